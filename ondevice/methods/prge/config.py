@@ -1,0 +1,73 @@
+"""Settings of P-RGE; defaults are the paper's (Table 8, ZO-LoRA-FA)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ondevice.config import Section
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class PrgeConfig(Section):
+    """P-RGE: zeroth-order LoRA-FA with all queries and both signs in one forward pass (sections 3.1 to 3.3)."""
+
+    name: Literal["prge"] = "prge"
+    """Method name."""
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    """LoRA rank r."""
+
+    alpha: float = Field(default=16.0, gt=0)
+    """LoRA alpha; the adapter's output is scaled by alpha / rank."""
+
+    targets: tuple[Target, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    """Linear layers that carry an adapter."""
+
+    queries: int = Field(default=4, ge=1, le=256)
+    """q: random directions a step; the outer loop."""
+
+    perturbation_scale: float = Field(default=1e-2, gt=0)
+    """epsilon: how far B is moved along a direction."""
+
+    learning_rate: float = Field(default=1e-3, gt=0)
+    """eta of ZO-SGD."""
+
+    noise: Literal["gaussian", "rademacher"] = "gaussian"
+    """Distribution of the directions."""
+
+    estimator: Literal["central", "one_sided"] = "central"
+    """`central`: (L+ - L-) / 2 epsilon, 2q copies. `one_sided`: (L_i - L_0) over the standard deviation of the
+    losses, q + 1 copies (FZOO, ICLR 2026); the learning rate then has another scale."""
+
+    top_layers: int | None = Field(default=None, ge=1)
+    """Perturb only the last so many layers; the layers below run once for all copies."""
+
+    inner_loop: bool = True
+    """Run both signs in one forward pass; off is the paper's sequential baseline (eager only)."""
+
+    outer_loop: bool = True
+    """Run all queries in one forward pass; off runs one query after the other (eager only)."""
+
+    form: Literal["master", "copies"] = "master"
+    """`master`: one copy of B, noise regenerated. `copies`: Algorithm 1, 2q perturbed copies (eager only)."""
+
+    loss_tiles: int = Field(default=8, ge=1)
+    """Vocabulary tiles of the cross-entropy; 1 computes all logits at once."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> PrgeConfig:
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError("targets: a linear layer is named twice")
+        if self.estimator == "one_sided" and self.queries < 2:
+            raise ValueError("estimator one_sided needs queries >= 2: it divides by the losses' standard deviation")
+        if self.form == "copies" and (self.estimator != "central" or not (self.inner_loop and self.outer_loop)):
+            raise ValueError("form copies (Algorithm 1) goes with estimator central and both loops parallel")
+        return self
+
+    @property
+    def copies(self) -> int:
+        """Perturbed copies of B a step: 2q, or q + 1 for the one-sided estimator."""
+        return 2 * self.queries if self.estimator == "central" else self.queries + 1

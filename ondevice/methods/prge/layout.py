@@ -1,0 +1,101 @@
+"""Where each LoRA-FA matrix lies in the flat adapter vector.
+
+All trained B matrices are one float32 vector, layer by layer, so that a program has one state tensor, a
+layer's noise is one range of one stream, and a host needs one buffer. Ranges start at multiples of 64
+elements, because one generator word holds 64 Rademacher signs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ondevice.runtime_ops import generator
+
+if TYPE_CHECKING:
+    from ondevice.methods.prge.config import PrgeConfig
+    from ondevice.models import ModelDims
+
+ALIGNMENT = 64
+NOISE_TENSOR = 0
+"""Stream of the perturbations (the generator's tensor id)."""
+FROZEN_A_TENSOR = 1
+"""Stream of the frozen A matrices; one step number for each (layer, target)."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One B matrix: float32 [rank, outputs] at `offset` (elements) of the flat vector."""
+
+    layer: int
+    target: str
+    offset: int
+    rank: int
+    inputs: int
+    outputs: int
+
+    @property
+    def count(self) -> int:
+        return self.rank * self.outputs
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """All B matrices of a run, in layer order."""
+
+    entries: tuple[Entry, ...]
+    size: int
+    """Elements of the flat vector, padding included."""
+    seed: int
+
+    @classmethod
+    def build(cls, dims: ModelDims, config: PrgeConfig, seed: int) -> AdapterLayout:
+        """Lay out `config.targets` of the perturbed layers of a model with dimensions `dims`."""
+        first = 0 if config.top_layers is None else max(0, dims.layers - config.top_layers)
+        entries, offset = [], 0
+        for layer in range(first, dims.layers):
+            for target in config.targets:
+                inputs, outputs = dims.linear_shape(target)
+                entries.append(Entry(layer, target, offset, config.rank, inputs, outputs))
+                offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(entries), offset, seed)
+
+    @property
+    def first_layer(self) -> int:
+        return self.entries[0].layer
+
+    def of_layer(self, layer: int) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.layer == layer)
+
+    def layer_range(self, layer: int) -> tuple[int, int]:
+        """Start and count (elements) of a layer's range."""
+        entries = self.of_layer(layer)
+        return entries[0].offset, entries[-1].offset + entries[-1].count - entries[0].offset
+
+    def frozen_a(self, entry: Entry) -> np.ndarray:
+        """The frozen A of `entry`: float32 [inputs, rank], Gaussian with the variance of PEFT's default, 1/(3 inputs)."""
+        count = entry.inputs * entry.rank
+        position = self.entries.index(entry)
+        values = generator.normal(self.seed, position, FROZEN_A_TENSOR, 1, 0, count)[0]
+        scale = np.float32(1.0 / np.sqrt(3.0 * entry.inputs))
+        return values.reshape(entry.inputs, entry.rank) * scale
+
+    def to_tensors(self, flat: np.ndarray, names: dict[tuple[int, str], str]) -> dict[str, np.ndarray]:
+        """The adapter as PEFT lays it out: `<linear>.lora_A.weight` [rank, inputs], `.lora_B.weight` [outputs, rank]."""
+        tensors = {}
+        for entry in self.entries:
+            name = names[(entry.layer, entry.target)]
+            b = flat[entry.offset : entry.offset + entry.count].reshape(entry.rank, entry.outputs)
+            tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(self.frozen_a(entry).T)
+            tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b.T)
+        return tensors
+
+    def from_tensors(self, tensors: dict[str, np.ndarray], names: dict[tuple[int, str], str]) -> np.ndarray:
+        """The flat vector of an adapter that this layout wrote; the inverse of `to_tensors`."""
+        flat = np.zeros(self.size, dtype=np.float32)
+        for entry in self.entries:
+            b = tensors[f"{names[(entry.layer, entry.target)]}.lora_B.weight"]
+            flat[entry.offset : entry.offset + entry.count] = b.T.reshape(-1)
+        return flat

@@ -1,0 +1,1 @@
+"""Sessions that run a training program: eager PyTorch and ExecuTorch."""
