@@ -1,0 +1,239 @@
+"""Files and folders that are either whole or not there: written beside, flushed to the disk, then renamed.
+
+A crash, a full disk or a kill at any moment leaves the previous content under the name. What a killed
+process left beside it is removed by the next write of the same name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import platform
+import re
+import secrets
+import shutil
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ondevice.errors import StorageError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b", re.IGNORECASE)
+_HASH_CHUNK_BYTES = 1 << 20
+_RENAME_EXCHANGE = 2
+"""Both Linux's renameat2 and macOS's renamex_np call the flag that swaps two names 2."""
+
+
+@contextmanager
+def storage_errors(path: str | Path) -> Iterator[None]:
+    """Turn a full disk into StorageError, also where a library wraps it in an error of its own (safetensors).
+
+    Raises:
+        StorageError: the disk is full or a quota is used up; `path` is what was being written.
+    """
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:
+        full = isinstance(error, OSError) and error.errno in _FULL
+        if full or _FULL_WORDS.search(str(error)):
+            raise _full(path, error) from error
+        raise
+
+
+def atomic_write(path: str | Path, content: bytes | str) -> None:
+    """Replace the file at `path` by `content` (text as UTF-8), all at once.
+
+    Raises:
+        StorageError: the disk is full, or the folder cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    data = content.encode("utf-8") if isinstance(content, str) else content
+    with _named_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        partial = _beside(target)
+        try:
+            with open(partial, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        _fsync_folder(target.parent)
+
+
+@contextmanager
+def atomic_directory(path: str | Path, *, marker: str | None = None) -> Iterator[Path]:
+    """Yield an empty folder to fill; on a clean exit it takes the name `path`, replacing what was there.
+
+    Args:
+        path: the folder's final name. Its parents are made.
+        marker: a file that only a folder of this kind has. With it, a non-empty folder that lacks the
+            marker is never replaced, so that a wrong `--out` cannot delete somebody's files.
+
+    Raises:
+        StorageError: the disk is full, the place cannot be written, or `path` is a file or (with `marker`)
+            a folder of another kind. The old content is untouched.
+    """
+    target = Path(os.path.realpath(path))
+    with _named_errors(target):
+        _check_replaceable(target, marker)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        partial = _beside(target)
+        partial.mkdir()
+    try:
+        with storage_errors(target):
+            yield partial
+        with _named_errors(target):
+            _check_replaceable(target, marker)
+            fsync_tree(partial)
+            _put_in_place(partial, target)
+            _fsync_folder(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def sha256_file(path: str | Path) -> str:
+    """SHA-256 of a file as 64 hexadecimal digits, in constant memory."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_HASH_CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def fsync_tree(folder: str | Path) -> None:
+    """Flush every file and folder below `folder`, and itself, to the disk."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(root, name)
+            if not os.path.islink(path):
+                descriptor = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+        _fsync_folder(Path(root))
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Every OSError of this module's own work, as an error that names the place."""
+    try:
+        with storage_errors(path):
+            yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}",
+            received=f"{error.strerror or error} ({error.filename})" if error.filename else str(error),
+            hint="choose a folder that exists and that you may write to",
+        ) from error
+
+
+def _full(path: str | Path, error: BaseException) -> StorageError:
+    try:
+        folder = Path(path)
+        while not folder.exists():
+            folder = folder.parent
+        free = f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
+    except OSError:
+        free = str(error)
+    return StorageError(
+        f"no space left while writing {path}",
+        received=free,
+        hint="free some space or choose another disk; what was there before is unharmed",
+    )
+
+
+def _check_replaceable(target: Path, marker: str | None) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        expected = "a folder or a free name"
+        raise StorageError(f"{target} is a file", expected=expected, hint="choose another name")
+    if marker is None or (target / marker).is_file():
+        return
+    found = next(iter(sorted(os.listdir(target))), None)
+    if found is not None:
+        raise StorageError(
+            f"{target} holds other files and would be replaced",
+            expected=f"an empty folder, or one with {marker}",
+            received=found,
+            hint="choose another name, or empty the folder yourself",
+        )
+
+
+def _node() -> str:
+    return f"{zlib.crc32(platform.node().encode()):08x}"
+
+
+def _beside(target: Path) -> Path:
+    return target.parent / f".{target.name}.partial-{_node()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _remove_leftovers(target: Path) -> None:
+    """What processes of this machine that are gone left behind."""
+    pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-{_node()}-(\d+)-[0-9a-f]{{8}}")
+    for entry in os.scandir(target.parent):
+        match = pattern.fullmatch(entry.name)
+        if match and not _alive(int(match[1])):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                Path(entry.path).unlink(missing_ok=True)
+
+
+def _alive(pid: int) -> bool:
+    if os.name == "nt":
+        return True  # os.kill would end the process there
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _put_in_place(partial: Path, target: Path) -> None:
+    if not target.exists():
+        os.rename(partial, target)
+    elif not _exchange(partial, target):
+        # A file system that cannot swap two names: between the two renames the old content has another name.
+        old = _beside(target)
+        os.rename(target, old)
+        os.rename(partial, target)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one system call; False where the system or the file system cannot."""
+    first, second = os.fsencode(one), os.fsencode(other)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if sys.platform == "darwin":
+            return libc.renamex_np(first, second, _RENAME_EXCHANGE) == 0
+        return libc.renameat2(-100, first, -100, second, _RENAME_EXCHANGE) == 0
+    except (AttributeError, OSError, TypeError):
+        return False
+
+
+def _fsync_folder(folder: Path) -> None:
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
