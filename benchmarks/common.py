@@ -1,0 +1,223 @@
+"""What every benchmark shares: the machine, the versions, fair timing, and the result file.
+
+A benchmark is `benchmarks/<name>.py`, run as `python -m benchmarks.<name>`:
+
+    NEEDS = ("cuda",)                      # optional: what the machine must have (see benchmarks/__main__.py)
+    args = parse_args(__doc__)
+    seconds = interleaved({"ours": ours, "peer": peer}, repeats=args.repeats)
+    rows = [{"method": name, "step_s": values} for name, values in seconds.items()]
+    finish("name", rows, args, columns=[{"key": "step_s", "title": "Step (s)"}])
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = (
+    "ondevice-train", "torch", "transformers", "peft", "executorch", "torchao", "bitsandbytes",
+    "liger-kernel", "triton", "deepspeed", "mlx", "mlx-lm", "onnxruntime-qnn", "numpy",
+)  # fmt: skip
+
+median = statistics.median
+
+
+def machine_info() -> dict[str, Any]:
+    """This machine: name (for files), cpu, cores this process may use, memory_bytes, gpus, system."""
+    gpus = _gpus()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpu = _cpu()
+    words = f"{len(gpus)}x {gpus[0]['name']}" if gpus else f"{cpu} {cores} cores"
+    return {
+        "name": re.sub(r"[^a-z0-9]+", "-", words.lower().replace("1x ", "")).strip("-"),
+        "cpu": cpu,
+        "cores": cores,
+        "memory_bytes": _memory_bytes(),
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Python, the checkout's commit (with `+` if files differ from it), the installed ones of PACKAGES."""
+    found = {"python": platform.python_version()}
+    if commit := _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"):
+        changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
+        found["commit"] = commit + ("+" if changed else "")
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def interleaved(
+    callables: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Wall-clock seconds of every callable, taken in turns so that a drift of the machine meets all of them.
+
+    Each round runs every callable once, every other round in reverse; CUDA work is waited for.
+
+    Args:
+        callables: name to function without arguments.
+        repeats: measured rounds, at least 1.
+        warmup: rounds that are run and not measured.
+
+    Returns:
+        name to `repeats` values in seconds, in the order they were measured.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats: expected at least 1, received {repeats}")
+    seconds: dict[str, list[float]] = {name: [] for name in callables}
+    for turn in range(-warmup, repeats):
+        names = list(callables)
+        for name in reversed(names) if turn % 2 else names:
+            _wait_for_cuda()
+            start = time.perf_counter()
+            callables[name]()
+            _wait_for_cuda()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def result(
+    name: str, rows: Sequence[dict[str, Any]], columns: Sequence[dict[str, Any]] | None = None, **extra: Any
+) -> dict[str, Any]:
+    """The result object of benchmarks/results/README.md; `extra` adds keys such as `title` and `notes`."""
+    document = {
+        "benchmark": name,
+        "command": _command(name),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "machine": machine_info(),
+        "versions": versions(),
+        **extra,
+        "rows": list(rows),
+    }
+    if columns is not None:
+        document["columns"] = list(columns)
+    return document
+
+
+def write_result(
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    path: Path | str | None = None,
+    columns: Sequence[dict[str, Any]] | None = None,
+    **extra: Any,
+) -> Path:
+    """Write a result atomically; without a path to benchmarks/results/<name>/<machine>.json.
+
+    Returns:
+        the file that was written.
+    """
+    return _write(result(name, rows, columns, **extra), path)
+
+
+def parse_args(
+    description: str | None, add: Callable[[argparse.ArgumentParser], Any] | None = None, repeats: int = 5
+) -> argparse.Namespace:
+    """The arguments of every benchmark: --json, --repeats, --out, --record, and what `add` adds."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="end the output with one line of JSON")
+    parser.add_argument("--repeats", type=int, default=repeats, help="measured rounds (default %(default)s)")
+    parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
+    parser.add_argument(
+        "--record", action="store_true", help="also write benchmarks/results/<name>/<machine>.json"
+    )
+    if add is not None:
+        add(parser)
+    args = parser.parse_args()
+    if args.repeats < 1:
+        parser.error(f"--repeats: expected at least 1, received {args.repeats}")
+    return args
+
+
+def finish(
+    name: str,
+    rows: Sequence[dict[str, Any]],
+    args: argparse.Namespace,
+    columns: Sequence[dict[str, Any]] | None = None,
+    **extra: Any,
+) -> None:
+    """Print the table, write the files that the arguments ask for, and end with JSON under --json."""
+    from benchmarks.tables import render
+
+    document = result(name, rows, columns, **extra)
+    print(render(document))
+    if args.out:
+        _write(document, args.out)
+    if args.record:
+        _write(document, None)
+    if args.json:
+        print(json.dumps(document), flush=True)
+
+
+def _write(document: dict[str, Any], path: Path | str | None) -> Path:
+    target = Path(path) if path else RESULTS / document["benchmark"] / f"{document['machine']['name']}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(target.name + ".part")
+    beside.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(beside, target)
+    return target
+
+
+def _command(name: str) -> str:
+    """The command to repeat the run, without the arguments that only say where its output goes."""
+    arguments, skip = [], False
+    for word in sys.argv[1:]:
+        if skip or word in ("--json", "--record", "--out") or word.startswith("--out="):
+            skip = word == "--out"
+            continue
+        arguments.append(word)
+    return " ".join(["python", "-m", f"benchmarks.{name}", *arguments])
+
+
+def _wait_for_cuda() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _gpus() -> list[dict[str, Any]]:
+    query = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+    lines = [line.rsplit(",", 1) for line in query.splitlines() if "," in line]
+    return [{"name": name.strip(), "memory_bytes": int(mib) * 2**20} for name, mib in lines]
+
+
+def _cpu() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
+    names = re.findall(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return names[0].strip() if names else platform.machine()
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

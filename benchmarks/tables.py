@@ -1,0 +1,158 @@
+"""Result files to Markdown tables, and those tables into README.md and docs/.
+
+    python -m benchmarks.tables            rewrite every table between its markers
+    python -m benchmarks.tables --check    exit 1 and name the tables that differ
+
+A table stands between `<!-- results: NAME -->` (every machine) or `<!-- results: NAME/MACHINE -->` and
+`<!-- /results -->`. The format of a result file is in benchmarks/results/README.md.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKED = re.compile(r"(<!-- results: ([\w./-]+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
+
+
+def render(document: dict[str, Any]) -> str:
+    """One result as Markdown: a line that says where it was measured, then its rows as a table."""
+    rows = document["rows"]
+    columns = document.get("columns") or [{"key": key} for key in rows[0]]
+    titles = [column.get("title", column["key"]) for column in columns]
+    numeric = [
+        _is_number(next((row[c["key"]] for row in rows if row.get(c["key"]) is not None), ""))
+        for c in columns
+    ]
+    lines = [
+        caption(document),
+        "",
+        "| " + " | ".join(_escape(title) for title in titles) + " |",
+        "|" + "|".join(" ---: " if right else " --- " for right in numeric) + "|",
+    ]
+    for row in rows:
+        cells = [_escape(cell(row.get(column["key"]), column)) for column in columns]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += [f"\n{note}" for note in document.get("notes", [])]
+    return "\n".join(lines)
+
+
+def caption(document: dict[str, Any]) -> str:
+    """Machine, versions, date and command of a result, in one line of Markdown."""
+    machine = document["machine"]
+    where = ", ".join(sorted({gpu["name"] for gpu in machine["gpus"]})) or machine["cpu"]
+    count = len(machine["gpus"])
+    shown = {
+        name: v
+        for name, v in document["versions"].items()
+        if name in document.get("show_versions", ("torch",))
+    }
+    parts = [
+        f"{count} × {where}" if count > 1 else where,
+        f"{machine['cores']} cores",
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB",
+        *(f"{name} {number}" for name, number in shown.items()),
+        document["date"],
+        f"`{document['command']}`",
+    ]
+    title = f"**{document['title']}**: " if document.get("title") else ""
+    return title + ", ".join(parts)
+
+
+def cell(value: Any, column: dict[str, Any]) -> str:
+    """A value as text; a list of repeats is its median with its range.
+
+    `digits` of the column sets the decimals (without it: three significant figures, whole numbers whole),
+    `scale` multiplies first (1e-6 shows bytes as MB).
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list) and value and all(_is_number(item) for item in value):
+        middle, low, high = statistics.median(value), min(value), max(value)
+        if low == high:
+            return _number(middle, column)
+        return f"{_number(middle, column)} ({_number(low, column)} to {_number(high, column)})"
+    return _number(value, column) if _is_number(value) else str(value)
+
+
+def update(text: str, results: Path) -> str:
+    """`text` with every marked table rendered anew.
+
+    Raises:
+        FileNotFoundError: a marker names a result that is not in `results`.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        return (
+            match[1]
+            + "\n\n".join(render(json.loads(f.read_text())) for f in _files(match[2], results))
+            + "\n"
+            + match[4]
+        )
+
+    return MARKED.sub(table, text)
+
+
+def documents(root: Path) -> list[Path]:
+    """README.md and every Markdown file below docs/."""
+    return [path for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if path.is_file()]
+
+
+def _files(name: str, results: Path) -> list[Path]:
+    files = sorted((results / name).glob("*.json")) or [f for f in [results / f"{name}.json"] if f.is_file()]
+    if not files:
+        raise FileNotFoundError(f"results: {name}: expected {results / name}/*.json or {results / name}.json")
+    return files
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(_is_number(item) for item in value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(value: float, column: dict[str, Any]) -> str:
+    value = value * column.get("scale", 1)
+    digits = column.get("digits")
+    if digits is not None:
+        return f"{value:,.{digits}f}"
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrite the tables, or with --check only compare; returns the exit status."""
+    if unknown := [word for word in arguments if word != "--check"]:
+        print(f"tables: expected --check or nothing, received {' '.join(unknown)}", file=sys.stderr)
+        return 2
+    status = 0
+    for path in documents(ROOT):
+        text = path.read_text()
+        new = update(text, ROOT / "benchmarks" / "results")
+        if new == text:
+            continue
+        if "--check" in arguments:
+            print(
+                f"{path.relative_to(ROOT)}: a table differs from its results; try: make docs", file=sys.stderr
+            )
+            status = 1
+        else:
+            path.write_text(new)
+            print(f"{path.relative_to(ROOT)}: tables rewritten")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""What the benchmarks share: order of measurement, result files, command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from benchmarks import __main__ as runner
+from benchmarks import common
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
+
+
+def test_interleaved_takes_turns_and_reverses_every_other_round() -> None:
+    order: list[str] = []
+    seconds = common.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, repeats=3)
+    assert order == ["b", "a", "a", "b", "b", "a", "a", "b"]
+    assert {name: len(values) for name, values in seconds.items()} == {"a": 3, "b": 3}
+    assert all(value >= 0 for values in seconds.values() for value in values)
+
+
+def test_interleaved_refuses_no_repeats() -> None:
+    with pytest.raises(ValueError, match="repeats: expected at least 1, received 0"):
+        common.interleaved({}, repeats=0)
+
+
+def test_a_written_result_is_valid_and_replaces_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "here.json"
+    for value in (1.0, 2.0):
+        rows = [{"method": "ours", "step_s": [value, value]}]
+        written = common.write_result("a_name", rows, path, columns=[{"key": "step_s"}], title="Title")
+    assert written == path
+    document = json.loads(path.read_text())
+    jsonschema.validate(document, SCHEMA)
+    assert document["rows"][0]["step_s"] == [2.0, 2.0]
+    assert document["title"] == "Title"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_command_leaves_out_where_the_output_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["x", "--json", "--out", "/tmp/x", "--repeats", "3", "--out=/y", "--record"]
+    )
+    assert common.result("name", [{"a": 1}])["command"] == "python -m benchmarks.name --repeats 3"
+
+
+def test_a_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
+    script = tmp_path / "tiny.py"
+    script.write_text(
+        "from benchmarks import common\n"
+        "args = common.parse_args('Tiny.', lambda p: p.add_argument('--steps', type=int, default=1))\n"
+        "seconds = common.interleaved({'sum': lambda: sum(range(args.steps))}, args.repeats)\n"
+        "common.finish('tiny', [{'name': 'sum', 's': seconds['sum']}], args)\n"
+    )
+    command = [
+        sys.executable,
+        str(script),
+        "--json",
+        "--repeats",
+        "2",
+        "--steps",
+        "5",
+        "--out",
+        str(tmp_path / "r.json"),
+    ]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    jsonschema.validate(document, SCHEMA)
+    assert len(document["rows"][0]["s"]) == 2
+    assert document["command"] == "python -m benchmarks.tiny --repeats 2 --steps 5"
+    assert json.loads((tmp_path / "r.json").read_text()) == document
+    assert "| name | s |" in done.stdout
+
+
+def test_what_a_benchmark_needs_is_read_without_running_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one.py").write_text("NEEDS = ('nothing_of_that_name',)\nraise RuntimeError\n")
+    (tmp_path / "two.py").write_text("import nowhere\n")
+    (tmp_path / "common.py").write_text("")
+    monkeypatch.setattr(runner, "FOLDER", tmp_path)
+    assert runner.benchmarks() == {"one": ("nothing_of_that_name",), "two": ()}
+    assert runner.missing(("nothing_of_that_name", "json")) == ["nothing_of_that_name"]
+    assert runner.main(["three"]) == 2
+    assert runner.main(["one"]) == 0

@@ -1,0 +1,37 @@
+"""Runs the tested blocks of one document, in order, in the current folder; the first that fails ends it.
+
+python run_document.py DOCUMENT.md
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from documents import blocks
+
+
+def main(document: str) -> int:
+    """The status of the first command that fails, or 0; an exception in Python code passes through."""
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(Path(document).read_text()):
+        print(f"--- {document}:{block.line}", flush=True)
+        if block.kind == "test":
+            # Empty lines before the code make the line numbers of a traceback those of the document.
+            exec(compile("\n" * (block.line - 1) + block.text, document, "exec"), namespace)
+            continue
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.text], stdin=subprocess.DEVNULL, check=False
+        )
+        if done.returncode:
+            print(f"{document}:{block.line}: exit status {done.returncode}", file=sys.stderr)
+            return done.returncode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,131 @@
+"""The wheel holds everything, the checkout holds nothing but what belongs there, and the tools agree."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+TOP_LEVEL = {
+    "pyproject.toml", "ondevice", "exporters", "runtime_ops", "android_app", "tests", "README.md",
+    "benchmarks", "docs", "examples", "requirements", "Makefile", "LICENSE", ".ci", ".gitignore",
+    ".pre-commit-config.yaml",
+}  # fmt: skip
+PACKAGED = {".py", ".typed", ".md", ".json", ".cpp", ".h", ".cu", ".html", ".css", ".js", ".svg"}
+
+
+@pytest.fixture(scope="session")
+def project(root: Path) -> dict:
+    return tomllib.loads((root / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="session")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, so that no old build/ folder and no other test gets into it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source / name)
+    for name in ("ondevice", "exporters", "runtime_ops"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / name, source / name, symlinks=True, ignore=ignore)
+    done = subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def sources(root: Path) -> set[str]:
+    """Every file below ondevice/, its two links followed, that an installed package needs."""
+    found = set()
+    for folder, place in (("ondevice", ""), ("exporters", "ondevice/"), ("runtime_ops", "ondevice/")):
+        for path in (root / folder).rglob("*"):
+            if path.is_file() and path.suffix in PACKAGED and "__pycache__" not in path.parts:
+                found.add(place + path.relative_to(root).as_posix())
+    return found
+
+
+def test_wheel_holds_every_source_and_nothing_else(wheel: Path, root: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert sources(root) - names == set()
+    assert {name for name in names if not name.startswith("ondevice/")} == set()
+    assert "ondevice/exporters/__init__.py" in names
+    assert "ondevice/runtime_ops/__init__.py" in names
+    assert {name for name in names if "__pycache__" in name or name.endswith((".so", ".pte"))} == set()
+
+
+def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import ondevice, ondevice.exporters, ondevice.runtime_ops\n"
+        "print(ondevice.__file__, ondevice.exporters.__file__, ondevice.runtime_ops.__file__, sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(line.startswith(str(tmp_path)) for line in done.stdout.split())
+
+
+def test_metadata(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+    text = archive.read(name).decode()
+    assert "Name: ondevice-train\n" in text
+    assert "License-Expression: Apache-2.0\n" in text
+    assert set(re.findall(r"Requires-Python: (.+)", text)) == {"<3.14,>=3.11"}
+    extras = set(re.findall(r"Provides-Extra: (.+)", text))
+    assert {"executorch", "qnn", "mlx", "cuda", "serve", "dev"} <= extras
+    entry = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
+    assert re.search(r"^ondevice = ondevice\.cli", entry, re.MULTILINE)
+
+
+def test_core_dependencies_are_light(project: dict) -> None:
+    core = {re.split(r"[<>=\[; ]", line)[0].lower() for line in project["project"]["dependencies"]}
+    assert core.isdisjoint({"torch", "transformers", "mlx", "executorch", "peft", "bitsandbytes", "fastapi"})
+
+
+def test_every_development_dependency_is_pinned(project: dict, root: Path) -> None:
+    pins = re.findall(r"^([a-z0-9-]+)==", (root / "requirements/dev.txt").read_text(), re.MULTILINE)
+    wanted, queue, seen = set(), ["dev"], set()
+    extras = project["project"]["optional-dependencies"]
+    lines = list(project["project"]["dependencies"])
+    while queue:
+        if (extra := queue.pop()) in seen:
+            continue
+        seen.add(extra)
+        for line in extras[extra]:
+            if line.startswith("ondevice-train["):
+                queue += line.split("[")[1].rstrip("]").split(",")
+            else:
+                lines.append(line)
+    wanted = {re.split(r"[<>=\[; ]", line)[0].lower() for line in lines}
+    assert wanted - set(pins) == set()
+    assert len(pins) == len(set(pins))
+
+
+def test_nothing_else_at_the_top(root: Path) -> None:
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=root, check=True).stdout
+    assert {line.split("/")[0] for line in listed.splitlines()} - TOP_LEVEL == set()
+
+
+def test_the_links_are_relative(root: Path) -> None:
+    for name in ("exporters", "runtime_ops"):
+        link = root / "ondevice" / name
+        assert link.is_symlink()
+        assert link.readlink() == Path("..") / name
