@@ -79,7 +79,7 @@ def cell(value: Any, column: dict[str, Any]) -> str:
         if low == high:
             return _number(middle, column)
         return f"{_number(middle, column)} ({_number(low, column)} to {_number(high, column)})"
-    return _number(value, column) if _is_number(value) else str(value)
+    return _number(value, column) if isinstance(value, int | float) else str(value)
 
 
 def update(text: str, results: Path) -> str:
