@@ -1,0 +1,1 @@
+"""Training methods: one folder each, found through `registry.py`."""

@@ -6,6 +6,8 @@ P-RGE's appendix A.8 names this as future work. The running maximum and the runn
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -49,21 +51,43 @@ def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int
     result = torch.zeros(labels_N.shape[0], dtype=torch.float32, device=hidden_ND.device)
     if active.numel() == 0:
         return result
-    nll = _online_nll(hidden_ND[active], weight_VD, labels_N[active], tiles)
+    nll = _TiledNll.apply(hidden_ND[active], weight_VD, labels_N[active], tiles)
     return result.index_put((active,), nll)
 
 
-def _online_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
-    target_N = (hidden_ND.float() * weight_VD[labels_N].float()).sum(-1)
-    maximum = total = None
-    for low, high in tile_bounds(weight_VD.shape[0], tiles):
-        logits = (hidden_ND @ weight_VD[low:high].t()).float()
-        tile_maximum = logits.amax(-1)
-        tile_total = (logits - tile_maximum[:, None]).exp().sum(-1)
-        if maximum is None:
-            maximum, total = tile_maximum, tile_total
-        else:
-            larger = torch.maximum(maximum, tile_maximum)
-            total = total * (maximum - larger).exp() + tile_total * (tile_maximum - larger).exp()
+class _TiledNll(torch.autograd.Function):
+    """The online log-sum-exp forward; backward computes each tile's logits again instead of keeping them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
+        target_N = (hidden_ND.float() * weight_VD[labels_N].float()).sum(-1)
+        maximum = torch.full_like(target_N, float("-inf"))
+        total = torch.zeros_like(target_N)
+        for low, high in tile_bounds(weight_VD.shape[0], tiles):
+            logits = (hidden_ND @ weight_VD[low:high].t()).float()
+            larger = torch.maximum(maximum, logits.amax(-1))
+            total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(-1)
             maximum = larger
-    return maximum + total.log() - target_N
+        logsumexp = maximum + total.log()
+        ctx.save_for_backward(hidden_ND, weight_VD, labels_N, logsumexp)
+        ctx.tiles = tiles
+        return logsumexp - target_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden_ND, weight_VD, labels_N, logsumexp = ctx.saved_tensors
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden_ND) if need_hidden else None
+        grad_weight = torch.zeros_like(weight_VD) if need_weight else None
+        rows = torch.arange(labels_N.shape[0], device=labels_N.device)
+        for low, high in tile_bounds(weight_VD.shape[0], ctx.tiles):
+            logits = (hidden_ND @ weight_VD[low:high].t()).float()
+            probability = (logits - logsumexp[:, None]).exp()
+            inside = (labels_N >= low) & (labels_N < high)
+            probability[rows[inside], labels_N[inside] - low] -= 1.0
+            scaled = (probability * grad_N[:, None]).to(hidden_ND.dtype)
+            if grad_hidden is not None:
+                grad_hidden += scaled @ weight_VD[low:high]
+            if grad_weight is not None:
+                grad_weight[low:high] = scaled.t() @ hidden_ND
+        return grad_hidden, grad_weight, None, None

@@ -1,0 +1,1 @@
+"""First-order training of all parameters: the upper baseline."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ondevice.errors import ArtifactError
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
@@ -93,9 +94,26 @@ class AdapterLayout:
         return tensors
 
     def from_tensors(self, tensors: dict[str, np.ndarray], names: dict[tuple[int, str], str]) -> np.ndarray:
-        """The flat vector of an adapter that this layout wrote; the inverse of `to_tensors`."""
+        """The flat vector of an adapter that this layout wrote; the inverse of `to_tensors`.
+
+        Raises:
+            ArtifactError: if a tensor is missing, has another shape, or its A is not this layout's.
+        """
         flat = np.zeros(self.size, dtype=np.float32)
         for entry in self.entries:
-            b = tensors[f"{names[(entry.layer, entry.target)]}.lora_B.weight"]
+            name = names[(entry.layer, entry.target)]
+            a, b = tensors.get(f"{name}.lora_A.weight"), tensors.get(f"{name}.lora_B.weight")
+            if a is None or b is None or b.shape != (entry.outputs, entry.rank):
+                raise ArtifactError(
+                    f"the adapter does not fit: {name}",
+                    expected=f"lora_A [{entry.rank}, {entry.inputs}] and lora_B [{entry.outputs}, {entry.rank}]",
+                    received=None if b is None else f"lora_B {list(b.shape)}",
+                )
+            if not np.array_equal(a.T, self.frozen_a(entry)):
+                raise ArtifactError(
+                    f"the adapter's frozen A differs from this run's: {name}",
+                    expected=f"the A that seed {self.seed} draws",
+                    hint="use an adapter that this run, artifact or seed made",
+                )
             flat[entry.offset : entry.offset + entry.count] = b.T.reshape(-1)
         return flat

@@ -1,0 +1,96 @@
+"""The exporter's contract: list every problem first, then write the whole artifact or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from pydantic import Field, model_validator
+
+from ondevice.config import ModelConfig, Section
+
+
+class ExportConfig(Section):
+    """What the exported program looks like."""
+
+    target: str = "android-cpu"
+    """Where it will run; `ondevice export --list` names the targets."""
+
+    lengths_tokens: tuple[int, ...] = Field(default=(64,), min_length=1)
+    """Length buckets: one program method each, because a dynamic length would plan memory for the longest."""
+
+    batch_size: int = Field(default=1, ge=1)
+    """Rows of data a step; the program runs each 2q times."""
+
+    eval_batch_size: int = Field(default=2, ge=1)
+    """Rows an evaluation takes at once."""
+
+    form: Literal["functional", "stateful"] = "functional"
+    """`functional`: the adapter goes in and comes out, as a stock Android runtime needs. `stateful`: mutable buffer."""
+
+    generator: Literal["auto", "aten", "op"] = "auto"
+    """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""
+
+    quantize: Literal["none", "q4", "8da4w"] = "none"
+    """`q4`: 4-bit weights, float32 activations (this project's op). `8da4w`: XNNPACK's 8-bit dynamic activations,
+    which distort zeroth-order gradients at small perturbation scales."""
+
+    loss: Literal["auto", "tiled", "plain", "op"] = "auto"
+    """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""
+
+    check_steps: int = Field(default=3, ge=1)
+    """Training steps of the program that are held against eager PyTorch before anything is written."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> ExportConfig:
+        if sorted(set(self.lengths_tokens)) != sorted(self.lengths_tokens) or min(self.lengths_tokens) < 8:
+            raise ValueError("lengths_tokens: distinct lengths of at least 8 tokens")
+        return self
+
+    @property
+    def uses_ops(self) -> bool:
+        """Whether the program needs this project's kernels in the runtime."""
+        return self.quantize == "q4" or self.generator == "op" or self.loss == "op"
+
+
+@dataclass(frozen=True)
+class ExportJob:
+    """All that an export needs to know."""
+
+    model: ModelConfig
+    method: Any
+    export: ExportConfig
+    seed: int = 0
+    task: str | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written, and what the check against eager measured."""
+
+    path: Path
+    target: str
+    program_bytes: int
+    lowering_s: float
+    planned_bytes: dict[str, int]
+    custom_ops: tuple[str, ...]
+    check: dict[str, Any]
+    warnings: tuple[str, ...]
+
+
+class Exporter(Protocol):
+    """One target."""
+
+    def check(self, job: ExportJob) -> list[str]:
+        """Every reason why `job` cannot be exported, found without loading weights; empty if it can."""
+        ...
+
+    def export(self, job: ExportJob, out: Path) -> ExportReport:
+        """Write the artifact to `out`, atomically.
+
+        Raises:
+            VerificationError: if the program does not do what eager PyTorch does; nothing is written then.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""ExecuTorch programs that hold a whole training step."""

@@ -1,0 +1,109 @@
+"""From modules to one ExecuTorch program: export, hand the matrix products to XNNPACK, plan memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
+from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.backends.xnnpack.utils.utils import get_input_node, is_param_node
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.passes import MemoryPlanningPass
+from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
+
+if TYPE_CHECKING:
+    from ondevice.exporters.executorch.programs import MethodSpec
+
+EXTRA_ATEN_OPS = [torch.ops.aten.bitwise_right_shift.Tensor_Scalar]
+"""Ops of the generator's graph that are no core ATen ops but have a portable kernel."""
+
+
+class SharedWeightLinearConfig(LinearConfig):
+    """Also takes a linear whose weight is computed, such as a vocabulary tile of the tied embedding.
+
+    The weight then stays outside the delegate and goes in as an input: a tied embedding is stored once, where
+    XNNPACK's own rule would copy it into the delegate (measured: 538 MB against 654 MB for SmolLM2-135M, and a
+    head that is a third faster because its tiles are packed one at a time).
+    """
+
+    def _get_weight_deps(self, node: Any, ep: Any, precision: Any) -> tuple[bool, list[Any]]:
+        if not is_param_node(ep, get_input_node(node, self.weight_idx)) and "dequant" not in str(node.args[1]):
+            return True, []
+        return super()._get_weight_deps(node, ep, precision)
+
+
+@dataclass
+class Lowered:
+    """A finished program and what is known about it."""
+
+    buffer: bytes
+    planned_bytes: dict[str, int]
+    """Memory the runtime plans for each method (the arena), without what delegates take."""
+    ops: dict[str, list[str]]
+    """Kernels each method needs outside delegates."""
+    delegates: dict[str, int]
+    """Delegate calls in each method."""
+    seconds: float
+    graph_sizes: dict[str, int] = field(default_factory=dict)
+
+
+def xnnpack_partitioner() -> XnnpackPartitioner:
+    """All of XNNPACK's ops, with the shared-weight rule for linears."""
+    configs = [SharedWeightLinearConfig if config is LinearConfig else config for config in ALL_PARTITIONER_CONFIGS]
+    return XnnpackPartitioner(configs=configs)
+
+
+def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion: bool = False) -> Lowered:
+    """Export, partition and serialise `methods` into one program.
+
+    Args:
+        methods: modules with example inputs; weights that several methods use are stored once.
+        stateful: methods share the mutable buffer `adapter`.
+        quantized_fusion: fold torchao's quantised ops (needed for 8da4w).
+    """
+    started = time.perf_counter()
+    logging.getLogger("executorch").setLevel(logging.ERROR)
+    with torch.no_grad():
+        exported = {
+            method.name: torch.export.export(method.module.eval(), method.example_inputs(), strict=False)
+            for method in methods
+        }
+        edge = to_edge_transform_and_lower(
+            exported,
+            partitioner=[xnnpack_partitioner()],
+            compile_config=EdgeCompileConfig(_core_aten_ops_exception_list=EXTRA_ATEN_OPS),
+        )
+        passes = [InitializedMutableBufferPass(["adapter"])] if stateful else []
+        program = edge.to_executorch(
+            ExecutorchBackendConfig(
+                passes=passes,
+                memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=stateful),
+                do_quant_fusion_and_const_prop=quantized_fusion,
+            )
+        )
+    plans = {plan.name: plan for plan in program.executorch_program.execution_plan}
+    names = [method.name for method in methods]
+    return Lowered(
+        buffer=program.buffer,
+        planned_bytes={name: sum(plans[name].non_const_buffer_sizes) for name in names},
+        ops={name: sorted({_op_name(op) for op in plans[name].operators}) for name in names},
+        delegates={name: len(plans[name].delegates) for name in names},
+        seconds=time.perf_counter() - started,
+        graph_sizes={name: sum(len(chain.instructions) for chain in plans[name].chains) for name in names},
+    )
+
+
+def _op_name(op: Any) -> str:
+    return f"{op.name}.{op.overload}" if op.overload else op.name
+
+
+def op_histogram(edge: Any, method: str) -> Counter[str]:
+    """Operators left outside delegates, for looking at a partition."""
+    nodes = edge.exported_program(method).graph.nodes
+    return Counter(str(node.target) for node in nodes if node.op == "call_function")

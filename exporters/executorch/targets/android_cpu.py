@@ -1,0 +1,209 @@
+"""Target `android-cpu`: ExecuTorch with XNNPACK, functional state, and nothing that a stock runtime lacks unless asked."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.artifact.files import atomic_directory
+from ondevice.errors import ArtifactError, ConfigError, OndeviceError, VerificationError
+from ondevice.exporters.base import ExportJob, ExportReport
+from ondevice.methods.prge.config import PrgeConfig
+
+if TYPE_CHECKING:
+    from ondevice.artifact.manifest import Manifest
+
+NAME = "android-cpu"
+TOLERANCE = {"none": 1e-4, "q4": 1e-4, "8da4w": 5e-2}
+"""Largest relative loss error of the program against eager, replayed, by quantisation."""
+ADAPTER_TOLERANCE = 1e-5
+
+
+class Target:
+    """ExecuTorch programs for phones' CPUs; they run on any CPU that ExecuTorch supports."""
+
+    def check(self, job: ExportJob) -> list[str]:
+        """Every reason why `job` cannot be exported; no weights are loaded."""
+        from ondevice.models import read_dims
+
+        problems = []
+        if importlib.util.find_spec("executorch") is None:
+            problems.append("executorch is not installed: pip install 'ondevice-train[executorch]'")
+        if not isinstance(job.method, PrgeConfig):
+            return [*problems, f"method {job.method.name} does not export to {NAME}: use --method prge"]
+        if job.method.form != "master" or not (job.method.inner_loop and job.method.outer_loop):
+            problems.append("an exported step has form master, inner_loop and outer_loop: the others are eager baselines")
+        if job.export.quantize == "8da4w" and importlib.util.find_spec("torchao") is None:
+            problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
+        if job.export.uses_ops and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+            problems.append("this program needs the project's ops and no C++ compiler was found: install g++ or clang++")
+        try:
+            dims = read_dims(job.model.source, job.model.revision)
+        except OndeviceError as error:
+            return [*problems, str(error)]
+        if job.method.top_layers is not None and job.method.top_layers > dims.layers:
+            problems.append(f"top_layers is {job.method.top_layers} and the model has {dims.layers} layers")
+        if max(job.export.lengths_tokens) > dims.max_positions:
+            problems.append(f"lengths_tokens {max(job.export.lengths_tokens)} exceeds the model's {dims.max_positions} positions")
+        if job.export.quantize == "q4" and (dims.hidden % 32 or dims.intermediate % 32):
+            problems.append(f"q4 needs dimensions that are multiples of 32: hidden {dims.hidden}, ff {dims.intermediate}")
+        return problems
+
+    def export(self, job: ExportJob, out: Path) -> ExportReport:
+        """Load, author, lower, check against eager, and write the artifact; see `Exporter.export`."""
+        problems = self.check(job)
+        if problems:
+            raise ConfigError("cannot export: " + "; ".join(problems))
+        out = Path(out)
+        if out.exists() and any(out.iterdir()) and not job.overwrite:
+            raise ArtifactError(f"{out} is not empty", hint="choose another folder, or pass --overwrite")
+        from ondevice.exporters.executorch import author as authoring
+        from ondevice.exporters.executorch.lower import lower
+        from ondevice.exporters.executorch.programs import build_methods
+        from ondevice.models import load_model
+
+        loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
+        names = {
+            (layer, target): loaded.family.linear_name(layer, target)
+            for layer in range(loaded.dims.layers)
+            for target in job.method.targets
+        }
+        config = job.export
+        stateful = config.form == "stateful"
+        program = authoring.author(loaded, job.method, config, job.seed)
+        methods = build_methods(program, config.lengths_tokens, config.batch_size, config.eval_batch_size, stateful)
+        lowered = lower(methods, stateful=stateful, quantized_fusion=config.quantize == "8da4w")
+        with atomic_directory(out) as folder:
+            (folder / "program.pte").write_bytes(lowered.buffer)
+            loaded.tokenizer.save_pretrained(folder / "tokenizer")
+            manifest = self._manifest(job, loaded, program, methods, lowered, names)
+            (folder / "README.md").write_text(_readme(manifest), encoding="utf-8")
+            check, warnings = self._check(folder, manifest, program, job)
+            from ondevice.artifact.manifest import write_manifest
+
+            manifest = manifest.model_copy(update={"check": check})
+            write_manifest(manifest, folder)
+        return ExportReport(
+            path=out,
+            target=NAME,
+            program_bytes=len(lowered.buffer),
+            lowering_s=lowered.seconds,
+            planned_bytes=lowered.planned_bytes,
+            custom_ops=manifest.custom_ops,
+            check=check,
+            warnings=tuple(warnings),
+        )
+
+    def _manifest(self, job: ExportJob, loaded: Any, program: Any, methods: Any, lowered: Any, names: Any) -> Manifest:
+        from dataclasses import asdict
+        from hashlib import sha256
+        from importlib.metadata import version
+
+        from ondevice.artifact.manifest import AdapterEntry, GeneratorInfo, Manifest, ModelInfo, ProgramMethod, TensorPort
+        from ondevice.exporters.executorch.author import settle
+
+        def port(value: Any) -> TensorPort:
+            return TensorPort(**asdict(value))
+
+        lowering = settle(job.export)
+        template = getattr(loaded.tokenizer, "chat_template", None)
+        backend = loaded.tokenizer.backend_tokenizer.to_str()
+        ops = sorted({op for listed in lowered.ops.values() for op in listed if op.startswith("ondevice::")})
+        return Manifest(
+            ondevice_version=version("ondevice-train"),
+            runtime=f"executorch {version('executorch')}",
+            target=NAME,
+            method=job.method.model_dump(mode="json"),
+            model=ModelInfo(source=job.model.source, revision=job.model.revision, sha256=loaded.source.sha256, dims=asdict(loaded.dims)),
+            form=job.export.form,
+            quantize=job.export.quantize,
+            loss=lowering.loss,
+            methods={
+                method.name: ProgramMethod(
+                    inputs=tuple(port(value) for value in method.inputs),
+                    outputs=tuple(port(value) for value in method.outputs),
+                    planned_bytes=lowered.planned_bytes[method.name],
+                    ops=tuple(lowered.ops[method.name]),
+                    delegates=lowered.delegates[method.name],
+                    instructions=lowered.graph_sizes[method.name],
+                )
+                for method in methods
+            },
+            lengths_tokens=tuple(sorted(job.export.lengths_tokens)),
+            batch_size=job.export.batch_size,
+            eval_batch_size=job.export.eval_batch_size,
+            generator=GeneratorInfo(distribution=job.method.noise, lowering=lowering.generator, seed=job.seed),
+            adapter_size=program.layout.size,
+            adapter=tuple(
+                AdapterEntry(linear=names[(entry.layer, entry.target)], **asdict(entry)) for entry in program.layout.entries
+            ),
+            custom_ops=tuple(ops),
+            tokenizer_sha256=sha256(backend.encode()).hexdigest(),
+            chat_template_sha256=sha256(template.encode()).hexdigest() if template else None,
+            task=job.task,
+        )
+
+    def _check(self, folder: Path, manifest: Manifest, program: Any, job: ExportJob) -> tuple[dict[str, Any], list[str]]:
+        """N steps against eager and an adapter round trip; raises before anything is renamed into place."""
+        from ondevice.exporters.executorch.check import compare, random_batches
+        from ondevice.runtime.executorch import ExecutorchSession
+
+        session = ExecutorchSession(folder, manifest)
+        vocabulary = manifest.model.dims["vocab"]
+        batches = random_batches(session, vocabulary, job.export.check_steps)
+        result = compare(session, program, batches, job.method.learning_rate)
+        limit = TOLERANCE[job.export.quantize]
+        if not result.max_rel_loss_error_replayed <= limit or not result.max_abs_adapter_error <= ADAPTER_TOLERANCE:
+            raise VerificationError(
+                "the program does not do what eager PyTorch does; nothing was written",
+                expected=f"relative loss error <= {limit:g}, adapter error <= {ADAPTER_TOLERANCE:g}",
+                received=f"{result.max_rel_loss_error_replayed:.3g}, {result.max_abs_adapter_error:.3g}",
+            )
+        with tempfile.TemporaryDirectory() as temporary:
+            save_adapter(session.adapter(), Path(temporary) / "adapter")
+            flat = session.flat().copy()
+            session.load_adapter(load_adapter(Path(temporary) / "adapter"))
+        used = np.zeros(len(flat), dtype=bool)
+        for entry in program.layout.entries:
+            used[entry.offset : entry.offset + entry.count] = True
+        if not np.array_equal(session.flat()[used], flat[used]):
+            raise VerificationError("the adapter does not survive saving and loading; nothing was written")
+        session.close()
+        check = {**result.to_dict(), "adapter_round_trip": True}
+        return check, _warnings(job, result.gradient_correlation)
+
+
+def _warnings(job: ExportJob, correlation: float) -> list[str]:
+    if job.export.quantize == "8da4w" and job.method.perturbation_scale < 3e-2:
+        return [
+            f"8da4w rounds activations to 8 bits: at perturbation scale {job.method.perturbation_scale:g} the projected "
+            f"gradients of program and eager correlate {correlation:.2f}; use --quantize q4, or a scale of 3e-2 or more"
+        ]
+    return []
+
+
+def _readme(manifest: Manifest) -> str:
+    step = manifest.methods["train_step"]
+    inputs = ", ".join(f"`{port.name}` {port.dtype} {list(port.shape)}" for port in step.inputs)
+    outputs = ", ".join(f"`{port.name}` {port.dtype} {list(port.shape)}" for port in step.outputs)
+    ops = ", ".join(manifest.custom_ops) or "none: a stock runtime runs it"
+    return f"""# A training program for {manifest.model.source}
+
+`program.pte` holds whole {manifest.method["name"]} steps for {manifest.runtime}. Made by `ondevice export --target {manifest.target}`.
+
+- Train here: `ondevice run DIR --data train.jsonl --steps 100`
+- Check here: `ondevice verify DIR`
+- On a phone: load `program.pte` with the ExecuTorch runtime and call `train_step` in a loop.
+
+`train_step` takes {inputs} and gives {outputs}. Feed the adapter that comes out back in, starting from zeros;
+count `step` up from 0; keep `seed` as it is. Labels are token ids, -100 where nothing is trained.
+
+Kernels of this project that the runtime must link: {ops}.
+`manifest.json` lists every method, tensor, kernel and checksum.
+"""

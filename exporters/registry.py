@@ -1,0 +1,23 @@
+"""Targets by name; a target's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+from ondevice.errors import ConfigError
+from ondevice.exporters.base import Exporter
+
+TARGETS = {
+    "android-cpu": ("ondevice.exporters.executorch.targets.android_cpu", "Android or any CPU, ExecuTorch with XNNPACK"),
+}
+
+
+def exporter(target: str) -> Exporter:
+    """The exporter of `target`.
+
+    Raises:
+        ConfigError: for a name that is no target.
+    """
+    if target not in TARGETS:
+        raise ConfigError(f"unknown target '{target}'", expected=", ".join(TARGETS), received=target)
+    return importlib.import_module(TARGETS[target][0]).Target()

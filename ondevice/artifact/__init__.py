@@ -1,0 +1,1 @@
+"""What is written and read back: manifests, adapters, atomic files."""

@@ -1,0 +1,42 @@
+"""Settings of first-order LoRA and LoRA-FA with AdamW (P-RGE Table 8, FO-LoRA-FA)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ondevice.config import Section
+from ondevice.methods.prge.config import Target
+
+
+class LoraConfig(Section):
+    """First-order LoRA: both matrices are trained by backpropagation (peft, AdamW)."""
+
+    name: Literal["lora"] = "lora"
+    """Method name."""
+
+    rank: int = Field(default=16, ge=1, le=1024)
+    """LoRA rank r."""
+
+    alpha: float = Field(default=16.0, gt=0)
+    """LoRA alpha; the adapter's output is scaled by alpha / rank."""
+
+    targets: tuple[Target, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    """Linear layers that carry an adapter."""
+
+    learning_rate: float = Field(default=3e-4, gt=0)
+    """AdamW's learning rate."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+
+    loss_tiles: int = Field(default=8, ge=1)
+    """Vocabulary tiles of the cross-entropy."""
+
+
+class LoraFaConfig(LoraConfig):
+    """First-order LoRA-FA: A is frozen, B is trained (peft, AdamW)."""
+
+    name: Literal["lora-fa"] = "lora-fa"  # type: ignore[assignment]
+    """Method name."""

@@ -1,0 +1,27 @@
+"""Bytes of a first-order LoRA step by part, from dimensions alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.methods.full.memory import activation_bytes_for_backward
+
+if TYPE_CHECKING:
+    from ondevice.methods.lora.config import LoraConfig
+    from ondevice.models import ModelDims
+
+
+def memory(dims: ModelDims, config: LoraConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4) -> dict[str, int]:
+    """Peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for backward."""
+    shapes = [dims.linear_shape(target) for target in config.targets]
+    a = dims.layers * config.rank * sum(inputs for inputs, _ in shapes)
+    b = dims.layers * config.rank * sum(outputs for _, outputs in shapes)
+    trained = b if config.name == "lora-fa" else a + b
+    tokens = batch_size * length_tokens
+    return {
+        "adapter": (a + b) * 4 + trained * 4,
+        "noise": 0,
+        "activations": activation_bytes_for_backward(dims, batch_size, length_tokens, activation_bytes),
+        "logits": tokens * -(-dims.vocab // config.loss_tiles) * 4 * 2,
+        "optimizer": trained * 8,
+    }

@@ -1,0 +1,81 @@
+"""LoRA and LoRA-FA by backpropagation, with peft's layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ondevice.artifact.adapter import Adapter
+from ondevice.errors import ArtifactError, MissingPackageError
+from ondevice.methods.first_order import FirstOrderSession
+
+if TYPE_CHECKING:
+    from ondevice.models import LoadedModel
+
+PREFIX = "base_model.model."
+
+
+class LoraSession(FirstOrderSession):
+    """The adapter's tensors are the trained parameters; A is frozen for LoRA-FA."""
+
+    def __init__(self, loaded: LoadedModel, config: Any, seed: int) -> None:
+        try:
+            import peft
+        except ImportError:
+            raise MissingPackageError("peft is not installed", hint="pip install 'ondevice-train[torch]'") from None
+        settings = peft.LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets), lora_dropout=0.0
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.peft_model = peft.get_peft_model(loaded.model, settings, autocast_adapter_dtype=False)
+        named = {
+            name.removeprefix(PREFIX).replace(".default", ""): parameter
+            for name, parameter in self.peft_model.named_parameters()
+            if ".lora_" in name
+        }
+        self.all_tensors = named
+        frozen_a = config.name == "lora-fa"
+        for name, parameter in named.items():
+            parameter.requires_grad_(not (frozen_a and ".lora_A." in name))
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        super().__init__(loaded, trained, config)
+
+    def adapter(self) -> Adapter:
+        """The trained adapter in PEFT's layout."""
+        tensors = {name: value.detach().float().cpu().numpy().copy() for name, value in self.all_tensors.items()}
+        config = self.config
+        return Adapter(tensors, config.rank, config.alpha, config.targets, self.loaded.source.source)
+
+    @torch.no_grad()
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Start from `adapter`; it must have the same rank and targets."""
+        for name, parameter in self.all_tensors.items():
+            value = adapter.tensors.get(name)
+            if value is None or value.shape != tuple(parameter.shape):
+                raise ArtifactError(
+                    f"the adapter does not fit: {name}",
+                    expected=list(parameter.shape),
+                    received=None if value is None else list(value.shape),
+                )
+            parameter.copy_(torch.from_numpy(value))
+
+    def state(self) -> dict[str, np.ndarray]:
+        """As for every first-order method, and the frozen A too."""
+        frozen = {name: value for name, value in self.all_tensors.items() if name not in self.parameters}
+        return super().state() | {name: value.detach().float().cpu().numpy().copy() for name, value in frozen.items()}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` gave."""
+        super().load_state(state)
+        for name, value in self.all_tensors.items():
+            if name not in self.parameters and name in state:
+                value.copy_(torch.from_numpy(state[name]))
+
+
+def open_session(loaded: LoadedModel, config: Any, seed: int) -> LoraSession:
+    """The registry's door to this method."""
+    return LoraSession(loaded, config, seed)

@@ -1,0 +1,31 @@
+"""Settings of MeZO over all parameters; defaults are the paper's (Table 8, ZO-Full)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ondevice.config import Section
+
+
+class MezoConfig(Section):
+    """MeZO: four sequential passes over the parameters, noise from a seed (P-RGE appendix A.1, Algorithm 2)."""
+
+    name: Literal["mezo"] = "mezo"
+    """Method name."""
+
+    queries: int = Field(default=1, ge=1, le=256)
+    """q: random directions a step, one after the other."""
+
+    perturbation_scale: float = Field(default=1e-3, gt=0)
+    """epsilon."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """eta of ZO-SGD."""
+
+    noise: Literal["gaussian", "rademacher"] = "gaussian"
+    """Distribution of the directions."""
+
+    loss_tiles: int = Field(default=8, ge=1)
+    """Vocabulary tiles of the cross-entropy."""

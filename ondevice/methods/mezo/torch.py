@@ -1,0 +1,107 @@
+"""MeZO in eager PyTorch: perturb, run, perturb back, run, restore, update; the noise is never stored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ondevice.errors import ConfigError
+from ondevice.methods import whole_model
+from ondevice.methods.session import StepResult
+from ondevice.runtime_ops import torch_ops
+
+if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.methods.mezo.config import MezoConfig
+    from ondevice.models import LoadedModel
+
+CHUNK = 1 << 20
+"""Elements perturbed at once: bounds the noise that exists."""
+
+
+class MezoSession:
+    """All parameters move in place; each parameter is one tensor of the generator, in the order of their names."""
+
+    batch_size = eval_batch_size = None
+    lengths_tokens = None
+
+    def __init__(self, loaded: LoadedModel, config: MezoConfig, seed: int) -> None:
+        self.loaded, self.config, self.family = loaded, config, loaded.family
+        self.device = loaded.family.head_weight.device
+        self.backend = f"torch-{self.device.type}"
+        torch_ops.register()
+        self.generator_backend = torch_ops.generator_backend()
+        self.noise = torch.ops.ondevice.normal if config.noise == "gaussian" else torch.ops.ondevice.rademacher
+        self.parameters = dict(sorted(loaded.model.named_parameters()))
+        self.seed = torch.tensor([seed], device=self.device)
+
+    @torch.no_grad()
+    def _move(self, step: int, query: int, scale: float) -> None:
+        """theta += scale * z(step, query), tensor by tensor and piece by piece (PerturbParameters)."""
+        # One query is one step of the generator's stream: a query's noise is asked for without the others'.
+        number = torch.tensor([step * self.config.queries + query], device=self.device)
+        for tensor, parameter in enumerate(self.parameters.values()):
+            flat = parameter.view(-1)
+            for start in range(0, flat.numel(), CHUNK):
+                count = min(CHUNK, flat.numel() - start)
+                z = self.noise(self.seed, number, tensor, 1, start, count)[0]
+                flat[start : start + count] += (z * scale).to(flat.dtype)
+
+    @torch.no_grad()
+    def _loss(self, ids_BT: Tensor, labels_BT: Tensor) -> float:
+        nll, count = whole_model.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles)
+        return float(nll.sum() / count.sum())
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """Algorithm 2 with q queries; see `Session.step`."""
+        ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
+        epsilon, plus, minus = self.config.perturbation_scale, [], []
+        for query in range(self.config.queries):
+            self._move(step, query, epsilon)
+            plus.append(self._loss(ids_BT, labels_BT))
+            self._move(step, query, -2 * epsilon)
+            minus.append(self._loss(ids_BT, labels_BT))
+            self._move(step, query, epsilon)
+        gradients = [float(np.float32((p - m) / (2 * epsilon))) for p, m in zip(plus, minus, strict=True)]
+        self.apply_update(tuple(gradients), step, learning_rate)
+        losses = (*plus, *minus)
+        return StepResult(sum(losses) / len(losses), losses, tuple(gradients))
+
+    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+        """theta -= eta / q * g_i z_i for every query."""
+        for query, gradient in enumerate(projected_gradients):
+            self._move(step, query, -learning_rate / self.config.queries * gradient)
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        return whole_model.evaluate(self.family, ids, labels, self.config.loss_tiles)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """All parameters, in float32 (exact for narrower types), and the seed."""
+        tensors = {name: value.detach().float().cpu().numpy() for name, value in self.parameters.items()}
+        return {**tensors, "seed": self.seed.cpu().numpy()}
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` gave."""
+        whole_model.load_parameters(self.parameters, state)
+        self.seed = torch.from_numpy(state["seed"].copy()).to(self.device)
+
+    def adapter(self) -> Adapter | None:
+        """None: the model itself is what was trained."""
+        return None
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """MeZO trains the model itself."""
+        raise ConfigError("method mezo trains the whole model and takes no adapter", hint="use --method prge")
+
+    def close(self) -> None:
+        """Nothing to release beyond the model."""
+
+
+def open_session(loaded: LoadedModel, config: Any, seed: int) -> MezoSession:
+    """The registry's door to this method."""
+    return MezoSession(loaded, config, seed)

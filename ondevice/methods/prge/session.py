@@ -1,0 +1,142 @@
+"""P-RGE in eager PyTorch, on the CPU or with fused kernels on CUDA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ondevice.artifact.adapter import Adapter
+from ondevice.errors import CheckpointError
+from ondevice.methods.prge.algorithm1 import CopiesState
+from ondevice.methods.prge.config import PrgeConfig
+from ondevice.methods.prge.layout import AdapterLayout
+from ondevice.methods.prge.torch import PrgeProgram, flat_adapter
+from ondevice.methods.session import StepResult
+from ondevice.runtime_ops import torch_ops
+
+if TYPE_CHECKING:
+    from ondevice.models import LoadedModel
+
+
+class PrgeSession:
+    """Holds the adapter and steps it; any batch size and length.
+
+    Args:
+        loaded: the model; its target linears are replaced in place.
+        config: the method's settings.
+        seed: keys the noise and draws the frozen A.
+    """
+
+    batch_size = eval_batch_size = None
+    lengths_tokens = None
+
+    def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
+        self.loaded, self.config = loaded, config
+        self.device = loaded.family.head_weight.device
+        self.backend = f"torch-{self.device.type}"
+        targets = [(layer, target) for layer in range(loaded.dims.layers) for target in config.targets]
+        self.names = {key: loaded.family.linear_name(*key) for key in targets}
+        torch_ops.register()
+        normal = config.noise == "gaussian"
+        noise = torch.ops.ondevice.normal if normal else torch.ops.ondevice.rademacher
+        layout = AdapterLayout.build(loaded.dims, config, seed)
+        program = PrgeProgram
+        if self.device.type == "cuda":
+            from ondevice.methods.prge.cuda import CudaPrgeProgram
+
+            program = CudaPrgeProgram
+        self.program = program(loaded.family, layout, config, noise)
+        self.generator_backend = "triton" if self.device.type == "cuda" else torch_ops.generator_backend()
+        self.seed = torch.tensor([seed], device=self.device)
+        self._adapter = flat_adapter(layout, self.device)
+        self._copies = CopiesState(self._adapter, config.queries) if config.form == "copies" else None
+
+    def _tensors(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        return [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays]
+
+    @torch.inference_mode()
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """One ZO-SGD step; see `Session.step`."""
+        rate = np.array([learning_rate], dtype=np.float32)
+        ids_BT, labels_BT, number, rate_1 = self._tensors(ids, labels, np.array([step]), rate)
+        if self._copies is None:
+            losses, gradients, self._adapter = self.program.train_step(
+                ids_BT, labels_BT, self._adapter, self.seed, number, rate_1
+            )
+        else:
+            losses, gradients = self._copies.step(self.program, ids_BT, labels_BT, self.seed, number, rate_1)
+        values = losses.tolist()
+        return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
+
+    @torch.inference_mode()
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        nll, tokens = self.program.evaluate(*self._tensors(ids, labels), self._master())
+        return nll.cpu().numpy(), tokens.cpu().numpy().astype(np.int64)
+
+    @torch.inference_mode()
+    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+        """The update alone; see `Session.apply_update`."""
+        rate = np.array([learning_rate], dtype=np.float32)
+        gradients = np.array(projected_gradients, dtype=np.float32)
+        gradients_Q, number, rate_1 = self._tensors(gradients, np.array([step]), rate)
+        self._adapter = self.program.apply_update(self._adapter, gradients_Q, self.seed, number, rate_1)
+
+    def _master(self) -> torch.Tensor:
+        if self._copies is None:
+            return self._adapter
+        return self._copies.master(self.config.perturbation_scale)
+
+    def flat(self) -> np.ndarray:
+        """The adapter vector, float32 [layout.size]."""
+        return self._master().cpu().numpy()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The adapter and the seed, and Algorithm 1's copies where they are the state."""
+        state = {"adapter": self.flat().copy(), "seed": self.seed.cpu().numpy()}
+        if self._copies is not None:
+            state |= {
+                "copies": self._copies.copies.numpy(),
+                "pending": self._copies.pending.numpy(),
+                "learning_rate": self._copies.learning_rate.numpy(),
+            }
+        return state
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` gave; see `Session.load_state`."""
+        flat = state.get("adapter")
+        if flat is None or flat.shape != tuple(self._adapter.shape) or (self._copies is not None and "copies" not in state):
+            raise CheckpointError(
+                "the checkpoint is not of this run",
+                expected=f"adapter float32 {list(self._adapter.shape)}",
+                received=None if flat is None else f"{flat.dtype} {list(flat.shape)}",
+            )
+        (self._adapter,) = self._tensors(flat.copy())
+        (self.seed,) = self._tensors(state["seed"].copy())
+        if self._copies is not None:
+            self._copies.copies = torch.from_numpy(state["copies"].copy())
+            self._copies.pending = torch.from_numpy(state["pending"].copy())
+            self._copies.learning_rate = torch.from_numpy(state["learning_rate"].copy())
+
+    def adapter(self) -> Adapter:
+        """The trained adapter in PEFT's layout."""
+        tensors = self.program.layout.to_tensors(self.flat(), self.names)
+        config = self.config
+        return Adapter(tensors, config.rank, config.alpha, config.targets, self.loaded.source.source)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Start from an adapter with the same frozen A."""
+        flat = self.program.layout.from_tensors(adapter.tensors, self.names)
+        (self._adapter,) = self._tensors(flat)
+        if self._copies is not None:
+            self._copies = CopiesState(self._adapter, self.config.queries)
+
+    def close(self) -> None:
+        """Nothing to release beyond the model."""
+
+
+def open_session(loaded: LoadedModel, config: Any, seed: int) -> PrgeSession:
+    """The registry's door to this method."""
+    return PrgeSession(loaded, config, seed)

@@ -1,0 +1,47 @@
+"""Methods by name: their configuration, and the module that opens an eager session."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from ondevice.config import Section
+from ondevice.errors import ConfigError
+from ondevice.methods.full.config import FullConfig
+from ondevice.methods.lora.config import LoraConfig, LoraFaConfig
+from ondevice.methods.mezo.config import MezoConfig
+from ondevice.methods.prge.config import PrgeConfig
+
+if TYPE_CHECKING:
+    from ondevice.methods.session import Session
+    from ondevice.models import LoadedModel
+
+CONFIGS: dict[str, type[Section]] = {
+    "prge": PrgeConfig,
+    "mezo": MezoConfig,
+    "lora": LoraConfig,
+    "lora-fa": LoraFaConfig,
+    "full": FullConfig,
+}
+MODULES = {"prge": "prge.session", "mezo": "mezo.torch", "lora": "lora.torch", "lora-fa": "lora.torch", "full": "full.torch"}
+
+MethodConfig = Annotated[PrgeConfig | MezoConfig | LoraConfig | LoraFaConfig | FullConfig, Field(discriminator="name")]
+"""Any method's settings; `name` says which."""
+
+
+def method_config(name: str, values: dict[str, Any] | None = None) -> Any:
+    """The settings of method `name` with `values` over the defaults.
+
+    Raises:
+        ConfigError: for an unknown method or key.
+    """
+    if name not in CONFIGS:
+        raise ConfigError(f"unknown method '{name}'", expected=", ".join(CONFIGS), received=name)
+    return CONFIGS[name].parse({**(values or {}), "name": name}, "method")
+
+
+def open_session(loaded: LoadedModel, config: Any, seed: int) -> Session:
+    """An eager session of the method that `config` names; changes `loaded.model` in place."""
+    return importlib.import_module(f"ondevice.methods.{MODULES[config.name]}").open_session(loaded, config, seed)

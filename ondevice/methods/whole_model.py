@@ -1,0 +1,53 @@
+"""Row losses and parameters of a whole model, for methods that keep the model's own layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ondevice.errors import CheckpointError
+from ondevice.nn.cross_entropy import shift, token_nll
+
+if TYPE_CHECKING:
+    from ondevice.models import Family
+
+
+def row_nll(family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
+    """Negative log likelihood of each row's labelled tokens and their count, float32 [rows] each."""
+    hidden = family.embed(ids_RT)
+    position = family.positions(ids_RT.shape[1], hidden.device, hidden.dtype)
+    for layer in range(family.dims.layers):
+        hidden = family.block(layer, hidden, position, None)
+    rows = ids_RT.shape[0]
+    hidden_ND, labels_N = shift(family.final_norm(hidden), labels_RT)
+    nll = token_nll(hidden_ND, family.head_weight, labels_N, tiles).reshape(rows, -1).sum(1)
+    return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
+
+
+def evaluate(family: Family, ids: np.ndarray, labels: np.ndarray, tiles: int) -> tuple[np.ndarray, np.ndarray]:
+    """`Session.evaluate` for a plain model."""
+    device = family.head_weight.device
+    with torch.inference_mode():
+        nll, count = row_nll(family, torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device), tiles)
+    return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
+
+
+@torch.no_grad()
+def load_parameters(parameters: dict[str, Any], state: dict[str, np.ndarray]) -> None:
+    """Copy arrays into parameters of the same names and shapes.
+
+    Raises:
+        CheckpointError: naming the first parameter that does not fit.
+    """
+    for name, parameter in parameters.items():
+        value = state.get(name)
+        if value is None or value.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"the checkpoint is not of this model: {name}",
+                expected=list(parameter.shape),
+                received=None if value is None else list(value.shape),
+            )
+        parameter.copy_(torch.from_numpy(value))
