@@ -1,0 +1,1 @@
+"""The training loop and what it leaves in a run's folder: events, checkpoints, evaluations."""

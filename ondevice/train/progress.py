@@ -1,0 +1,143 @@
+"""A run in the terminal, on stderr: a bar where there is a terminal, a line now and then where there is none.
+
+It reads events and nothing else, so it shows a live run and a log alike. Losing the terminal does not stop
+a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from ondevice.train import events
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+LINES = 20
+"""About so many lines a run has without a terminal."""
+
+
+class ProgressSink:
+    """Shows events. A context manager and a callback.
+
+    Args:
+        silent: show nothing (`--json`, `--quiet`).
+        every: steps between two lines where stderr is no terminal; by default about 20 lines a run.
+        stream: stderr by default.
+    """
+
+    def __init__(
+        self, *, silent: bool = False, every: int | None = None, stream: TextIO | None = None
+    ) -> None:
+        self.stream = stream or sys.stderr
+        self.silent, self.every = silent, every
+        self.steps = 0
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> ProgressSink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._stop()
+
+    def __call__(self, event: events.Event) -> None:
+        if self.silent:
+            return
+        try:
+            self._show(event)
+        except (OSError, ValueError):  # the terminal is gone, or the stream is closed
+            self.silent = True
+
+    def _show(self, event: events.Event) -> None:
+        match event:
+            case events.Start() | events.Resume():
+                self.steps = event.steps
+                if isinstance(event, events.Resume):
+                    self._say(f"resumed at step {event.step} of {event.steps}")
+                if self.stream.isatty():
+                    self._begin(event.step if isinstance(event, events.Resume) else 0)
+            case events.Step():
+                self._step(event)
+            case events.Evaluate():
+                self._say(f"step {event.step}: evaluation {describe(event)}")
+            case events.Warning():
+                self._say(f"warning: {event.message}")
+            case events.Interrupt():
+                self._say(f"stopped by {event.signal}; {event.step} steps are saved, `--resume` goes on")
+            case events.Finish():
+                self._stop()
+                self._say(
+                    f"{event.steps} steps, loss {event.first_loss:.4f} -> {event.final_loss:.4f}, "
+                    f"{event.step_time_s:.3g} s a step, {mebibytes(event.peak_memory_bytes)} peak"
+                )
+
+    def _step(self, event: events.Step) -> None:
+        done = event.step + 1
+        figures = (
+            f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  {mebibytes(_memory(event))}  "
+            f"{duration(event.eta_s)} left"
+        )
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, figures=figures)
+            return
+        every = self.every or max(1, self.steps // LINES)
+        if done == 1 or done % every == 0 or done == self.steps:
+            self._say(f"step {done}/{self.steps}  {figures}")
+
+    def _begin(self, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._stop()
+        console = Console(file=self.stream, highlight=False)
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("", total=self.steps, completed=done, figures="")
+        self._progress.start()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False)
+        else:
+            print(text, file=self.stream, flush=True)
+
+
+def describe(event: events.Evaluate) -> str:
+    """The figures that an evaluation has, in one line."""
+    parts = [f"loss {event.loss:.4f}"]
+    for name in ("accuracy", "f1", "exact_match"):
+        value = getattr(event, name)
+        if value is not None:
+            parts.append(f"{name.replace('_', ' ')} {value:.4f}")
+    if event.majority_share is not None:
+        parts.append(f"(majority class {event.majority_share:.4f})")
+    return ", ".join(parts) + (" (best so far)" if event.best else "")
+
+
+def mebibytes(count: int) -> str:
+    """Bytes as people read them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _memory(event: events.Step) -> int:
+    return event.peak_memory_bytes if event.peak_device_bytes is None else event.peak_device_bytes

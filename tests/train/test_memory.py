@@ -1,0 +1,45 @@
+"""The peak sees memory that is gone again, and forgets what was before it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ondevice.train import memory
+
+SIZE = 96 << 20
+
+
+def test_the_peak_counts_what_was_freed_and_not_what_was_before() -> None:
+    early = np.ones(SIZE, np.uint8)
+    del early
+    before = memory.resident_bytes()
+    peak = memory.PeakMemory()
+    start = peak.resident_bytes()
+    if memory.reset_peak():
+        assert start < before + SIZE // 2
+    block = np.ones(SIZE, np.uint8)
+    held = memory.resident_bytes()
+    del block
+    assert held - before > SIZE * 0.9
+    assert peak.resident_bytes() >= held - (8 << 20)
+    assert peak.device_bytes() is None or peak.device_bytes() >= 0
+
+
+def test_without_a_mark_that_can_be_reset_the_peak_is_what_was_seen(monkeypatch) -> None:
+    mark = memory._high_water_bytes()
+    monkeypatch.setattr(memory, "reset_peak", lambda: False)
+    monkeypatch.setattr(memory, "_high_water_bytes", lambda: mark)
+    peak = memory.PeakMemory()
+    assert 0 < peak.resident_bytes() <= mark + (8 << 20)
+    monkeypatch.setattr(memory, "_high_water_bytes", lambda: mark + 5)
+    assert peak.resident_bytes() == mark + 5
+
+
+def test_anonymous_memory_is_sampled() -> None:
+    with memory.AnonymousPeak(0.001) as peak:
+        block = np.ones(SIZE, np.uint8)
+        time.sleep(0.05)
+        del block
+    assert peak.peak_bytes - peak.start_bytes > SIZE * 0.9
