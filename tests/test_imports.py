@@ -22,6 +22,9 @@ LIGHT = (
     "ondevice.artifact.files",
     "ondevice.exporters",
     "ondevice.plan",
+    "ondevice.methods.registry",
+    "ondevice.api",
+    "ondevice.api.runfile",
     "ondevice.cli",
 )
 
