@@ -1,0 +1,76 @@
+"""Floating-point operations and bytes of a training step, and from them an estimate of its time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ondevice.models.base import Family
+
+if TYPE_CHECKING:
+    from ondevice.models import ModelDims
+    from ondevice.plan.devices import Device
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one step computes and moves.
+
+    Attributes:
+        flops: floating-point operations, a multiply-add counted as two.
+        moved_bytes: weights read, and for first-order methods gradients and moments read and written.
+    """
+
+    flops: float
+    moved_bytes: float
+
+
+def forward_flops(dims: ModelDims, rows: float, length_tokens: int, layers: int | None = None) -> float:
+    """Of `layers` blocks (all by default) over [rows, length_tokens], without the head; attention is causal."""
+    tokens = rows * length_tokens
+    matrices = sum(inputs * outputs for inputs, outputs in map(dims.linear_shape, Family.linear_targets))
+    attention = 2 * tokens * length_tokens * dims.heads * dims.head_dim
+    return (dims.layers if layers is None else layers) * (2.0 * tokens * matrices + attention)
+
+
+def step_cost(
+    dims: ModelDims, method: Any, batch_size: int, length_tokens: int, weights: int, quantize: str = "none"
+) -> StepCost:
+    """Cost of a step of `method` on [batch_size, length_tokens]; every token is taken as trained on.
+
+    Args:
+        weights: bytes that one pass over the model reads.
+        quantize: one-pass methods read the weights as stored.
+    """
+    head = 2.0 * batch_size * length_tokens * dims.vocab * dims.hidden
+    forward = forward_flops(dims, batch_size, length_tokens)
+    if method.name == "prge":
+        above = dims.layers if method.top_layers is None else min(method.top_layers, dims.layers)
+        below = forward_flops(dims, batch_size, length_tokens, dims.layers - above)
+        flops = below + method.copies * (forward_flops(dims, batch_size, length_tokens, above) + head)
+        passes = 1 if method.outer_loop else method.queries
+        passes *= 1 if method.inner_loop or method.estimator == "one_sided" else 2
+        return StepCost(flops, passes * weights)
+    if method.name == "mezo":
+        moves = 4 * method.queries * 2 * weights
+        return StepCost(2 * method.queries * (forward + head), 2 * method.queries * weights + moves)
+    # The tiled loss computes the logits a second time in backward; only full training needs weight gradients.
+    if method.name == "full":
+        return StepCost(3 * forward + 4 * head, 3 * weights + 8 * weights)
+    return StepCost(2 * forward + 3 * head, 2 * weights)
+
+
+def step_seconds(cost: StepCost, device: Device, dtype: str) -> tuple[float | None, str]:
+    """Estimate of a step's time and what it rests on; None where the device's rates are not known.
+
+    Compute and memory are taken to overlap, so the longer of the two counts.
+    """
+    flops_s = device.flops_s.get(dtype)
+    compute = None if flops_s is None else cost.flops / flops_s
+    memory = None if device.bandwidth_bytes_s is None else cost.moved_bytes / device.bandwidth_bytes_s
+    if compute is None:
+        # Bandwidth alone is a bound, not an estimate.
+        return None, "no rate of matrix products is known for this device and dtype"
+    if memory is not None and memory > compute:
+        return memory, "estimate: bound by memory bandwidth"
+    return compute, "estimate: bound by matrix products"

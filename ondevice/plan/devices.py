@@ -1,0 +1,242 @@
+"""Devices that a run can be planned for: a table that users can extend, and this machine, measured.
+
+Nothing here imports torch: GPUs are read from the driver.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import platform
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ondevice.config import Section
+from ondevice.errors import ConfigError
+from ondevice.plan.machine import Gpu, available_bytes, cores, gpus, total_bytes
+
+GIB = 1 << 30
+THIS = ("this", "this-cpu", "this-cuda")
+"""`this` is the GPU where there is one, as `model.device: auto` is."""
+FREE_FRACTION = 0.9
+"""Of the memory that is free now, what a run on this machine may take."""
+
+Kind = Literal["phone", "board", "gpu", "computer"]
+
+
+class DeviceEntry(Section):
+    """One device of a table; see the head of `devices.yaml`."""
+
+    description: str = Field(min_length=1)
+    """Name and memory, for people."""
+
+    kind: Kind
+    """`phone`: one app among others. `board`: CPU and GPU share the memory. `gpu`: its own memory."""
+
+    memory_gib: float = Field(gt=0)
+    """Physical memory in GiB."""
+
+    usable_fraction: float = Field(gt=0, le=1)
+    """How much of it one training process may use."""
+
+    rule: str = Field(min_length=1)
+    """Why that fraction."""
+
+    torch_device: Literal["cpu", "cuda"] = "cpu"
+    """Where eager PyTorch runs on it."""
+
+    bandwidth_gb_s: float | None = Field(default=None, gt=0)
+    """Bandwidth of its memory, 1e9 bytes a second."""
+
+    tflops: dict[Literal["float32", "float16", "bfloat16"], float] = Field(default_factory=dict)
+    """Peak of dense matrix products by dtype, 1e12 operations a second."""
+
+    sustained: float = Field(default=0.5, gt=0, le=1)
+    """Fraction of the peaks that a real step reaches."""
+
+    gpu_name: str | None = None
+    """Text in the driver's name of this GPU."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device with its memory and rates.
+
+    Attributes:
+        memory_bytes: physical memory.
+        usable_bytes: what one training process may use, by `rule`.
+        bandwidth_bytes_s: bytes a second that a step reaches, None where not known.
+        flops_s: operations a second that a step reaches, by dtype; empty where not known.
+    """
+
+    name: str
+    description: str
+    kind: Kind
+    memory_bytes: int
+    usable_bytes: int
+    rule: str
+    torch_device: str = "cpu"
+    bandwidth_bytes_s: float | None = None
+    flops_s: dict[str, float] = field(default_factory=dict)
+    cores: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields; bytes and operations a second."""
+        return {**self.__dict__, "flops_s": dict(self.flops_s)}
+
+
+def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry]:
+    """The built-in devices and those of `device_file`, which win where a name is in both.
+
+    Raises:
+        ConfigError: if the file cannot be read or an entry has an unknown key or a wrong value.
+    """
+    table = _parse(resources.files("ondevice.plan").joinpath("devices.yaml").read_text(), "devices.yaml")
+    if device_file is not None:
+        path = Path(device_file)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"{path}: the device file cannot be read"
+            raise ConfigError(message, received=str(error), expected="a YAML file of devices") from None
+        table |= _parse(text, str(path))
+    return table
+
+
+def device_names(device_file: Path | str | None = None) -> list[str]:
+    """Every name that `find_device` takes."""
+    return [*THIS, *device_table(device_file)]
+
+
+def find_device(name: str = "this", device_file: Path | str | None = None) -> Device:
+    """The device called `name`.
+
+    Args:
+        name: a name of the table, `this`, `this-cpu` or `this-cuda`.
+        device_file: YAML with more devices.
+
+    Raises:
+        ConfigError: for a name that is not there, with the list and the nearest name.
+    """
+    table = device_table(device_file)
+    if name in THIS:
+        return _this(name, table.values())
+    if name not in table:
+        known = [*THIS, *table]
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"unknown device '{name}'" + (f", did you mean '{near[0]}'?" if near else ""),
+            expected=", ".join(known),
+            received=name,
+            hint="describe it in a YAML file and pass --device-file FILE",
+        )
+    entry = table[name]
+    memory = int(entry.memory_gib * GIB)
+    return Device(
+        name=name,
+        description=entry.description,
+        kind=entry.kind,
+        memory_bytes=memory,
+        usable_bytes=int(memory * entry.usable_fraction),
+        rule=f"{entry.usable_fraction:.0%} of {entry.memory_gib:g} GiB: {entry.rule}",
+        torch_device=entry.torch_device,
+        **_rates(entry),
+    )
+
+
+def _parse(text: str, where: str) -> dict[str, DeviceEntry]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML", received=" ".join(str(error).split())) from None
+    if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
+        raise ConfigError(
+            f"{where}: expected a device name with its settings",
+            expected="NAME: {description: ..., kind: ..., memory_gib: ..., usable_fraction: ..., rule: ...}",
+            received=type(values).__name__,
+        )
+    return {str(name): DeviceEntry.parse(value, f"{where}: {name}") for name, value in values.items()}
+
+
+def _rates(entry: DeviceEntry | None) -> dict[str, Any]:
+    if entry is None:
+        return {}
+    bandwidth = entry.bandwidth_gb_s and entry.bandwidth_gb_s * 1e9 * entry.sustained
+    flops = {dtype: rate * 1e12 * entry.sustained for dtype, rate in entry.tflops.items()}
+    return {"bandwidth_bytes_s": bandwidth, "flops_s": flops}
+
+
+def _this(name: str, entries: Iterable[DeviceEntry]) -> Device:
+    found = gpus() if name != "this-cpu" else []
+    if found:
+        return _this_gpu(name, found[0], entries)
+    if name == "this-cuda":
+        raise ConfigError(
+            "this machine has no CUDA device that the driver lists", expected="an NVIDIA GPU", received="none",
+            hint="--device this-cpu",
+        )  # fmt: skip
+    free, count = available_bytes(), cores()
+    flops, bandwidth = measured_rates()
+    return Device(
+        name=name,
+        description=f"this machine: {platform.machine()}, {count} cores",
+        kind="computer",
+        memory_bytes=total_bytes(),
+        usable_bytes=int(free * FREE_FRACTION),
+        rule=f"{FREE_FRACTION:.0%} of the {free / GIB:.1f} GiB that are free now",
+        flops_s={"float32": flops},
+        bandwidth_bytes_s=bandwidth,
+        cores=count,
+    )
+
+
+def _this_gpu(name: str, gpu: Gpu, entries: Iterable[DeviceEntry]) -> Device:
+    entry = next((e for e in entries if e.gpu_name and e.gpu_name.lower() in gpu.name.lower()), None)
+    shared = gpu.memory_bytes is None
+    free = available_bytes() if gpu.free_bytes is None else gpu.free_bytes
+    return Device(
+        name=name,
+        description=f"this machine: {gpu.name}" + (", memory shared with the CPU" if shared else ""),
+        kind="board" if shared else "gpu",
+        memory_bytes=total_bytes() if gpu.memory_bytes is None else gpu.memory_bytes,
+        usable_bytes=int(free * FREE_FRACTION),
+        rule=f"{FREE_FRACTION:.0%} of the {free / GIB:.1f} GiB that are free now",
+        torch_device="cuda",
+        cores=cores(),
+        **_rates(entry),
+    )
+
+
+@functools.cache
+def measured_rates() -> tuple[float, float]:
+    """What this CPU reaches now: float32 operations a second of a matrix product, and bytes a second read.
+
+    Takes a quarter of a second, once a process; the best of many, as other processes disturb it.
+    """
+    import numpy as np
+
+    size, count = 512, 1 << 23
+    a, source = np.ones((size, size), dtype=np.float32), np.ones(count, dtype=np.float32)
+    a @ a
+    products = _fastest(lambda: a @ a, 0.15)
+    reads = _fastest(lambda: source.max(), 0.08)
+    return 2 * size**3 / products, source.nbytes / reads
+
+
+def _fastest(function: Any, budget_s: float) -> float:
+    best, end = float("inf"), time.perf_counter() + budget_s
+    while True:
+        start = time.perf_counter()
+        function()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now > end:
+            return best

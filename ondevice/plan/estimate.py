@@ -1,0 +1,260 @@
+"""Will a run fit, and how long does a step take: from dimensions alone, before any weight is loaded."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ondevice.errors import ConfigError, DoesNotFitError
+from ondevice.exporters.base import ExportConfig
+from ondevice.methods.registry import MODULES, method_config
+from ondevice.plan.cost import step_cost, step_seconds
+from ondevice.plan.devices import Device, find_device
+from ondevice.plan.weights import DTYPE_BYTES, in_executorch, in_torch, weight_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ondevice.models import ModelDims
+
+Runtime = Literal["torch", "executorch"]
+RUNTIMES = ("torch", "executorch")
+MIB = 1 << 20
+
+BASELINE_BYTES = {
+    ("torch", "cpu"): 500 * MIB,
+    ("torch", "cuda"): 600 * MIB,
+    ("executorch", "python"): 420 * MIB,
+    ("executorch", "app"): 150 * MIB,
+}
+"""The process before a model is loaded. Measured as anonymous memory on Linux x86-64: Python with torch 2.13,
+transformers and peft; Python with ExecuTorch 1.4. On CUDA: the context and the libraries' workspaces on the GPU.
+The app's is an assumption: a plain Android app."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was planned, kept so that a variation can be planned too."""
+
+    dims: ModelDims
+    method: Any
+    batch_size: int
+    length_tokens: int
+    dtype: str
+    export: ExportConfig | None
+    runtime: Runtime
+    device: Device
+    evaluates: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of a run by part, and the time of a step.
+
+    Attributes:
+        parts: bytes by part, in the order of the table; their sum is `total_bytes`.
+        usable_bytes: what the device lets one process use.
+        file_bytes: of the program on disk, 0 for eager PyTorch; the file's pages can be dropped and read again.
+        step_s: estimated seconds a step, None where the device's rates are not known; `step_basis` says how.
+        flops: floating-point operations a step.
+    """
+
+    model: str
+    parts: dict[str, int]
+    total_bytes: int
+    usable_bytes: int
+    file_bytes: int
+    flops: float
+    step_s: float | None
+    step_basis: str
+    notes: tuple[str, ...]
+    request: Request = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.usable_bytes
+
+    @property
+    def margin_bytes(self) -> int:
+        """Usable bytes that are left; negative where the plan does not fit."""
+        return self.usable_bytes - self.total_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as `ondevice plan --json` prints it."""
+        request = self.request
+        return {
+            "model": self.model,
+            "method": request.method.model_dump(mode="json"),
+            "batch_size": request.batch_size,
+            "length_tokens": request.length_tokens,
+            "dtype": request.dtype,
+            "runtime": request.runtime,
+            "quantize": request.export.quantize if request.export else "none",
+            "device": request.device.to_dict(),
+            "parts_bytes": dict(self.parts),
+            "total_bytes": self.total_bytes,
+            "usable_bytes": self.usable_bytes,
+            "margin_bytes": self.margin_bytes,
+            "fits": self.fits,
+            "file_bytes": self.file_bytes,
+            "flops": self.flops,
+            "step_s_estimate": self.step_s,
+            "step_basis": self.step_basis,
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    model_source: str | ModelDims,
+    method_config: Any,
+    *,
+    batch_size: int,
+    length_tokens: int,
+    dtype: str = "float32",
+    export: ExportConfig | None = None,
+    runtime: Runtime = "torch",
+    device: str | Device = "this",
+    device_file: Path | str | None = None,
+    revision: str | None = None,
+    evaluates: bool = True,
+) -> Plan:
+    """Estimate memory by part and time of a training step; no weights are loaded.
+
+    Args:
+        model_source: as for `ondevice.models.read_dims`, or dimensions.
+        method_config: settings of a method.
+        batch_size: rows of data a step.
+        length_tokens: tokens a row; for a program with several buckets, the longest.
+        dtype: precision of frozen weights and activations in eager PyTorch; programs are float32.
+        export: how the program is exported; its quantisation counts in both runtimes.
+        runtime: `torch` or `executorch`.
+        device: a name of the device table or a `Device`.
+        device_file: YAML with more devices.
+        evaluates: the run also evaluates; ExecuTorch then holds a second method's packed weights.
+
+    Raises:
+        ConfigError: for an unknown device, dtype or runtime, or sizes below 1.
+        ModelError: if the model cannot be found or read.
+    """
+    if runtime not in RUNTIMES:
+        raise ConfigError("unknown runtime", expected=", ".join(RUNTIMES), received=runtime)
+    for name, value in (("batch_size", batch_size), ("length_tokens", length_tokens)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1", expected=">= 1", received=value)
+    if isinstance(model_source, str):
+        from ondevice.models import read_dims
+
+        name, dims = model_source, read_dims(model_source, revision)
+    else:
+        name, dims = model_source.family, model_source
+    found = find_device(device, device_file) if isinstance(device, str) else device
+    if runtime == "executorch":
+        export, dtype = export or ExportConfig(lengths_tokens=(max(8, length_tokens),)), "float32"
+        if found.torch_device == "cuda" and isinstance(device, str) and device == "this":
+            found = find_device("this-cpu")
+    request = Request(dims, method_config, batch_size, length_tokens, dtype, export, runtime, found, evaluates)
+    return _plan(name, request)
+
+
+def _plan(name: str, request: Request) -> Plan:
+    dims, method, device, export = request.dims, request.method, request.device, request.export
+    quantize = export.quantize if export else "none"
+    weights = weight_bytes(dims, request.dtype, quantize)
+    package = MODULES[method.name].split(".")[0]
+    memory = importlib.import_module(f"ondevice.methods.{package}.memory").memory
+    working = memory(dims, method, request.batch_size, request.length_tokens, DTYPE_BYTES[request.dtype])
+    notes = []
+    if request.runtime == "executorch":
+        methods = len(export.lengths_tokens) * (2 if request.evaluates else 1)
+        place = in_executorch(dims, weights, export, method.loss_tiles, methods)
+        baseline = BASELINE_BYTES["executorch", "app" if device.kind == "phone" else "python"]
+        if place.packed and methods > 1:
+            notes.append(f"XNNPACK packs the linears once for each of {methods} loaded methods")
+        if quantize == "q4" or export.uses_ops:
+            notes.append("the program needs this project's ops in the runtime")
+    else:
+        place = in_torch(weights)
+        baseline = BASELINE_BYTES["torch", device.torch_device]
+    parts = {
+        "weights": place.resident,
+        "packed weights": place.packed,
+        **working,
+        "head tiles": place.arena,
+        "runtime": baseline,
+    }
+    parts = {part: size for part, size in parts.items() if size}
+    cost = step_cost(dims, method, request.batch_size, request.length_tokens, weights.total)
+    seconds, basis = step_seconds(cost, device, request.dtype)
+    return Plan(
+        model=name,
+        parts=parts,
+        total_bytes=sum(parts.values()),
+        usable_bytes=device.usable_bytes,
+        file_bytes=place.file,
+        flops=cost.flops,
+        step_s=seconds,
+        step_basis=basis,
+        notes=tuple(notes),
+        request=request,
+    )
+
+
+def alternatives(found: Plan) -> list[tuple[str, Plan]]:
+    """Changes that need less memory, each alone: those that fit first, then the smallest."""
+    request, method = found.request, found.request.method
+    changes: list[tuple[str, Request]] = []
+    if request.length_tokens >= 32:
+        half = request.length_tokens // 2
+        export = request.export and request.export.model_copy(update={"lengths_tokens": (max(8, half),)})
+        changes.append((f"a shorter length: {half} tokens", replace(request, length_tokens=half, export=export)))
+    if request.batch_size > 1:
+        half = request.batch_size // 2
+        changes.append((f"a smaller batch: {half} rows", replace(request, batch_size=half)))
+    if method.name == "prge" and method.queries > 1:
+        fewest = 1 if method.estimator == "central" else 2
+        if method.queries > fewest:
+            fewer = method.model_copy(update={"queries": fewest})
+            changes.append((f"fewer queries: {fewest}", replace(request, method=fewer)))
+    if method.name in ("full", "lora", "lora-fa"):
+        changes.append(("--method prge", replace(request, method=method_config("prge"))))
+    if request.runtime == "torch" and request.dtype == "float32":
+        changes.append(("--dtype bfloat16", replace(request, dtype="bfloat16")))
+    if request.export is not None and request.export.quantize == "none" and method.name == "prge":
+        export = request.export.model_copy(update={"quantize": "q4"})
+        changes.append(("--quantize q4", replace(request, export=export)))
+    plans = [(words, _plan(found.model, changed)) for words, changed in changes]
+    smaller = [(words, other) for words, other in plans if other.total_bytes < found.total_bytes]
+    return sorted(smaller, key=lambda item: (not item[1].fits, item[1].total_bytes))
+
+
+def ensure_fits(found: Plan, force: bool = False) -> None:
+    """Stop a run that would not fit, before it loads anything.
+
+    Raises:
+        DoesNotFitError: with the biggest parts and what to change; never with `force`.
+    """
+    if found.fits or force:
+        return
+    biggest = sorted(found.parts.items(), key=lambda item: -item[1])[:3]
+    listed = ", ".join(f"{part} {size_text(size)}" for part, size in biggest)
+    options = [
+        f"{words} ({size_text(other.total_bytes)}{', fits' if other.fits else ''})"
+        for words, other in alternatives(found)[:3]
+    ]
+    device = found.request.device
+    raise DoesNotFitError(
+        f"{found.model} with {found.request.method.name} does not fit {device.name}; biggest parts: {listed}",
+        expected=f"at most {size_text(found.usable_bytes)} ({device.rule})",
+        received=size_text(found.total_bytes),
+        hint="; ".join([*options, "--force to run anyway"]),
+    )
+
+
+def size_text(size: float) -> str:
+    """Bytes for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit != "MiB" or abs(size) >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

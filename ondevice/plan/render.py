@@ -1,0 +1,69 @@
+"""A plan as a table for the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.plan.estimate import alternatives, size_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ondevice.plan.estimate import Plan
+
+MEANING = {
+    "weights": "frozen weights that every step reads",
+    "packed weights": "XNNPACK's own copies of the linear layers",
+    "adapter": "trained tensors, their copies and gradients",
+    "noise": "random directions that exist at once",
+    "activations": "of the forward pass, and those kept for backward",
+    "logits": "one tile of the vocabulary",
+    "optimizer": "AdamW's moments",
+    "head tiles": "the output head's tile as the runtime copies it",
+    "runtime": "the process before a model is loaded",
+}
+
+
+def render(plan: Plan) -> RenderableType:
+    """Parts, total, what the device allows, the verdict, and what would help if it does not fit."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    request = plan.request
+    quantize = request.export.quantize if request.export else "none"
+    precision = request.dtype if quantize == "none" else quantize
+    table = Table(
+        title=f"{plan.model}, {request.method.name}, {request.runtime} {precision}, "
+        f"{request.batch_size} x {request.length_tokens} tokens on {request.device.name}",
+        title_justify="left",
+        show_footer=True,
+    )
+    table.add_column("part", footer="total")
+    table.add_column("memory", justify="right", footer=size_text(plan.total_bytes))
+    table.add_column("share", justify="right")
+    table.add_column("what it is", footer=f"of {size_text(plan.usable_bytes)} usable")
+    for part, size in plan.parts.items():
+        table.add_row(part, size_text(size), f"{size / plan.total_bytes:.0%}", MEANING.get(part, ""))
+    lines: list[RenderableType] = [table]
+    if plan.fits:
+        lines.append(Text(f"fits, {size_text(plan.margin_bytes)} to spare", style="green"))
+    else:
+        lines.append(Text(f"does not fit: {size_text(-plan.margin_bytes)} too much", style="bold red"))
+        for words, other in alternatives(plan):
+            verdict = "fits" if other.fits else "still too much"
+            lines.append(Text(f"  try {words}: {size_text(other.total_bytes)}, {verdict}"))
+    lines.append(Text(f"usable: {request.device.rule}", style="dim"))
+    if plan.file_bytes:
+        file = f"program file about {size_text(plan.file_bytes)}; pages not read again cost no memory"
+        lines.append(Text(file, style="dim"))
+    if plan.step_s is not None:
+        lines.append(Text(f"about {_seconds(plan.step_s)} a step ({plan.step_basis})", style="dim"))
+    else:
+        lines.append(Text(f"time of a step: {plan.step_basis}", style="dim"))
+    lines += [Text(note, style="dim") for note in plan.notes]
+    return Group(*lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.2g} ms" if value < 1 else f"{value:.2g} s"
