@@ -67,12 +67,12 @@ def identity_sha256(identity: dict[str, Any]) -> str:
 
 
 def check_identity(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
-    """Compare two identities.
+    """Compare two identities, both as JSON values.
 
     Raises:
         CheckpointError: naming every setting that differs, with both values.
     """
-    ours, theirs = _flatten(json.loads(json.dumps(expected))), _flatten(found)
+    ours, theirs = _flatten(expected), _flatten(found)
     differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
     if differing:
         raise CheckpointError(

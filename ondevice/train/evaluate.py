@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ondevice.data.batching import pad_examples, round_up
 from ondevice.data.scoring import exact_match, f1_score, first_line
 from ondevice.errors import DataError
 
@@ -76,7 +78,7 @@ class EvalResult:
     def score(self) -> tuple[float, ...]:
         """For comparison, higher is better: F1 or accuracy first where there is one, then the loss."""
         main = self.f1 if self.f1 is not None else self.accuracy
-        quality = -self.loss if math.isfinite(self.loss) else -math.inf
+        quality = -self.loss if math.isfinite(self.loss) else -sys.float_info.max  # JSON has no infinity
         return (quality,) if main is None else (main, quality)
 
     def figures(self) -> dict[str, Any]:
@@ -147,11 +149,11 @@ def _examples(item: Item) -> list[tuple[int, Example]]:
 def _run(
     session: Session, examples: list[Example], longest: Item, size: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    from ondevice.data import pad_examples
-
     need = max(len(example.ids) for example in examples)
     buckets = session.lengths_tokens
-    length = need if buckets is None else next((bucket for bucket in buckets if bucket >= need), None)
+    length = (
+        round_up(need) if buckets is None else next((bucket for bucket in buckets if bucket >= need), None)
+    )
     if length is None:
         raise DataError(
             f"line {longest.line} of the evaluation data is longer than the program takes",
@@ -176,10 +178,7 @@ def _predict(
     predicted = max(range(len(scores)), key=scores.__getitem__) if scores else None
     if generate is None or not item.answers:
         return Prediction(item.line, loss, item.gold, predicted, scores)
-    prompt = next(
-        (at for at, label in enumerate(item.example.labels) if label != -100), len(item.example.ids)
-    )
-    text = first_line(generate(item.example.ids[:prompt]))
+    text = first_line(generate(item.example.ids[: item.prompt_tokens]))
     return Prediction(
         item.line,
         loss,

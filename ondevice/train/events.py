@@ -26,7 +26,7 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """The event as plain JSON values, with its name under `event`."""
-        values = {item.name: _plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        values = {item.name: plain(getattr(self, item.name)) for item in dataclasses.fields(self)}
         return {"event": self.kind, **values}
 
     def to_line(self) -> bytes:
@@ -185,17 +185,18 @@ def parse(line: bytes | str) -> Event | None:
         raise ValueError(str(error)) from None
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: tuples as lists, paths and infinities as strings, numpy scalars as numbers."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, (str, int, float, type(None))):
         return value
     if hasattr(value, "item"):  # a numpy scalar
-        return _plain(value.item())
+        return plain(value.item())
     return str(value)
 
 

@@ -38,13 +38,20 @@ class RunLock:
             ) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             holder = self._holder()
             os.close(self._file)
             self._file = -1
             raise BusyError(
                 f"{self.path.parent}: another run holds this folder (process {holder})",
                 hint=f"wait for it, stop it with `kill {holder}`, or choose another `train.out`",
+            ) from None
+        except OSError as error:
+            os.close(self._file)
+            self._file = -1
+            raise StorageError(
+                f"{self.path.parent}: this file system cannot lock files: {error.strerror}",
+                hint="choose a `train.out` on a local disk",
             ) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)

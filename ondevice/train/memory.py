@@ -132,6 +132,6 @@ def _psutil() -> Any:
 def _cuda() -> Any | None:
     """torch.cuda, if something else has loaded and initialised it."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized():
         return None
     return torch.cuda

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ondevice.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.train import events
@@ -48,9 +48,10 @@ class Run:
     checkpoint_every: int
 
     def __post_init__(self) -> None:
-        identity = {"model": self.start.model_sha256, "seed": self.start.seed, **self.start.identity}
-        self.identity = identity
-        self.store = CheckpointStore(self.out, identity, seed=self.start.seed, backend=self.start.backend)
+        self.identity = _identity(self.start)
+        self.store = CheckpointStore(
+            self.out, self.identity, seed=self.start.seed, backend=self.start.backend
+        )
         self.memory = PeakMemory()
         self.history = History()
         self.done = 0
@@ -62,16 +63,18 @@ class Run:
     def open(self, resume: bool, overwrite: bool, sinks: Iterable[Sink]) -> int:
         """Make or read the folder; gives the first step to run."""
         path, found = self.out / FILE_NAME, self.store.paths()
-        if overwrite:
-            self.store.clear()
-            path.unlink(missing_ok=True)
-        elif not resume and (found or read_log(path).entries):
+        if not resume and not overwrite and (found or read_log(path).intact_bytes):
             raise CheckpointError(
                 f"{self.out} already holds a run",
                 hint="`--resume` goes on with it, `--overwrite` deletes it, `train.out` names another folder",
             )
         warnings: list[str] = []
-        content, name = self._restore(path, warnings) if resume and not overwrite else (LogContent(), "")
+        content, name = LogContent(), ""
+        if resume and not overwrite:
+            content, name = self._restore(path, warnings)
+        else:
+            self.store.clear()
+            path.unlink(missing_ok=True)
         self.log = EventLog(path, sinks)
         if content.start is None:
             self.log.write(self.start)
@@ -88,8 +91,7 @@ class Run:
         self.store.remove_leftovers()
         head = read_log(path).start
         if head is not None:
-            known = {"model": head.model_sha256, "seed": head.seed, **head.identity}
-            check_identity(known, self.identity, f"{path}: the log")
+            check_identity(_identity(head), self.identity, f"{path}: the log")
         loaded = self.store.newest(warnings.append)
         if loaded is not None:
             self.session.load_state(loaded.state)
@@ -218,7 +220,7 @@ class Run:
         self.saved = self.store.save(
             self.done,
             self.session.state(),
-            evaluation=None if evaluation is None else evaluation.figures(),
+            evaluation=None if evaluation is None else events.plain(evaluation.figures()),
             score=None if evaluation is None else evaluation.score,
         )
         size = sum(file.stat().st_size for file in self.saved.iterdir())
@@ -240,3 +242,8 @@ class Run:
                 peak_memory_bytes=history.peak_memory_bytes,
             )
         )
+
+
+def _identity(start: events.Start) -> dict[str, Any]:
+    """What a resume must have in common with the run."""
+    return events.plain({"model": start.model_sha256, "seed": start.seed, **start.identity})

@@ -83,7 +83,7 @@ def test_keeps_the_two_newest_and_the_best(tmp_path) -> None:
     for step, score in [
         (10, (0.5, -1.0)),
         (20, (0.9, -0.8)),
-        (30, (0.9, -0.9)),
+        (30, (0.9, -0.8)),
         (40, None),
         (50, (0.2, -0.1)),
     ]:

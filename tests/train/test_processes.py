@@ -67,9 +67,11 @@ def test_killed_at_any_moment_it_goes_on_with_the_same_bits(tmp_path, whole) -> 
         process.communicate()
         with (tmp_path / "events.jsonl").open("ab") as file:
             file.write(b'{"event":"step","time_s":17')  # what a power cut leaves of a line
+        (tmp_path / f".checkpoint-{step:08d}.partial-0-1-deadbeef").mkdir()  # and of a checkpoint
     session = BigramSession()
     train(tmp_path, 60, session, resume=True)
     assert session.logits.tobytes() == whole[1].logits.tobytes() and scalars(tmp_path) == scalars(whole[0])
+    assert list(tmp_path.glob(".checkpoint-*")) == []
 
 
 def test_two_runs_in_one_folder(tmp_path) -> None:
