@@ -1,0 +1,232 @@
+"""What a model family is: its dimensions, the parts of a block, and the names of its weights.
+
+A family is one file named for the Hugging Face `model_type`, over transformers' own modules and weights.
+Importing this module loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ondevice.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose table is a function of the position alone; `dynamic` and `longrope` are not."""
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """The sizes of a decoder, read from its configuration; no weights are needed.
+
+    Attributes:
+        family: Hugging Face `model_type`.
+        hidden: width of the residual stream; `intermediate` of the MLP.
+        heads: query heads; `kv_heads` key and value heads, each `head_dim` wide.
+        tied: the output head is the embedding.
+        qkv_bias: q, k and v have a bias; `o_bias` and `mlp_bias` say so of the other linear layers.
+        rope_theta: base of the rotary embedding; `rope_type` its scaling.
+        max_positions: longest sequence the model was trained for, tokens.
+    """
+
+    family: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    qkv_bias: bool
+    rope_theta: float
+    norm_eps: float
+    max_positions: int
+    o_bias: bool = False
+    mlp_bias: bool = False
+    rope_type: str = "default"
+
+    def linear_shape(self, target: str) -> tuple[int, int]:
+        """(inputs, outputs) of one of `Family.linear_targets`.
+
+        Raises:
+            ModelError: `target` is no linear layer of a block.
+        """
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes = {
+            "q_proj": (self.hidden, q),
+            "k_proj": (self.hidden, kv),
+            "v_proj": (self.hidden, kv),
+            "o_proj": (q, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+        if target not in shapes:
+            raise ModelError("unknown linear layer", expected=", ".join(shapes), received=target)
+        return shapes[target]
+
+    def linear_bias(self, target: str) -> bool:
+        """Whether that linear layer has a bias."""
+        if target in ("q_proj", "k_proj", "v_proj"):
+            return self.qkv_bias
+        return self.o_bias if target == "o_proj" else self.mlp_bias
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of one block."""
+        count = 2 * self.hidden
+        for target in Family.linear_targets:
+            inputs, outputs = self.linear_shape(target)
+            count += inputs * outputs + outputs * self.linear_bias(target)
+        return count
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model; a tied head counts once."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * self.block_parameters + self.hidden
+
+
+class Family:
+    """A pre-norm decoder over transformers' modules: h += attention(norm(h)); h += mlp(norm(h)).
+
+    A subclass names the `model_type`, reads its configuration, and overrides what differs. The module that
+    holds it sets `FAMILY`.
+    """
+
+    model_type: ClassVar[str]
+    gguf_architecture: ClassVar[str | None] = None
+    """`general.architecture` of its GGUF files; None if they are not supported."""
+    linear_targets: ClassVar[tuple[str, ...]] = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+    linear_parents: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
+        **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
+    }
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.dims = self.dims_from_config(model.config.to_dict())
+
+    @classmethod
+    def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
+        """Read a `config.json`; `where` names it in errors.
+
+        Raises:
+            ModelError: a field is missing, or asks for something this family does not do.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def tiny_config(cls, **sizes: Any) -> PretrainedConfig:
+        """A transformers configuration of the given sizes, for tests and trials."""
+        raise NotImplementedError
+
+    @classmethod
+    def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
+        """A dequantised GGUF tensor as transformers lays it out; `name` is transformers' name."""
+        return weights
+
+    @classmethod
+    def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
+        """Every weight by transformers' name, with its shape; a tied head is not among them."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (dims.vocab, dims.hidden)}
+        for i in range(dims.layers):
+            shapes[f"model.layers.{i}.input_layernorm.weight"] = (dims.hidden,)
+            shapes[f"model.layers.{i}.post_attention_layernorm.weight"] = (dims.hidden,)
+            for target in cls.linear_targets:
+                inputs, outputs = dims.linear_shape(target)
+                name = f"model.layers.{i}.{cls.linear_parents[target]}.{target}"
+                shapes[f"{name}.weight"] = (outputs, inputs)
+                if dims.linear_bias(target):
+                    shapes[f"{name}.bias"] = (outputs,)
+        shapes["model.norm.weight"] = (dims.hidden,)
+        if not dims.tied:
+            shapes["lm_head.weight"] = (dims.vocab, dims.hidden)
+        return shapes
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """The input embedding, weight [vocab, hidden]."""
+        return self.model.model.embed_tokens
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output head [vocab, hidden]; the same storage as the embedding's where they are tied."""
+        return self.model.lm_head.weight
+
+    def layer(self, i: int) -> nn.Module:
+        """Transformers' own module of block `i`."""
+        return self.model.model.layers[i]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """int64 [B, T] -> [B, T, hidden]."""
+        return self.embedding(ids)
+
+    def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions 0 .. length - 1, each [1, length, head_dim] in `dtype`."""
+        import torch
+
+        like = torch.empty(0, device=device, dtype=dtype)
+        return self.model.model.rotary_emb(like, torch.arange(length, device=device)[None])
+
+    def block(self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        """Block `i`: [B, T, hidden] -> [B, T, hidden].
+
+        Args:
+            position: from `positions`.
+            mask: additive float [1, 1, T, T], or None for the causal mask.
+        """
+        h = h + self.attention_branch(i, h, position, mask)
+        return h + self.mlp_branch(i, h)
+
+    def attention_branch(
+        self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> Tensor:
+        """attention(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
+        layer = self.layer(i)
+        normed = layer.input_layernorm(h)
+        return layer.self_attn(hidden_states=normed, position_embeddings=position, attention_mask=mask)[0]
+
+    def mlp_branch(self, i: int, h: Tensor) -> Tensor:
+        """mlp(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
+        layer = self.layer(i)
+        return layer.mlp(layer.post_attention_layernorm(h))
+
+    def final_norm(self, h: Tensor) -> Tensor:
+        """The norm before the head: [B, T, hidden]."""
+        return self.model.model.norm(h)
+
+    def linear(self, i: int, target: str) -> nn.Module:
+        """Linear layer `target` of block `i`, or what stands in its place."""
+        return getattr(getattr(self.layer(i), self._parent(target)), target)
+
+    def set_linear(self, i: int, target: str, module: nn.Module) -> None:
+        """Put `module` in the place of that linear layer."""
+        setattr(getattr(self.layer(i), self._parent(target)), target, module)
+
+    def linear_name(self, i: int, target: str) -> str:
+        """Its full name, as in PEFT adapters and state dictionaries."""
+        return f"model.layers.{i}.{self._parent(target)}.{target}"
+
+    def _parent(self, target: str) -> str:
+        if target not in self.linear_parents:
+            raise ModelError("unknown linear layer", expected=", ".join(self.linear_targets), received=target)
+        return self.linear_parents[target]
+
+
+def forward_hidden(family: Family, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden]; logits are this @ head^T."""
+    h = family.embed(ids)
+    position = family.positions(ids.shape[1], h.device, h.dtype)
+    for i in range(family.dims.layers):
+        h = family.block(i, h, position, mask)
+    return family.final_norm(h)

@@ -1,0 +1,74 @@
+"""The fields that Hugging Face decoders share in `config.json`, read into ModelDims with readable errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.errors import ModelError
+from ondevice.models.base import ROPE_TYPES, ModelDims
+
+
+def decoder_dims(
+    family: str, config: dict[str, Any], where: str, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
+) -> ModelDims:
+    """ModelDims of a Llama-like decoder; `rope_parameters` (transformers 5) and `rope_theta` are both read.
+
+    Raises:
+        ModelError: a size is missing or not a positive integer, the activation is not SiLU, the rotary
+            embedding's table depends on the length, or the weights are quantised.
+    """
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"{where}: the weights are quantised ({method})",
+            expected="float32, bfloat16 or float16 weights",
+            hint="give the model's original weights or a .gguf file; a method quantises by itself",
+        )
+    hidden, heads = _size(config, "hidden_size", where), _size(config, "num_attention_heads", where)
+    kv_heads = _size(config, "num_key_value_heads", where, heads)
+    head_dim = _size(config, "head_dim", where, max(1, hidden // heads))
+    if heads % kv_heads:
+        expected = f"a divisor of num_attention_heads ({heads})"
+        raise ModelError(f"{where}: field 'num_key_value_heads'", expected=expected, received=kv_heads)
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{where}: field 'hidden_act'", expected="silu", received=config["hidden_act"])
+    theta, rope_type = _rope(config, where)
+    return ModelDims(
+        family=family,
+        layers=_size(config, "num_hidden_layers", where),
+        hidden=hidden,
+        intermediate=_size(config, "intermediate_size", where),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=_size(config, "vocab_size", where),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        rope_theta=theta,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        max_positions=_size(config, "max_position_embeddings", where, 2048),
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        rope_type=rope_type,
+    )
+
+
+def _size(config: dict[str, Any], field: str, where: str, default: int | None = None) -> int:
+    value = config.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{where}: field '{field}'", expected="an integer of 1 or more", received=value)
+    return value
+
+
+def _rope(config: dict[str, Any], where: str) -> tuple[float, str]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "full_attention" in rope:
+        rope = rope["full_attention"]
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        message = f"{where}: the rotary embedding's scaling is not supported"
+        raise ModelError(message, expected=", ".join(ROPE_TYPES), received=rope_type)
+    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
+        raise ModelError(f"{where}: field 'partial_rotary_factor'", expected="1.0")
+    return float(rope.get("rope_theta", config.get("rope_theta") or 10000.0)), rope_type

