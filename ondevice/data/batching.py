@@ -1,0 +1,122 @@
+"""Batches as a pure function of the seed and the step, so that resuming needs no state but the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ondevice.data.dataset import IGNORE, Dataset, Example
+from ondevice.errors import ConfigError, DataError
+
+ROUND_TO_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`ids` and `labels`, int64 [B, T], padded on the right; labels are -100 where nothing is trained."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+
+class Batches:
+    """Endless batches of constant size in an order that is new every epoch.
+
+    Row p of the run (p = step * batch_size + position in the batch) is row p mod n of epoch p div n, so
+    the batch that crosses the end of an epoch is filled from the next epoch's order. An epoch's order is
+    the stable argsort of n raw words of numpy's PCG64 seeded with (seed, epoch): raw words and seeding
+    are what numpy promises never to change between versions.
+
+    Args:
+        dataset: the encoded rows; their training examples are batched.
+        batch_size: rows a batch (B).
+        lengths_tokens: the padded lengths (T) that the program was built for, and the smallest that
+            holds the longest row of a batch is taken; None pads to the longest row, rounded up to a
+            multiple of 8.
+        seed: seeds the order, 0 or above.
+        pad_id: the id on padded positions.
+
+    Raises:
+        ConfigError: a size that is not positive, a negative seed, or a row longer than the largest length.
+        DataError: the data set is empty.
+    """
+
+    def __init__(
+        self, dataset: Dataset, batch_size: int, lengths_tokens: Sequence[int] | None, seed: int, pad_id: int
+    ) -> None:
+        self._examples = [item.example for item in dataset.items]
+        self.batch_size = batch_size
+        self.lengths_tokens = tuple(sorted(lengths_tokens)) if lengths_tokens is not None else None
+        self.seed = seed
+        self.pad_id = pad_id
+        self._orders: dict[int, np.ndarray] = {}
+        if not self._examples:
+            raise DataError(
+                "there are no rows to make batches of", expected="one row or more", received="none"
+            )
+        if batch_size < 1 or seed < 0:
+            raise ConfigError("batch_size or seed is out of range", expected="batch_size >= 1, seed >= 0",
+                              received=f"batch_size={batch_size}, seed={seed}")  # fmt: skip
+        longest = max(len(example) for example in self._examples)
+        if self.lengths_tokens is not None and longest > max(self.lengths_tokens, default=0):
+            hint = f"encode the data with max_length_tokens={max(self.lengths_tokens, default=0)}"
+            raise ConfigError("a row is longer than the program's largest length", hint=hint,
+                              expected=f"a length among {self.lengths_tokens}", received=longest)  # fmt: skip
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Batches in which every row is seen once; not whole if the last one is shared."""
+        return len(self._examples) / self.batch_size
+
+    def rows_at(self, step: int) -> tuple[int, ...]:
+        """Indices into `dataset.items` of the rows of a step, counted from 0."""
+        if step < 0:
+            raise ConfigError("a step is counted from 0", expected="0 or above", received=step)
+        count = len(self._examples)
+        first = step * self.batch_size
+        positions = (divmod(place, count) for place in range(first, first + self.batch_size))
+        return tuple(int(self._order(epoch)[index]) for epoch, index in positions)
+
+    def at(self, step: int) -> Batch:
+        """The batch of a step, counted from 0."""
+        examples = [self._examples[row] for row in self.rows_at(step)]
+        longest = max(len(example) for example in examples)
+        if self.lengths_tokens is None:
+            length = round_up(longest)
+        else:
+            length = next(length for length in self.lengths_tokens if length >= longest)
+        return pad_examples(examples, length, self.pad_id)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
+            words = bits.random_raw(len(self._examples))
+            for old in [known for known in self._orders if abs(known - epoch) > 1]:
+                del self._orders[old]
+            self._orders[epoch] = np.argsort(words, kind="stable")
+        return self._orders[epoch]
+
+
+def round_up(length_tokens: int, multiple: int = ROUND_TO_TOKENS) -> int:
+    """The next multiple of `multiple` that is not below `length_tokens`."""
+    return -(-length_tokens // multiple) * multiple
+
+
+def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -> Batch:
+    """Examples as one batch of `length_tokens` columns, padded on the right.
+
+    Raises:
+        ConfigError: an example is longer than `length_tokens`.
+    """
+    longest = max((len(example) for example in examples), default=0)
+    if longest > length_tokens:
+        expected = f"at most {length_tokens} tokens"
+        raise ConfigError("an example does not fit into the batch", expected=expected, received=longest)
+    ids = np.full((len(examples), length_tokens), pad_id, dtype=np.int64)
+    labels = np.full((len(examples), length_tokens), IGNORE, dtype=np.int64)
+    for row, example in enumerate(examples):
+        ids[row, : len(example)] = example.ids
+        labels[row, : len(example)] = example.labels
+    return Batch(ids, labels)

@@ -1,0 +1,188 @@
+"""Rows as token ids with label masks: only the answer is trained on, and the answer is never cut."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any
+
+from ondevice.data.chat import render_chat
+from ondevice.data.dataset import IGNORE, Dataset, Example, Item
+from ondevice.data.rows import AnswerTooLong, BadRow, Row, RowProblem, Rows
+from ondevice.errors import ConfigError, DataError
+
+
+def encode(rows: Rows, tokenizer: Any, *, max_length_tokens: int, train_on_prompt: bool = False) -> Dataset:
+    """Tokenize every row.
+
+    What is trained on: assistant turns with their end-of-turn token (chat, and instruct where the
+    tokenizer has a chat template); the answer and the end-of-sequence token (completion, instruct); the
+    answer alone (classification, multiple choice, and question answering, whose answers end with a
+    newline as in MeZO); everything (text, cut into windows that overlap by one token, so that every
+    token but the first is predicted once). With `train_on_prompt` every token of `Item.example` is
+    trained on; `Item.candidates` always label the answer only.
+
+    Prompt and answer are tokenized as one text. If the prompt's own ids are not a prefix of the result,
+    the token that spans the boundary belongs to the answer. Special tokens that the tokenizer puts in
+    front (BOS) stay, also where the prompt is truncated.
+
+    Args:
+        rows: from `read_rows`.
+        tokenizer: a fast tokenizer of transformers.
+        max_length_tokens: longest sequence, at least 2. Prompts lose tokens at their front to fit; a row
+            whose answer does not fit behind one token of context becomes a problem.
+
+    Raises:
+        ConfigError: `max_length_tokens` below 2.
+        DataError: no row could be encoded, the tokenizer is not a fast one, or chat rows without a
+            chat template.
+    """
+    if max_length_tokens < 2:
+        raise ConfigError("max_length_tokens is too small", expected="at least 2", received=max_length_tokens)
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError("a slow tokenizer cannot say which text a token covers", expected="a fast tokenizer",
+                        received=type(tokenizer).__name__, hint="save it with a tokenizer.json")  # fmt: skip
+    chat = bool(rows.items and rows.items[0].messages)
+    if chat and not getattr(tokenizer, "chat_template", None):
+        if not rows.items[0].pairs:
+            raise DataError(
+                f"{rows.file} has chat rows, and the tokenizer has no chat template",
+                expected="a tokenizer with a chat template, as instruction-tuned models have",
+                received=getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__,
+                hint="use an instruction-tuned model, or write the rows as prompt and completion",
+            )
+        chat = False
+    framed = "instruction prompt" if rows.format == "instruct" else rows.task or ""
+    template = "chat template" if chat else framed
+    dataset = Dataset(format=rows.format, max_length_tokens=max_length_tokens, template=template)
+    for row in rows.items:
+        try:
+            if rows.format == "text":
+                dataset.items.extend(_windows(row, tokenizer, max_length_tokens))
+            else:
+                make = _chat_item if chat else _pair_item
+                dataset.items.append(make(row, tokenizer, max_length_tokens, train_on_prompt))
+        except BadRow as bad:
+            dataset.problems.append(RowProblem(rows.file, row.line, bad.field, bad.reason))
+            if isinstance(bad, AnswerTooLong):
+                dataset.too_long_tokens.append(bad.length_tokens)
+    if not dataset.items:
+        first = dataset.problems[0] if dataset.problems else f"{rows.file} has no rows"
+        hint = "raise max_length_tokens, or shorten the answers"
+        raise DataError(f"no row can be trained on: {first}", received=f"{len(rows.items)} rows", hint=hint)
+    dataset.problems = sorted(rows.problems + dataset.problems, key=lambda problem: problem.line)
+    return dataset
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    """The id to pad with: the tokenizer's pad token, else its end-of-sequence token, else 0. Padding is
+    on the right and never labelled, so the choice does not change a result."""
+    for name in ("pad_token_id", "eos_token_id"):
+        if getattr(tokenizer, name, None) is not None:
+            return int(getattr(tokenizer, name))
+    return 0
+
+
+def _tokenize(tokenizer: Any, text: str) -> list[int]:
+    """Ids with the special tokens that the tokenizer adds in front, but none that it adds behind."""
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    eos = tokenizer.eos_token_id
+    while eos is not None and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
+        ids.pop()
+    return ids
+
+
+def _common_prefix(first: list[int], second: list[int]) -> int:
+    for index, (left, right) in enumerate(zip(first, second, strict=False)):
+        if left != right:
+            return index
+    return min(len(first), len(second))
+
+
+def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
+    """Completion, classification, multiple choice, question answering, and instruct without a chat
+    template. All candidates lose as many prompt tokens as the one with the longest answer needs."""
+    sequences = []
+    prompts: dict[str, list[int]] = {}
+    for prompt, answer in row.pairs:
+        ids = _tokenize(tokenizer, prompt + answer)
+        if prompt not in prompts:
+            prompts[prompt] = _tokenize(tokenizer, prompt)
+        start = _common_prefix(prompts[prompt], ids)
+        if row.end and tokenizer.eos_token_id not in (None, *ids[-1:]):
+            ids.append(tokenizer.eos_token_id)
+        if len(ids) - max(start, 1) < 1:
+            raise BadRow("", "the answer has no token that can be trained on")
+        sequences.append((ids, start))
+    _check_fit(max(len(ids) - start for ids, start in sequences), limit, min(start for _, start in sequences))
+    bos = _leading_bos(tokenizer, sequences[0][0], sequences[0][1])
+    keep = limit - max(len(ids) - start for ids, start in sequences)
+    cut, dropped = [], 0
+    for ids, start in sequences:
+        lost = max(0, start - keep)
+        dropped = max(dropped, lost)
+        cut.append((ids[:bos] + ids[bos + lost :], start - lost) if lost else (ids, start))
+    candidates = tuple(_example(ids, start) for ids, start in cut) if row.gold is not None else ()
+    ids, start = cut[row.gold or 0]
+    example = _example(ids, 0 if train_on_prompt else start)
+    return Item(example, candidates, row.gold, row.answers, row.line, start, dropped)
+
+
+def _check_fit(answer_tokens: int, limit: int, prompt_tokens: int) -> None:
+    """Raise `AnswerTooLong` unless the answer fits behind one token of the prompt, if there is one."""
+    room = limit - 1 if prompt_tokens else limit
+    if answer_tokens > room:
+        reason = f"the answer has {answer_tokens} tokens; with max_length_tokens={limit} at most {room} fit"
+        raise AnswerTooLong(reason, prompt_tokens + answer_tokens)
+
+
+def _leading_bos(tokenizer: Any, ids: list[int], start: int) -> int:
+    """1 if the sequence begins with a BOS token that truncation has to keep, else 0."""
+    return int(start > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
+
+
+def _example(ids: list[int], start: int) -> Example:
+    return Example(tuple(ids), (IGNORE,) * start + tuple(ids[start:]))
+
+
+def _chat_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
+    """Whole turns go first, from the oldest after the system turn, then tokens of the last prompt."""
+    messages = list(row.messages)
+    ids, trained, start = render_chat(tokenizer, messages)
+    full = len(ids)
+    system = int(messages[0][0] == "system")
+    while len(ids) > limit:
+        rest = messages[system:]
+        following = next((i for i, turn in enumerate(rest) if i and turn[0] == "user"), None)
+        if following is None:
+            break
+        messages = messages[:system] + rest[following:]
+        ids, trained, start = render_chat(tokenizer, messages)
+    if len(ids) > limit:
+        _check_fit(len(ids) - start, limit, start)
+        bos, lost = _leading_bos(tokenizer, ids, start), len(ids) - limit
+        if any(trained[bos + lost - 1 : start]):  # assistant turns before the last one are not cut in half
+            trained[:start] = [False] * start
+        ids, start = ids[:bos] + ids[bos + lost :], start - lost
+        trained = trained[:bos] + trained[bos + lost :]
+    if not any(trained[1:]):
+        raise BadRow("messages", "no assistant turn has a token that can be trained on")
+    labels = ids if train_on_prompt else [i if t else IGNORE for i, t in zip(ids, trained, strict=True)]
+    example = Example(tuple(ids), tuple(labels))
+    return Item(example, line=row.line, prompt_tokens=start, dropped_tokens=full - len(ids))
+
+
+def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
+    """Plain text in windows of at most `limit` tokens; each begins with the last token of the one before."""
+    text = row.pairs[0][1]
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
+    ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    if row.end and tokenizer.eos_token_id not in (None, *ids[-1:]):
+        ids.append(tokenizer.eos_token_id)
+    if len(ids) < 2:
+        raise BadRow("text", "has fewer than two tokens")
+    newlines = [index for index, character in enumerate(text) if character == "\n"]
+    for begin in range(0, len(ids) - 1, limit - 1):
+        window = ids[begin : begin + limit]
+        line = row.line + bisect_right(newlines, offsets[begin][0] - 1) if not row.end else row.line
+        yield Item(_example(window, 0), line=line)

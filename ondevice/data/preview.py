@@ -1,0 +1,184 @@
+"""What `ondevice data FILE` shows: decoded examples, lengths, labels, and every bad row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.data.batching import round_up
+from ondevice.data.dataset import IGNORE, Dataset, Example
+from ondevice.data.rows import RowProblem, Rows
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+PERCENTILES = (50, 90, 95, 99)
+_SHOWN_CHARACTERS = 700
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of a decoded example; `trained` tells whether its tokens are labelled."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """One data file at a glance. Lengths are in tokens; they count what truncation dropped and the rows
+    whose answer is too long.
+
+    Printing it on a rich console draws it; `to_dict()` is what `--json` prints.
+    """
+
+    file: str
+    format: str
+    task: str | None
+    template: str
+    rows: int
+    """Rows of the file, good and bad."""
+
+    sequences: int
+    """What is trained on: one a good row, except that plain text is cut into windows."""
+
+    max_length_tokens: int
+    truncated: int
+    too_long: int
+    """Rows left out because their answer does not fit into `max_length_tokens`."""
+
+    lengths_tokens: dict[str, int]
+    """p50, p90, p95, p99 and max."""
+
+    trained_tokens: int
+    """Labelled targets in all sequences together."""
+
+    suggested_max_length_tokens: int | None
+    """Smallest multiple of 8 that holds 99% of the rows uncut; None for running text."""
+
+    labels: dict[str, int]
+    examples: tuple[tuple[Segment, ...], ...]
+    problems: tuple[RowProblem, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON types."""
+        return asdict(self)
+
+    def __rich__(self) -> RenderableType:
+        from rich.console import Group
+
+        parts: list[RenderableType] = [_facts(self)]
+        parts += [_panel(number, segments) for number, segments in enumerate(self.examples, 1)]
+        if self.problems:
+            parts.append(_problems(self.problems))
+        return Group(*parts)
+
+
+def preview(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3) -> Preview:
+    """Summarise a file that `read_rows` and `encode` have been through; `examples` are its first rows."""
+    full = [len(item.example) + item.dropped_tokens for item in dataset.items] + dataset.too_long_tokens
+    lengths = {f"p{p}": int(np.percentile(full, p, method="higher")) for p in PERCENTILES} if full else {}
+    labels = Counter(row.label for row in rows.items if row.label is not None)
+    return Preview(
+        file=rows.file,
+        format=rows.format,
+        task=rows.task,
+        template=dataset.template,
+        rows=len(rows.items) + len(rows.problems),
+        sequences=len(dataset.items),
+        max_length_tokens=dataset.max_length_tokens,
+        truncated=dataset.truncated,
+        too_long=len(dataset.too_long_tokens),
+        lengths_tokens=lengths | {"max": max(full, default=0)},
+        trained_tokens=sum(item.example.trained_tokens for item in dataset.items),
+        suggested_max_length_tokens=None if rows.format == "text" or not full else round_up(lengths["p99"]),
+        labels=dict(labels.most_common()),
+        examples=tuple(segments(item.example, tokenizer) for item in dataset.items[:examples]),
+        problems=tuple(dataset.problems),
+    )
+
+
+def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:
+    """The example decoded, special tokens included, in stretches of equally trained tokens."""
+    found, begin, shown = [], 0, ""
+    flags = [label != IGNORE for label in example.labels]
+    for end in range(1, len(flags) + 1):
+        if end == len(flags) or flags[end] != flags[begin]:
+            # Decoding from the start keeps the spaces that tokenizers drop at the front of a text.
+            text = tokenizer.decode(list(example.ids[:end]), skip_special_tokens=False,
+                                    clean_up_tokenization_spaces=False)  # fmt: skip
+            if not text.startswith(shown):  # a character whose bytes lie on both sides
+                shown = shown.rstrip("\ufffd")
+            found.append(Segment(text[len(shown) :], flags[begin]))
+            begin, shown = end, text
+    return tuple(found)
+
+
+def _facts(view: Preview) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    lengths = "  ".join(f"{name} {tokens}" for name, tokens in view.lengths_tokens.items())
+    cut = f"{view.truncated} of {view.sequences} prompts cut at the front to {view.max_length_tokens} tokens"
+    facts = {
+        "file": view.file,
+        "format": " ".join(filter(None, (view.format, view.task and f"(task {view.task})"))),
+        "framed by": view.template if view.template not in ("", view.task) else "",
+        "rows": f"{view.rows} in the file, {len(view.problems)} left out, {view.sequences} sequences",
+        "tokens": lengths,
+        "trained on": f"{view.trained_tokens} tokens",
+        "truncated": cut if view.truncated else f"none at {view.max_length_tokens} tokens",
+        "too long": f"rows left out because their answer does not fit: {view.too_long}"
+        if view.too_long
+        else "",
+        "suggested": f"max_length_tokens={view.suggested_max_length_tokens} holds 99% of the rows"
+        if view.suggested_max_length_tokens
+        else "",
+        "labels": "  ".join(f"{label} {count}" for label, count in view.labels.items()),
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        if value:
+            table.add_row(Text(name, style="bold"), Text(_printable(value)))
+    return table
+
+
+def _panel(number: int, example: tuple[Segment, ...]) -> RenderableType:
+    from rich.panel import Panel
+    from rich.text import Text
+
+    text = Text()
+    for segment in example:
+        _append(text, segment)
+    return Panel(text, title=f"example {number}: dim is context, green is trained on", title_align="left")
+
+
+def _append(text: Text, segment: Segment) -> None:
+    shown = _printable(segment.text)
+    if len(shown) > _SHOWN_CHARACTERS:
+        half = _SHOWN_CHARACTERS // 2
+        shown = f"{shown[:half]} [...] {shown[-half:]}"
+    text.append(shown, style="green" if segment.trained else "dim")
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which could drive the terminal; line breaks and tabs stay."""
+    return "".join(c if c in "\n\t" or c.isprintable() or c == "\u200d" else "\ufffd" for c in text)
+
+
+def _problems(problems: tuple[RowProblem, ...]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"rows left out: {len(problems)}", title_justify="left")
+    for name in ("file", "line", "field", "reason"):
+        table.add_column(name, overflow="fold")
+    for problem in problems:
+        line = str(problem.line) if problem.line else ""
+        cells = (problem.file, line, problem.field, problem.reason)
+        table.add_row(*(Text(_printable(cell)) for cell in cells))
+    return table

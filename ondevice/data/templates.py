@@ -1,0 +1,240 @@
+"""The prompts of the P-RGE paper's Table 7 and MeZO's verbalisers, as one table.
+
+A candidate is a (prompt, answer) pair; the answer starts where the prompt ends, with its own leading
+space or after the prompt's newline, so that tokenizers do not merge across the boundary. A row is
+judged by the lowest mean negative log likelihood per answer token (`scoring.pick_candidate`).
+
+MNLI is not in Table 7 and so not here. Where Table 7's typesetting leaves the line breaks open, they
+are MeZO's (P-RGE, appendix A.3: "adopting the same prompt template from MeZO").
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ondevice.data.rows import BadRow, check_text, describe
+from ondevice.errors import ConfigError
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One class: the answer text that stands for it, and the labels in data files that mean it."""
+
+    answer: str
+    labels: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One row of Table 7.
+
+    `columns` maps a placeholder of `prompt` to the names that the column has in data files (dots step
+    into nested objects). `pairs` replaces `prompt` where candidates are not simply appended to it.
+    """
+
+    name: str
+    kind: Literal["classification", "multiple_choice", "qa"]
+    columns: dict[str, tuple[str, ...]]
+    choices: tuple[Choice, ...] = ()
+    prompt: str = ""
+    label: tuple[str, ...] = ("label",)
+    clean: Callable[[dict[str, str]], dict[str, str]] = dict
+    pairs: Callable[[dict[str, str]], Pairs] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A row in words: one (prompt, answer) pair per candidate, the index of the right one, and for
+    question answering every accepted answer (the pair holds the first)."""
+
+    pairs: Pairs
+    gold: int | None = None
+    answers: tuple[str, ...] = ()
+    label: str | None = None
+
+
+def find_task(name: str) -> Task:
+    """The task of that name; case, '-' and '_' do not matter ("SST-2" is sst2).
+
+    Raises:
+        ConfigError: no such task.
+    """
+    task = TASKS.get(plain_name(name))
+    if task is None:
+        near = difflib.get_close_matches(plain_name(name), TASKS, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "without a task the format is inferred from the keys"
+        raise ConfigError(f"unknown task '{name}'", expected=", ".join(TASKS), received=name, hint=hint)
+    return task
+
+
+def render(task: Task, fields: dict[str, Any]) -> Rendered:
+    """The candidates of one row whose columns and label are all in `fields`.
+
+    Raises:
+        BadRow: a column is missing, not a text or empty, or the label is not one of the task's.
+    """
+    values = {name: check_text(_column(fields, keys), keys[0]).strip() for name, keys in task.columns.items()}
+    values = task.clean(values)
+    if task.kind == "qa":
+        answers = _answers(_column(fields, task.label), task.label[0])
+        return Rendered(((task.prompt.format(**values), f" {answers[0]}\n"),), answers=answers)
+    pairs = task.pairs(values) if task.pairs else _append(task, values)
+    gold = _gold(task, fields)
+    return Rendered(pairs, gold, label=_shown(task.choices[gold]))
+
+
+def _append(task: Task, values: dict[str, str]) -> Pairs:
+    prompt = task.prompt.format(**values)
+    return tuple((prompt, choice.answer) for choice in task.choices)
+
+
+def _gold(task: Task, fields: dict[str, Any]) -> int:
+    value = _column(fields, task.label)
+    key = label_key(value)
+    for index, choice in enumerate(task.choices):
+        if key in choice.labels:
+            return index
+    allowed = "; ".join(f"{' or '.join(choice.labels)} ({choice.answer.strip() or index + 1})"
+                        for index, choice in enumerate(task.choices))  # fmt: skip
+    raise BadRow(task.label[0], f"label {describe(value)} of {task.name} is not one of: {allowed}")
+
+
+def label_key(value: Any) -> str | None:
+    """The label as the text by which choices know it: 1, 1.0, "1" and " 1 " are the same label."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, int | float):
+        return str(value) if abs(value) < 10**9 else None
+    return value.strip().lower() if isinstance(value, str) else None
+
+
+def _column(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    for key in keys:
+        value: Any = fields
+        for part in (key,) if key in fields else key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    others = f"; expected one of the keys {', '.join(keys)}" if keys[1:] else ""
+    raise BadRow(keys[0], f"is missing{others}")
+
+
+def _answers(value: Any, name: str) -> tuple[str, ...]:
+    """SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list of texts or one text."""
+    if isinstance(value, dict):
+        value = value.get("text")
+    found = value if isinstance(value, list) else [value]
+    texts = [item.get("text") if isinstance(item, dict) else item for item in found]
+    if not texts:
+        raise BadRow(name, "has no answer")
+    return tuple(dict.fromkeys(check_text(text, name).strip() for text in texts))
+
+
+def _shown(choice: Choice) -> str:
+    return choice.answer.strip() or choice.labels[-1]
+
+
+def plain_name(name: str) -> str:
+    """The task name without case, '-' and '_'."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _boolq(values: dict[str, str]) -> dict[str, str]:
+    question = values["question"].removesuffix("?")
+    return values | {"question": question[:1].upper() + question[1:]}
+
+
+def _wsc(values: dict[str, str]) -> dict[str, str]:
+    return values | {"pronoun": values["pronoun"].lower()}
+
+
+def _copa(values: dict[str, str]) -> Pairs:
+    """<premise> so/because <candidate>, the candidate in lower case except "I"."""
+    words = {"effect": "so", "cause": "because"}
+    if values["question"].lower() not in words:
+        raise BadRow("question", f"expected 'cause' or 'effect', received {describe(values['question'])}")
+    prompt = f"{values['premise'].removesuffix('.')} {words[values['question'].lower()]}"
+    return tuple((prompt, " " + _lower_first(values[key])) for key in ("choice1", "choice2"))
+
+
+def _lower_first(sentence: str) -> str:
+    first = sentence.split(" ", 1)[0]
+    if first == "I" or first.startswith(("I'", "I\u2019")):
+        return sentence
+    return first.lower() + sentence[len(first) :]
+
+
+def _winogrande(values: dict[str, str]) -> Pairs:
+    """Partial evaluation: each option stands in the context (Table 7: <context> <subject> <object>) and
+    the continuation, which both candidates share, is what is scored."""
+    before, blank, after = values["sentence"].partition("_")
+    if not blank or "_" in after or not after.strip():
+        raise BadRow("sentence", "expected exactly one '_', with text after it")
+    return tuple((before + values[key], after) for key in ("option1", "option2"))
+
+
+_YES = ("true", "1")
+_NO = ("false", "0")
+_TWO_SENTENCES = "\nSentence 1: {sentence1}\nSentence 2: {sentence2}\n"
+_ENTAILS = (Choice("Yes", ("entailment",)), Choice("No", ("not_entailment",)))
+_DIFFERENT = Choice("No", ("0", "not_equivalent", "not_duplicate"))
+_SAME = (_DIFFERENT, Choice("Yes", ("1", "equivalent", "duplicate")))
+_SENTENCE1 = ("sentence1", "premise")
+_SENTENCE2 = ("sentence2", "hypothesis")
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task("sst2", "classification", {"text": ("sentence", "text")},
+             (Choice(" terrible", ("0", "negative")), Choice(" great", ("1", "positive"))), "{text} It was"),
+        Task("rte", "classification", {"premise": _SENTENCE1, "hypothesis": _SENTENCE2}, _ENTAILS,
+             '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n'),
+        Task("mrpc", "classification",
+             {"sentence1": ("sentence1", "#1 String"), "sentence2": ("sentence2", "#2 String")}, _SAME,
+             "Do the following two sentences mean the same thing? Yes or No?" + _TWO_SENTENCES,
+             label=("label", "Quality")),
+        Task("qqp", "classification", {"question1": ("question1",), "question2": ("question2",)}, _SAME,
+             "Are these two questions asking the same thing? Yes or No?\n"
+             "Question 1: {question1}\nQuestion 2: {question2}\n", label=("label", "is_duplicate")),
+        Task("qnli", "classification", {"sentence1": ("question",), "sentence2": ("sentence",)}, _ENTAILS,
+             "Does this sentence answer the question? Yes or No?" + _TWO_SENTENCES),
+        Task("wnli", "classification", {"sentence1": ("sentence1",), "sentence2": ("sentence2",)},
+             (Choice("No", ("0", "not_entailment")), Choice("Yes", ("1", "entailment"))),
+             "Given the first sentence, is the second sentence true? Yes or No?" + _TWO_SENTENCES),
+        Task("boolq", "classification", {"passage": ("passage",), "question": ("question",)},
+             (Choice("No", _NO), Choice("Yes", _YES)), "{passage} {question}?\n",
+             label=("label", "answer"), clean=_boolq),
+        Task("wsc", "classification",
+             {"text": ("text",), "pronoun": ("span2_text", "target.span2_text"),
+              "noun": ("span1_text", "target.span1_text")}, (Choice("No", _NO), Choice("Yes", _YES)),
+             '{text}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {noun}? Yes or No?\n',
+             clean=_wsc),
+        Task("wic", "classification",
+             {"word": ("word",), "sentence1": ("sentence1",), "sentence2": ("sentence2",)},
+             (Choice("No", _NO), Choice("Yes", _YES)),
+             'Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n'
+             "{sentence1}\n{sentence2}\n"),
+        Task("multirc", "classification",
+             {"paragraph": ("passage", "paragraph"), "question": ("question",), "answer": ("answer",)},
+             (Choice("No", _NO), Choice("Yes", _YES)),
+             "{paragraph}\nQuestion: {question}\n"
+             'I found this answer "{answer}". Is that correct? Yes or No?\n'),
+        Task("copa", "multiple_choice",
+             {key: (key,) for key in ("premise", "choice1", "choice2", "question")},
+             (Choice("", ("0", "choice1")), Choice("", ("1", "choice2"))), pairs=_copa),
+        Task("winogrande", "multiple_choice", {key: (key,) for key in ("sentence", "option1", "option2")},
+             (Choice("", ("1", "option1")), Choice("", ("2", "option2"))), label=("label", "answer"),
+             pairs=_winogrande),
+        Task("squad", "qa", {"title": ("title",), "context": ("context",), "question": ("question",)},
+             prompt="Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer:",
+             label=("label", "answers")),
+    )
+}  # fmt: skip
