@@ -1,1 +1,83 @@
-"""Fine-tune language models where the data lives."""
+"""Fine-tune language models where the data lives.
+
+The public names below are imported when they are first used, so `import ondevice` loads no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ondevice.api.artifacts import export, verify
+    from ondevice.api.runfile import RunConfig
+    from ondevice.api.training import evaluate, open_artifact, read_dataset, replay, run_artifact, train
+    from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
+    from ondevice.artifact.manifest import read_manifest
+    from ondevice.errors import OndeviceError
+    from ondevice.methods.registry import method_config, open_session
+    from ondevice.models import load_model
+    from ondevice.models.generate import generate
+    from ondevice.plan import plan
+    from ondevice.plan.doctor import doctor
+    from ondevice.train.fuse import apply_adapter, fuse
+
+_WHERE = {
+    "Adapter": "artifact.adapter",
+    "OndeviceError": "errors",
+    "RunConfig": "api.runfile",
+    "apply_adapter": "train.fuse",
+    "doctor": "plan.doctor",
+    "evaluate": "api.training",
+    "export": "api.artifacts",
+    "fuse": "train.fuse",
+    "generate": "models.generate",
+    "load_adapter": "artifact.adapter",
+    "load_model": "models",
+    "method_config": "methods.registry",
+    "open_artifact": "api.training",
+    "open_session": "methods.registry",
+    "plan": "plan",
+    "read_dataset": "api.training",
+    "read_manifest": "artifact.manifest",
+    "replay": "api.training",
+    "run_artifact": "api.training",
+    "save_adapter": "artifact.adapter",
+    "train": "api.training",
+    "verify": "api.artifacts",
+}
+
+__all__ = [
+    "Adapter",
+    "OndeviceError",
+    "RunConfig",
+    "apply_adapter",
+    "doctor",
+    "evaluate",
+    "export",
+    "fuse",
+    "generate",
+    "load_adapter",
+    "load_model",
+    "method_config",
+    "open_artifact",
+    "open_session",
+    "plan",
+    "read_dataset",
+    "read_manifest",
+    "replay",
+    "run_artifact",
+    "save_adapter",
+    "train",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'ondevice' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"ondevice.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

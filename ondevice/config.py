@@ -71,7 +71,7 @@ class ModelConfig(Section):
 class DataConfig(Section):
     """Which rows, and how they become token ids."""
 
-    path: Path
+    path: Path | None = None
     """A `.jsonl` or `.csv` file, a plain text file, or the name of a Hugging Face data set."""
 
     eval_path: Path | None = None
@@ -95,6 +95,12 @@ class TrainConfig(Section):
 
     batch_size: int = Field(default=4, ge=1)
     """Rows of data a step. P-RGE runs each row 2q times, so its effective batch is 2q times this."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warmup."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warmup."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seeds the noise, the initial adapter and the order of the rows."""

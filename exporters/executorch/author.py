@@ -51,7 +51,9 @@ def author(loaded: LoadedModel, method: PrgeConfig, config: ExportConfig, seed: 
     family, lowering = loaded.family, settle(config)
     token_loss = _quantize(family, method, config, lowering)
     layout = AdapterLayout.build(family.dims, method, seed)
-    return PrgeProgram(family, layout, method, noise_op(method, lowering.generator), token_loss=token_loss)
+    program = PrgeProgram(family, layout, method, noise_op(method, lowering.generator), token_loss=token_loss)
+    program.use_explicit_masks(config.lengths_tokens)
+    return program
 
 
 def noise_op(method: PrgeConfig, generator: str) -> Any:

@@ -13,16 +13,14 @@ from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
 from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.backends.xnnpack.utils.utils import get_input_node, is_param_node
-from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
 
+from ondevice.runtime_ops.graph import deduplicate, edge_compile_config
+
 if TYPE_CHECKING:
     from ondevice.exporters.executorch.programs import MethodSpec
-
-EXTRA_ATEN_OPS = [torch.ops.aten.bitwise_right_shift.Tensor_Scalar]
-"""Ops of the generator's graph that are no core ATen ops but have a portable kernel."""
-
 
 class SharedWeightLinearConfig(LinearConfig):
     """Also takes a linear whose weight is computed, such as a vocabulary tile of the tied embedding.
@@ -71,13 +69,15 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
     logging.getLogger("executorch").setLevel(logging.ERROR)
     with torch.no_grad():
         exported = {
-            method.name: torch.export.export(method.module.eval(), method.example_inputs(), strict=False)
+            method.name: deduplicate(
+                torch.export.export(method.module.eval(), method.example_inputs(), strict=False)
+            )
             for method in methods
         }
         edge = to_edge_transform_and_lower(
             exported,
             partitioner=[xnnpack_partitioner()],
-            compile_config=EdgeCompileConfig(_core_aten_ops_exception_list=EXTRA_ATEN_OPS),
+            compile_config=edge_compile_config(),
         )
         passes = [InitializedMutableBufferPass(["adapter"])] if stateful else []
         program = edge.to_executorch(

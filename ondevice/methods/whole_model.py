@@ -51,3 +51,18 @@ def load_parameters(parameters: dict[str, Any], state: dict[str, np.ndarray]) ->
                 received=None if value is None else list(value.shape),
             )
         parameter.copy_(torch.from_numpy(value))
+
+
+class ModelSession:
+    """A plain model that only evaluates."""
+
+    batch_size = eval_batch_size = None
+    lengths_tokens = None
+
+    def __init__(self, loaded: Any, tiles: int = 8) -> None:
+        self.loaded, self.tiles = loaded, tiles
+        self.backend = f"torch-{loaded.family.head_weight.device.type}"
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        return evaluate(self.loaded.family, ids, labels, self.tiles)

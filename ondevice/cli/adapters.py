@@ -1,0 +1,69 @@
+"""`ondevice fuse` and `ondevice chat`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ondevice.cli import common
+from ondevice.cli.common import err, out, print_json, table
+from ondevice.errors import ConfigError
+
+
+def fuse(
+    model: Annotated[str, typer.Argument(help="The base model.")],
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
+    target_dir: common.Out = None,
+    json: common.Json = False,
+) -> None:
+    """Merge an adapter into its model and check that the result is base plus adapter."""
+    from ondevice.train.fuse import fuse as fuse_model
+
+    if target_dir is None:
+        raise ConfigError("no folder is given", expected="--out DIR")
+    report = fuse_model(model, adapter, target_dir)
+    values = {name: getattr(report, name) for name in report.__dataclass_fields__}
+    print_json(values) if json else table(values)
+
+
+def chat(
+    model: Annotated[str, typer.Argument(help="A model.")],
+    adapter: common.AdapterPath = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
+    json: common.Json = False,
+) -> None:
+    """Talk to a model, with or without an adapter."""
+    from ondevice.api.training import resolve_device
+    from ondevice.artifact.adapter import load_adapter
+    from ondevice.models import load_model
+    from ondevice.models.generate import generate
+    from ondevice.train.fuse import apply_adapter
+
+    loaded = load_model(model, device=resolve_device("auto"))
+    if adapter is not None:
+        apply_adapter(loaded, load_adapter(adapter))
+    templated = getattr(loaded.tokenizer, "chat_template", None) is not None
+    messages: list[dict[str, str]] = []
+
+    def answer(text: str) -> str:
+        messages.append({"role": "user", "content": text})
+        reply = generate(loaded, messages if templated else text, max_new_tokens=max_new_tokens, temperature=temperature)
+        messages.append({"role": "assistant", "content": reply})
+        return reply
+
+    if prompt is not None:
+        reply = answer(prompt)
+        print_json({"prompt": prompt, "answer": reply}) if json else out.print(reply, markup=False)
+        return
+    err.print("Ctrl-D ends the conversation.")
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            return
+        if text.strip():
+            out.print(answer(text), markup=False)

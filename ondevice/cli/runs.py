@@ -1,0 +1,173 @@
+"""`ondevice train`, `run`, `replay` and `eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ondevice.cli import common
+from ondevice.cli.common import err, mebibytes, out, overrides, print_json, table
+from ondevice.errors import INTERRUPTED_EXIT_CODE, ConfigError
+
+
+def train(
+    config: common.Config = None,
+    model: common.Model = None,
+    method: common.Method = None,
+    data: common.Data = None,
+    eval_data: common.EvalData = None,
+    task: common.Task = None,
+    steps: common.Steps = None,
+    batch_size: common.BatchSize = None,
+    max_length: common.MaxLength = None,
+    learning_rate: common.LearningRate = None,
+    queries: common.Queries = None,
+    perturbation_scale: common.Scale = None,
+    seed: common.Seed = None,
+    adapter: common.AdapterPath = None,
+    target_dir: common.Out = None,
+    settings: common.Settings = None,
+    resume: common.Resume = False,
+    overwrite: common.Overwrite = False,
+    force: common.Force = False,
+    dry_run: common.DryRun = False,
+    quiet: common.Quiet = False,
+    json: common.Json = False,
+) -> None:
+    """Fine-tune in eager PyTorch: P-RGE or one of its baselines."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.api.training import train as train_run
+
+    run_config = RunConfig.load(
+        config,
+        overrides(
+            settings, model__source=model, method__name=method, data__path=data, data__eval_path=eval_data, data__task=task,
+            train__steps=steps, train__batch_size=batch_size, data__max_length_tokens=max_length,
+            method__learning_rate=learning_rate, method__queries=queries, method__perturbation_scale=perturbation_scale,
+            train__seed=seed, train__out=target_dir,
+        ),
+    )
+    if dry_run:
+        _dry_run(run_config, json)
+        return
+    with _progress(json or quiet) as sink:
+        trained = train_run(run_config, resume=resume, overwrite=overwrite, force=force, adapter=adapter, sinks=[sink])
+    _finish(trained, json, f"ondevice train --resume --out '{run_config.train.out}' ...")
+
+
+def run(
+    artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
+    config: common.Config = None,
+    data: common.Data = None,
+    eval_data: common.EvalData = None,
+    task: common.Task = None,
+    steps: common.Steps = None,
+    learning_rate: common.LearningRate = None,
+    adapter: common.AdapterPath = None,
+    target_dir: common.Out = None,
+    settings: common.Settings = None,
+    resume: common.Resume = False,
+    overwrite: common.Overwrite = False,
+    quiet: common.Quiet = False,
+    json: common.Json = False,
+) -> None:
+    """Fine-tune with an exported program in its own runtime, on this machine."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.api.training import run_artifact
+    from ondevice.artifact.manifest import read_manifest
+
+    manifest = read_manifest(artifact)
+    flags = overrides(
+        settings, data__path=data, data__eval_path=eval_data, data__task=task, train__steps=steps, train__out=target_dir
+    )
+    fixed = {"model.source": manifest.model.source, "method": dict(manifest.method), "train.seed": manifest.generator.seed}
+    fixed["train.batch_size"] = manifest.batch_size
+    run_config = RunConfig.load(config, {**flags, **fixed, "method.learning_rate": learning_rate})
+    with _progress(json or quiet) as sink:
+        trained = run_artifact(artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink])
+    _finish(trained, json, f"ondevice run '{artifact}' --resume --out '{run_config.train.out}' ...")
+
+
+def replay(
+    log: Annotated[Path, typer.Argument(help="A run's folder, or its events.jsonl.")],
+    target_dir: common.Out = None,
+    steps: common.Steps = None,
+    artifact: Annotated[Path | None, typer.Option("--artifact", help="The program, for a run of `ondevice run`.")] = None,
+    json: common.Json = False,
+) -> None:
+    """Rebuild a zeroth-order run's adapter from its log: the seed and one scalar a query."""
+    from ondevice.api.training import replay as replay_run
+    from ondevice.artifact.adapter import save_adapter
+
+    warnings: list[str] = []
+    rebuilt = replay_run(log, steps=steps, artifact=artifact, warn=warnings.append)
+    if rebuilt is None:
+        raise ConfigError("the run trained the whole model; its log rebuilds no adapter", hint="resume from its checkpoint")
+    folder = target_dir or (log if log.is_dir() else log.parent) / "adapter-replayed"
+    save_adapter(rebuilt, folder)
+    if json:
+        print_json({"adapter": folder, "warnings": warnings})
+        return
+    for warning in warnings:
+        err.print(f"warning: {warning}", markup=False)
+    out.print(f"adapter rebuilt in {folder}", markup=False)
+
+
+def evaluate(
+    source: Annotated[str, typer.Argument(help="A model (hub id, directory, .gguf, package:...) or an artifact.")],
+    data: common.Data = None,
+    task: common.Task = None,
+    adapter: common.AdapterPath = None,
+    rows: Annotated[int | None, typer.Option("--rows", help="Only the first so many rows.")] = None,
+    max_length: common.MaxLength = None,
+    json: common.Json = False,
+) -> None:
+    """Loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter."""
+    from ondevice.api.training import evaluate as evaluate_rows
+
+    if data is None:
+        raise ConfigError("no data is given", expected="--data FILE")
+    result = evaluate_rows(source, Path(data), task=task, adapter=adapter, rows=rows, max_length_tokens=max_length or 128)
+    if json:
+        print_json(result.figures())
+    else:
+        table(result.figures())
+
+
+def _progress(silent: bool) -> Any:
+    from ondevice.train.progress import ProgressSink
+
+    return ProgressSink(silent=silent)
+
+
+def _dry_run(config: Any, json: bool) -> None:
+    from ondevice.plan import plan as make_plan
+    from ondevice.plan import render
+
+    estimate = make_plan(
+        config.model.source, config.method, batch_size=config.train.batch_size,
+        length_tokens=config.data.max_length_tokens, dtype=config.model.dtype,
+    )
+    if json:
+        print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})
+    else:
+        out.print(render(estimate))
+
+
+def _finish(trained: Any, json: bool, again: str) -> None:
+    values = trained.to_dict()
+    if json:
+        print_json(values)
+    else:
+        shown = {key: value for key, value in values.items() if key not in ("evaluation", "interrupted") and value is not None}
+        shown["peak_memory_bytes"] = mebibytes(values["peak_memory_bytes"])
+        if values["evaluation"]:
+            shown |= {f"evaluation_{key}": values["evaluation"][key] for key in ("loss", "accuracy", "f1") if values["evaluation"].get(key) is not None}
+        table(shown)
+    if values["unused_rows"]:
+        err.print(f"warning: {values['unused_rows']} rows were not used; `ondevice data FILE` lists them", markup=False)
+    if trained.result.interrupted:
+        err.print(f"stopped after step {trained.result.steps}; everything is saved. To go on: {again}", markup=False)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
