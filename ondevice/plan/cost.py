@@ -26,7 +26,7 @@ class StepCost:
 
 
 def forward_flops(dims: ModelDims, rows: float, length_tokens: int, layers: int | None = None) -> float:
-    """Of `layers` blocks (all by default) over [rows, length_tokens], without the head; attention is causal."""
+    """Of `layers` blocks (None: all) over [rows, length_tokens], without the head; attention is causal."""
     tokens = rows * length_tokens
     matrices = sum(inputs * outputs for inputs, outputs in map(dims.linear_shape, Family.linear_targets))
     attention = 2 * tokens * length_tokens * dims.heads * dims.head_dim

@@ -180,9 +180,11 @@ def _this(name: str, entries: Iterable[DeviceEntry]) -> Device:
         return _this_gpu(name, found[0], entries)
     if name == "this-cuda":
         raise ConfigError(
-            "this machine has no CUDA device that the driver lists", expected="an NVIDIA GPU", received="none",
+            "this machine has no CUDA device that the driver lists",
+            expected="an NVIDIA GPU",
+            received="none",
             hint="--device this-cpu",
-        )  # fmt: skip
+        )
     free, count = available_bytes(), cores()
     flops, bandwidth = measured_rates()
     return Device(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ondevice.errors import ConfigError, DoesNotFitError
+from ondevice.errors import ConfigError
 from ondevice.exporters.base import ExportConfig
-from ondevice.methods.registry import MODULES, method_config
+from ondevice.methods.registry import MODULES
 from ondevice.plan.cost import step_cost, step_seconds
 from ondevice.plan.devices import Device, find_device
 from ondevice.plan.weights import DTYPE_BYTES, in_executorch, in_torch, weight_bytes
@@ -29,8 +29,8 @@ BASELINE_BYTES = {
     ("executorch", "app"): 150 * MIB,
 }
 """The process before a model is loaded. Measured as anonymous memory on Linux x86-64: Python with torch 2.13,
-transformers and peft; Python with ExecuTorch 1.4. On CUDA: the context and the libraries' workspaces on the GPU.
-The app's is an assumption: a plain Android app."""
+transformers and peft; Python with ExecuTorch 1.4. On CUDA: the context and the libraries' workspaces on the
+GPU. The app's is an assumption: a plain Android app."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Plan:
     Attributes:
         parts: bytes by part, in the order of the table; their sum is `total_bytes`.
         usable_bytes: what the device lets one process use.
-        file_bytes: of the program on disk, 0 for eager PyTorch; the file's pages can be dropped and read again.
+        file_bytes: of the program on disk, 0 for eager PyTorch; its pages can be dropped and read again.
         step_s: estimated seconds a step, None where the device's rates are not known; `step_basis` says how.
         flops: floating-point operations a step.
     """
@@ -153,11 +153,14 @@ def plan(
         export, dtype = export or ExportConfig(lengths_tokens=(max(8, length_tokens),)), "float32"
         if found.torch_device == "cuda" and isinstance(device, str) and device == "this":
             found = find_device("this-cpu")
-    request = Request(dims, method_config, batch_size, length_tokens, dtype, export, runtime, found, evaluates)
-    return _plan(name, request)
+    request = Request(
+        dims, method_config, batch_size, length_tokens, dtype, export, runtime, found, evaluates
+    )
+    return plan_request(name, request)
 
 
-def _plan(name: str, request: Request) -> Plan:
+def plan_request(name: str, request: Request) -> Plan:
+    """The plan of `request`; `name` is the model's."""
     dims, method, device, export = request.dims, request.method, request.device, request.export
     quantize = export.quantize if export else "none"
     weights = weight_bytes(dims, request.dtype, quantize)
@@ -165,7 +168,7 @@ def _plan(name: str, request: Request) -> Plan:
     memory = importlib.import_module(f"ondevice.methods.{package}.memory").memory
     working = memory(dims, method, request.batch_size, request.length_tokens, DTYPE_BYTES[request.dtype])
     notes = []
-    if request.runtime == "executorch":
+    if request.runtime == "executorch" and export is not None:
         methods = len(export.lengths_tokens) * (2 if request.evaluates else 1)
         place = in_executorch(dims, weights, export, method.loss_tiles, methods)
         baseline = BASELINE_BYTES["executorch", "app" if device.kind == "phone" else "python"]
@@ -198,63 +201,3 @@ def _plan(name: str, request: Request) -> Plan:
         notes=tuple(notes),
         request=request,
     )
-
-
-def alternatives(found: Plan) -> list[tuple[str, Plan]]:
-    """Changes that need less memory, each alone: those that fit first, then the smallest."""
-    request, method = found.request, found.request.method
-    changes: list[tuple[str, Request]] = []
-    if request.length_tokens >= 32:
-        half = request.length_tokens // 2
-        export = request.export and request.export.model_copy(update={"lengths_tokens": (max(8, half),)})
-        changes.append((f"a shorter length: {half} tokens", replace(request, length_tokens=half, export=export)))
-    if request.batch_size > 1:
-        half = request.batch_size // 2
-        changes.append((f"a smaller batch: {half} rows", replace(request, batch_size=half)))
-    if method.name == "prge" and method.queries > 1:
-        fewest = 1 if method.estimator == "central" else 2
-        if method.queries > fewest:
-            fewer = method.model_copy(update={"queries": fewest})
-            changes.append((f"fewer queries: {fewest}", replace(request, method=fewer)))
-    if method.name in ("full", "lora", "lora-fa"):
-        changes.append(("--method prge", replace(request, method=method_config("prge"))))
-    if request.runtime == "torch" and request.dtype == "float32":
-        changes.append(("--dtype bfloat16", replace(request, dtype="bfloat16")))
-    if request.export is not None and request.export.quantize == "none" and method.name == "prge":
-        export = request.export.model_copy(update={"quantize": "q4"})
-        changes.append(("--quantize q4", replace(request, export=export)))
-    plans = [(words, _plan(found.model, changed)) for words, changed in changes]
-    smaller = [(words, other) for words, other in plans if other.total_bytes < found.total_bytes]
-    return sorted(smaller, key=lambda item: (not item[1].fits, item[1].total_bytes))
-
-
-def ensure_fits(found: Plan, force: bool = False) -> None:
-    """Stop a run that would not fit, before it loads anything.
-
-    Raises:
-        DoesNotFitError: with the biggest parts and what to change; never with `force`.
-    """
-    if found.fits or force:
-        return
-    biggest = sorted(found.parts.items(), key=lambda item: -item[1])[:3]
-    listed = ", ".join(f"{part} {size_text(size)}" for part, size in biggest)
-    options = [
-        f"{words} ({size_text(other.total_bytes)}{', fits' if other.fits else ''})"
-        for words, other in alternatives(found)[:3]
-    ]
-    device = found.request.device
-    raise DoesNotFitError(
-        f"{found.model} with {found.request.method.name} does not fit {device.name}; biggest parts: {listed}",
-        expected=f"at most {size_text(found.usable_bytes)} ({device.rule})",
-        received=size_text(found.total_bytes),
-        hint="; ".join([*options, "--force to run anyway"]),
-    )
-
-
-def size_text(size: float) -> str:
-    """Bytes for people, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit != "MiB" or abs(size) >= 100 else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"

@@ -1,14 +1,17 @@
-"""A plan as a table for the terminal."""
+"""Plans and check-ups as tables for the terminal."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.plan.estimate import alternatives, size_text
+from ondevice.plan.fits import alternatives, size_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
+    from ondevice.plan.doctor import Check
     from ondevice.plan.estimate import Plan
 
 MEANING = {
@@ -62,6 +65,30 @@ def render(plan: Plan) -> RenderableType:
     else:
         lines.append(Text(f"time of a step: {plan.step_basis}", style="dim"))
     lines += [Text(note, style="dim") for note in plan.notes]
+    return Group(*lines)
+
+
+def render_checks(checks: Sequence[Check]) -> RenderableType:
+    """Every check with its mark, and below the table what to do about those that fail."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="doctor", title_justify="left")
+    for heading in ("", "check", "found", "s"):
+        table.add_column(heading, justify="right" if heading == "s" else "left")
+    lines: list[RenderableType] = [table]
+    for check in checks:
+        mark, style = ("✓", "green") if check.ok else ("✗", "bold red") if check.failed else ("–", "dim")
+        name = check.name + (" (needed)" if check.needed else "")
+        found = Text(check.detail, style="" if check.ok or check.failed else "dim")
+        table.add_row(Text(mark, style=style), name, found, f"{check.seconds:.1f}")
+        if check.failed and check.fix:
+            lines.append(Text.assemble((f"{check.name}: ", "bold"), check.fix))
+    absent = [check for check in checks if check.ok is None and not check.failed]
+    if absent:
+        listed = ", ".join(check.name for check in absent)
+        lines.append(Text(f"not installed, and not needed for this: {listed}", style="dim"))
     return Group(*lines)
 
 

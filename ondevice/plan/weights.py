@@ -67,8 +67,8 @@ class Placement:
     """Where the weights of a program are.
 
     Attributes:
-        resident: read by every step: in memory for PyTorch; for ExecuTorch pages of the file that XNNPACK does
-            not copy (the embedding, and everything for q4).
+        resident: read by every step: in memory for PyTorch; for ExecuTorch the pages of the file that XNNPACK
+            does not copy (the embedding, and everything for q4).
         packed: XNNPACK's own copies of the linears: one for each method that is loaded.
         arena: what a step copies for the tile of the head it is at.
         file: the program's weights on disk; pages that are not read again cost nothing.
@@ -88,8 +88,8 @@ def in_torch(weights: WeightBytes) -> Placement:
 def in_executorch(
     dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, loaded_methods: int
 ) -> Placement:
-    """ExecuTorch maps the file. XNNPACK packs each linear it runs into anonymous memory, for each loaded method
-    anew, and never reads the file's copy again; this project's q4 op reads the mapped file itself."""
+    """ExecuTorch maps the file. XNNPACK packs each linear it runs into anonymous memory, once for each loaded
+    method, and does not read the file's copy again; this project's q4 op reads the mapped file itself."""
     if export.quantize == "q4":
         return Placement(weights.total, 0, 0, weights.total)
     packed = weights.linears + (weights.head if export.quantize == "8da4w" else 0)

@@ -1,0 +1,196 @@
+"""Does this machine work: a real kernel in every backend that is installed, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ondevice.errors import ConfigError, MissingPackageError
+from ondevice.plan.machine import gpus
+from ondevice.plan.system import COMPILER_FIX, SYSTEM_CHECKS, Outcome
+
+KERNEL_TIMEOUT_S = 180
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of the check.
+        ok: True if it works, False if it is there and does not, None if it is not installed.
+        detail: version and result, or what went wrong.
+        fix: the command that would help, empty where nothing is to be done.
+        needed: the target cannot do without it.
+    """
+
+    name: str
+    ok: bool | None
+    detail: str
+    fix: str = ""
+    needed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Broken, or needed and absent."""
+        return self.ok is False or (self.needed and self.ok is not True)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A check that `ondevice.plan.kernels` runs: the packages it needs, and how to get or repair them."""
+
+    packages: tuple[str, ...]
+    install: str
+    repair: str = ""
+
+
+_TORCH = "pip install 'ondevice-train[torch]'"
+_EXECUTORCH = "pip install 'ondevice-train[executorch]'"
+_REINSTALL = "pip install --force-reinstall --no-deps {}"
+KERNELS: dict[str, _Kernel] = {
+    "torch-cpu": _Kernel(("torch",), _TORCH, _REINSTALL.format("torch")),
+    "torch-cuda": _Kernel(
+        ("torch",), _TORCH, "nvidia-smi   (a driver that is older than torch's CUDA needs an update)"
+    ),
+    "transformers": _Kernel(
+        ("transformers", "torch"), _TORCH, "pip install --upgrade 'ondevice-train[torch]'"
+    ),
+    "peft": _Kernel(("peft", "torch"), _TORCH, "pip install --upgrade peft"),
+    "executorch": _Kernel(
+        ("executorch", "torch"), _EXECUTORCH, "pip install --upgrade 'ondevice-train[executorch]'"
+    ),
+    "runtime-ops": _Kernel(("torch",), _TORCH, COMPILER_FIX),
+    "executorch-ops": _Kernel(("executorch", "torch"), _EXECUTORCH, COMPILER_FIX),
+    "mlx": _Kernel(("mlx",), "pip install 'ondevice-train[mlx]'", _REINSTALL.format("mlx")),
+    "bitsandbytes": _Kernel(
+        ("bitsandbytes", "torch"),
+        "pip install bitsandbytes",
+        "pip install --upgrade --force-reinstall --no-deps bitsandbytes",
+    ),
+}
+TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cpu": (("torch-cpu", "transformers"), ("runtime-ops", "peft", "compiler")),
+    "cuda": (("torch-cuda", "transformers"), ("peft", "bitsandbytes")),
+    "android-cpu": (
+        ("torch-cpu", "transformers", "executorch"),
+        ("compiler", "runtime-ops", "executorch-ops"),
+    ),
+    "mlx": (("mlx",), ()),
+}
+"""For each target: what it needs, and what it can use (this project's ops, 4-bit weights)."""
+ALWAYS = ("python", "memory", "disk", "model-cache")
+
+
+def doctor(
+    target: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Check]:
+    """Run every check, or those that concern `target`.
+
+    Never raises for what it finds: a backend that crashes, hangs or gives a wrong result is a failed check.
+
+    Args:
+        target: one of `TARGETS`; what it needs becomes mandatory.
+        progress: called with the name of each check before it runs; the slowest takes some 15 s.
+        names: these checks only.
+
+    Raises:
+        ConfigError: for a target or check that is not known.
+    """
+    if target is not None and target not in TARGETS:
+        raise ConfigError(f"unknown target '{target}'", expected=", ".join(TARGETS), received=target)
+    known = [*SYSTEM_CHECKS, *KERNELS]
+    needed, useful = TARGETS[target] if target else ((), ())
+    chosen = [name for name in known if target is None or name in (*ALWAYS, *needed, *useful)]
+    if names is not None:
+        if unknown := [name for name in names if name not in known]:
+            raise ConfigError("unknown check", expected=", ".join(known), received=", ".join(unknown))
+        chosen = list(names)
+    checks = []
+    for name in chosen:
+        if progress is not None:
+            progress(name)
+        checks.append(_run(name, name in needed))
+    return checks
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """0, or 10 if something is broken, or needed and absent."""
+    return MissingPackageError.exit_code if any(check.failed for check in checks) else 0
+
+
+def _run(name: str, needed: bool) -> Check:
+    start = time.perf_counter()
+    try:
+        ok, detail, fix = SYSTEM_CHECKS[name]() if name in SYSTEM_CHECKS else _kernel(name)
+    except Exception as error:  # whatever happens inside is what the doctor is asked to report
+        ok, detail, fix = False, f"{type(error).__name__}: {error}", ""
+    return Check(name, ok, detail, "" if ok else fix, needed, round(time.perf_counter() - start, 2))
+
+
+def _kernel(name: str) -> Outcome:
+    kernel = KERNELS[name]
+    absent = [package for package in kernel.packages if importlib.util.find_spec(package) is None]
+    if absent:
+        return None, f"{' and '.join(absent)} not installed", kernel.install
+    if name == "torch-cuda" and not gpus():
+        return None, "no GPU that the driver lists", "install the NVIDIA driver, if this machine has a GPU"
+    ok, detail, fix = run_kernel([sys.executable, "-m", "ondevice.plan.kernels", name])
+    if not ok:
+        detail = f"{_version(kernel.packages[0])}: {detail}"
+    return ok, detail, fix or kernel.repair or kernel.install
+
+
+def run_kernel(command: Sequence[str], timeout_s: float = KERNEL_TIMEOUT_S) -> Outcome:
+    """Run a process that ends with `{"detail": ...}` or `{"error": ..., "fix": ...}`; it may crash."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"no answer in {timeout_s:g} s", ""
+    except OSError as error:
+        return False, str(error), ""
+    if done.returncode < 0:
+        try:
+            killer = signal.Signals(-done.returncode).name
+        except ValueError:
+            killer = f"signal {-done.returncode}"
+        return False, f"the kernel crashed: {killer}", ""
+    answer = _last_json(done.stdout)
+    if done.returncode == 0 and "detail" in answer:
+        return True, str(answer["detail"]), ""
+    if "error" in answer:
+        return False, str(answer["error"]), str(answer.get("fix") or "")
+    errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return False, errors[-1] if errors else f"exit status {done.returncode} and no message", ""
+
+
+def _last_json(text: str) -> dict[str, Any]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    try:
+        answer = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return package

@@ -1,0 +1,102 @@
+"""What the doctor looks at without a kernel: Python, memory, disk, the model cache, the compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ondevice.plan.machine import available_bytes, total_bytes
+
+Outcome = tuple[bool | None, str, str]
+"""Whether it works (None: not installed), what was found, and the command that would help."""
+NEEDED_DISK_BYTES = 4 << 30
+"""A converted model, a program and a checkpoint of a model of some 100M parameters, with room."""
+COMPILER_FIX = "sudo apt-get install g++   (macOS: xcode-select --install)"
+
+
+def python() -> Outcome:
+    """The version is one that the packages exist for."""
+    found = ".".join(map(str, sys.version_info[:3]))
+    return (
+        (3, 11) <= sys.version_info[:2] < (3, 14),
+        f"{found} ({sys.executable})",
+        "use Python 3.11, 3.12 or 3.13",
+    )
+
+
+def memory() -> Outcome:
+    """Some memory is free."""
+    free, total = available_bytes() / 2**30, total_bytes() / 2**30
+    return (
+        free > 1,
+        f"{free:.1f} of {total:.1f} GiB free",
+        "end other programs; `ondevice plan` says what a run needs",
+    )
+
+
+def _cache() -> Path:
+    from ondevice.models.cache import cache_root
+
+    return cache_root()
+
+
+def disk() -> Outcome:
+    """There is room beside the model cache."""
+    cache = _cache()
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    fix = "free space, or set ONDEVICE_CACHE to a folder on another disk"
+    return free >= NEEDED_DISK_BYTES, f"{free / 2**30:.1f} GiB free at {there}", fix
+
+
+def model_cache() -> Outcome:
+    """The cache can be written, and the converted models in it are whole."""
+    from ondevice.errors import ModelError
+    from ondevice.models.cache import RECORD_NAME, read_record
+
+    cache = _cache()
+    there = next(path for path in (cache, *cache.parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        return False, f"{there} is not writable", "set ONDEVICE_CACHE to a folder that you may write to"
+    found, size = [], 0
+    for record in sorted((cache / "models").rglob(RECORD_NAME)):
+        try:
+            size += sum(entry["bytes"] for entry in read_record(record.parent).files.values())
+        except ModelError as error:
+            return False, error.message, error.hint or ""
+        found.append(record.parent.name)
+    if not found:
+        return True, f"no converted models yet in {cache}", ""
+    return True, f"{', '.join(found)} ({size / 2**20:.0f} MiB) in {cache}", ""
+
+
+def compiler() -> Outcome:
+    """The compiler that this project's ops would be built with takes a C++20 program."""
+    from ondevice.errors import MissingPackageError
+    from ondevice.runtime_ops.build import find_compiler
+
+    try:
+        found = find_compiler()
+    except MissingPackageError as error:
+        return None, error.message, COMPILER_FIX
+    program = "#include <vector>\nint main() { std::vector<int> v{1, 2}; return v[0] + v[1] - 3; }\n"
+    command = [found, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
+    done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return False, f"{found} does not take C++20: {reason}", COMPILER_FIX
+    first = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False)
+    return True, (first.stdout.splitlines() or [found])[0], ""
+
+
+SYSTEM_CHECKS: dict[str, Callable[[], Outcome]] = {
+    "python": python,
+    "memory": memory,
+    "disk": disk,
+    "model-cache": model_cache,
+    "compiler": compiler,
+}
