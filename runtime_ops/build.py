@@ -1,0 +1,184 @@
+"""Compiles the C++ ops at first use and loads them into Python and into the ExecuTorch runtime.
+
+The compiled libraries are cached under `$ONDEVICE_CACHE`, else `$XDG_CACHE_HOME/ondevice`, else
+`~/.cache/ondevice`, keyed by sources, flags, compiler, processor and ExecuTorch's version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from ondevice.errors import MissingPackageError, StorageError
+
+SOURCES = Path(__file__).with_name("csrc")
+OPTIMISE = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+CONTRACTION = {"generator.cpp": "-ffp-contract=off"}
+"""The generator's bits must not depend on fused multiply-adds; the other ops want them."""
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept."""
+    if folder := os.environ.get("ONDEVICE_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ondevice"
+
+
+def find_compiler() -> str:
+    """Path of the C++ compiler: `$CXX`, else g++, clang++ or c++.
+
+    Raises:
+        MissingPackageError: if there is none.
+    """
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    for name in wanted:
+        if found := shutil.which(name):
+            return found
+    raise MissingPackageError(
+        "no C++ compiler was found, and the fast ops are compiled at first use",
+        expected=" or ".join(wanted),
+        hint="install g++ (Debian: apt install g++; macOS: xcode-select --install) or set CXX",
+    )
+
+
+def build_library(*, portable: bool = False) -> Path:
+    """Compile the plain C library (`csrc/c_api.cpp`) unless it is in the cache, and return its path.
+
+    Args:
+        portable: for any processor of this architecture instead of this very one.
+
+    Raises:
+        MissingPackageError: no compiler, or the compiler fails.
+        StorageError: the cache cannot be written.
+    """
+    return _build("ondevice_ops", ["c_api.cpp", "generator.cpp"], ["-std=c++17"], [], portable)
+
+
+def build_executorch_library(*, portable: bool = False) -> Path:
+    """Compile the ExecuTorch kernels (`csrc/executorch_ops.cpp`) against the installed runtime.
+
+    The library names the runtime's own extension module as a dependency, so that it registers its kernels
+    there and shares its thread pool.
+
+    Raises:
+        MissingPackageError: no compiler, no executorch, or the compiler fails.
+        StorageError: the cache cannot be written.
+    """
+    runtime = _runtime_library()
+    include = runtime.parents[2] / "include"
+    flags = [
+        "-std=c++20",
+        f"-I{include}",
+        f"-I{include / 'executorch/runtime/core/portable_type/c10'}",
+        "-DC10_USING_CUSTOM_GENERATED_MACROS",
+        "-DET_USE_THREADPOOL",
+    ]
+    link = [f"-L{runtime.parent}", f"-l:{runtime.name}"]
+    if sys.platform == "darwin":
+        link = ["-undefined", "dynamic_lookup"]
+    return _build("ondevice_executorch", ["executorch_ops.cpp", "generator.cpp"], flags, link, portable)
+
+
+@functools.cache
+def load_executorch_ops(*, portable: bool = False) -> str:
+    """Register the ops' kernels with the ExecuTorch runtime of this process; returns the library's path.
+
+    Call it before a program that uses them is loaded. Calling it again does nothing.
+
+    Raises:
+        MissingPackageError: as for `build_executorch_library`.
+    """
+    path = build_executorch_library(portable=portable)
+    import executorch.extension.pybindings.portable_lib  # noqa: F401  loads the runtime that the library extends
+
+    ctypes.CDLL(str(path))  # never RTLD_GLOBAL: a second copy of the runtime's symbols aborts the process
+    return str(path)
+
+
+def _runtime_library() -> Path:
+    try:
+        files = importlib.metadata.files("executorch") or []
+        version = importlib.metadata.version("executorch")
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingPackageError(
+            "the ExecuTorch runtime is not installed", hint='pip install "ondevice-train[executorch]"'
+        ) from None
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    for file in files:
+        if file.name == f"_portable_lib{suffix}":
+            return Path(str(file.locate())).resolve()
+    raise MissingPackageError(
+        f"executorch {version} holds no Python runtime for this interpreter",
+        expected=f"_portable_lib{suffix}",
+        hint="install the wheel of executorch for this Python version",
+    )
+
+
+def _build(name: str, sources: list[str], flags: list[str], link: list[str], portable: bool) -> Path:
+    compiler = find_compiler()
+    machine = [] if portable else ["-march=native"]
+    flags = [*OPTIMISE, *machine, *flags]
+    target = cache_folder() / f"lib{name}-{_key(compiler, flags, link, portable)}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as folder:
+            objects = []
+            for source in sources:
+                objects.append(str(Path(folder) / f"{source}.o"))
+                contraction = CONTRACTION.get(source, "-ffp-contract=fast")
+                _run([compiler, *flags, contraction, "-c", str(SOURCES / source), "-o", objects[-1]])
+            built = Path(folder) / target.name
+            _run([compiler, "-shared", "-pthread", *objects, *link, "-o", str(built)])
+            os.replace(built, target)  # atomic: another process sees a whole library or none
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the compiled ops to {target.parent}: {error.strerror or error}",
+            hint="free some space there, or set ONDEVICE_CACHE to a folder that can be written",
+        ) from None
+    return target
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise MissingPackageError(
+            f"{command[0]} could not compile the ops",
+            expected="a C++ compiler with C++20 and vector extensions (g++ 11, clang 14 or newer)",
+            received=done.stderr[-2000:].strip() or f"exit status {done.returncode}",
+            hint="install a newer compiler or set CXX",
+        )
+
+
+def _key(compiler: str, flags: list[str], link: list[str], portable: bool) -> str:
+    """Hash of everything that the library's bytes and its validity depend on."""
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.glob("*")):
+        digest.update(source.name.encode() + source.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    parts = [compiler, version, *flags, *link, platform.machine(), "" if portable else _processor()]
+    if link:
+        parts.append(importlib.metadata.version("executorch"))
+    digest.update("\0".join(parts).encode())
+    return digest.hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What `-march=native` depends on, so that a cache shared by two machines serves both."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(wanted)}))

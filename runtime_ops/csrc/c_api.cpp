@@ -1,0 +1,74 @@
+// The ops as plain C functions for ctypes; `threads` threads share the work.
+#include <atomic>
+#include <thread>
+#include <vector>
+
+#include "cross_entropy.h"
+#include "generator.h"
+#include "q4_linear.h"
+#include "q8_embedding.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+namespace {
+
+struct Threads {
+  int64_t threads;
+  template <typename F>
+  void operator()(int64_t tasks, const F& f) const {
+    const int64_t workers = tasks < threads ? tasks : threads;
+    if (workers <= 1) {
+      if (tasks > 0) f(0, tasks);
+      return;
+    }
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+      for (int64_t task; (task = next.fetch_add(1)) < tasks;) f(task, task + 1);
+    };
+    std::vector<std::thread> others;
+    for (int64_t i = 1; i < workers; ++i) others.emplace_back(work);
+    work();
+    for (std::thread& other : others) other.join();
+  }
+};
+
+}  // namespace
+
+extern "C" {
+
+EXPORT void ondevice_normal(uint64_t seed, uint64_t step, int64_t tensor, int64_t queries, int64_t start, int64_t count,
+                     float* out, int64_t threads) {
+  ondevice::generate(ondevice::normal_range, seed, step, tensor, queries, start, count, out, Threads{threads});
+}
+
+EXPORT void ondevice_rademacher(uint64_t seed, uint64_t step, int64_t tensor, int64_t queries, int64_t start, int64_t count,
+                         float* out, int64_t threads) {
+  ondevice::generate(ondevice::rademacher_range, seed, step, tensor, queries, start, count, out, Threads{threads});
+}
+
+EXPORT void ondevice_q4_linear(const float* x, int64_t rows, const uint8_t* packed, const uint16_t* scales,
+                        const uint16_t* mins, int64_t outputs, int64_t inputs, int64_t group, float* y,
+                        int64_t threads) {
+  ondevice::q4_linear(x, rows, {packed, scales, mins, outputs, inputs, group}, y, threads, Threads{threads});
+}
+
+// This and the following return the index of the first id or label out of range, or -1.
+EXPORT int64_t ondevice_q8_embedding(const int64_t* ids, int64_t count, const int8_t* weight, const float* scales,
+                              int64_t vocabulary, int64_t depth, float* out, int64_t threads) {
+  return ondevice::q8_embedding(ids, count, weight, scales, vocabulary, depth, out, Threads{threads});
+}
+
+EXPORT int64_t ondevice_linear_cross_entropy(const float* hidden, int64_t rows, const float* weight, int64_t vocabulary,
+                                      int64_t depth, const int64_t* labels, float* out, int64_t threads) {
+  const ondevice::FloatHead head{weight, depth};
+  return ondevice::linear_cross_entropy(hidden, rows, head, vocabulary, labels, out, Threads{threads});
+}
+
+EXPORT int64_t ondevice_q8_linear_cross_entropy(const float* hidden, int64_t rows, const int8_t* weight, const float* scales,
+                                         int64_t vocabulary, int64_t depth, const int64_t* labels, float* out,
+                                         int64_t threads) {
+  const ondevice::Q8Head head{weight, scales, depth};
+  return ondevice::linear_cross_entropy(hidden, rows, head, vocabulary, labels, out, Threads{threads});
+}
+
+}  // extern "C"

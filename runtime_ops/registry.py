@@ -1,0 +1,83 @@
+"""How an op of the `ondevice` namespace is declared to PyTorch; every op of this folder goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ondevice.errors import ModelError
+
+_LIBRARY = torch.library.Library("ondevice", "FRAGMENT")
+OP_NAMES: list[str] = []
+"""Every op that has been defined, in order."""
+
+
+def define(
+    name: str,
+    arguments: str,
+    *,
+    fake: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    cpu: Callable[..., Tensor] | None = None,
+    cuda: Callable[..., Tensor] | None = None,
+) -> None:
+    """Define `ondevice::name(arguments) -> Tensor` and the `.out` form that ExecuTorch lowers it to.
+
+    Args:
+        arguments: the schema's arguments, such as `Tensor x, int group`.
+        fake: the result's shape and dtype, computed without data; also checks the arguments.
+        reference: the op in PyTorch, for any device.
+        cpu, cuda: faster forms.
+    """
+    _LIBRARY.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.define(f"{name}.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)")
+
+    def checked(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*values: Any) -> Tensor:
+            fake(*values)  # refuses what would make the compiled op read beyond its inputs
+            return function(*values)
+
+        return run
+
+    overload = None
+
+    def out_form(*values: Any, out: Tensor) -> Tensor:
+        result = overload(*values)
+        out.resize_(result.shape)
+        return out.copy_(result)
+
+    _LIBRARY.impl(name, checked(reference), "CompositeExplicitAutograd")
+    if cpu is not None:
+        _LIBRARY.impl(name, checked(cpu), "CPU")
+    if cuda is not None:
+        _LIBRARY.impl(name, checked(cuda), "CUDA")
+    torch.library.register_fake(f"ondevice::{name}", fake, lib=_LIBRARY)
+    _LIBRARY.impl(f"{name}.out", out_form, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ondevice::{name}.out", lambda *values, out: out, lib=_LIBRARY)
+    overload = getattr(torch.ops.ondevice, name).default
+    OP_NAMES.append(name)
+
+
+def expect(op: str, argument: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:
+    """Check one argument of an op; None in `shape` is any size, and a leading `...` any number of dimensions.
+
+    Raises:
+        ModelError: another dtype or shape.
+    """
+    sizes = tuple(tensor.shape)
+    wanted = shape
+    if shape and shape[0] is ...:
+        wanted = shape[1:]
+        fits = len(sizes) >= len(wanted)
+        sizes = sizes[len(sizes) - len(wanted) :] if fits else sizes
+    fits = len(sizes) == len(wanted) and all(w is None or s == w for s, w in zip(sizes, wanted, strict=True))
+    if tensor.dtype != dtype or not fits:
+        described = ", ".join("..." if w is ... else "any" if w is None else str(w) for w in shape)
+        raise ModelError(
+            f"ondevice::{op} got a wrong {argument}",
+            expected=f"{str(dtype).removeprefix('torch.')} [{described}]",
+            received=f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}",
+        )

@@ -1,0 +1,90 @@
+"""All ops of the `ondevice` namespace in PyTorch; importing this file registers them.
+
+`torch.ops.ondevice.normal` and `.rademacher` are the generator; the quantised ops are in `quantized`. On CPU
+an op runs the compiled library where there is one, else PyTorch; on CUDA the generator runs in Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ondevice.errors import ConfigError
+from ondevice.runtime_ops import graph, native, quantized
+from ondevice.runtime_ops.registry import OP_NAMES, define, expect
+
+__all__ = ["OP_NAMES", "generator_backend", "native_available", "noise", "quantized", "register"]
+
+
+def register() -> None:
+    """Make sure that the ops exist; importing this file has done it."""
+
+
+def native_available() -> bool:
+    """Whether CPU ops run the compiled library; compiles it if it has not been yet."""
+    return native.library() is not None
+
+
+def generator_backend(device: torch.device | str = "cpu") -> str:
+    """Which form of the generator a device runs: "native", "aten" or "triton".
+
+    Gaussians of different forms may differ by 1e-6 (signs never do), so a run that must be replayed to the
+    bit needs the same form.
+    """
+    if torch.device(device).type == "cuda":
+        return "triton"
+    return "native" if native_available() else "aten"
+
+
+def noise(kind: str) -> torch._ops.OpOverloadPacket:
+    """The generator's op by the name that configurations use: "gaussian" (or "normal") or "rademacher".
+
+    Raises:
+        ConfigError: another name.
+    """
+    return getattr(torch.ops.ondevice, noise_kind(kind))
+
+
+def noise_kind(kind: str) -> str:
+    """ "normal" or "rademacher" for a configuration's name of a noise."""
+    if kind not in ("gaussian", "normal", "rademacher"):
+        raise ConfigError("unknown kind of noise", expected="gaussian or rademacher", received=kind)
+    return "rademacher" if kind == "rademacher" else "normal"
+
+
+def _shape(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+    expect("normal", "seed", seed, torch.int64, (1,))
+    expect("normal", "step", step, torch.int64, (1,))
+    if min(tensor, queries, start, count) < 0:
+        raise ConfigError(
+            "the generator's counters are not negative",
+            received=f"tensor {tensor}, queries {queries}, start {start}, count {count}",
+        )
+    return torch.empty(queries, count, dtype=torch.float32, device=seed.device)
+
+
+def _register_generator(kind: str) -> None:
+    reference = graph.aten_normal if kind == "normal" else graph.aten_rademacher
+
+    def on_cpu(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+        if native_available():
+            return native.draw(kind, seed, step, tensor, queries, start, count)
+        return reference(seed, step, tensor, queries, start, count)
+
+    def on_cuda(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+        from ondevice.runtime_ops import triton_ops
+
+        return triton_ops.draw(seed, step, tensor, queries, start, count, kind)
+
+    define(
+        kind,
+        "Tensor seed, Tensor step, int tensor, int queries, int start, int count",
+        fake=_shape,
+        reference=reference,
+        cpu=on_cpu,
+        cuda=on_cuda,
+    )
+
+
+_register_generator("normal")
+_register_generator("rademacher")
