@@ -1,7 +1,6 @@
 """Loading models, and one file for each family; importing it loads neither torch nor transformers."""
 
 from ondevice.models.base import Family, ModelDims, forward_hidden
-from ondevice.models.generate import generate
 from ondevice.models.load import LoadedModel, load_model, load_tokenizer, read_dims, save_tokenizer
 from ondevice.models.registry import families
 from ondevice.models.source import SourceInfo, find_cached
@@ -15,7 +14,6 @@ __all__ = [
     "families",
     "find_cached",
     "forward_hidden",
-    "generate",
     "load_model",
     "load_tokenizer",
     "read_dims",

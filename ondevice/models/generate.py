@@ -38,9 +38,7 @@ def generate(
 
     if max_new_tokens < 1 or temperature < 0:
         received = f"max_new_tokens {max_new_tokens}, temperature {temperature}"
-        raise ConfigError(
-            "generation", expected="max_new_tokens >= 1 and temperature >= 0", received=received
-        )
+        raise ConfigError("generation", expected="max_new_tokens >= 1 and temperature >= 0", received=received)
     ids = prompt_ids(loaded, prompt)
     stops = loaded.model.generation_config.eos_token_id
     config = GenerationConfig(
@@ -54,9 +52,7 @@ def generate(
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)
-        output = loaded.model.generate(
-            inputs, attention_mask=torch.ones_like(inputs), generation_config=config
-        )
+        output = loaded.model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
     return loaded.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
 
 

@@ -107,9 +107,7 @@ def _optional(reader: GGUFReader, key: str) -> Any:
 def _field(reader: GGUFReader, key: str, path: Path) -> Any:
     value = _optional(reader, key)
     if value is None:
-        raise ModelError(
-            f"{path}: metadata lacks '{key}'", expected=key, hint="convert it with a recent llama.cpp"
-        )
+        raise ModelError(f"{path}: metadata lacks '{key}'", expected=key, hint="convert it with a recent llama.cpp")
     return value
 
 
@@ -122,9 +120,7 @@ def _config(reader: GGUFReader, family: type[Family], path: Path) -> dict[str, A
     names = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in reader.tensors}
     if "rope_freqs.weight" in names:
         message = f"{path}: the rotary embedding's frequencies were changed by hand (tensor rope_freqs)"
-        raise ModelError(
-            message, expected="a model without rope_freqs", hint="use the original safetensors model"
-        )
+        raise ModelError(message, expected="a model without rope_freqs", hint="use the original safetensors model")
     if _optional(reader, f"{prefix}.expert_count"):
         raise ModelError(f"{path}: is a mixture of experts", expected="a dense model")
     hidden, heads = need("embedding_length"), need("attention.head_count")
@@ -203,9 +199,7 @@ def _write_weights(reader: GGUFReader, family: type[Family], dims: ModelDims, pa
             except NotImplementedError:
                 kind = getattr(tensor.tensor_type, "name", tensor.tensor_type)
                 message = f"{path}: tensor '{tensor.name}' is of an unknown quantisation"
-                raise ModelError(
-                    message, received=kind, hint="use Q4_0 to Q8_0, a K-quant, F16, BF16 or F32"
-                ) from None
+                raise ModelError(message, received=kind, hint="use Q4_0 to Q8_0, a K-quant, F16, BF16 or F32") from None
             if weights.shape != shape:
                 raise ModelError(f"{path}: tensor '{tensor.name}'", expected=shape, received=weights.shape)
             weights = np.ascontiguousarray(family.gguf_tensor(name, weights, dims), dtype="<f4")

@@ -54,9 +54,7 @@ def _readable(error: Exception, source: str, revision: str | None) -> Exception:
             raise error
     name = f"{source}@{revision}" if revision else source
     if "GatedRepoError" in kinds:
-        return ModelError(
-            f"model {name} wants you to accept its terms", hint="accept them, then `hf auth login`"
-        )
+        return ModelError(f"model {name} wants you to accept its terms", hint="accept them, then `hf auth login`")
     if "RevisionNotFoundError" in kinds:
         return ModelError(f"model {source} has no revision {revision!r}", hint="give a branch, tag or commit")
     if "RepositoryNotFoundError" in kinds or "HFValidationError" in kinds:
@@ -66,10 +64,8 @@ def _readable(error: Exception, source: str, revision: str | None) -> Exception:
             received=source,
             hint="check the spelling; a private model needs `hf auth login`",
         )
-    if (
-        "RemoteEntryNotFoundError" in kinds
-        or ("EntryNotFoundError" in kinds
-        and "LocalEntryNotFoundError" not in kinds)
+    if "RemoteEntryNotFoundError" in kinds or (
+        "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds
     ):
         return ModelError(f"model {name} has no config.json", hint="is it a transformers model?")
     return ModelError(

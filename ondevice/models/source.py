@@ -114,9 +114,7 @@ def local_folder(source: str) -> Path | None:
             f"{source} is a file", expected="a folder, or a .gguf file", received=path.suffix or "no suffix"
         )
     if source.startswith(("/", "./", "../", "~")) or not hub.HUB_ID.fullmatch(source):
-        raise ModelError(
-            f"{source} does not exist", expected="a folder, a .gguf file, package:NAME or a hub id"
-        )
+        raise ModelError(f"{source} does not exist", expected="a folder, a .gguf file, package:NAME or a hub id")
     return None
 
 
@@ -133,9 +131,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         hint = "give the folder that `save_pretrained` wrote"
         if (folder / "adapter_config.json").is_file():
             hint = "this is an adapter: give its base model as the model"
-        raise ModelError(
-            f"{folder} is no model", expected="config.json", received="no such file", hint=hint
-        ) from None
+        raise ModelError(f"{folder} is no model", expected="config.json", received="no such file", hint=hint) from None
     except (ValueError, OSError) as error:
         raise ModelError(f"{path} cannot be read", expected="a JSON object", received=str(error)) from None
     if not isinstance(config, dict):
@@ -155,14 +151,10 @@ def check_folder(folder: Path) -> None:
         try:
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelError(
-                f"{index} cannot be read", expected="a weight_map", received=str(error)
-            ) from None
+            raise ModelError(f"{index} cannot be read", expected="a weight_map", received=str(error)) from None
         for shard in shards:
             if not (folder / shard).is_file():
-                raise ModelError(
-                    f"{folder} lacks a part of the weights", expected=shard, hint="copy it again"
-                )
+                raise ModelError(f"{folder} lacks a part of the weights", expected=shard, hint="copy it again")
     elif not (folder / "model.safetensors").is_file():
         pickled = [path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern)]
         raise ModelError(
@@ -175,6 +167,26 @@ def check_folder(folder: Path) -> None:
             else "copy the whole folder",
         )
     check_tokenizer(folder)
+
+
+def check_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Read the safetensors' headers: whole files, and each tensor of `shapes` that is there of that shape.
+
+    Raises:
+        ModelError: names the file and the tensor.
+    """
+    import safetensors
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safetensors.safe_open(path, framework="np") as file:
+                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is torn", received=str(error), hint="copy the model again") from None
+        for name, shape in found.items():
+            if name in shapes and shape != shapes[name]:
+                message = f"{path}: tensor '{name}' does not fit config.json"
+                raise ModelError(message, expected=shapes[name], received=shape, hint="copy the model again")
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
+_TOKEN_IDS = {"pad_token_id": 256, "eos_token_id": 257, "bos_token_id": None}
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -60,28 +61,17 @@ def tiny_model(
 
     kind = _family(family)
     _check(hidden, heads, kv_heads, vocab)
-    try:
-        import torch
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise missing("transformers") from None
-    sizes = dict(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate or 2 * hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocab,
-        tie_word_embeddings=tied,
-        max_position_embeddings=max_positions,
-        pad_token_id=256,
-        eos_token_id=257,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(
-            kind.tiny_config(**sizes, **config), attn_implementation="sdpa", dtype=torch.float32
-        )
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate or 2 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": max_positions,
+    }
+    model = _build(kind, {**_TOKEN_IDS, **sizes, **config})
     _fill(model, seed)
     model.generation_config.eos_token_id = [257, 259]
     model.generation_config.pad_token_id = 256
@@ -91,8 +81,10 @@ def tiny_model(
 
 def save_tiny(folder: str | Path, family: str = "llama", seed: int = 0, **sizes: Any) -> Path:
     """Write `tiny_model(family, seed, **sizes)` as a folder that `load_model` and transformers load."""
+    from ondevice.models.load import quiet_transformers
+
     loaded = tiny_model(family, seed, **sizes)
-    with atomic_directory(folder, marker="config.json") as partial:
+    with atomic_directory(folder, marker="config.json") as partial, quiet_transformers():
         loaded.model.save_pretrained(partial)
         loaded.tokenizer.save_pretrained(partial)
     return Path(folder)
@@ -101,7 +93,7 @@ def save_tiny(folder: str | Path, family: str = "llama", seed: int = 0, **sizes:
 def tiny_dims(family: str) -> tuple[ModelDims, type[Family]]:
     """The sizes of `tiny:FAMILY` and its family."""
     kind = _family(family)
-    return tiny_model(family).dims, kind
+    return tiny_model(family).dims, kind  # a few milliseconds; the defaults stay in one place
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -115,9 +107,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE({letters[byte]: byte for byte in range(256)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
@@ -151,11 +141,21 @@ def _check(hidden: int, heads: int, kv_heads: int, vocab: int) -> None:
         expected = f"hidden a multiple of 32 and of twice the {heads} heads"
         raise ModelError("a tiny model's sizes do not fit", expected=expected, received=hidden)
     if heads % kv_heads:
-        raise ModelError(
-            "a tiny model's sizes do not fit", expected="kv_heads divides heads", received=kv_heads
-        )
+        raise ModelError("a tiny model's sizes do not fit", expected="kv_heads divides heads", received=kv_heads)
     if vocab < VOCABULARY:
         raise ModelError("a tiny model's sizes do not fit", expected=f"vocab >= {VOCABULARY}", received=vocab)
+
+
+def _build(kind: type[Family], config: dict[str, Any]) -> PreTrainedModel:
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise missing("transformers") from None
+    with torch.random.fork_rng(devices=[]):
+        return AutoModelForCausalLM.from_config(
+            kind.tiny_config(**config), attn_implementation="sdpa", dtype=torch.float32
+        )
 
 
 def _fill(model: PreTrainedModel, seed: int) -> None:

