@@ -53,9 +53,7 @@ class Batches:
         self.pad_id = pad_id
         self._orders: dict[int, np.ndarray] = {}
         if not self._examples:
-            raise DataError(
-                "there are no rows to make batches of", expected="one row or more", received="none"
-            )
+            raise DataError("there are no rows to make batches of", expected="one row or more", received="none")
         if batch_size < 1 or seed < 0:
             raise ConfigError("batch_size or seed is out of range", expected="batch_size >= 1, seed >= 0",
                               received=f"batch_size={batch_size}, seed={seed}")  # fmt: skip

@@ -12,7 +12,14 @@ from ondevice.data.rows import AnswerTooLong, BadRow, Row, RowProblem, Rows
 from ondevice.errors import ConfigError, DataError
 
 
-def encode(rows: Rows, tokenizer: Any, *, max_length_tokens: int, train_on_prompt: bool = False) -> Dataset:
+def encode(
+    rows: Rows,
+    tokenizer: Any,
+    *,
+    max_length_tokens: int,
+    train_on_prompt: bool = False,
+    allow_empty: bool = False,
+) -> Dataset:
     """Tokenize every row.
 
     What is trained on: assistant turns with their end-of-turn token (chat, and instruct where the
@@ -31,6 +38,8 @@ def encode(rows: Rows, tokenizer: Any, *, max_length_tokens: int, train_on_promp
         tokenizer: a fast tokenizer of transformers.
         max_length_tokens: longest sequence, at least 2. Prompts lose tokens at their front to fit; a row
             whose answer does not fit behind one token of context becomes a problem.
+        train_on_prompt: label the prompt, too.
+        allow_empty: return the problems alone where no row could be encoded, instead of raising.
 
     Raises:
         ConfigError: `max_length_tokens` below 2.
@@ -66,7 +75,7 @@ def encode(rows: Rows, tokenizer: Any, *, max_length_tokens: int, train_on_promp
             dataset.problems.append(RowProblem(rows.file, row.line, bad.field, bad.reason))
             if isinstance(bad, AnswerTooLong):
                 dataset.too_long_tokens.append(bad.length_tokens)
-    if not dataset.items:
+    if not dataset.items and not allow_empty:
         first = dataset.problems[0] if dataset.problems else f"{rows.file} has no rows"
         hint = "raise max_length_tokens, or shorten the answers"
         raise DataError(f"no row can be trained on: {first}", received=f"{len(rows.items)} rows", hint=hint)
@@ -102,18 +111,17 @@ def _common_prefix(first: list[int], second: list[int]) -> int:
 def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
     """Completion, classification, multiple choice, question answering, and instruct without a chat
     template. All candidates lose as many prompt tokens as the one with the longest answer needs."""
-    sequences = []
-    prompts: dict[str, list[int]] = {}
-    for prompt, answer in row.pairs:
-        ids = _tokenize(tokenizer, prompt + answer)
-        if prompt not in prompts:
-            prompts[prompt] = _tokenize(tokenizer, prompt)
-        start = _common_prefix(prompts[prompt], ids)
+    whole = [_tokenize(tokenizer, prompt + answer) for prompt, answer in row.pairs]
+    shared: dict[str, list[int]] = {}
+    for (prompt, _), ids in zip(row.pairs, whole, strict=True):
+        known = shared[prompt] if prompt in shared else _tokenize(tokenizer, prompt)
+        shared[prompt] = known[: _common_prefix(known, ids)]  # candidates of one prompt share their context
+    sequences = [(ids, len(shared[prompt])) for (prompt, _), ids in zip(row.pairs, whole, strict=True)]
+    for ids, start in sequences:
         if row.end and tokenizer.eos_token_id not in (None, *ids[-1:]):
             ids.append(tokenizer.eos_token_id)
         if len(ids) - max(start, 1) < 1:
             raise BadRow("", "the answer has no token that can be trained on")
-        sequences.append((ids, start))
     _check_fit(max(len(ids) - start for ids, start in sequences), limit, min(start for _, start in sequences))
     bos = _leading_bos(tokenizer, sequences[0][0], sequences[0][1])
     keep = limit - max(len(ids) - start for ids, start in sequences)

@@ -17,9 +17,7 @@ Record = tuple[int, dict[str, Any] | BadRow]
 """(line, fields), or (line, why the line is not a record)."""
 
 SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".txt": "txt"}
-_HUB_NAME = re.compile(
-    r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?"
-)
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
 
 
 def read_records(path: str | Path) -> tuple[str, Iterator[Record]]:
@@ -48,9 +46,7 @@ def read_records(path: str | Path) -> tuple[str, Iterator[Record]]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}", hint="check the file's permissions"
-        ) from None
+        raise DataError(f"cannot read {path}: {error.strerror}", hint="check the file's permissions") from None
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise DataError(f"{path} is UTF-16", expected="UTF-8", received="UTF-16", hint="save it as UTF-8")
     content = content.removeprefix(b"\xef\xbb\xbf")
@@ -58,9 +54,7 @@ def read_records(path: str | Path) -> tuple[str, Iterator[Record]]:
         raise DataError(f"{path} is empty", expected="at least one row", received=f"{len(content)} bytes")
     if kind == "jsonl" and content.lstrip()[:1] == b"[":
         hint = f"write it as JSON lines: jq -c '.[]' '{path.name}' > '{path.stem}.jsonl'"
-        raise DataError(
-            f"{path} is one JSON list", expected="one JSON object a line", received="[", hint=hint
-        )
+        raise DataError(f"{path} is one JSON list", expected="one JSON object a line", received="[", hint=hint)
     return kind, {"jsonl": _jsonl, "csv": _csv, "txt": _txt}[kind](content)
 
 

@@ -23,7 +23,7 @@ from ondevice.data.templates import TASKS, Task, find_task, plain_name
 from ondevice.errors import DataError
 
 
-def read_rows(path: str | Path, *, task: str | None = None) -> Rows:
+def read_rows(path: str | Path, *, task: str | None = None, allow_empty: bool = False) -> Rows:
     """Read every row of a file (or of a Hugging Face data set named `name[:config][@split]`).
 
     The first record whose keys fit a format decides it for the whole file; rows of other keys, and rows
@@ -32,6 +32,7 @@ def read_rows(path: str | Path, *, task: str | None = None) -> Rows:
     Args:
         path: a .jsonl, .csv (with header) or .txt file in UTF-8, or a data set's name.
         task: a task of Table 7 (`templates.TASKS`); None takes it from the rows' own "task", if any.
+        allow_empty: return the problems alone where no row is usable, instead of raising.
 
     Raises:
         ConfigError: `task` is not a task.
@@ -46,6 +47,8 @@ def read_rows(path: str | Path, *, task: str | None = None) -> Rows:
             problems.append(RowProblem(name, line, record.field, record.reason))
         else:
             usable.append((line, record))
+    if not usable and allow_empty:
+        return Rows(name, chosen.kind if chosen else "text", [], problems, chosen.name if chosen else None)
     format_, chosen = _infer([record for _, record in usable], chosen, name, problems)
     convert = converter(format_, chosen, [record for _, record in usable], kind)
     items = []
@@ -55,7 +58,7 @@ def read_rows(path: str | Path, *, task: str | None = None) -> Rows:
         except BadRow as bad:
             problems.append(RowProblem(name, line, bad.field, bad.reason))
     problems.sort(key=lambda problem: problem.line)
-    if not items:
+    if not items and not allow_empty:
         raise _no_rows(name, problems)
     return Rows(name, format_, items, problems, chosen.name if chosen else None)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.data.batching import round_up
 from ondevice.data.dataset import IGNORE, Dataset, Example
+from ondevice.data.encode import encode
+from ondevice.data.formats import read_rows
 from ondevice.data.rows import RowProblem, Rows
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ class Preview:
     """One data file at a glance. Lengths are in tokens; they count what truncation dropped and the rows
     whose answer is too long.
 
-    Printing it on a rich console draws it; `to_dict()` is what `--json` prints.
+    `render()` is for a rich console, `to_dict()` is what `--json` prints.
     """
 
     file: str
@@ -68,7 +71,8 @@ class Preview:
         """Everything as JSON types."""
         return asdict(self)
 
-    def __rich__(self) -> RenderableType:
+    def render(self) -> RenderableType:
+        """The figures, the examples with what is not trained on dimmed, and the table of problems."""
         from rich.console import Group
 
         parts: list[RenderableType] = [_facts(self)]
@@ -78,8 +82,30 @@ class Preview:
         return Group(*parts)
 
 
-def preview(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3) -> Preview:
-    """Summarise a file that `read_rows` and `encode` have been through; `examples` are its first rows."""
+def preview(
+    path: str | Path,
+    tokenizer: Any,
+    *,
+    task: str | None = None,
+    max_length_tokens: int = 128,
+    train_on_prompt: bool = False,
+    rows: int = 3,
+) -> Preview:
+    """Read, encode and summarise a data file; `rows` is the number of examples to decode.
+
+    A file without one usable row is no error here: its problems are what the user wants to see.
+
+    Raises:
+        ConfigError, DataError, MissingPackageError: as `read_rows` and `encode`.
+    """
+    read = read_rows(path, task=task, allow_empty=True)
+    dataset = encode(read, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt,
+                     allow_empty=True)  # fmt: skip
+    return summarise(read, dataset, tokenizer, examples=rows)
+
+
+def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3) -> Preview:
+    """The preview of a file that `read_rows` and `encode` have been through, with its first rows decoded."""
     full = [len(item.example) + item.dropped_tokens for item in dataset.items] + dataset.too_long_tokens
     lengths = {f"p{p}": int(np.percentile(full, p, method="higher")) for p in PERCENTILES} if full else {}
     labels = Counter(row.label for row in rows.items if row.label is not None)
@@ -132,9 +158,7 @@ def _facts(view: Preview) -> RenderableType:
         "tokens": lengths,
         "trained on": f"{view.trained_tokens} tokens",
         "truncated": cut if view.truncated else f"none at {view.max_length_tokens} tokens",
-        "too long": f"rows left out because their answer does not fit: {view.too_long}"
-        if view.too_long
-        else "",
+        "too long": f"rows left out because their answer does not fit: {view.too_long}" if view.too_long else "",
         "suggested": f"max_length_tokens={view.suggested_max_length_tokens} holds 99% of the rows"
         if view.suggested_max_length_tokens
         else "",

@@ -100,9 +100,9 @@ def _gold(task: Task, fields: dict[str, Any]) -> int:
     for index, choice in enumerate(task.choices):
         if key in choice.labels:
             return index
-    allowed = "; ".join(f"{' or '.join(choice.labels)} ({choice.answer.strip() or index + 1})"
+    allowed = ", ".join(f"{' or '.join(choice.labels)} ({choice.answer.strip() or index + 1})"
                         for index, choice in enumerate(task.choices))  # fmt: skip
-    raise BadRow(task.label[0], f"label {describe(value)} of {task.name} is not one of: {allowed}")
+    raise BadRow(task.label[0], f"expected a label of {task.name}: {allowed}; received {describe(value)}")
 
 
 def label_key(value: Any) -> str | None:

@@ -1,0 +1,107 @@
+"""Batches are a pure function of (seed, step), of constant size, and cover every row once an epoch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ondevice.data import IGNORE, Batches, Dataset, Example, Item, pad_examples
+from ondevice.errors import ConfigError, DataError
+
+PAD = 99
+lengths = st.lists(st.integers(1, 20), min_size=1, max_size=12)
+seeds = st.integers(0, 2**63 - 1)
+
+
+def dataset(sizes: list[int]) -> Dataset:
+    """Row i holds its own number + 100 in every token; the first half of it is not trained on."""
+    rows = [(number + 100, size) for number, size in enumerate(sizes)]
+    return Dataset([
+        Item(Example((value,) * size, (IGNORE,) * (size // 2) + (value,) * (size - size // 2)))
+        for value, size in rows
+    ])  # fmt: skip
+
+
+@given(sizes=lengths, batch=st.integers(1, 9), seed=seeds)
+def test_every_row_once_an_epoch(sizes: list[int], batch: int, seed: int) -> None:
+    batches = Batches(dataset(sizes), batch, None, seed, PAD)
+    epochs = 3
+    steps = -(-epochs * len(sizes) // batch)
+    seen = [row for step in range(steps) for row in batches.rows_at(step)]
+    assert len(seen) == steps * batch
+    for epoch in range(epochs):
+        part = seen[epoch * len(sizes) : (epoch + 1) * len(sizes)]
+        assert Counter(part) == Counter(range(len(sizes)))
+    assert batches.steps_per_epoch == len(sizes) / batch
+
+
+@given(sizes=lengths, batch=st.integers(1, 9), seed=seeds, steps=st.lists(st.integers(0, 50), max_size=8))
+def test_a_batch_depends_on_seed_and_step_alone(sizes: list[int], batch: int, seed: int, steps: list[int]) -> None:
+    used = Batches(dataset(sizes), batch, None, seed, PAD)
+    for step in steps:
+        fresh = Batches(dataset(sizes), batch, None, seed, PAD).at(step)
+        again = used.at(step)
+        assert np.array_equal(fresh.ids, again.ids) and np.array_equal(fresh.labels, again.labels)
+
+
+def test_order_is_pinned() -> None:
+    """A resumed run needs the order that the first run had, whatever numpy is installed by then."""
+    batches = Batches(dataset([1] * 8), 4, None, 7, PAD)
+    assert [batches.rows_at(step) for step in range(4)] == ORDER
+    other = Batches(dataset([1] * 8), 4, None, 8, PAD)
+    assert [other.rows_at(step) for step in range(4)] != ORDER
+
+
+ORDER = [(6, 3, 4, 0), (2, 7, 5, 1), (1, 3, 2, 7), (4, 5, 0, 6)]
+
+
+@settings(max_examples=60)
+@given(sizes=lengths, batch=st.integers(1, 5), step=st.integers(0, 20))
+def test_smallest_length_that_holds_the_longest_row(sizes: list[int], batch: int, step: int) -> None:
+    buckets = (20, 4, 12)
+    batches = Batches(dataset(sizes), batch, buckets, 0, PAD)
+    longest = max(sizes[row] for row in batches.rows_at(step))
+    assert batches.at(step).ids.shape == (batch, min(size for size in buckets if size >= longest))
+    free = Batches(dataset(sizes), batch, None, 0, PAD).at(step)
+    assert free.ids.shape[1] % 8 == 0 and longest <= free.ids.shape[1] < longest + 8
+
+
+@given(sizes=lengths, batch=st.integers(1, 5), step=st.integers(0, 20))
+def test_padding_is_on_the_right_and_never_trained(sizes: list[int], batch: int, step: int) -> None:
+    data = dataset(sizes)
+    batches = Batches(data, batch, None, 3, PAD)
+    made = batches.at(step)
+    assert made.ids.dtype == made.labels.dtype == np.int64 and made.ids.shape == made.labels.shape
+    for place, row in enumerate(batches.rows_at(step)):
+        example, size = data.items[row].example, sizes[row]
+        assert tuple(made.ids[place, :size]) == example.ids
+        assert tuple(made.labels[place, :size]) == example.labels
+        assert (made.ids[place, size:] == PAD).all() and (made.labels[place, size:] == IGNORE).all()
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(DataError, match="no rows"):
+        Batches(Dataset(), 1, None, 0, PAD)
+    for size, seed in ((0, 0), (1, -1)):
+        with pytest.raises(ConfigError, match="out of range"):
+            Batches(dataset([1]), size, None, seed, PAD)
+    with pytest.raises(ConfigError, match="longer than the program's largest length") as caught:
+        Batches(dataset([3, 17]), 1, (8, 16), 0, PAD)
+    assert "max_length_tokens=16" in str(caught.value) and "17" in str(caught.value)
+    with pytest.raises(ConfigError, match="longer than"):
+        Batches(dataset([3]), 1, (), 0, PAD)
+    with pytest.raises(ConfigError, match="counted from 0"):
+        Batches(dataset([3]), 1, None, 0, PAD).at(-1)
+    with pytest.raises(ConfigError, match="does not fit"):
+        pad_examples([dataset([9]).items[0].example], 8, PAD)
+
+
+def test_pad_examples() -> None:
+    made = pad_examples([Example((1, 2), (IGNORE, 2)), Example((3,), (3,))], 3, PAD)
+    assert made.ids.tolist() == [[1, 2, PAD], [3, PAD, PAD]]
+    assert made.labels.tolist() == [[IGNORE, 2, IGNORE], [3, IGNORE, IGNORE]]
+    assert pad_examples([], 3, PAD).ids.shape == (0, 3)

@@ -1,0 +1,97 @@
+"""The preview shows what is trained on, how long rows are, and every row that was left out."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ondevice.data import preview
+from ondevice.data.preview import Preview
+
+Write = Callable[..., Path]
+ROWS = [
+    {"sentence": "the film was great ", "label": 1},
+    {"sentence": "the book was terrible " * 12, "label": 0},
+    {"sentence": "[red]東京[/red] \u001b[31m was great", "label": 1},
+    {"sentence": "x", "label": 5},
+]
+
+
+def drawn(view: Preview, width: int = 200, color: bool = False) -> str:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=width, force_terminal=color, color_system="standard" if color else None)
+    console.print(view.render())
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def view(write: Write, tokenizer: Any) -> Preview:
+    return preview(write(ROWS), tokenizer, task="sst2", max_length_tokens=40)
+
+
+def test_figures(view: Preview) -> None:
+    assert (view.format, view.task, view.rows, view.sequences, view.truncated) == ("classification", "sst2", 4, 3, 1)
+    assert view.labels == {"great": 2, "terrible": 1} and view.trained_tokens == 3
+    lengths = view.lengths_tokens
+    assert lengths["p50"] <= lengths["p90"] <= lengths["p99"] == lengths["max"] > 40
+    suggested = view.suggested_max_length_tokens
+    assert suggested is not None and suggested % 8 == 0 and lengths["max"] <= suggested < lengths["max"] + 8
+    assert [(problem.line, problem.field) for problem in view.problems] == [(4, "label")]
+
+
+def test_json_round_trip(view: Preview) -> None:
+    shown = json.loads(json.dumps(view.to_dict()))
+    assert shown["examples"][0] == [
+        {"text": "the film was great It was", "trained": False},
+        {"text": " great", "trained": True},
+    ]
+    assert shown["problems"][0] | {"file": ""} == view.problems[0].to_dict() | {"file": ""}
+    assert shown["too_long"] == 0
+
+
+def test_context_is_dimmed_and_the_answer_is_not(view: Preview) -> None:
+    text = drawn(view, color=True)
+    assert "\x1b[2mthe film was great It was\x1b[0m\x1b[32m great\x1b[0m" in text
+
+
+def test_rows_cannot_drive_the_terminal(view: Preview) -> None:
+    text = drawn(view)
+    assert "[red]東京[/red] \ufffd[31m was great It was" in text and "\x1b" not in text
+
+
+def test_every_problem_is_listed(view: Preview) -> None:
+    text = drawn(view, width=250)
+    assert view.problems[0].file in text and "0 or negative (terrible), 1 or positive (great)" in text
+    assert "1 of 3 prompts cut at the front to 40 tokens" in text
+
+
+def test_file_without_a_usable_row_is_shown_not_raised(write: Write, tokenizer: Any) -> None:
+    view = preview(write(b"{oops\n{}"[:6]), tokenizer)
+    assert (view.sequences, view.rows, view.lengths_tokens) == (0, 1, {"max": 0})
+    assert "is not JSON" in drawn(view)
+
+
+def test_answers_that_do_not_fit_count_towards_the_suggestion(write: Write, tokenizer: Any) -> None:
+    rows = [{"prompt": "a", "completion": " great"}, {"prompt": "a", "completion": " great" * 40}]
+    view = preview(write(rows), tokenizer, max_length_tokens=16)
+    assert (view.too_long, view.sequences) == (1, 1)
+    assert view.suggested_max_length_tokens == 48 and "do not fit" not in drawn(view)
+    assert "their answer does not fit: 1" in drawn(view)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(prompt=st.text(max_size=20), answer=st.text(min_size=1, max_size=20).filter(str.strip))
+def test_segments_spell_the_row(prompt: str, answer: str, write: Write, tokenizer: Any) -> None:
+    rows = json.dumps({"prompt": prompt, "completion": answer})
+    view = preview(write(rows), tokenizer, max_length_tokens=500, rows=1)
+    if view.examples:
+        assert "".join(segment.text for segment in view.examples[0]) == prompt + answer + "<|end|>"
+        assert view.examples[0][-1].trained
