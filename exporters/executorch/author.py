@@ -14,7 +14,6 @@ from ondevice.nn.graph_loss import Tile, graph_token_nll, weight_tiles
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.torch import PrgeProgram
 from ondevice.nn.cross_entropy import tile_bounds
-from ondevice.nn.quantized import Q8Embedding, quantize_q4_model
 from ondevice.runtime_ops import graph
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ def _quantize(family: Any, method: PrgeConfig, config: ExportConfig, lowering: L
     """Quantise the frozen weights in place and return the loss that goes with them."""
     tiles = method.loss_tiles if lowering.loss == "tiled" else 1
     if config.quantize == "q4":
+        from ondevice.nn.quantized import quantize_q4_model
+
         head = quantize_q4_model(family)
         if lowering.loss == "op":
             return head.token_nll
@@ -82,7 +83,7 @@ def _quantize(family: Any, method: PrgeConfig, config: ExportConfig, lowering: L
     return graph_token_nll(weight_tiles(family.head_weight, tiles))
 
 
-def _q8_tiles(head: Q8Embedding, tiles: int) -> list[Tile]:
+def _q8_tiles(head: Any, tiles: int) -> list[Tile]:
     def tile(low: int, high: int) -> Tile:
         def logits(hidden: Tensor) -> Tensor:
             weight = head.weight[low:high].to(torch.float32) * head.scales[low:high, None]

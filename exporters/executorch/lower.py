@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,8 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
     """
     started = time.perf_counter()
     logging.getLogger("executorch").setLevel(logging.ERROR)
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
         exported = {
             method.name: deduplicate(
                 torch.export.export(method.module.eval(), method.example_inputs(), strict=False)
@@ -101,9 +102,3 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
 
 def _op_name(op: Any) -> str:
     return f"{op.name}.{op.overload}" if op.overload else op.name
-
-
-def op_histogram(edge: Any, method: str) -> Counter[str]:
-    """Operators left outside delegates, for looking at a partition."""
-    nodes = edge.exported_program(method).graph.nodes
-    return Counter(str(node.target) for node in nodes if node.op == "call_function")

@@ -216,9 +216,10 @@ def _save_best(session: Session, result: RunResult, out: Path) -> Path | None:
     """The adapter of the best evaluation, where that is not the last checkpoint."""
     if result.best_checkpoint is None or result.best_checkpoint == result.checkpoint:
         return None
-    from ondevice.train.checkpoint import read_state
+    from ondevice.train.checkpoint import STATE_FILE
+    from ondevice.train.tensors import read_tensors
 
-    session.load_state(read_state(result.best_checkpoint))
+    session.load_state(read_tensors(result.best_checkpoint / STATE_FILE))
     adapter = session.adapter()
     if adapter is None:
         return None

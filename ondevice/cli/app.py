@@ -7,12 +7,16 @@ import os
 import sys
 from typing import Any
 
-import click
 import typer
 
 from ondevice.cli import adapters, configs, data, export, plans, runs
 from ondevice.cli.common import err, print_json
 from ondevice.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceError, StorageError
+
+try:  # newer versions of typer carry click inside
+    from typer._click.exceptions import ClickException as USAGE_ERRORS
+except ImportError:
+    from click.exceptions import ClickException as USAGE_ERRORS
 
 app = typer.Typer(
     name="ondevice", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -56,9 +60,9 @@ def run(arguments: list[str] | None = None) -> None:
         code = app(args=arguments, standalone_mode=False)
     except OndeviceError as error:
         code = _tell(error, arguments)
-    except click.exceptions.Abort:
+    except typer.Abort:
         code = INTERRUPTED_EXIT_CODE
-    except click.ClickException as error:
+    except USAGE_ERRORS as error:
         problem = ConfigError(error.format_message(), hint="`ondevice COMMAND --help` lists the flags")
         code = _tell(problem, arguments)
     except KeyboardInterrupt:

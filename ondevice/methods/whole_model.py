@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ondevice.errors import CheckpointError
+from ondevice.models import forward_hidden
 from ondevice.nn.cross_entropy import shift, token_nll
 
 if TYPE_CHECKING:
@@ -17,13 +19,16 @@ if TYPE_CHECKING:
 
 def row_nll(family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
     """Negative log likelihood of each row's labelled tokens and their count, float32 [rows] each."""
-    hidden = family.embed(ids_RT)
-    position = family.positions(ids_RT.shape[1], hidden.device, hidden.dtype)
-    for layer in range(family.dims.layers):
-        hidden = family.block(layer, hidden, position, None)
+    return evaluate_hidden(family, ids_RT, labels_RT, lambda h, y: token_nll(h, family.head_weight, y, tiles))
+
+
+def evaluate_hidden(
+    family: Family, ids_RT: Tensor, labels_RT: Tensor, token_loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`row_nll` with any loss of hidden states and labels, such as one of fixed shapes."""
     rows = ids_RT.shape[0]
-    hidden_ND, labels_N = shift(family.final_norm(hidden), labels_RT)
-    nll = token_nll(hidden_ND, family.head_weight, labels_N, tiles).reshape(rows, -1).sum(1)
+    hidden_ND, labels_N = shift(forward_hidden(family, ids_RT), labels_RT)
+    nll = token_loss(hidden_ND, labels_N).reshape(rows, -1).sum(1)
     return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
 
 

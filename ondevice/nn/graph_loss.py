@@ -53,3 +53,21 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
         return torch.where(active, nll, torch.zeros_like(nll))
 
     return token_nll
+
+
+def labelled_only(loss: Callable[[Tensor, Tensor], Tensor], limit: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Compute a fixed-shape loss on at most `limit` positions: the labelled ones, and some that count nothing.
+
+    In a classification row only the answer is labelled, so the head then costs next to nothing.
+
+    Args:
+        loss: hidden [n, D] and labels [n] to float32 [n].
+        limit: labelled positions a call has at most; positions beyond it are not seen.
+    """
+
+    def limited(hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
+        positions = (labels_N != IGNORE).to(torch.int32).topk(min(limit, labels_N.shape[0]), sorted=False).indices
+        nll = loss(hidden_ND[positions], labels_N[positions])
+        return torch.zeros(labels_N.shape[0], dtype=nll.dtype, device=nll.device).scatter(0, positions, nll)
+
+    return limited

@@ -67,5 +67,5 @@ def quantize_q4_model(family: Any) -> Q8Embedding:
     head = family.head_weight
     embedding = Q8Embedding(family.embedding.weight)
     tied = family.dims.tied
-    family.set_embedding(embedding)
+    family.model.set_input_embeddings(embedding)
     return embedding if tied else Q8Embedding(head)

@@ -66,7 +66,8 @@ class Target:
         from ondevice.exporters.executorch import author as authoring
         from ondevice.exporters.executorch.lower import lower
         from ondevice.exporters.executorch.programs import build_methods
-        from ondevice.models import load_model
+        from ondevice.exporters.executorch.rewrite import rewritten
+        from ondevice.models import load_model, save_tokenizer
 
         loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
         names = {
@@ -78,10 +79,11 @@ class Target:
         stateful = config.form == "stateful"
         program = authoring.author(loaded, job.method, config, job.seed)
         methods = build_methods(program, config.lengths_tokens, config.batch_size, config.eval_batch_size, stateful)
-        lowered = lower(methods, stateful=stateful, quantized_fusion=config.quantize == "8da4w")
+        with rewritten(loaded.model):
+            lowered = lower(methods, stateful=stateful, quantized_fusion=config.quantize == "8da4w")
         with atomic_directory(out) as folder:
             (folder / "program.pte").write_bytes(lowered.buffer)
-            loaded.tokenizer.save_pretrained(folder / "tokenizer")
+            save_tokenizer(loaded, folder / "tokenizer")
             manifest = self._manifest(job, loaded, program, methods, lowered, names)
             (folder / "README.md").write_text(_readme(manifest), encoding="utf-8")
             check, warnings = self._check(folder, manifest, program, job)

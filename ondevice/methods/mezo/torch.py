@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ondevice.methods.mezo.config import MezoConfig
     from ondevice.models import LoadedModel
 
-CHUNK = 1 << 20
+CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Elements perturbed at once: bounds the noise that exists."""
 
 
@@ -43,10 +43,11 @@ class MezoSession:
         """theta += scale * z(step, query), tensor by tensor and piece by piece (PerturbParameters)."""
         # One query is one step of the generator's stream: a query's noise is asked for without the others'.
         number = torch.tensor([step * self.config.queries + query], device=self.device)
+        chunk = CHUNK[self.device.type]
         for tensor, parameter in enumerate(self.parameters.values()):
             flat = parameter.view(-1)
-            for start in range(0, flat.numel(), CHUNK):
-                count = min(CHUNK, flat.numel() - start)
+            for start in range(0, flat.numel(), chunk):
+                count = min(chunk, flat.numel() - start)
                 z = self.noise(self.seed, number, tensor, 1, start, count)[0]
                 flat[start : start + count] += (z * scale).to(flat.dtype)
 

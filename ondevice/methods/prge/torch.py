@@ -129,12 +129,13 @@ class PrgeProgram(nn.Module):
             parts.append(nll.reshape(len(members), -1).sum(1) / count.reshape(len(members), -1).sum(1))
         if len(parts) == 1:
             return parts[0]
-        order = torch.tensor([member for members in passes for member in members], device=ids_BT.device)
-        return torch.cat(parts)[order.argsort()]
+        place = {member: part[i : i + 1] for members, part in zip(passes, parts) for i, member in enumerate(members)}
+        return torch.cat([place[copy] for copy in range(self.config.copies)])
 
     @staticmethod
     def _select(copies_of: CopiesOf, members: list[int]) -> CopiesOf:
-        return lambda start, count: copies_of(start, count)[members]
+        stride = members[1] - members[0] if len(members) > 1 else 1
+        return lambda start, count: copies_of(start, count)[members[0] : members[-1] + 1 : stride]
 
     def projected_gradients(self, losses: Tensor) -> Tensor:
         """(L+ - L-) / 2 epsilon of each query (Eq. 1), or the one-sided differences over their deviation (FZOO)."""
