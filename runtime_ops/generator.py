@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ondevice.errors import ConfigError
+
 MASK64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
 """2^64 / golden ratio, odd: the increment of SplitMix64."""
@@ -25,8 +27,18 @@ SHIFTS = (30, 27, 31)
 SCHEME = "splitmix64-1"
 """Name of this generator in manifests; changes whenever any bit of any stream would change."""
 TWO_PI = np.float32(6.283185307179586)
-KINDS = ("normal", "rademacher")
 GOLDEN_PATH = Path(__file__).with_name("golden.json")
+
+
+def noise_kind(name: str) -> str:
+    """The form that a name of a noise means: "normal" for "gaussian" or "normal", or "rademacher".
+
+    Raises:
+        ConfigError: another name.
+    """
+    if name not in ("gaussian", "normal", "rademacher"):
+        raise ConfigError("unknown kind of noise", expected="gaussian or rademacher", received=name)
+    return "rademacher" if name == "rademacher" else "normal"
 
 
 def mix_int(value: int) -> int:
@@ -126,12 +138,8 @@ def golden() -> list[dict[str, Any]]:
                 "count": count,
                 "last_key": f"{key:016x}",
                 "last_words": [f"{int(word):016x}" for word in words(key, start, 2)],
-                "normal": [
-                    [float(v) for v in row] for row in normal(seed, step, tensor, queries, start, count)
-                ],
-                "rademacher": [
-                    [int(v) for v in row] for row in rademacher(seed, step, tensor, queries, start, count)
-                ],
+                "normal": [[float(v) for v in row] for row in normal(seed, step, tensor, queries, start, count)],
+                "rademacher": [[int(v) for v in row] for row in rademacher(seed, step, tensor, queries, start, count)],
             }
         )
     return cases

@@ -6,11 +6,14 @@ an op runs the compiled library where there is one, else PyTorch; on CUDA the ge
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 from torch import Tensor
 
 from ondevice.errors import ConfigError
 from ondevice.runtime_ops import graph, native, quantized
+from ondevice.runtime_ops.generator import noise_kind
 from ondevice.runtime_ops.registry import OP_NAMES, define, expect
 
 __all__ = ["OP_NAMES", "generator_backend", "native_available", "noise", "quantized", "register"]
@@ -26,13 +29,13 @@ def native_available() -> bool:
 
 
 def generator_backend(device: torch.device | str = "cpu") -> str:
-    """Which form of the generator a device runs: "native", "aten" or "triton".
+    """Which form of the generator a device runs: "native", "triton" or "aten".
 
-    Gaussians of different forms may differ by 1e-6 (signs never do), so a run that must be replayed to the
-    bit needs the same form.
+    "native" and "triton" give the same bits. Gaussians of "aten" may differ from them by 1e-6 (signs never do),
+    so a run that must be replayed to the bit must not change between the two.
     """
     if torch.device(device).type == "cuda":
-        return "triton"
+        return "triton" if _triton_available() else "aten"
     return "native" if native_available() else "aten"
 
 
@@ -45,11 +48,8 @@ def noise(kind: str) -> torch._ops.OpOverloadPacket:
     return getattr(torch.ops.ondevice, noise_kind(kind))
 
 
-def noise_kind(kind: str) -> str:
-    """ "normal" or "rademacher" for a configuration's name of a noise."""
-    if kind not in ("gaussian", "normal", "rademacher"):
-        raise ConfigError("unknown kind of noise", expected="gaussian or rademacher", received=kind)
-    return "rademacher" if kind == "rademacher" else "normal"
+def _triton_available() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _shape(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
@@ -72,6 +72,8 @@ def _register_generator(kind: str) -> None:
         return reference(seed, step, tensor, queries, start, count)
 
     def on_cuda(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+        if not _triton_available():
+            return reference(seed, step, tensor, queries, start, count)
         from ondevice.runtime_ops import triton_ops
 
         return triton_ops.draw(seed, step, tensor, queries, start, count, kind)

@@ -55,9 +55,7 @@ def test_golden_values(form, reference, tolerance):
 
 @pytest.mark.parametrize(("form", "reference", "tolerance"), FORMS)
 @pytest.mark.parametrize("arguments", [(3, 4, 63, 1001), (0, 2, 128, 640), (7, 1, 1, 1)])
-def test_lowered_program_reproduces_the_reference_for_any_seed_and_step(
-    form, reference, tolerance, arguments
-):
+def test_lowered_program_reproduces_the_reference_for_any_seed_and_step(form, reference, tolerance, arguments):
     program = torch.export.export(Draw(form, *arguments), (scalar(1), scalar(2)))
     run = run_lowered(program)
     for seed, step in ((2**63 - 1, 7), (0, 0), (42, 20_000)):

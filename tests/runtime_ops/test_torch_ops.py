@@ -82,9 +82,7 @@ def test_compiled_normals_stay_close_over_many_and_are_never_nan():
     assert np.abs(values - generator.normal(8, 8, 0, 1, 0, 1 << 20)).max() <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("rows", "outputs", "inputs"), [(1, 33, 64), (7, 96, 32), (130, 192, 576), (15, 31, 96)]
-)
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 33, 64), (7, 96, 32), (130, 192, 576), (15, 31, 96)])
 def test_q4_linear(form, rows, outputs, inputs):
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
@@ -97,9 +95,7 @@ def test_q4_linear(form, rows, outputs, inputs):
 
 
 @pytest.mark.parametrize("quantize", [False, True])
-@pytest.mark.parametrize(
-    ("rows", "vocabulary", "depth"), [(1, 33, 16), (7, 1000, 64), (130, 5000, 72), (300, 100, 8)]
-)
+@pytest.mark.parametrize(("rows", "vocabulary", "depth"), [(1, 33, 16), (7, 1000, 64), (130, 5000, 72), (300, 100, 8)])
 def test_cross_entropy(form, rows, vocabulary, depth, quantize):
     torch.manual_seed(rows)
     hidden, weight = torch.randn(rows, depth), torch.randn(vocabulary, depth)
