@@ -32,13 +32,17 @@ def read_records(path: str | Path) -> tuple[str, Iterator[Record]]:
     """
     path = Path(path)
     kind = SUFFIXES.get(path.suffix.lower())
-    if not path.exists():
+    try:
+        exists, folder = path.exists(), path.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise DataError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+    if not exists:
         match = _HUB_NAME.fullmatch(path.as_posix())
         if kind is None and match is not None:
             return "hub", read_hub(match["name"], match["config"], match["split"] or "train")
         hint = "check the path; relative paths start at the folder you are in"
         raise DataError(f"no such data file: {path}", received=str(path), hint=hint)
-    if path.is_dir():
+    if folder:
         raise DataError(f"{path} is a folder", expected="a .jsonl, .csv or .txt file", received="a folder")
     if kind is None:
         expected = "a name that ends with .jsonl, .csv or .txt"

@@ -82,7 +82,7 @@ BAD_LINES: dict[str, tuple[bytes, str, str]] = {
 @pytest.mark.parametrize("name", BAD_LINES)
 def test_bad_line_is_named(name: str, write: Write) -> None:
     line, field, reason = BAD_LINES[name]
-    path = write(b'{"prompt": "a", "completion": "b"}\n\n' + line + b'\n{"prompt": "c", "completion": "d"}')
+    path = write(b'{"prompt": "a", "completion": "b"}\n \t\r\n' + line + b'\n{"prompt": "c", "completion": "d"}')
     rows = read_rows(path)
     assert [row.line for row in rows.items] == [1, 4]
     (problem,) = rows.problems
@@ -147,6 +147,8 @@ def test_missing_file_folder_and_task(tmp_path: Path, write: Write) -> None:
         read_rows(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match="is a folder"):
         read_rows(tmp_path)
+    with pytest.raises(DataError, match="cannot read"):
+        read_rows(f"{'long' * 100}.jsonl")
     with pytest.raises(ConfigError, match="did you mean 'sst2'"):
         read_rows(write(FORMATS["text"]), task="sst3")
 
