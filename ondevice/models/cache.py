@@ -96,6 +96,8 @@ def read_record(folder: Path, *, full: bool = False) -> Record:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         record = Record(**values)
+        if record.version != RECORD_VERSION:
+            raise ValueError(f"version {record.version}")
         for name, expected in record.files.items():
             file = folder / name
             size = file.stat().st_size if file.is_file() else None

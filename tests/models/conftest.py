@@ -1,0 +1,95 @@
+"""A cache of its own for each test, and GGUF files of tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from ondevice.models import LoadedModel
+from ondevice.models.gguf import _BLOCK_NAMES, _TOP_NAMES
+from ondevice.models.tiny import SPECIAL_TOKENS, _byte_letters
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def write_gguf() -> Callable[..., Path]:
+    return _write_gguf
+
+
+def _interleave(weights: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k of the llama architecture."""
+    return weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
+
+
+def _write_gguf(path: Path, loaded: LoadedModel, kind: str = "F32", **changes: object) -> Path:
+    """A GGUF file of a tiny model; `changes` replace or (with None) drop metadata, `tensors` adds tensors."""
+    from gguf import GGUFWriter
+
+    dims, arch = loaded.dims, loaded.dims.family
+    extra = changes.pop("tensors", {})
+    meta = {
+        "block_count": dims.layers,
+        "context_length": dims.max_positions,
+        "embedding_length": dims.hidden,
+        "feed_forward_length": dims.intermediate,
+        "attention.head_count": dims.heads,
+        "attention.head_count_kv": dims.kv_heads,
+        "attention.layer_norm_rms_epsilon": dims.norm_eps,
+        "rope.dimension_count": dims.head_dim,
+        "rope.freq_base": dims.rope_theta,
+    } | changes
+    writer = GGUFWriter(str(path), str(meta.pop("arch", arch)))
+    writer.add_name("tiny")
+    for key, value in meta.items():
+        if isinstance(value, float):
+            writer.add_float32(f"{arch}.{key}", value)
+        elif isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{arch}.{key}", value)
+    tokens = [*_byte_letters(), *SPECIAL_TOKENS, "ab"]
+    tokens += [f"<unused{i}>" for i in range(dims.vocab - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(257)
+    writer.add_pad_token_id(256)
+    names = {hf: ours for ours, hf in (_TOP_NAMES | _BLOCK_NAMES).items()}
+    for name in loaded.family.weight_shapes(dims):
+        weights = loaded.model.get_parameter(name).detach().numpy()
+        module, _, leaf = name.rpartition(".")
+        parts = module.split(".")
+        short = names[".".join(parts[3:])] if parts[1:2] == ["layers"] else names[module]
+        if arch == "llama" and short in ("attn_q", "attn_k"):
+            weights = _interleave(weights, dims.heads if short == "attn_q" else dims.kv_heads)
+        prefix = f"blk.{parts[2]}." if parts[1:2] == ["layers"] else ""
+        _add(writer, f"{prefix}{short}.{leaf}", weights, kind if weights.ndim == 2 else "F32")
+    for name, weights in extra.items():
+        _add(writer, name, weights, "F32")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: GGUFWriter, name: str, weights: np.ndarray, kind: str) -> None:
+    from gguf import GGMLQuantizationType, quantize
+
+    quantisation = GGMLQuantizationType[kind]
+    data = np.ascontiguousarray(weights) if kind == "F32" else quantize(weights, quantisation)
+    writer.add_tensor(name, data, raw_dtype=quantisation)

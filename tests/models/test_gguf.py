@@ -1,0 +1,111 @@
+"""GGUF files: equal to the model they were made of and to transformers' own reading, or refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ondevice.errors import ModelError
+from ondevice.models import find_cached, load_model, read_dims, tiny_model
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 320}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_float32_gguf_is_the_model(write_gguf: Callable[..., Path], family: str, tied: bool, tmp_path: Path) -> None:
+    made = tiny_model(family, 1, tied=tied, **WIDE)
+    path = write_gguf(tmp_path / "tiny.gguf", made)
+    assert read_dims(str(path)) == made.dims
+    assert find_cached(str(path)) is None
+    loaded = load_model(str(path), verify=True)
+    assert loaded.dims == made.dims
+    for name, tensor in made.model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], tensor), name
+    assert loaded.tokenizer("xab\n")["input_ids"] == [120, 260, 10]
+    assert loaded.source.path == find_cached(str(path))
+    assert loaded.source.sha256 == load_model(str(loaded.source.path)).source.sha256
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "F16"])
+def test_quantised_gguf_is_what_transformers_reads(write_gguf: Callable[..., Path], kind: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE), kind)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).state_dict()
+    ours = load_model(str(path)).model.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+BROKEN = {
+    "other architecture": ({"arch": "gemma3"}, "gemma3"),
+    "no size": ({"embedding_length": None}, "embedding_length"),
+    "experts": ({"expert_count": 4}, "mixture of experts"),
+    "half rotation": ({"rope.dimension_count": 8, "attention.key_length": 16}, "part of each head"),
+    "rope scaling": ({"rope.scaling.type": "longrope"}, "longrope"),
+    "rope by hand": ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "rope_freqs"),
+    "unknown tensor": ({"tensors": {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}}, "attn_q_norm"),
+    "too few tensors": ({"block_count": 3}, "model.layers.2"),
+    "other shape": ({"feed_forward_length": 128}, "ffn_"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_gguf_that_cannot_be_used(write_gguf: Callable[..., Path], case: str, tmp_path: Path, own_cache: Path) -> None:
+    changes, words = BROKEN[case]
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE), **changes)
+    with pytest.raises(ModelError, match=words):
+        load_model(str(path))
+    assert not list(own_cache.glob("models/gguf/*"))
+
+
+@pytest.mark.parametrize("content", [b"", b"not a gguf file at all", None])
+def test_torn_gguf(write_gguf: Callable[..., Path], content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    if content is None:
+        content = write_gguf(path, tiny_model(**WIDE)).read_bytes()[:-5000]
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match="torn or no GGUF"):
+        load_model(str(path))
+
+
+def test_linear_and_yarn_scaling_arrive(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128}
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE), **scaling)
+    loaded = load_model(str(path))
+    assert loaded.dims.rope_type == "yarn"
+    rope = loaded.model.config.rope_parameters
+    assert (rope["factor"], rope["original_max_position_embeddings"]) == (4.0, 128)
+
+
+def test_a_replaced_file_is_converted_again(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(seed=1, **WIDE))
+    first = load_model(str(path))
+    write_gguf(path, tiny_model(seed=2, **WIDE))
+    os.utime(path, ns=(1, 1))
+    assert load_model(str(path)).source.sha256 != first.source.sha256
+
+
+def test_a_changed_cache_is_noticed(write_gguf: Callable[..., Path], tmp_path: Path, own_cache: Path) -> None:
+    path = str(write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE)))
+    weights = load_model(path).source.path / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    load_model(path)
+    with pytest.raises(ModelError, match="has changed") as caught:
+        load_model(path, verify=True)
+    assert f"delete {weights.parent}" in caught.value.hint
+    weights.write_bytes(data[:-1])
+    with pytest.raises(ModelError, match="has changed"):
+        load_model(path)
+    (weights.parent / "ondevice-model.json").write_text("{}")
+    with pytest.raises(ModelError, match="not a record of this version"):
+        load_model(path)
