@@ -168,7 +168,8 @@ class ExecutorchSession:
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from an adapter that has this program's frozen A."""
-        self._set(self.layout().from_tensors(adapter.tensors, self._names()))
+        alpha = PrgeConfig.parse(self.manifest.method, "manifest.json: method").alpha
+        self._set(self.layout().from_adapter(adapter, self._names(), alpha))
 
     def close(self) -> None:
         """Release the program's methods."""

@@ -18,13 +18,20 @@ class CopiesState:
 
     def __init__(self, adapter_P: Tensor, queries: int) -> None:
         self.copies = adapter_P[None].repeat(2 * queries, 1)
-        self.pending = torch.zeros(queries)
-        self.learning_rate = torch.zeros(1)
+        self.pending = torch.zeros(queries, device=adapter_P.device)
+        self.learning_rate = torch.zeros(1, device=adapter_P.device)
 
     def step(
         self, program: PrgeProgram, ids_BT: Tensor, labels_BT: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Lines 2 to 7: recover the last noise, restore, update, perturb anew, run. Losses [2q] and gradients [q]."""
+        self.perturb(program, seed, step)
+        losses = program.losses(ids_BT, labels_BT, lambda start, count: self.copies[:, start : start + count])
+        self.pending, self.learning_rate = program.projected_gradients(losses), learning_rate
+        return losses, self.pending
+
+    def perturb(self, program: PrgeProgram, seed: Tensor, step: Tensor) -> None:
+        """Lines 2 to 6: the pending update is applied and the copies carry the noise of `step`."""
         q, epsilon = program.config.queries, program.config.perturbation_scale
         difference = self._difference()
         update = self._update(difference, epsilon)
@@ -32,9 +39,6 @@ class CopiesState:
         plus = self.copies[:q] - difference - update + z
         minus = self.copies[q:] + difference - update - z
         self.copies = torch.cat([plus, minus])
-        losses = program.losses(ids_BT, labels_BT, lambda start, count: self.copies[:, start : start + count])
-        self.pending, self.learning_rate = program.projected_gradients(losses), learning_rate
-        return losses, self.pending
 
     def _difference(self) -> Tensor:
         q = self.copies.shape[0] // 2

@@ -16,6 +16,7 @@ from ondevice.errors import ArtifactError
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.models import ModelDims
 
@@ -92,6 +93,28 @@ class AdapterLayout:
             tensors[f"{name}.lora_A.weight"] = np.ascontiguousarray(self.frozen_a(entry).T)
             tensors[f"{name}.lora_B.weight"] = np.ascontiguousarray(b.T)
         return tensors
+
+    def from_adapter(self, adapter: Adapter, names: dict[tuple[int, str], str], alpha: float) -> np.ndarray:
+        """The flat vector of `adapter`, which must be of this layout, whole, and scaled as this run scales.
+
+        Raises:
+            ArtifactError: as `from_tensors`; or the adapter has another alpha, or linear layers beyond this layout.
+        """
+        if adapter.alpha != alpha:
+            raise ArtifactError(
+                "the adapter has another alpha", expected=alpha, received=adapter.alpha,
+                hint="`method.alpha` must be the one that the adapter was trained with",
+            )
+        known = {names[(entry.layer, entry.target)] for entry in self.entries}
+        beyond = [linear for linear in adapter.linears if linear not in known]
+        if beyond:
+            raise ArtifactError(
+                f"the adapter changes layers that this run does not: {', '.join(beyond[:4])}",
+                expected=f"{len(known)} linear layers",
+                received=f"{len(adapter.linears)} linear layers",
+                hint="use the method's `targets` and `top_layers` that the adapter was trained with",
+            )
+        return self.from_tensors(adapter.tensors, names)
 
     def from_tensors(self, tensors: dict[str, np.ndarray], names: dict[tuple[int, str], str]) -> np.ndarray:
         """The flat vector of an adapter that this layout wrote; the inverse of `to_tensors`.

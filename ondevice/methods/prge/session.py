@@ -19,6 +19,9 @@ from ondevice.runtime_ops import torch_ops
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
+COPIES_STATE = ("copies", "pending", "learning_rate")
+"""What Algorithm 1 keeps from step to step."""
+
 
 class PrgeSession:
     """Holds the adapter and steps it; any batch size and length.
@@ -82,6 +85,10 @@ class PrgeSession:
         rate = np.array([learning_rate], dtype=np.float32)
         gradients = np.array(projected_gradients, dtype=np.float32)
         gradients_Q, number, rate_1 = self._tensors(gradients, np.array([step]), rate)
+        if self._copies is not None:
+            self._copies.perturb(self.program, self.seed, number)
+            self._copies.pending, self._copies.learning_rate = gradients_Q, rate_1
+            return
         self._adapter = self.program.apply_update(self._adapter, gradients_Q, self.seed, number, rate_1)
 
     def _master(self) -> torch.Tensor:
@@ -97,17 +104,15 @@ class PrgeSession:
         """The adapter and the seed, and Algorithm 1's copies where they are the state."""
         state = {"adapter": self.flat().copy(), "seed": self.seed.cpu().numpy()}
         if self._copies is not None:
-            state |= {
-                "copies": self._copies.copies.numpy(),
-                "pending": self._copies.pending.numpy(),
-                "learning_rate": self._copies.learning_rate.numpy(),
-            }
+            state |= {name: getattr(self._copies, name).cpu().numpy() for name in COPIES_STATE}
         return state
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave; see `Session.load_state`."""
         flat = state.get("adapter")
-        if flat is None or flat.shape != tuple(self._adapter.shape) or (self._copies is not None and "copies" not in state):
+        needed = {"adapter", "seed", *(COPIES_STATE if self._copies is not None else ())}
+        fits = flat is not None and flat.shape == tuple(self._adapter.shape) and flat.dtype == np.float32
+        if flat is None or not fits or needed - state.keys():
             raise CheckpointError(
                 "the checkpoint is not of this run",
                 expected=f"adapter float32 {list(self._adapter.shape)}",
@@ -116,9 +121,8 @@ class PrgeSession:
         (self._adapter,) = self._tensors(flat.copy())
         (self.seed,) = self._tensors(state["seed"].copy())
         if self._copies is not None:
-            self._copies.copies = torch.from_numpy(state["copies"].copy())
-            self._copies.pending = torch.from_numpy(state["pending"].copy())
-            self._copies.learning_rate = torch.from_numpy(state["learning_rate"].copy())
+            for name in COPIES_STATE:
+                setattr(self._copies, name, self._tensors(state[name].copy())[0])
 
     def adapter(self) -> Adapter:
         """The trained adapter in PEFT's layout."""
@@ -127,8 +131,8 @@ class PrgeSession:
         return Adapter(tensors, config.rank, config.alpha, config.targets, self.loaded.source.source)
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Start from an adapter with the same frozen A."""
-        flat = self.program.layout.from_tensors(adapter.tensors, self.names)
+        """Start from an adapter of this layout: the same linears, rank, alpha and frozen A."""
+        flat = self.program.layout.from_adapter(adapter, self.names, self.config.alpha)
         (self._adapter,) = self._tensors(flat)
         if self._copies is not None:
             self._copies = CopiesState(self._adapter, self.config.queries)
