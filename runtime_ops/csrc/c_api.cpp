@@ -49,7 +49,7 @@ EXPORT void ondevice_rademacher(uint64_t seed, uint64_t step, int64_t tensor, in
 EXPORT void ondevice_q4_linear(const float* x, int64_t rows, const uint8_t* packed, const uint16_t* scales,
                         const uint16_t* mins, int64_t outputs, int64_t inputs, int64_t group, float* y,
                         int64_t threads) {
-  ondevice::q4_linear(x, rows, {packed, scales, mins, outputs, inputs, group}, y, threads, Threads{threads});
+  ondevice::q4_linear(x, rows, {packed, scales, mins, outputs, inputs, group}, y, Threads{threads});
 }
 
 // This and the following return the index of the first id or label out of range, or -1.

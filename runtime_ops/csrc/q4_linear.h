@@ -10,6 +10,7 @@
 namespace ondevice {
 
 constexpr int64_t kPanel = 32;
+constexpr int64_t kTasks = 16;  // pieces of work to aim at, so that threads end together
 static_assert(kPanel % kTileColumns == 0, "a panel holds whole tiles");
 
 struct Q4Weight {
@@ -64,13 +65,13 @@ inline void multiply_panel(const float* x, int64_t rows, int64_t depth, const fl
   });
 }
 
-// x float32 [rows, inputs], y float32 [rows, outputs]. `threads` only decides how the work is cut.
+// x float32 [rows, inputs], y float32 [rows, outputs].
 template <typename Parallel>
-void q4_linear(const float* x, int64_t rows, const Q4Weight& w, float* y, int64_t threads, const Parallel& parallel) {
+void q4_linear(const float* x, int64_t rows, const Q4Weight& w, float* y, const Parallel& parallel) {
   if (rows <= 0 || w.outputs <= 0) return;
   const int64_t panels = (w.outputs + kPanel - 1) / kPanel;
   int64_t row_parts = 1;  // cut the rows too where there are few panels; each part dequantises for itself
-  while (panels * row_parts < 4 * threads && rows / (row_parts + 1) >= 4 * kTileRows) ++row_parts;
+  while (panels * row_parts < kTasks && rows / (row_parts + 1) >= 4 * kTileRows) ++row_parts;
   const int64_t height = (rows + row_parts - 1) / row_parts;
   parallel(panels * row_parts, [&](int64_t begin, int64_t end) {
     static thread_local Scratch scratch;

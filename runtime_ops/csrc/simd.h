@@ -10,8 +10,10 @@ namespace ondevice {
 constexpr int kLanes = 16, kTileVectors = 2, kTileRows = 14;  // 28 of 32 registers accumulate
 #elif defined(__AVX__)
 constexpr int kLanes = 8, kTileVectors = 2, kTileRows = 6;  // 12 of 16
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kTileVectors = 4, kTileRows = 6;  // 24 of 32
 #else
-constexpr int kLanes = 4, kTileVectors = 4, kTileRows = 6;  // 24 of 32 (NEON)
+constexpr int kLanes = 4, kTileVectors = 2, kTileRows = 6;  // 12 of 16
 #endif
 constexpr int kTileColumns = kLanes * kTileVectors;
 
