@@ -34,15 +34,11 @@ def read_config(path: Path) -> dict[str, Any]:
         received, hint = "no such file", "give the folder that holds adapter_config.json"
         if (path.parent / "adapters.safetensors").is_file():
             received, hint = "an mlx-lm adapter (adapters.safetensors)", "convert it to PEFT's layout first"
-        raise ArtifactError(
-            f"{path.parent} is not a PEFT adapter", expected=CONFIG_NAME, received=received, hint=hint
-        )
+        raise ArtifactError(f"{path.parent} is not a PEFT adapter", expected=CONFIG_NAME, received=received, hint=hint)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(
-            f"{path} is not readable JSON", received=str(error), hint="copy it again"
-        ) from None
+        raise ArtifactError(f"{path} is not readable JSON", received=str(error), hint="copy it again") from None
     if not isinstance(config, dict) or "peft_type" not in config:
         found = ", ".join(sorted(config)[:6]) if isinstance(config, dict) else type(config).__name__
         hint = "mlx-lm writes a file of the same name; convert that adapter first"
@@ -55,9 +51,7 @@ def check_kind(config: dict[str, Any], path: Path) -> None:
 
     def refuse(field: str, expected: str) -> None:
         hint = "only plain LoRA can be used; merge such an adapter with PEFT's merge_and_unload"
-        raise ArtifactError(
-            f"{path}: field '{field}'", expected=expected, received=config.get(field), hint=hint
-        )
+        raise ArtifactError(f"{path}: field '{field}'", expected=expected, received=config.get(field), hint=hint)
 
     if config["peft_type"] != "LORA":
         refuse("peft_type", "LORA")
@@ -117,9 +111,7 @@ def _to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
         return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     if dtype not in _NUMPY:
         expected = "F32, F16, BF16 or F64"
-        raise ArtifactError(
-            f"{path}: tensor '{name}' has a dtype no adapter has", expected=expected, received=dtype
-        )
+        raise ArtifactError(f"{path}: tensor '{name}' has a dtype no adapter has", expected=expected, received=dtype)
     return np.frombuffer(data, dtype=_NUMPY[dtype]).astype(np.float32)
 
 
@@ -131,9 +123,7 @@ def check_tensors(tensors: dict[str, np.ndarray], where: str) -> int:
     for name, value in sorted(tensors.items()):
         match = _KEY.fullmatch(name)
         if match is None:
-            raise ArtifactError(
-                f"{where}: tensor '{name}'", expected="<linear>.lora_A.weight or .lora_B.weight"
-            )
+            raise ArtifactError(f"{where}: tensor '{name}'", expected="<linear>.lora_A.weight or .lora_B.weight")
         other = f"{match['linear']}.lora_{'B' if match['side'] == 'A' else 'A'}.weight"
         if other not in tensors:
             raise ArtifactError(f"{where}: tensor '{name}' has no partner", expected=other)
@@ -144,9 +134,7 @@ def check_tensors(tensors: dict[str, np.ndarray], where: str) -> int:
             raise ArtifactError(f"{where}: tensor '{name}'", expected="rank 1 or more", received="rank 0")
         rank = found if rank is None else rank
         if found != rank:
-            raise ArtifactError(
-                f"{where}: tensor '{name}'", expected=f"rank {rank}", received=f"rank {found}"
-            )
+            raise ArtifactError(f"{where}: tensor '{name}'", expected=f"rank {rank}", received=f"rank {found}")
         if not np.isfinite(value).all():
             raise ArtifactError(f"{where}: tensor '{name}'", expected="finite values", received="inf or nan")
     return int(rank or 0)

@@ -113,7 +113,7 @@ class Family:
     }
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
+        self.model: Any = model  # transformers' parts are not typed per architecture
         self.dims = self.dims_from_config(model.config.to_dict())
 
     @classmethod
@@ -192,13 +192,13 @@ class Family:
         self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None
     ) -> Tensor:
         """attention(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
-        layer = self.layer(i)
+        layer: Any = self.layer(i)
         normed = layer.input_layernorm(h)
         return layer.self_attn(hidden_states=normed, position_embeddings=position, attention_mask=mask)[0]
 
     def mlp_branch(self, i: int, h: Tensor) -> Tensor:
         """mlp(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
-        layer = self.layer(i)
+        layer: Any = self.layer(i)
         return layer.mlp(layer.post_attention_layernorm(h))
 
     def final_norm(self, h: Tensor) -> Tensor:

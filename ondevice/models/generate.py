@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ondevice.errors import ConfigError, ModelError
 
@@ -52,8 +52,9 @@ def generate(
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)
-        output = loaded.model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
-    return loaded.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+        model: Any = loaded.model
+        output = model.generate(inputs, attention_mask=torch.ones_like(inputs), generation_config=config)
+    return str(loaded.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
 
 
 def prompt_ids(loaded: LoadedModel, prompt: str | Messages) -> Sequence[int]:
@@ -64,7 +65,7 @@ def prompt_ids(loaded: LoadedModel, prompt: str | Messages) -> Sequence[int]:
         hint = "give the prompt as plain text"
         raise ModelError(f"{loaded.source.source} has no chat template", received="messages", hint=hint)
     else:
-        text = loaded.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        text = str(loaded.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
         ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ConfigError("the prompt is empty", expected="at least one token")

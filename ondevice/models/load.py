@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import storage_errors
 from ondevice.errors import ModelError
@@ -74,14 +74,17 @@ def load_model(
         from ondevice.models.tiny import tiny_model
 
         loaded = tiny_model(source.removeprefix(TINY_PREFIX))
-        loaded.model.to(device=torch_device, dtype=torch_dtype)
+        for parameter in loaded.model.parameters():  # not the rotary frequencies, which stay in float32
+            parameter.data = parameter.data.to(torch_dtype)
+        _move(loaded.model, torch_device)
         return loaded
     dims, family = _dims(source, revision)
     info = sources.resolve(source, revision, verify=verify)
     folder = _folder(info)
     tokenizer = _load_tokenizer(folder)
     sources.check_weights(folder, family.weight_shapes(dims))
-    model = _load_weights(folder, torch_dtype).to(torch_device)
+    model = _load_weights(folder, torch_dtype)
+    _move(model, torch_device)
     return wrap(model, tokenizer, family, info)
 
 
@@ -126,7 +129,7 @@ def wrap(
     model.eval().requires_grad_(False)
     # Only gradients look at the padding index, and padding is never trained on; quantised embeddings
     # cannot be exported with it.
-    model.get_input_embeddings().padding_idx = None
+    setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010
     wrapped = family(model)
     return LoadedModel(model, tokenizer, wrapped.dims, wrapped, info)
 
@@ -176,7 +179,7 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         raise missing("transformers") from None
     try:
         with quiet_transformers():
-            model, report = AutoModelForCausalLM.from_pretrained(
+            result: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 dtype=dtype,
                 attn_implementation="sdpa",
@@ -188,10 +191,15 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         kind = type(error).__name__
         message = f"{folder}: the weights cannot be read"
         raise ModelError(message, received=f"{kind}: {error}", hint="copy the model again") from error
+    model, report = result
     if missing_names := sorted(report["missing_keys"]):
         received = f"{missing_names[0]} and {len(missing_names) - 1} more"
         raise ModelError(f"{folder}: the weights lack a tensor", received=received, hint="copy the model again")
     return model
+
+
+def _move(model: Any, device: torch.device) -> None:
+    model.to(device)
 
 
 @contextmanager

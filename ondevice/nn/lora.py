@@ -45,7 +45,7 @@ class LoRALinear(nn.Module):
         Raises:
             ModelError: the shapes do not fit.
         """
-        inputs, outputs = linear.in_features, linear.out_features
+        inputs, outputs = int(getattr(linear, "in_features")), int(getattr(linear, "out_features"))  # noqa: B009
         device = next((p.device for p in linear.parameters()), None) or next(linear.buffers()).device
         a_RI = torch.as_tensor(a).detach().to(device, torch.float32, copy=True)
         if b is None:

@@ -91,9 +91,7 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
     for name in adapter.linears:
         layer, target = places[name]
         base = family.linear(layer, target)
-        family.set_linear(
-            layer, target, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name))
-        )
+        family.set_linear(layer, target, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name)))
 
 
 def fuse_in_place(loaded: LoadedModel) -> int:
@@ -146,9 +144,7 @@ def fuse(
     # The base is rounded as it will be written, then computed in float32: what remains is the adapter.
     loaded = load_model(source, revision=revision, dtype=dtype)
     if loaded.source.path is not None and os.path.realpath(out) == os.path.realpath(loaded.source.path):
-        raise StorageError(
-            f"{out} is the base model itself", expected="another folder", hint="choose another name"
-        )
+        raise StorageError(f"{out} is the base model itself", expected="another folder", hint="choose another name")
     loaded.model.float()
     base = _logits(loaded, prompts)
     apply_adapter(loaded, adapter)
@@ -189,9 +185,7 @@ def _logits(loaded: LoadedModel, prompts: Sequence[str]) -> list[Tensor]:
         ]
 
 
-def _check(
-    out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fused: list[Tensor]
-) -> FuseReport:
+def _check(out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fused: list[Tensor]) -> FuseReport:
     effect, from_base = _distance(adapted, base), _distance(fused, base)
     from_adapter, scale = _distance(fused, adapted), max(float(x.abs().max()) for x in adapted)
     limit = _TOLERANCE[dtype] * max(1.0, scale)
@@ -200,9 +194,7 @@ def _check(
             f"the model fused for {out} is not base plus adapter; nothing was written",
             expected=f"logits within {limit:.3g}",
             received=f"{from_adapter:.3g}",
-            hint="please report this with the model and the adapter"
-            if dtype == "float32"
-            else "dtype float32",
+            hint="please report this with the model and the adapter" if dtype == "float32" else "dtype float32",
         )
     if not from_base > 0 or not effect > from_adapter:
         raise VerificationError(
@@ -216,6 +208,4 @@ def _check(
 
 def _distance(left: list[Tensor], right: list[Tensor]) -> float:
     """Largest absolute difference; NaN if there is one on either side."""
-    return max(
-        (float((a - b).abs().max()) for a, b in zip(left, right)), key=lambda x: float("inf") if x != x else x
-    )
+    return max((float((a - b).abs().max()) for a, b in zip(left, right)), key=lambda x: float("inf") if x != x else x)

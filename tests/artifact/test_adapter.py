@@ -77,9 +77,7 @@ def test_peft_loads_what_we_write(adapter: Adapter, tmp_path: Path, recwarn: pyt
 def test_we_load_what_peft_writes(dtype: torch.dtype, tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(
-        r=4, lora_alpha=6, target_modules=list(TARGETS), use_rslora=True, init_lora_weights=False
-    )
+    config = LoraConfig(r=4, lora_alpha=6, target_modules=list(TARGETS), use_rslora=True, init_lora_weights=False)
     model = get_peft_model(tiny(), config, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         if "lora_" in name:

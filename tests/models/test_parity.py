@@ -136,6 +136,7 @@ def test_bfloat16_is_close(family: str) -> None:
     assert logits.dtype == torch.bfloat16
     difference = (logits.float() - own_logits(exact, ids)).abs().max()
     assert 0 < difference < 0.15
+    assert half.model.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
 @pytest.mark.gpu

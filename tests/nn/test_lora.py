@@ -12,9 +12,7 @@ from ondevice.errors import ModelError
 from ondevice.nn.lora import LoRALinear
 
 
-def make(
-    bias: bool = True, dtype: torch.dtype = torch.float32, rank: int = 3
-) -> tuple[LoRALinear, nn.Linear]:
+def make(bias: bool = True, dtype: torch.dtype = torch.float32, rank: int = 3) -> tuple[LoRALinear, nn.Linear]:
     torch.manual_seed(0)
     base = nn.Linear(7, 5, bias=bias, dtype=dtype)
     return LoRALinear.from_base(base, rank, 6.0, torch.randn(rank, 7), torch.randn(5, rank)), base
