@@ -30,7 +30,7 @@ class LoraSession(FirstOrderSession):
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.peft_model = peft.get_peft_model(loaded.model, settings, autocast_adapter_dtype=False)
+            self.peft_model = peft.get_peft_model(loaded.model, settings)  # adapters stay in float32
         named = {
             name.removeprefix(PREFIX).replace(".default", ""): parameter
             for name, parameter in self.peft_model.named_parameters()
@@ -51,7 +51,12 @@ class LoraSession(FirstOrderSession):
 
     @torch.no_grad()
     def load_adapter(self, adapter: Adapter) -> None:
-        """Start from `adapter`; it must have the same rank and targets."""
+        """Start from `adapter`; it must have the same rank, alpha and linear layers."""
+        if adapter.alpha != self.config.alpha:
+            raise ArtifactError("the adapter has another alpha", expected=self.config.alpha, received=adapter.alpha)
+        beyond = sorted(adapter.tensors.keys() - self.all_tensors.keys())
+        if beyond:
+            raise ArtifactError(f"the adapter changes layers that this run does not: {', '.join(beyond[:4])}")
         for name, parameter in self.all_tensors.items():
             value = adapter.tensors.get(name)
             if value is None or value.shape != tuple(parameter.shape):

@@ -33,7 +33,7 @@ class MezoSession:
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
         torch_ops.register()
-        self.generator_backend = torch_ops.generator_backend()
+        self.generator_backend = torch_ops.generator_backend(self.device)
         self.noise = torch.ops.ondevice.normal if config.noise == "gaussian" else torch.ops.ondevice.rademacher
         self.parameters = dict(sorted(loaded.model.named_parameters()))
         self.seed = torch.tensor([seed], device=self.device)
