@@ -47,6 +47,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--eval-every", type=int, default=1000)
     parser.add_argument("--eval-rows", type=int, default=500)
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop a run after so many seconds")
+    parser.add_argument("--one-by-one", action="store_true", help="one seed after the other")
     parser.add_argument("--dtype", default="float32", help="of the frozen model")
 
 
@@ -93,8 +95,7 @@ class GraphedSession:
         if ids.shape[1] not in self.graphs:
             self.session.step(ids, labels, step, rate)
             return
-        pinned = [torch.from_numpy(array).pin_memory() for array in (ids, labels)]
-        self.graphs[ids.shape[1]](*pinned, step, rate)
+        self.graphs[ids.shape[1]](torch.from_numpy(ids), torch.from_numpy(labels), step, rate)
 
 
 class Run:
@@ -124,7 +125,7 @@ class Run:
             self.stepper = GraphedSession(self.session, self.batches, task.label_tokens)
         self.accuracies: list[float] = []
         self.losses: list[float] = []
-        self.seconds = 0.0
+        self.seconds, self.done, self.budget_s = 0.0, 0, args.budget_s
 
     def __call__(self) -> None:
         from ondevice.train.evaluate import evaluate_dataset
@@ -138,7 +139,8 @@ class Run:
                     result = evaluate_dataset(self.session, self.task.valid, self.pad, batch_size=128)
                     self.accuracies.append(float(result.accuracy))
                     self.losses.append(float(result.loss))
-                    if self.losses[-1] != self.losses[-1]:
+                    self.done = step + 1
+                    if self.losses[-1] != self.losses[-1] or time.perf_counter() - started > self.budget_s:
                         break
             if self.stream is not None:
                 self.stream.synchronize()
@@ -159,17 +161,21 @@ def zero_shot(args: Any, task: Task) -> dict[str, Any]:
 def measure(args: Any, task: Task, variant: str, rate: float | None) -> dict[str, Any]:
     """All seeds of one method on one task."""
     runs = [Run(args, task, variant, rate, seed, args.dtype) for seed in range(args.seeds)]
-    threads = [threading.Thread(target=run) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    if args.one_by_one:
+        for run in runs:
+            run()
+    else:
+        threads = [threading.Thread(target=run) for run in runs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     curve = [round(statistics.mean(values), 4) for values in zip(*(run.accuracies for run in runs), strict=False)]
     row = {
         "task": task.name,
         "method": variant,
         "learning_rate": runs[0].config.learning_rate,
-        "steps": runs[0].steps,
+        "steps": min(run.done for run in runs),
         "accuracy": [max(run.accuracies, default=float("nan")) for run in runs],
         "final_accuracy": [run.accuracies[-1] if run.accuracies else float("nan") for run in runs],
         "loss": [min(run.losses, default=float("nan")) for run in runs],
@@ -204,7 +210,7 @@ def main() -> None:
         {"key": "final_accuracy", "title": "Last accuracy", "digits": 3},
         {"key": "loss", "title": "Best loss", "digits": 3},
     ]
-    notes = f"Seeds {args.seeds}, perturbation scale {args.scale}, frozen weights in {args.dtype} (matrix products in TF32 on CUDA)."
+    notes = [f"Seeds {args.seeds}, perturbation scale {args.scale}, frozen weights in {args.dtype} (matrix products in TF32 on CUDA)."]
     finish("prge_quality", rows, args, columns=columns, title="Accuracy after fine-tuning SmolLM2-135M", notes=notes)
 
 
