@@ -3,9 +3,10 @@
     python -m benchmarks.plan_accuracy                 small random models
     python -m benchmarks.plan_accuracy --smollm        also SmolLM2-135M (it is fetched if the cache lacks it)
 
-Measured is anonymous memory (RssAnon + VmSwap, sampled every millisecond): what a phone counts. `step` is the
-growth from the loaded model to the peak of the steps, `run` the growth since before the model was loaded, and
-`baseline` what the process takes before that; each beside what the plan says.
+Measured is the kernel's high-water mark of resident memory. Weights that are mapped from a file count, as every
+step reads them; methods that change the weights turn the same pages into anonymous ones. `baseline` is anonymous
+memory after steps of a tiny model (libraries are loaded and warm), `run` the growth of resident memory from there
+to the peak, and `step` that without the weights.
 """
 
 from __future__ import annotations
@@ -57,28 +58,26 @@ COLUMNS = [
 
 
 def child(arguments: list[str]) -> None:
-    """Measure one run and print it as JSON: baseline, loaded and peak, in bytes."""
+    """Measure one run and print it as JSON: bytes after the warm-up, with the model, and at the peak."""
     source, method, values, batch, length = arguments[0], arguments[1], *map(json.loads, arguments[2:5])
     import numpy as np
     import peft  # noqa: F401  part of the baseline for every method, so that rows compare
-    import torch
-    import transformers.models.llama.modeling_llama  # noqa: F401
 
     from ondevice.methods.registry import method_config, open_session
     from ondevice.models import load_model
-    from ondevice.train.memory import AnonymousPeak, anonymous_bytes
+    from ondevice.train.memory import PeakMemory, anonymous_bytes, resident_bytes
 
-    torch.ones(256, 256) @ torch.ones(256, 256)
-    baseline = settled(anonymous_bytes)
-    loaded = load_model(source)
-    after_load = settled(anonymous_bytes)
-    random = np.random.default_rng(0)
-    ids = random.integers(0, min(loaded.dims.vocab, 256), (batch, length))
-    with AnonymousPeak(interval_s=0.001) as peak:
-        session = open_session(loaded, method_config(method, values), 0)
+    def run(source: str) -> None:
+        session = open_session(load_model(source), method_config(method, values), 0)
+        ids = np.random.default_rng(0).integers(0, 256, (batch, length))
         for step in range(STEPS):
             session.step(ids, ids, step, 1e-6)
-    print(json.dumps({"baseline": baseline, "loaded": after_load, "peak": peak.peak_bytes}))
+
+    run("tiny:llama")
+    baseline, before = settled(anonymous_bytes), settled(resident_bytes)
+    peak = PeakMemory()
+    run(source)
+    print(json.dumps({"baseline": baseline, "before": before, "peak": peak.resident_bytes()}))
 
 
 def settled(read: Any) -> int:
@@ -110,9 +109,11 @@ def measure(source: str, case: tuple[str, str, dict[str, Any], int, int], repeat
         runs.append(json.loads(done.stdout.splitlines()[-1]))
     found = plan(source, method_config(method, values), batch_size=batch, length_tokens=length, device="this-cpu")
     planned_run = found.total_bytes - found.parts["runtime"]
+    if model == "wide":  # its tokenizer is one of bytes
+        planned_run -= found.parts["tokenizer"]
     planned_step = planned_run - found.parts["weights"]
-    step = [run["peak"] - run["loaded"] for run in runs]
-    run = [run["peak"] - run["baseline"] for run in runs]
+    run = [run["peak"] - run["before"] for run in runs]
+    step = [value - found.parts["weights"] for value in run]
     changed = " ".join(f"{key}={value}" for key, value in values.items())
     return {
         "model": model,

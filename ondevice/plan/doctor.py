@@ -65,13 +65,9 @@ KERNELS: dict[str, _Kernel] = {
     "torch-cuda": _Kernel(
         ("torch",), _TORCH, "nvidia-smi   (a driver that is older than torch's CUDA needs an update)"
     ),
-    "transformers": _Kernel(
-        ("transformers", "torch"), _TORCH, "pip install --upgrade 'ondevice-train[torch]'"
-    ),
+    "transformers": _Kernel(("transformers", "torch"), _TORCH, "pip install --upgrade 'ondevice-train[torch]'"),
     "peft": _Kernel(("peft", "torch"), _TORCH, "pip install --upgrade peft"),
-    "executorch": _Kernel(
-        ("executorch", "torch"), _EXECUTORCH, "pip install --upgrade 'ondevice-train[executorch]'"
-    ),
+    "executorch": _Kernel(("executorch", "torch"), _EXECUTORCH, "pip install --upgrade 'ondevice-train[executorch]'"),
     "runtime-ops": _Kernel(("torch",), _TORCH, COMPILER_FIX),
     "executorch-ops": _Kernel(("executorch", "torch"), _EXECUTORCH, COMPILER_FIX),
     "mlx": _Kernel(("mlx",), "pip install 'ondevice-train[mlx]'", _REINSTALL.format("mlx")),
@@ -158,9 +154,7 @@ def _kernel(name: str) -> Outcome:
 def run_kernel(command: Sequence[str], timeout_s: float = KERNEL_TIMEOUT_S) -> Outcome:
     """Run a process that ends with `{"detail": ...}` or `{"error": ..., "fix": ...}`; it may crash."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired:
         return False, f"no answer in {timeout_s:g} s", ""
     except OSError as error:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 Runtime = Literal["torch", "executorch"]
 RUNTIMES = ("torch", "executorch")
 MIB = 1 << 20
+TOKENIZER_BYTES = 1000
+"""A token of the vocabulary in the tokenizer (measured: 48 MB for SmolLM2's 49,152)."""
+RETAINED_BYTES = 64 * MIB
+"""What glibc keeps of freed memory at most (its trim threshold, once large blocks have been freed)."""
 
 BASELINE_BYTES = {
     ("torch", "cpu"): 500 * MIB,
@@ -153,9 +157,7 @@ def plan(
         export, dtype = export or ExportConfig(lengths_tokens=(max(8, length_tokens),)), "float32"
         if found.torch_device == "cuda" and isinstance(device, str) and device == "this":
             found = find_device("this-cpu")
-    request = Request(
-        dims, method_config, batch_size, length_tokens, dtype, export, runtime, found, evaluates
-    )
+    request = Request(dims, method_config, batch_size, length_tokens, dtype, export, runtime, found, evaluates)
     return plan_request(name, request)
 
 
@@ -184,6 +186,8 @@ def plan_request(name: str, request: Request) -> Plan:
         "packed weights": place.packed,
         **working,
         "head tiles": place.arena,
+        "allocator": _retained(request, working),
+        "tokenizer": dims.vocab * TOKENIZER_BYTES,
         "runtime": baseline,
     }
     parts = {part: size for part, size in parts.items() if size}
@@ -201,3 +205,10 @@ def plan_request(name: str, request: Request) -> Plan:
         notes=tuple(notes),
         request=request,
     )
+
+
+def _retained(request: Request, working: dict[str, int]) -> int:
+    """Freed memory that the allocator holds back; a program's arena is planned and has none."""
+    if request.runtime != "torch":
+        return 0
+    return min(RETAINED_BYTES, sum(working[part] for part in ("noise", "activations", "logits")))

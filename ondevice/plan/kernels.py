@@ -149,9 +149,7 @@ def bitsandbytes() -> str:
         linear.weight.data.copy_(weight.cpu())
         x = torch.randn(3, 128, device=device)
         y = linear.to(device)(x)
-        _expect_close(
-            f"LinearNF4 on {device}", y.float().cpu().numpy(), (x @ back.float().t()).cpu().numpy(), 3e-2
-        )
+        _expect_close(f"LinearNF4 on {device}", y.float().cpu().numpy(), (x @ back.float().t()).cpu().numpy(), 3e-2)
     return f"bitsandbytes {version('bitsandbytes')}, NF4 kernel ran on {' and '.join(devices)}"
 
 

@@ -19,10 +19,12 @@ MEANING = {
     "packed weights": "XNNPACK's own copies of the linear layers",
     "adapter": "trained tensors, their copies and gradients",
     "noise": "random directions that exist at once",
-    "activations": "of the forward pass, and those kept for backward",
-    "logits": "one tile of the vocabulary",
+    "activations": "of a block, or all that backward needs",
+    "logits": "of one tile of the vocabulary, and the loss",
     "optimizer": "AdamW's moments",
     "head tiles": "the output head's tile as the runtime copies it",
+    "allocator": "freed memory that it holds back",
+    "tokenizer": "the vocabulary and its merges",
     "runtime": "the process before a model is loaded",
 }
 

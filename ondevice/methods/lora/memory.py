@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.methods.full.memory import activation_bytes_for_backward
+from ondevice.methods.sizes import backward_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.lora.config import LoraConfig
     from ondevice.models import ModelDims
 
 
-def memory(dims: ModelDims, config: LoraConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4) -> dict[str, int]:
+def memory(
+    dims: ModelDims, config: LoraConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
     """Peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for backward."""
     shapes = [dims.linear_shape(target) for target in config.targets]
     a = dims.layers * config.rank * sum(inputs for inputs, _ in shapes)
@@ -21,7 +23,7 @@ def memory(dims: ModelDims, config: LoraConfig, batch_size: int, length_tokens: 
     return {
         "adapter": (a + b) * 4 + trained * 4,
         "noise": 0,
-        "activations": activation_bytes_for_backward(dims, batch_size, length_tokens, activation_bytes),
-        "logits": tokens * -(-dims.vocab // config.loss_tiles) * 4 * 2,
+        "activations": backward_bytes(dims, batch_size, length_tokens, activation_bytes),
+        "logits": loss_bytes(dims, tokens, config.loss_tiles),
         "optimizer": trained * 8,
     }

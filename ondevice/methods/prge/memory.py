@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ondevice.methods.prge.layout import AdapterLayout
+from ondevice.methods.sizes import forward_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.models import ModelDims
 
 
-def memory(dims: ModelDims, config: PrgeConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4) -> dict[str, int]:
+def memory(
+    dims: ModelDims, config: PrgeConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
     """Peak bytes of adapter, noise, activations, logits and optimizer; weights are the caller's.
 
     Args:
@@ -24,19 +27,15 @@ def memory(dims: ModelDims, config: PrgeConfig, batch_size: int, length_tokens: 
     layout = AdapterLayout.build(dims, config, 0)
     in_parallel = (config.queries if config.outer_loop else 1) * (2 if config.inner_loop else 1)
     rows = batch_size * (in_parallel if config.estimator == "central" else config.copies if config.outer_loop else 1)
-    tokens = rows * length_tokens
     largest_layer = max(layout.layer_range(layer)[1] for layer in {entry.layer for entry in layout.entries})
     adapter = layout.size * 4 * (config.copies if config.form == "copies" else 2)
     frozen_a = sum(entry.inputs * entry.rank for entry in layout.entries) * activation_bytes
     update = min(layout.size, 1 << 18)
     noise = max(largest_layer * (config.copies + config.queries), update * config.queries) * 4
-    feed_forward = tokens * (3 * dims.intermediate + 2 * dims.hidden)
-    attention = tokens * (4 * dims.hidden + 2 * dims.kv_heads * dims.head_dim) + rows * dims.heads * length_tokens**2
-    logits = tokens * -(-dims.vocab // config.loss_tiles) * 4 * 2
     return {
         "adapter": adapter + frozen_a,
         "noise": noise,
-        "activations": max(feed_forward, attention) * activation_bytes,
-        "logits": logits,
+        "activations": forward_bytes(dims, rows, length_tokens, activation_bytes),
+        "logits": loss_bytes(dims, rows * length_tokens, config.loss_tiles),
         "optimizer": 0,
     }

@@ -1,0 +1,40 @@
+"""Bytes that several methods need, from dimensions alone; held against measurements by `benchmarks.plan_accuracy`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ondevice.models import ModelDims
+
+
+def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_bytes: int) -> int:
+    """The most that one block holds at once in a forward pass over [rows, length_tokens].
+
+    The MLP holds gate, up and their product beside the residual, its norm and two temporaries; the attention
+    holds queries, keys and values before and after the rotation, its output, and the scores where it is not fused.
+    """
+    tokens = rows * length_tokens
+    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    mlp = tokens * (3 * dims.intermediate + 4 * dims.hidden)
+    scores = rows * dims.heads * length_tokens**2
+    attention = tokens * (3 * dims.hidden + 3 * queries + 4 * keys) + scores
+    return max(mlp, attention) * activation_bytes
+
+
+def backward_bytes(dims: ModelDims, batch_size: int, length_tokens: int, activation_bytes: int) -> int:
+    """What backpropagation keeps of all blocks, without checkpointing: 12 d + 4 ff + 4 kv a token and layer."""
+    tokens = batch_size * length_tokens
+    kv = 4 * dims.kv_heads * dims.head_dim
+    per_token = 12 * dims.hidden + kv + 4 * dims.intermediate
+    return dims.layers * (tokens * per_token + batch_size * dims.heads * length_tokens) * activation_bytes
+
+
+def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int) -> int:
+    """The tiled cross-entropy over `tokens` labelled tokens, float32.
+
+    A tile's logits are there three times (as they are, shifted, exponentiated), and the hidden states four times
+    (final norm, shifted by one token, the labelled rows, the rows of the head for the labels).
+    """
+    tile = -(-dims.vocab // loss_tiles)
+    return tokens * (3 * tile + 4 * dims.hidden) * 4
