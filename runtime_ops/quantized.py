@@ -180,6 +180,7 @@ define(
     fake=_q4_shape,
     reference=_q4_reference,
     cpu=_q4_cpu,
+    gradient=lambda gradient, packed, scales, mins, group: gradient @ dequantize_q4(packed, scales, mins, group),
 )
 define(
     "q8_embedding",

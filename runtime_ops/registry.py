@@ -23,6 +23,7 @@ def define(
     reference: Callable[..., Tensor],
     cpu: Callable[..., Tensor] | None = None,
     cuda: Callable[..., Tensor] | None = None,
+    gradient: Callable[..., Tensor] | None = None,
 ) -> None:
     """Define `ondevice::name(arguments) -> Tensor` and the `.out` form that ExecuTorch lowers it to.
 
@@ -31,6 +32,8 @@ def define(
         fake: the result's shape and dtype, computed without data; also checks the arguments.
         reference: the op in PyTorch, for any device.
         cpu, cuda: faster forms.
+        gradient: (gradient of the result, *arguments) -> gradient of the first argument, the only one that has
+            one; without it, a backward pass through the op raises ModelError.
     """
     _LIBRARY.define(f"{name}({arguments}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.define(f"{name}.out({arguments}, *, Tensor(a!) out) -> Tensor(a!)")
@@ -55,10 +58,30 @@ def define(
     if cuda is not None:
         _LIBRARY.impl(name, checked(cuda), "CUDA")
     torch.library.register_fake(f"ondevice::{name}", fake, lib=_LIBRARY)
+    _register_backward(name, gradient)
     _LIBRARY.impl(f"{name}.out", out_form, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ondevice::{name}.out", lambda *values, out: out, lib=_LIBRARY)
     overload = getattr(torch.ops.ondevice, name).default
     OP_NAMES.append(name)
+
+
+def _register_backward(name: str, gradient: Callable[..., Tensor] | None) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        if gradient is not None:
+            ctx.save_for_backward(*[v for v in inputs[1:] if isinstance(v, Tensor)])
+        ctx.rest = [None if isinstance(v, Tensor) else v for v in inputs[1:]]
+
+    def backward(ctx: Any, result_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            raise ModelError(
+                f"ondevice::{name} has no backward",
+                hint="it is for forward-only methods; first-order methods use the losses of ondevice.nn",
+            )
+        saved = iter(ctx.saved_tensors)
+        arguments = [next(saved) if value is None else value for value in ctx.rest]
+        return (gradient(result_gradient, *arguments), *[None for _ in arguments])
+
+    torch.library.register_autograd(f"ondevice::{name}", backward, setup_context=save, lib=_LIBRARY)
 
 
 def expect(op: str, argument: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:

@@ -6,6 +6,9 @@ Gaussians have the same bits as the compiled CPU form. Every function may be cap
 step are read on the device.
 """
 
+# Inside a kernel values are tensors of Triton, which its stubs do not say.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import torch

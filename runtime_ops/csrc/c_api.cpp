@@ -36,37 +36,41 @@ struct Threads {
 
 extern "C" {
 
-EXPORT void ondevice_normal(uint64_t seed, uint64_t step, int64_t tensor, int64_t queries, int64_t start, int64_t count,
-                     float* out, int64_t threads) {
-  ondevice::generate(ondevice::normal_range, seed, step, tensor, queries, start, count, out, Threads{threads});
+EXPORT void ondevice_normal(uint64_t seed, uint64_t step, int64_t tensor, int64_t queries, int64_t start,
+                            int64_t count, float* out, int64_t threads) {
+  ondevice::generate(ondevice::normal_range, seed, step, tensor, queries, start, count, out,
+                     Threads{threads});
 }
 
-EXPORT void ondevice_rademacher(uint64_t seed, uint64_t step, int64_t tensor, int64_t queries, int64_t start, int64_t count,
-                         float* out, int64_t threads) {
-  ondevice::generate(ondevice::rademacher_range, seed, step, tensor, queries, start, count, out, Threads{threads});
+EXPORT void ondevice_rademacher(uint64_t seed, uint64_t step, int64_t tensor, int64_t queries, int64_t start,
+                                int64_t count, float* out, int64_t threads) {
+  ondevice::generate(ondevice::rademacher_range, seed, step, tensor, queries, start, count, out,
+                     Threads{threads});
 }
 
 EXPORT void ondevice_q4_linear(const float* x, int64_t rows, const uint8_t* packed, const uint16_t* scales,
-                        const uint16_t* mins, int64_t outputs, int64_t inputs, int64_t group, float* y,
-                        int64_t threads) {
+                               const uint16_t* mins, int64_t outputs, int64_t inputs, int64_t group, float* y,
+                               int64_t threads) {
   ondevice::q4_linear(x, rows, {packed, scales, mins, outputs, inputs, group}, y, Threads{threads});
 }
 
 // This and the following return the index of the first id or label out of range, or -1.
-EXPORT int64_t ondevice_q8_embedding(const int64_t* ids, int64_t count, const int8_t* weight, const float* scales,
-                              int64_t vocabulary, int64_t depth, float* out, int64_t threads) {
+EXPORT int64_t ondevice_q8_embedding(const int64_t* ids, int64_t count, const int8_t* weight,
+                                     const float* scales, int64_t vocabulary, int64_t depth, float* out,
+                                     int64_t threads) {
   return ondevice::q8_embedding(ids, count, weight, scales, vocabulary, depth, out, Threads{threads});
 }
 
-EXPORT int64_t ondevice_linear_cross_entropy(const float* hidden, int64_t rows, const float* weight, int64_t vocabulary,
-                                      int64_t depth, const int64_t* labels, float* out, int64_t threads) {
+EXPORT int64_t ondevice_linear_cross_entropy(const float* hidden, int64_t rows, const float* weight,
+                                             int64_t vocabulary, int64_t depth, const int64_t* labels,
+                                             float* out, int64_t threads) {
   const ondevice::FloatHead head{weight, depth};
   return ondevice::linear_cross_entropy(hidden, rows, head, vocabulary, labels, out, Threads{threads});
 }
 
-EXPORT int64_t ondevice_q8_linear_cross_entropy(const float* hidden, int64_t rows, const int8_t* weight, const float* scales,
-                                         int64_t vocabulary, int64_t depth, const int64_t* labels, float* out,
-                                         int64_t threads) {
+EXPORT int64_t ondevice_q8_linear_cross_entropy(const float* hidden, int64_t rows, const int8_t* weight,
+                                                const float* scales, int64_t vocabulary, int64_t depth,
+                                                const int64_t* labels, float* out, int64_t threads) {
   const ondevice::Q8Head head{weight, scales, depth};
   return ondevice::linear_cross_entropy(hidden, rows, head, vocabulary, labels, out, Threads{threads});
 }

@@ -1,8 +1,9 @@
 // Negative log likelihood of labels under softmax(hidden W^T) without ever storing logits.
 //
-// The vocabulary is cut into chunks of fixed size. Each chunk keeps a running maximum and sum of exponentials for
-// every row (online softmax, Milakov and Gimelshein 2018), and the chunks are merged in order at the end in double
-// precision: results do not depend on the number of threads. Rows whose label is kIgnore cost nothing.
+// The vocabulary is cut into chunks of fixed size. Each chunk keeps a running maximum and sum of exponentials
+// for every row (online softmax, Milakov and Gimelshein 2018), and the chunks are merged in order at the end
+// in double precision: results do not depend on the number of threads. Rows whose label is kIgnore cost
+// nothing.
 #pragma once
 
 #include <cmath>
@@ -13,10 +14,11 @@
 namespace ondevice {
 
 constexpr int64_t kIgnore = -100;
-constexpr int64_t kChunk = 2048;       // vocabulary rows of one task
-constexpr int64_t kSuperBlock = 256;   // hidden rows that are multiplied with one pass over the weights
+constexpr int64_t kChunk = 2048;      // vocabulary rows of one task
+constexpr int64_t kSuperBlock = 256;  // hidden rows that are multiplied with one pass over the weights
 
-// Rows of the head as floats: in place for float32, converted tile by tile for int8 (the scale is applied later).
+// Rows of the head as floats: in place for float32, converted tile by tile for int8 (the scale is applied
+// later).
 struct FloatHead {
   const float* weight;
   int64_t depth;
@@ -74,8 +76,8 @@ ONDEVICE_INLINE void update_tile(const Head& head, const float* weights, int64_t
   }
 }
 
-// hidden float32 [rows, depth], labels int64 [rows], out float32 [rows]. Returns the index of the first label that is
-// neither kIgnore nor in [0, vocabulary), or -1 if all are right.
+// hidden float32 [rows, depth], labels int64 [rows], out float32 [rows]. Returns the index of the first label
+// that is neither kIgnore nor in [0, vocabulary), or -1 if all are right.
 template <typename Head, typename Parallel>
 int64_t linear_cross_entropy(const float* hidden, int64_t rows, const Head& head, int64_t vocabulary,
                              const int64_t* labels, float* out, const Parallel& parallel) {
@@ -127,7 +129,8 @@ int64_t linear_cross_entropy(const float* hidden, int64_t rows, const Head& head
             if (count - lane <= kLanes) {
               update_tile<kRows, 1>(head, weights, first, states, goal, state, targets.data() + lane);
             } else {
-              update_tile<kRows, kTileVectors>(head, weights, first, states, goal, state, targets.data() + lane);
+              update_tile<kRows, kTileVectors>(head, weights, first, states, goal, state,
+                                               targets.data() + lane);
             }
           });
         }

@@ -8,11 +8,11 @@
 
 namespace ondevice {
 
-// acc[i][:] = sum over k of a[i * lda + k] * b[k * ldb + :], in the order of k whatever the tile's size: results do
-// not depend on how rows are blocked or on the number of threads.
+// acc[i][:] = sum over k of a[i * lda + k] * b[k * ldb + :], in the order of k whatever the tile's size:
+// results do not depend on how rows are blocked or on the number of threads.
 template <int Rows, int Vectors>
-ONDEVICE_INLINE void multiply_tile(const float* __restrict a, int64_t lda, const float* __restrict b, int64_t ldb,
-                                   int64_t depth, Vec (&acc)[Rows][Vectors]) {
+ONDEVICE_INLINE void multiply_tile(const float* __restrict a, int64_t lda, const float* __restrict b,
+                                   int64_t ldb, int64_t depth, Vec (&acc)[Rows][Vectors]) {
 #pragma GCC unroll 16
   for (int i = 0; i < Rows; ++i) {
 #pragma GCC unroll 4
@@ -59,7 +59,8 @@ class Scratch {
  public:
   float* get(int64_t floats) {
     if (floats > size_) {
-      data_.reset(static_cast<float*>(::operator new[](static_cast<size_t>(floats) * sizeof(float), kAlignment)));
+      data_.reset(
+          static_cast<float*>(::operator new[](static_cast<size_t>(floats) * sizeof(float), kAlignment)));
       size_ = floats;
     }
     return data_.get();
@@ -79,7 +80,8 @@ ONDEVICE_INLINE float half_to_float(uint16_t half) {
   const uint32_t magnitude = static_cast<uint32_t>(half & 0x7FFFu) << 13;
   float value;
   std::memcpy(&value, &magnitude, sizeof value);
-  value *= 5.192296858534828e33f;  // 2^112: the difference of the exponents' biases; subnormals come out right
+  value *=
+      5.192296858534828e33f;  // 2^112: the difference of the exponents' biases; subnormals come out right
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   bits |= static_cast<uint32_t>(half & 0x8000u) << 16;

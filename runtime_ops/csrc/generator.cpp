@@ -70,7 +70,8 @@ inline void sin_cos(float a, float& sine, float& cosine) {
 void normal_block(uint64_t key, int64_t first_word, float* out) {
   uint32_t high[kBlock], low[kBlock];
   for (int i = 0; i < kBlock; ++i) {
-    const uint64_t w = mix(key + kGamma * (static_cast<uint64_t>(first_word) + 1u + static_cast<uint64_t>(i)));
+    const uint64_t w =
+        mix(key + kGamma * (static_cast<uint64_t>(first_word) + 1u + static_cast<uint64_t>(i)));
     high[i] = static_cast<uint32_t>(w >> 32);
     low[i] = static_cast<uint32_t>(w) & 0xFFFFFFu;
   }
@@ -80,7 +81,8 @@ void normal_block(uint64_t key, int64_t first_word, float* out) {
     const float u32 = static_cast<float>(static_cast<int32_t>(high[i] >> 16)) * 65536.0f +
                       static_cast<float>(static_cast<int32_t>(high[i] & 0xFFFFu));
     const float uniform = (u32 + 0.5f) * 2.3283064365386963e-10f;  // 2^-32
-    const float turn = (static_cast<float>(static_cast<int32_t>(low[i])) - 8388608.0f) * 5.9604644775390625e-8f;
+    const float turn =
+        (static_cast<float>(static_cast<int32_t>(low[i])) - 8388608.0f) * 5.9604644775390625e-8f;
     const float radius = std::sqrt(-2.0f * log_unit(uniform));
     float s, c;
     sin_cos(6.283185307179586f * turn, s, c);

@@ -20,8 +20,8 @@ using RangeFunction = void (*)(uint64_t, int64_t, int64_t, float*);
 
 // Fills float32 [queries, count]. `parallel(tasks, f)` must call f(begin, end) over disjoint ranges of tasks.
 template <typename Parallel>
-void generate(RangeFunction range, uint64_t seed, uint64_t step, int64_t tensor, int64_t queries, int64_t start,
-              int64_t count, float* out, const Parallel& parallel) {
+void generate(RangeFunction range, uint64_t seed, uint64_t step, int64_t tensor, int64_t queries,
+              int64_t start, int64_t count, float* out, const Parallel& parallel) {
   if (queries <= 0 || count <= 0) return;
   constexpr int64_t kChunk = 1 << 15;
   const int64_t chunks = (count + kChunk - 1) / kChunk;
@@ -29,8 +29,8 @@ void generate(RangeFunction range, uint64_t seed, uint64_t step, int64_t tensor,
     for (int64_t task = begin; task < end; ++task) {
       const int64_t query = task / chunks, low = (task % chunks) * kChunk;
       const int64_t size = count - low < kChunk ? count - low : kChunk;
-      range(stream_key(seed, step, static_cast<uint64_t>(query), static_cast<uint64_t>(tensor)), start + low, size,
-            out + query * count + low);
+      range(stream_key(seed, step, static_cast<uint64_t>(query), static_cast<uint64_t>(tensor)), start + low,
+            size, out + query * count + low);
     }
   });
 }

@@ -5,10 +5,11 @@
 
 namespace ondevice {
 
-// out float32 [count, depth]. Returns the index of the first id outside [0, vocabulary), or -1 if all are right.
+// out float32 [count, depth]. Returns the index of the first id outside [0, vocabulary), or -1 if all are
+// right.
 template <typename Parallel>
-int64_t q8_embedding(const int64_t* ids, int64_t count, const int8_t* weight, const float* scales, int64_t vocabulary,
-                     int64_t depth, float* out, const Parallel& parallel) {
+int64_t q8_embedding(const int64_t* ids, int64_t count, const int8_t* weight, const float* scales,
+                     int64_t vocabulary, int64_t depth, float* out, const Parallel& parallel) {
   for (int64_t i = 0; i < count; ++i) {
     if (ids[i] < 0 || ids[i] >= vocabulary) return i;
   }

@@ -32,7 +32,8 @@ ONDEVICE_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
 ONDEVICE_INLINE Vec splat(float x) { return x - Vec{}; }
 
-// e^x for x <= 0 and not far above it (relative error near 1e-7); a NaN stays a NaN, results below e^-87 become that.
+// e^x for x <= 0 and not far above it (relative error near 1e-7); a NaN stays a NaN, results below e^-87
+// become that.
 ONDEVICE_INLINE Vec exp_nonpositive(Vec x) {
   x = x < splat(-87.0f) ? splat(-87.0f) : x;
   const Vec shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer

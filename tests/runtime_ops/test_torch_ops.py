@@ -146,6 +146,19 @@ def test_results_do_not_depend_on_the_number_of_threads(threads):
         torch.set_num_threads(before)
 
 
+def test_gradients_reach_the_activations_or_are_refused(form):
+    x, *weight, group = samples()["q4_linear"]
+    x = x.clone().requires_grad_()
+    OPS.q4_linear(x, *weight, group).square().sum().backward()
+    y = x.detach().clone().requires_grad_()
+    (y @ quantized.dequantize_q4(*weight, group).T).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-5)
+    hidden, table, labels = samples()["linear_cross_entropy"]
+    loss = OPS.linear_cross_entropy(hidden.requires_grad_(), table, labels).sum()
+    with pytest.raises(ModelError, match="no backward"):
+        loss.backward()
+
+
 def test_embedding(form):
     ids = torch.tensor([[0, 99, 5], [7, 7, 7]])
     weight, scales = samples()["q8_embedding"][1:]
