@@ -22,6 +22,10 @@ from ondevice.runtime_ops.graph import deduplicate, edge_compile_config
 if TYPE_CHECKING:
     from ondevice.exporters.executorch.programs import MethodSpec
 
+PLAIN_METHODS = ("get_adapter", "set_adapter")
+"""Only copies: XNNPACK would take the copy alone and then refuse an output that is its input."""
+
+
 class SharedWeightLinearConfig(LinearConfig):
     """Also takes a linear whose weight is computed, such as a vocabulary tile of the tied embedding.
 
@@ -77,7 +81,7 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
         }
         edge = to_edge_transform_and_lower(
             exported,
-            partitioner=[xnnpack_partitioner()],
+            partitioner={method.name: [] if method.name in PLAIN_METHODS else [xnnpack_partitioner()] for method in methods},
             compile_config=edge_compile_config(),
         )
         passes = [InitializedMutableBufferPass(["adapter"])] if stateful else []

@@ -59,6 +59,8 @@ class ExecutorchSession:
             from ondevice.runtime_ops.build import load_executorch_ops
 
             load_executorch_ops()
+        if any(op.startswith("quantized_decomposed::") for method in manifest.methods.values() for op in method.ops):
+            import executorch.kernels.quantized  # noqa: F401  registers ExecuTorch's own quantised kernels
         self._missing_kernels(runtime)
         try:
             self.program = runtime.load_program(str(Path(folder) / manifest.program))
@@ -67,6 +69,8 @@ class ExecutorchSession:
         self._methods: dict[str, Any] = {}
         self._adapter = np.zeros(manifest.adapter_size, dtype=np.float32)
         if self.stateful:
+            for name in ("get_adapter", "set_adapter"):
+                self._methods[name] = self.program.load_method(name)
             self._set(self._adapter)
 
     def _missing_kernels(self, runtime: Any) -> None:
@@ -85,9 +89,16 @@ class ExecutorchSession:
         import torch
 
         if name not in self._methods:
-            self._methods[name] = self.program.load_method(name)
+            self._load(name)
         outputs: Sequence[Any] = self._methods[name].execute([torch.from_numpy(value) for value in inputs])
         return [value.numpy() for value in outputs]
+
+    def _load(self, name: str) -> None:
+        """Load a method when it is first needed; loading writes the initial state into the shared buffer again."""
+        kept = self.flat().copy() if self.stateful else None
+        self._methods[name] = self.program.load_method(name)
+        if kept is not None:
+            self._run("set_adapter", kept)
 
     def _method(self, name: str, length_tokens: int) -> str:
         if length_tokens not in self.lengths_tokens:
