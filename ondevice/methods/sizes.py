@@ -23,11 +23,15 @@ def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_byt
 
 
 def backward_bytes(dims: ModelDims, batch_size: int, length_tokens: int, activation_bytes: int) -> int:
-    """What backpropagation keeps of all blocks, without checkpointing: 12 d + 4 ff + 4 kv a token and layer."""
+    """What backpropagation keeps of all blocks, without checkpointing.
+
+    A token and layer: each norm's input, its normalised form and its output (6 d); queries and the attention's
+    output, and keys and values (2 q + 2 kv); the MLP's gate, activation, up and product (4 ff).
+    """
     tokens = batch_size * length_tokens
-    kv = 4 * dims.kv_heads * dims.head_dim
-    per_token = 12 * dims.hidden + kv + 4 * dims.intermediate
-    return dims.layers * (tokens * per_token + batch_size * dims.heads * length_tokens) * activation_bytes
+    attention = 2 * (dims.heads + dims.kv_heads) * dims.head_dim
+    per_token = 6 * dims.hidden + attention + 4 * dims.intermediate + dims.heads
+    return dims.layers * tokens * per_token * activation_bytes
 
 
 def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int) -> int:

@@ -93,13 +93,18 @@ def parse_tool(text: str) -> list[Gpu]:
 
 
 def _container(root: Path = _CGROUP) -> tuple[int | None, int]:
-    """The container's memory limit and what counts against it, in bytes; (None, 0) without one."""
+    """The container's memory limit and what counts against it, in bytes; (None, 0) without one.
+
+    File pages that were not used lately count as free, as the kernel drops them first.
+    """
     for limit_name, used_name in _LIMITS:
         try:
             limit = int((root / limit_name).read_text())
             used = int((root / used_name).read_text())
+            lines = (root / used_name).with_name("memory.stat").read_text().splitlines()
         except (OSError, ValueError):
             continue
         if limit < 1 << 60:
-            return limit, used
+            droppable = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+            return limit, max(0, used - droppable)
     return None, 0
