@@ -100,11 +100,16 @@ class ExecutorchSession:
         if kept is not None:
             self._run("set_adapter", kept)
 
-    def _method(self, name: str, length_tokens: int) -> str:
+    def _method(self, name: str, rows: int, ids: np.ndarray) -> str:
+        length_tokens = ids.shape[1]
         if length_tokens not in self.lengths_tokens:
             raise ArtifactError(
-                f"the program has no method for {length_tokens} tokens", expected=str(self.lengths_tokens), received=length_tokens
+                f"the program has no method for {length_tokens} tokens",
+                expected=f"a length among {self.lengths_tokens}",
+                received=length_tokens,
             )
+        if ids.shape[0] != rows:
+            raise ArtifactError(f"the program's {name} takes {rows} rows", expected=rows, received=ids.shape[0])
         return name if length_tokens == self.lengths_tokens[-1] else f"{name}_{length_tokens}"
 
     def _scalars(self, step: int, learning_rate: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -112,7 +117,7 @@ class ExecutorchSession:
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One whole training step inside the program; see `Session.step`."""
-        name = self._method("train_step", ids.shape[1])
+        name = self._method("train_step", self.batch_size, ids)
         scalars = self._scalars(step, learning_rate)
         if self.stateful:
             losses, gradients = self._run(name, ids, labels, *scalars)
@@ -123,7 +128,7 @@ class ExecutorchSession:
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
         state = () if self.stateful else (self._adapter,)
-        nll, tokens = self._run(self._method("evaluate", ids.shape[1]), ids, labels, *state)
+        nll, tokens = self._run(self._method("evaluate", self.eval_batch_size, ids), ids, labels, *state)
         return nll, tokens.astype(np.int64)
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.manifest import MANIFEST_NAME
 from ondevice.errors import ArtifactError, ConfigError, OndeviceError, VerificationError
 from ondevice.exporters.base import ExportJob, ExportReport
 from ondevice.methods.prge.config import PrgeConfig
@@ -51,8 +52,10 @@ class Target:
             problems.append(f"top_layers is {job.method.top_layers} and the model has {dims.layers} layers")
         if max(job.export.lengths_tokens) > dims.max_positions:
             problems.append(f"lengths_tokens {max(job.export.lengths_tokens)} exceeds the model's {dims.max_positions} positions")
-        if job.export.quantize == "q4" and (dims.hidden % 32 or dims.intermediate % 32):
-            problems.append(f"q4 needs dimensions that are multiples of 32: hidden {dims.hidden}, ff {dims.intermediate}")
+        widths = {"hidden": dims.hidden, "ff": dims.intermediate, "heads": dims.heads * dims.head_dim}
+        if job.export.quantize != "none" and any(width % 32 for width in widths.values()):
+            listed = ", ".join(f"{name} {width}" for name, width in widths.items())
+            problems.append(f"{job.export.quantize} needs dimensions that are multiples of 32: {listed}")
         return problems
 
     def export(self, job: ExportJob, out: Path) -> ExportReport:
@@ -61,8 +64,7 @@ class Target:
         if problems:
             raise ConfigError("cannot export: " + "; ".join(problems))
         out = Path(out)
-        if out.exists() and any(out.iterdir()) and not job.overwrite:
-            raise ArtifactError(f"{out} is not empty", hint="choose another folder, or pass --overwrite")
+        _check_free(out, job.overwrite)
         from ondevice.exporters.executorch import author as authoring
         from ondevice.exporters.executorch.lower import lower
         from ondevice.exporters.executorch.programs import build_methods
@@ -81,7 +83,7 @@ class Target:
         methods = build_methods(program, config.lengths_tokens, config.batch_size, config.eval_batch_size, stateful)
         with rewritten(loaded.model):
             lowered = lower(methods, stateful=stateful, quantized_fusion=config.quantize == "8da4w")
-        with atomic_directory(out) as folder:
+        with atomic_directory(out, marker=MANIFEST_NAME) as folder:
             (folder / "program.pte").write_bytes(lowered.buffer)
             save_tokenizer(loaded, folder / "tokenizer")
             manifest = self._manifest(job, loaded, program, methods, lowered, names)
@@ -181,6 +183,21 @@ class Target:
         return check, _warnings(job, result.gradient_correlation)
 
 
+def _check_free(out: Path, overwrite: bool) -> None:
+    """Refuse a place that cannot be written before minutes are spent on a program."""
+    if out.exists() and not out.is_dir():
+        raise ArtifactError(f"{out} is a file", expected="a folder or a free name", hint="choose another name")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise ArtifactError(f"{out} is not empty", hint="choose another folder, or pass --overwrite")
+    if not (out / MANIFEST_NAME).is_file():
+        raise ArtifactError(
+            f"{out} is not an artifact and is not replaced", expected=MANIFEST_NAME, received=min(p.name for p in out.iterdir()),
+            hint="choose another folder, or empty this one yourself",
+        )
+
+
 def _warnings(job: ExportJob, correlation: float) -> list[str]:
     if job.export.quantize == "8da4w" and job.method.perturbation_scale < 3e-2:
         return [
@@ -195,6 +212,12 @@ def _readme(manifest: Manifest) -> str:
     inputs = ", ".join(f"`{port.name}` {port.dtype} {list(port.shape)}" for port in step.inputs)
     outputs = ", ".join(f"`{port.name}` {port.dtype} {list(port.shape)}" for port in step.outputs)
     ops = ", ".join(manifest.custom_ops) or "none: a stock runtime runs it"
+    state = "Feed the adapter that comes out back in, starting from zeros"
+    if manifest.form == "stateful":
+        state = (
+            "The program keeps the adapter; `get_adapter` and `set_adapter` take it out and put it in. Load every method\n"
+            "before `set_adapter`: loading one writes zeros into the state"
+        )
     return f"""# A training program for {manifest.model.source}
 
 `program.pte` holds whole {manifest.method["name"]} steps for {manifest.runtime}. Made by `ondevice export --target {manifest.target}`.
@@ -203,7 +226,7 @@ def _readme(manifest: Manifest) -> str:
 - Check here: `ondevice verify DIR`
 - On a phone: load `program.pte` with the ExecuTorch runtime and call `train_step` in a loop.
 
-`train_step` takes {inputs} and gives {outputs}. Feed the adapter that comes out back in, starting from zeros;
+`train_step` takes {inputs} and gives {outputs}. {state};
 count `step` up from 0; keep `seed` as it is. Labels are token ids, -100 where nothing is trained.
 
 Kernels of this project that the runtime must link: {ops}.
