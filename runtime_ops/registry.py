@@ -45,10 +45,8 @@ def define(
 
         return run
 
-    overload = None
-
     def out_form(*values: Any, out: Tensor) -> Tensor:
-        result = overload(*values)
+        result = getattr(torch.ops.ondevice, name).default(*values)
         out.resize_(result.shape)
         return out.copy_(result)
 
@@ -61,7 +59,6 @@ def define(
     _register_backward(name, gradient)
     _LIBRARY.impl(f"{name}.out", out_form, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ondevice::{name}.out", lambda *values, out: out, lib=_LIBRARY)
-    overload = getattr(torch.ops.ondevice, name).default
     OP_NAMES.append(name)
 
 
