@@ -78,6 +78,19 @@ class ApplyUpdate(nn.Module):
         return self.update(adapter, projected_gradients, seed, step, learning_rate)
 
 
+class StatefulApplyUpdate(nn.Module):
+    """`ApplyUpdate` on the buffer; returns the sum of its elements."""
+
+    def __init__(self, program: PrgeProgram, state: AdapterState) -> None:
+        super().__init__()
+        self.update, self.state = program.apply_update, state
+
+    def forward(self, projected_gradients: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor) -> Tensor:
+        adapter = self.update(self.state.adapter, projected_gradients, seed, step, learning_rate)
+        self.state.adapter.copy_(adapter)
+        return adapter.sum(dim=0, keepdim=True)
+
+
 class StatefulTrainStep(nn.Module):
     """`TrainStep` with the adapter as a buffer that the methods of the program share."""
 
@@ -129,7 +142,7 @@ class GetAdapter(nn.Module):
 
 
 class SetAdapter(nn.Module):
-    """Replaces the buffer; returns the number of its elements."""
+    """Replaces the buffer; returns the sum of its elements."""
 
     def __init__(self, state: AdapterState) -> None:
         super().__init__()
@@ -165,6 +178,8 @@ def build_methods(
     if state is None:
         methods.append(MethodSpec("apply_update", ApplyUpdate(program), (adapter, gradients, *scalars), (adapter,)))
     else:
+        update, total = StatefulApplyUpdate(program, state), (Port("sum", "float32", (1,)),)
+        methods.append(MethodSpec("apply_update", update, (gradients, *scalars), total))
         methods.append(MethodSpec("get_adapter", GetAdapter(state), (), (adapter,)))
-        methods.append(MethodSpec("set_adapter", SetAdapter(state), (adapter,), (Port("sum", "float32", (1,)),)))
+        methods.append(MethodSpec("set_adapter", SetAdapter(state), (adapter,), total))
     return methods

@@ -133,13 +133,12 @@ class ExecutorchSession:
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
         """The program's own update from logged projected gradients."""
-        if self.stateful:
-            raise ArtifactError(
-                "a stateful program cannot replay a log", expected="form: functional", received="form: stateful",
-                hint="export with `--form functional`, or replay with eager PyTorch",
-            )
         gradients = np.array(projected_gradients, dtype=np.float32)
-        (self._adapter,) = self._run("apply_update", self._adapter, gradients, *self._scalars(step, learning_rate))
+        scalars = self._scalars(step, learning_rate)
+        if self.stateful:
+            self._run("apply_update", gradients, *scalars)
+        else:
+            (self._adapter,) = self._run("apply_update", self._adapter, gradients, *scalars)
 
     def flat(self) -> np.ndarray:
         """The adapter vector, float32 [adapter_size]."""
