@@ -1,0 +1,87 @@
+"""Exported programs that several tests look at: each is lowered once a process, when it is first asked for."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ondevice.api import artifacts
+from ondevice.api.runfile import RunConfig
+from ondevice.exporters.base import ExportReport
+from ondevice.models.tiny import save_tiny
+
+SEED = 4
+SMALL = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1}
+MODELS: dict[str, dict[str, Any]] = {
+    "tied llama": {"family": "llama", **SMALL, "vocab": 4001},
+    "qwen2 with bias": {"family": "qwen2", **SMALL, "tied": False},
+    "two layers": {"family": "llama", **SMALL, "layers": 2},
+}
+METHOD = {"method.queries": 2, "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 0.05}
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "functional": ("tied llama", {"export.batch_size": 2}),
+    "stateful": (
+        "qwen2 with bias",
+        {
+            "export.form": "stateful",
+            "export.generator": "op",
+            "export.lengths_tokens": [24, 16],
+            "method.noise": "rademacher",
+            "method.loss_tiles": 1,
+        },
+    ),
+    "q4": ("two layers", {"export.quantize": "q4", "export.batch_size": 3}),
+    "q4 untied, tiled": (
+        "qwen2 with bias", {"export.quantize": "q4", "export.loss": "tiled", "export.generator": "aten"}
+    ),
+    "fused loss, one-sided": (
+        "two layers",
+        {
+            "export.loss": "op",
+            "method.estimator": "one_sided",
+            "method.queries": 3,
+            "method.top_layers": 1,
+            "method.noise": "rademacher",
+            "method.targets": ["down_proj", "o_proj"],
+        },
+    ),
+    "8da4w": ("two layers", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
+}
+
+
+@functools.cache
+def workspace() -> Path:
+    """A folder of this process, with a name that is hard on code that builds command lines and URLs."""
+    folder = Path(tempfile.mkdtemp(prefix="ondevice-tests-")) / "modèles et données"
+    folder.mkdir()
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    return folder
+
+
+@functools.cache
+def model(name: str) -> Path:
+    """A tiny model as a folder."""
+    sizes = dict(MODELS[name])
+    return save_tiny(workspace() / name, sizes.pop("family"), **sizes)
+
+
+def config(name: str, **more: Any) -> RunConfig:
+    """The run file of one of `PROGRAMS`."""
+    source, values = PROGRAMS[name]
+    base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
+    return RunConfig.load(None, {**base, **METHOD, **values, **more})
+
+
+@functools.cache
+def report(name: str) -> ExportReport:
+    """What the export of one of `PROGRAMS` said; the artifact is in its `path`."""
+    return artifacts.export(config(name), workspace() / "programs" / name)
+
+
+def program(name: str) -> Path:
+    """The artifact of one of `PROGRAMS`. Do not change it: copy it."""
+    return report(name).path
