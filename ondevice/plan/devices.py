@@ -227,7 +227,6 @@ def measured_rates() -> tuple[float, float]:
 
     size, count = 512, 1 << 23
     a, source = np.ones((size, size), dtype=np.float32), np.ones(count, dtype=np.float32)
-    a @ a
     products = _fastest(lambda: a @ a, 0.15)
     reads = _fastest(lambda: source.max(), 0.08)
     return 2 * size**3 / products, source.nbytes / reads
