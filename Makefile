@@ -45,8 +45,9 @@ format: setup
 	@$(RUN) -m ruff check --fix .
 	@$(RUN) -m ruff format .
 
-## make docs       regenerate the result tables, then check links, tables and examples
+## make docs       regenerate reference pages and result tables, then check links, tables and examples
 docs: setup
+	@$(RUN) docs/generate.py
 	@$(RUN) -m benchmarks.tables
 	@$(RUN) -m pytest tests/docs $(ARGS)
 

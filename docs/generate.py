@@ -1,0 +1,252 @@
+"""Reference pages from the code: what stands between the markers of docs/reference/*.md.
+
+    python docs/generate.py            rewrite every generated part
+    python docs/generate.py --check    exit 1 and name the pages that differ
+
+A part stands between `<!-- generated: NAME -->` and `<!-- /generated -->`; PARTS lists the names.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+MARKED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
+FORWARD = re.compile(r"^(Args|Returns|Raises|Attributes):$")
+HEADINGS = {"Args": "Arguments"}
+
+
+def commands() -> str:
+    """Every verb of the command line with its arguments and flags."""
+    import typer.main
+
+    from ondevice.cli.app import app
+
+    parts = []
+    for name, command in _walk(typer.main.get_command(app), "ondevice"):
+        arguments = [p for p in command.params if not p.opts[0].startswith("-")]
+        usage = " ".join([name, *(f"{p.name.upper()}" if p.required else f"[{p.name.upper()}]" for p in arguments)])
+        rows = [(f"`{p.name.upper()}`", _cell(p.help), "") for p in arguments]
+        rows += [
+            (", ".join(f"`{flag}`" for flag in p.opts) + (_value(p)), _cell(p.help), _default(p))
+            for p in command.params
+            if p.opts[0].startswith("-")
+        ]
+        parts.append(f"## {name}\n\n{inspect.cleandoc(command.help or '')}\n\n```text\n{usage} [FLAGS]\n```\n")
+        if rows:
+            parts.append(_table(("Flag", "Meaning", "Default"), rows))
+    return "\n".join(parts)
+
+
+def _walk(group: Any, name: str) -> list[tuple[str, Any]]:
+    found = []
+    for word, command in group.commands.items():
+        deeper = getattr(command, "commands", None)
+        found += _walk(command, f"{name} {word}") if deeper else [(f"{name} {word}", command)]
+    return found
+
+
+def _value(parameter: Any) -> str:
+    if parameter.is_flag:
+        return ""
+    kind = typing.get_args(parameter.type_descriptor.annotation) or (parameter.type_descriptor.annotation,)
+    return f" {kind[0].__name__.upper().replace('STR', 'TEXT')}"
+
+
+def _default(parameter: Any) -> str:
+    value = parameter.default
+    return "" if parameter.is_flag or value is None else f"`{value}`"
+
+
+def settings() -> str:
+    """Every key of a run file, section by section; one section for each method."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.methods.registry import CONFIGS
+
+    parts = []
+    for key, field in RunConfig.model_fields.items():
+        if key == "method":
+            for name, method in CONFIGS.items():
+                parts += [f"## method: {name}", "", _cell(inspect.getdoc(method)), "", _keys(method), ""]
+        else:
+            section: Any = field.annotation
+            parts += [f"## {key}", "", _cell(inspect.getdoc(section)), "", _keys(section), ""]
+    return "\n".join(parts)
+
+
+def _keys(section: Any) -> str:
+    rows = []
+    for name, field in section.model_fields.items():
+        default = "needed" if field.is_required() else f"`{_plain(field.get_default(call_default_factory=True))}`"
+        rows.append((f"`{name}`", f"`{_type(field.annotation)}`", default, _cell(field.description)))
+    return _table(("Key", "Type", "Default", "Meaning"), rows)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _type(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(annotation)))
+    arguments = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
+    if typing.get_origin(annotation) is tuple:
+        return f"list of {_type(arguments[0])}"
+    if arguments:
+        return " or ".join(map(_type, arguments)) + " or null"
+    return {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "Path": "path"}.get(
+        annotation.__name__, annotation.__name__
+    )
+
+
+def errors() -> str:
+    """Every error with its exit code."""
+    from ondevice import errors as module
+
+    kinds = [k for k in vars(module).values() if isinstance(k, type) and issubclass(k, module.OndeviceError)]
+    rows = [(str(k.exit_code), f"`{k.__name__}`", _cell(inspect.getdoc(k).splitlines()[0])) for k in kinds]  # type: ignore[union-attr]
+    rows.append((str(module.INTERRUPTED_EXIT_CODE), "", "Stopped by Ctrl-C, SIGTERM or SIGHUP; the state is saved."))
+    return _table(("Exit code", "Error", "When"), sorted(rows, key=lambda row: int(row[0])))
+
+
+def events() -> str:
+    """Every event with its fields."""
+    from ondevice.train import events as module
+
+    notes, parts = _attribute_notes(Path(inspect.getfile(module))), []
+    for kind, event in module.KINDS.items():
+        rows = [
+            (f"`{item.name}`", f"`{item.type}`", _cell(notes.get((event.__name__, item.name), "")))
+            for item in dataclasses.fields(event)
+            if item.name != "time_s"
+        ]
+        parts += [f"## {kind}", "", _cell(inspect.getdoc(event)), "", _table(("Field", "Type", "Meaning"), rows), ""]
+    return "\n".join(parts)
+
+
+def manifest() -> str:
+    """Every field of an artifact's manifest."""
+    from ondevice.artifact import manifest as module
+
+    sections = [module.Manifest, module.ModelInfo, module.GeneratorInfo, module.ProgramMethod, module.TensorPort]
+    notes, parts = _attribute_notes(Path(inspect.getfile(module))), []
+    for section in [*sections, module.AdapterEntry]:
+        rows = [
+            (f"`{name}`", f"`{_short(field.annotation)}`", _cell(notes.get((section.__name__, name), "")))
+            for name, field in section.model_fields.items()
+        ]
+        title, about = f"### {section.__name__}", _cell(inspect.getdoc(section))
+        parts += [title, "", about, "", _table(("Field", "Type", "Meaning"), rows), ""]
+    return "\n".join(parts)
+
+
+def _short(annotation: Any) -> str:
+    text = str(annotation) if typing.get_args(annotation) else annotation.__name__
+    return re.sub(r"\b(ondevice\.artifact\.manifest|typing)\.", "", text)
+
+
+def interface() -> str:
+    """Every public name of the package with its signature and docstring."""
+    import ondevice
+
+    parts = []
+    for name in ondevice.__all__:
+        thing = getattr(importlib.import_module(f"ondevice.{ondevice._WHERE[name]}"), name)
+        parts += [f"## {name}", ""]
+        if not inspect.isclass(thing):
+            parts += [f"```python\n{_signature(name, thing)}\n```", ""]
+        parts += [_docstring(inspect.getdoc(thing) or ""), ""]
+    return "\n".join(parts)
+
+
+def _signature(name: str, function: Any) -> str:
+    node = ast.parse(inspect.getsource(function)).body[0]
+    if not isinstance(node, ast.FunctionDef):
+        raise TypeError(f"{name} is no function")
+    args, gives = ast.unparse(node.args), ast.unparse(node.returns) if node.returns else "None"
+    if len(name + args + gives) > 85:
+        args = "\n    " + re.sub(r", (?=[\w*]+(:|,|$| *=))(?![^\[(]*[\])])", ",\n    ", args) + ",\n"
+    return f"ondevice.{name}({args}) -> {gives}"
+
+
+def _docstring(text: str) -> str:
+    """A docstring of this project as Markdown: its sections become lists."""
+    lines, out = text.splitlines(), []
+    section = ""
+    for line in lines:
+        if match := FORWARD.match(line):
+            section = match[1]
+            out += [f"**{HEADINGS.get(section, section)}**", ""]
+        elif section and line.strip():
+            item = re.match(r"    (\w[\w., ]*): (.*)", line)
+            out.append(f"- `{item[1]}`: {item[2]}" if item else f"  {line.strip()}" if out[-1] else line.strip())
+        else:
+            section = "" if line and not line.startswith(" ") else section
+            out.append(line)
+    return "\n".join(out)
+
+
+def _attribute_notes(source: Path) -> dict[tuple[str, str], str]:
+    """The text below each attribute of each class of a file."""
+    notes = {}
+    for node in ast.parse(source.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            for item, below in zip(node.body, node.body[1:]):
+                noted = isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr)
+                if noted and isinstance(item.target, ast.Name):
+                    notes[node.name, item.target.id] = ast.literal_eval(below.value)
+    return notes
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows)]) + "\n"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    part.__name__: part for part in (commands, settings, errors, events, manifest, interface)
+}  # fmt: skip
+
+
+def update(text: str) -> str:
+    """`text` with every generated part written anew."""
+    return MARKED.sub(lambda match: f"{match[1]}\n{PARTS[match[2]]().strip()}\n\n{match[4]}", text)
+
+
+def main(arguments: list[str]) -> int:
+    """Rewrite the pages, or with --check only compare; returns the exit status."""
+    status = 0
+    for path in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        text = path.read_text()
+        new = update(text)
+        if new == text:
+            continue
+        name = path.relative_to(ROOT)
+        if "--check" in arguments:
+            print(f"{name} differs from the code; try: make docs", file=sys.stderr)
+            status = 1
+        else:
+            path.write_text(new)
+            print(f"{name}: rewritten")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""The reference pages say what the code says, and the pictures can be drawn again."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+PAGES = ("api", "artifact", "cli", "config", "errors", "events")
+
+
+@pytest.fixture(scope="module")
+def generate(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", root / "docs/generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_is_what_the_code_says(page: str, generate: ModuleType, root: Path) -> None:
+    text = (root / f"docs/reference/{page}.md").read_text()
+    assert generate.MARKED.search(text), "the page has no generated part"
+    assert text == generate.update(text), "try: make docs"
+
+
+def test_every_part_is_on_a_page(generate: ModuleType, root: Path) -> None:
+    text = "".join((root / f"docs/reference/{page}.md").read_text() for page in PAGES)
+    assert {match[2] for match in generate.MARKED.finditer(text)} == set(generate.PARTS)
+
+
+def test_a_page_that_differs_is_seen(generate: ModuleType) -> None:
+    page = "before\n<!-- generated: errors -->\nOLD TEXT\n<!-- /generated -->\nafter\n"
+    new = generate.update(page)
+    assert "`ConfigError`" in new and "OLD TEXT" not in new
+    assert new.startswith("before\n") and new.endswith("after\n")
+    assert generate.update(new) == new
+
+
+def test_every_flag_and_key_is_listed(generate: ModuleType) -> None:
+    commands, settings = generate.commands(), generate.settings()
+    assert all(f"## ondevice {verb}\n" in commands for verb in ("train", "run", "export", "config show"))
+    assert "`--perturbation-scale` FLOAT" in commands
+    assert "| `perturbation_scale` | `number` | `0.01` |" in settings
+
+
+def test_a_run_becomes_a_picture(root: Path, tmp_path: Path) -> None:
+    from ondevice.train.events import Evaluate, Start, Step
+
+    steps = [
+        Step(step=i, loss=5.0 - i / 10, losses=(5.0,), projected_gradients=(1.0,), learning_rate=1e-3, tokens=8,
+             step_time_s=0.1, tokens_per_s=80.0, peak_memory_bytes=1)
+        for i in range(12)
+    ]  # fmt: skip
+    log = [
+        Start(config={}, identity={}, seed=0, backend="torch-cpu"),
+        *steps,
+        Evaluate(step=12, loss=4.0, accuracy=0.5),
+    ]
+    (tmp_path / "events.jsonl").write_bytes(b"".join(event.to_line() for event in log))
+    command = [sys.executable, "docs/images/make.py", str(tmp_path / "events.jsonl"), str(tmp_path / "run.png")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
