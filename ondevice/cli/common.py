@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,15 +85,40 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
 
 def table(values: dict[str, Any], title: str = "") -> None:
     """Two columns of names and values on standard output."""
+    from rich.markup import escape
     from rich.table import Table
 
     grid = Table(title=title or None, show_header=False, title_justify="left", box=None, pad_edge=False)
     for name, value in values.items():
         if value is not None:
-            grid.add_row(f"[dim]{name.replace('_', ' ')}[/dim]", value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value))
+            grid.add_row(f"[dim]{name.replace('_', ' ')}[/dim]", f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
     out.print(grid)
 
 
 def mebibytes(count: float | None) -> str | None:
     """Bytes as MiB with a thousands separator."""
     return None if count is None else f"{count / 2**20:,.1f} MiB"
+
+
+@contextmanager
+def stages(silent: bool) -> Iterator[None]:
+    """Show what a long job is doing on standard error: one line a stage, and a spinner where there is a terminal."""
+    logger = logging.getLogger("ondevice")
+    if silent:
+        yield
+        return
+    with err.status("starting") as status:
+
+        class Show(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                err.print(record.getMessage(), markup=False)
+                status.update(record.getMessage())
+
+        handler, level = Show(logging.INFO), logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ondevice.cli import common
-from ondevice.cli.common import err, mebibytes, out, overrides, print_json, table
+from ondevice.cli.common import err, mebibytes, out, overrides, print_json, stages, table
 from ondevice.errors import ConfigError, VerificationError
 
 
@@ -30,6 +30,7 @@ def export(
     settings: common.Settings = None,
     overwrite: common.Overwrite = False,
     dry_run: common.DryRun = False,
+    quiet: common.Quiet = False,
     list_targets: Annotated[bool, typer.Option("--list", help="List the targets.")] = False,
     json: common.Json = False,
 ) -> None:
@@ -60,7 +61,7 @@ def export(
         return
     if target_dir is None:
         raise ConfigError("no folder is given", expected="--out DIR")
-    with err.status("loading, lowering and checking the program; a 30-layer model takes some minutes"):
+    with stages(quiet or json):
         report = artifacts.export(run_config, target_dir, overwrite=overwrite)
     _show(report, json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -19,6 +20,8 @@ from ondevice.methods.prge.config import PrgeConfig
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
+
+log = logging.getLogger("ondevice.exporters")
 
 NAME = "android-cpu"
 TOLERANCE = {"none": 1e-4, "q4": 1e-4, "8da4w": 5e-2}
@@ -71,6 +74,7 @@ class Target:
         from ondevice.exporters.executorch.rewrite import rewritten
         from ondevice.models import load_model, save_tokenizer
 
+        log.info("loading %s", job.model.source)
         loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
         names = {
             (layer, target): loaded.family.linear_name(layer, target)
@@ -81,6 +85,7 @@ class Target:
         stateful = config.form == "stateful"
         program = authoring.author(loaded, job.method, config, job.seed)
         methods = build_methods(program, config.lengths_tokens, config.batch_size, config.eval_batch_size, stateful)
+        log.info("lowering %s: some minutes for 30 layers", ", ".join(method.name for method in methods))
         with rewritten(loaded.model):
             lowered = lower(methods, stateful=stateful, quantized_fusion=config.quantize == "8da4w")
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
@@ -88,6 +93,7 @@ class Target:
             save_tokenizer(loaded, folder / "tokenizer")
             manifest = self._manifest(job, loaded, program, methods, lowered, names)
             (folder / "README.md").write_text(_readme(manifest), encoding="utf-8")
+            log.info("lowered in %.0f s; checking %d steps against eager", lowered.seconds, config.check_steps)
             check, warnings = self._check(folder, manifest, program, job)
             from ondevice.artifact.manifest import write_manifest
 
