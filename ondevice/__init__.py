@@ -6,6 +6,8 @@ The public names below are imported when they are first used, so `import ondevic
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
     from ondevice.methods.registry import method_config, open_session
     from ondevice.models import load_model
     from ondevice.models.generate import generate
-    from ondevice.plan import plan
     from ondevice.plan.doctor import doctor
+    from ondevice.plan.estimate import plan
     from ondevice.train.fuse import apply_adapter, fuse
 
 _WHERE = {
@@ -37,7 +39,7 @@ _WHERE = {
     "method_config": "methods.registry",
     "open_artifact": "api.training",
     "open_session": "methods.registry",
-    "plan": "plan",
+    "plan": "plan.estimate",
     "read_dataset": "api.training",
     "read_manifest": "artifact.manifest",
     "replay": "api.training",
@@ -81,3 +83,22 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _CallablePackage(ModuleType):
+    """A package with the name of a public function (`train`, `plan`): calling it calls the function."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return __getattr__(self.__name__.rpartition(".")[2])(*args, **options)
+
+
+class _Package(ModuleType):
+    """Once a package is imported, Python binds its name here, over the public function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _WHERE and isinstance(value, ModuleType):
+            value.__class__ = _CallablePackage
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

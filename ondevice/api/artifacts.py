@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.manifest import read_manifest
-from ondevice.errors import ArtifactError
+from ondevice.errors import ArtifactError, ConfigError
 from ondevice.exporters.base import ExportConfig, ExportJob, ExportReport
 from ondevice.exporters.registry import exporter
 from ondevice.methods.prge.config import PrgeConfig
@@ -36,6 +36,34 @@ def export(config: RunConfig, out: Path, *, overwrite: bool = False) -> ExportRe
         overwrite: replace what is there.
     """
     return exporter(config.export.target).export(export_job(config, overwrite=overwrite), Path(out))
+
+
+def run_config(folder: Path, path: Path | None = None, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """The run file of a run of an artifact: model, method and seed are the program's, the rest is `path`'s and `overrides`'.
+
+    Of the method only the learning rate can be chosen: it is an input of the program.
+
+    Raises:
+        ArtifactError: if `folder` is no whole artifact.
+        ConfigError: for an unknown key, a wrong value, or an override of what the program fixes.
+    """
+    from ondevice.api.runfile import RunConfig, read_yaml
+
+    manifest, given = read_manifest(folder), dict(overrides or {})
+    rate = given.pop("method.learning_rate", None)
+    for key in given:
+        if key.split(".")[0] in ("model", "method", "export") or key in ("train.seed", "train.batch_size"):
+            raise ConfigError(
+                f"'{key}' is fixed in the artifact", expected="data.*, train.* or method.learning_rate",
+                hint="export the model again with this setting",
+            )
+    if rate is None and path is not None and isinstance(section := read_yaml(path).get("method"), dict):
+        rate = section.get("learning_rate")
+    fixed = {
+        "model.source": manifest.model.source, "method": dict(manifest.method), "train.seed": manifest.generator.seed,
+        "train.batch_size": manifest.batch_size, "method.learning_rate": rate,
+    }
+    return RunConfig.load(path, {**given, **fixed})
 
 
 def verify(folder: Path, *, steps: int = 20, data: Path | None = None, model: str | None = None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import Manifest, read_manifest
-from ondevice.errors import ConfigError, DataError
+from ondevice.errors import ArtifactError, ConfigError, DataError
 from ondevice.methods.registry import open_session
 from ondevice.train import events
 from ondevice.train.evaluate import EvalResult, evaluate_dataset
@@ -103,7 +103,8 @@ def train(
         sinks: called with every event.
     """
     from ondevice.models import load_model
-    from ondevice.plan import ensure_fits, plan
+    from ondevice.plan.estimate import plan
+    from ondevice.plan.fits import ensure_fits
 
     data = config.data
     if data.path is None:
@@ -122,7 +123,10 @@ def train(
         session.load_adapter(load_adapter(adapter))
     start = events.Start(
         config=config.model_dump(mode="json"),
-        identity={"method": config.method.model_dump(mode="json"), "data": _data_identity(config, data.path)},
+        identity={
+            "method": config.method.model_dump(mode="json"), "dtype": config.model.dtype,
+            "data": _data_identity(config, data.path), **_adapter_identity(adapter),
+        },
         seed=config.train.seed,
         backend=session.backend,
         generator_backend=session.generator_backend,
@@ -137,6 +141,14 @@ def _data_identity(config: RunConfig, path: Path) -> dict[str, Any]:
 
     digest = sha256_file(path) if Path(path).is_file() else None
     return {"sha256": digest, "batch_size": config.train.batch_size, **config.data.model_dump(mode="json", exclude={"path", "eval_path"})}
+
+
+def _adapter_identity(adapter: Path | None) -> dict[str, Any]:
+    """What names the adapter that a run started from; nothing where it started from none."""
+    from ondevice.artifact.files import sha256_file
+    from ondevice.artifact.peft_files import WEIGHTS_NAME
+
+    return {} if adapter is None else {"adapter": sha256_file(Path(adapter) / WEIGHTS_NAME)}
 
 
 def run_artifact(
@@ -166,7 +178,10 @@ def run_artifact(
         session.load_adapter(load_adapter(adapter))
     start = events.Start(
         config=config.model_dump(mode="json"),
-        identity={"artifact": manifest.files[manifest.program], "data": _data_identity(config, config.data.path)},
+        identity={
+            "artifact": manifest.files[manifest.program], "learning_rate": config.method.learning_rate,
+            "data": _data_identity(config, config.data.path), **_adapter_identity(adapter),
+        },
         seed=manifest.generator.seed,
         backend=session.backend,
         generator_backend=session.generator_backend,
@@ -282,16 +297,25 @@ def evaluate(
     return result
 
 
-def replay(log: Path, *, steps: int | None = None, artifact: Path | None = None, warn: Callable[[str], None] = lambda message: None) -> Adapter | None:
+def replay(
+    log: Path,
+    *,
+    steps: int | None = None,
+    artifact: Path | None = None,
+    adapter: Path | None = None,
+    warn: Callable[[str], None] = lambda message: None,
+) -> Adapter | None:
     """Rebuild the adapter of a zeroth-order run from its log: seed and one scalar a query.
 
     Args:
         log: a run's folder or its `events.jsonl`.
         steps: only the first so many.
         artifact: the program, for a run of `run_artifact`.
+        adapter: the adapter that the run started from, if it did.
         warn: told of what may make bits differ.
     """
     run = read_run(Path(log))
+    _check_start(run.header.identity.get("adapter"), adapter)
     if run.header.backend == "executorch":
         if artifact is None:
             raise ConfigError("the run was made by an exported program", expected="--artifact DIR", received="no artifact")
@@ -306,4 +330,18 @@ def replay(log: Path, *, steps: int | None = None, artifact: Path | None = None,
         device = "cuda" if run.header.backend == "torch-cuda" else "cpu"
         loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=resolve_device(device))
         session = open_session(loaded, config.method, config.train.seed)
+    if adapter is not None:
+        session.load_adapter(load_adapter(adapter))
+    if run.header.generator_backend not in ("", session.generator_backend):
+        warn(f"the noise was made by {run.header.generator_backend}, here it is by {session.generator_backend}")
     return replay_log(run, session, steps=steps, warn=warn)
+
+
+def _check_start(recorded: str | None, adapter: Path | None) -> None:
+    """A replay must start where the run started."""
+    if recorded is None and adapter is not None:
+        raise ConfigError("the run started from no adapter", received=f"--adapter {adapter}")
+    if recorded is not None and adapter is None:
+        raise ConfigError("the run started from an adapter", expected="--adapter DIR, the adapter that it started from")
+    if recorded is not None and _adapter_identity(adapter)["adapter"] != recorded:
+        raise ArtifactError(f"{adapter} is not the adapter that the run started from", expected=f"SHA-256 {recorded}")

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ondevice.cli import common
-from ondevice.cli.common import out, overrides, print_json
-from ondevice.errors import DoesNotFitError, MissingPackageError
+from ondevice.cli.common import err, out, overrides, print_json
+from ondevice.errors import DoesNotFitError
 
 
 def plan(
@@ -29,8 +29,8 @@ def plan(
 ) -> None:
     """Memory by part before anything is loaded, and whether it fits the device."""
     from ondevice.api.runfile import RunConfig
-    from ondevice.plan import plan as make_plan
-    from ondevice.plan import render
+    from ondevice.plan.estimate import plan as make_plan
+    from ondevice.plan.render import render
 
     run_config = RunConfig.load(
         config,
@@ -59,12 +59,15 @@ def doctor(
 ) -> None:
     """Run a real kernel in every installed backend; say what is missing and how to install it."""
     from ondevice.plan.doctor import doctor as examine
-    from ondevice.plan.doctor import render
+    from ondevice.plan.doctor import exit_code
+    from ondevice.plan.render import render_checks
 
-    checks = examine(target)
+    with err.status("running a kernel in every backend") as status:
+        checks = examine(target, progress=lambda name: status.update(f"running {name}"))
+    code = exit_code(checks)
     if json:
-        print_json({"checks": [check.to_dict() for check in checks], "ok": all(check.ok is not False for check in checks)})
+        print_json({"checks": [check.to_dict() for check in checks], "ok": code == 0})
     else:
-        out.print(render(checks))
-    if any(check.ok is False for check in checks):
-        raise typer.Exit(MissingPackageError.exit_code)
+        out.print(render_checks(checks))
+    if code:
+        raise typer.Exit(code)

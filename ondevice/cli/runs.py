@@ -74,17 +74,14 @@ def run(
     json: common.Json = False,
 ) -> None:
     """Fine-tune with an exported program in its own runtime, on this machine."""
-    from ondevice.api.runfile import RunConfig
+    from ondevice.api.artifacts import run_config as resolve
     from ondevice.api.training import run_artifact
-    from ondevice.artifact.manifest import read_manifest
 
-    manifest = read_manifest(artifact)
     flags = overrides(
-        settings, data__path=data, data__eval_path=eval_data, data__task=task, train__steps=steps, train__out=target_dir
+        settings, data__path=data, data__eval_path=eval_data, data__task=task, train__steps=steps, train__out=target_dir,
+        method__learning_rate=learning_rate,
     )
-    fixed = {"model.source": manifest.model.source, "method": dict(manifest.method), "train.seed": manifest.generator.seed}
-    fixed["train.batch_size"] = manifest.batch_size
-    run_config = RunConfig.load(config, {**flags, **fixed, "method.learning_rate": learning_rate})
+    run_config = resolve(artifact, config, flags)
     with _progress(json or quiet) as sink:
         trained = run_artifact(artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink])
     _finish(trained, json, f"ondevice run '{artifact}' --resume --out '{run_config.train.out}' ...")
@@ -95,6 +92,7 @@ def replay(
     target_dir: common.Out = None,
     steps: common.Steps = None,
     artifact: Annotated[Path | None, typer.Option("--artifact", help="The program, for a run of `ondevice run`.")] = None,
+    adapter: common.AdapterPath = None,
     json: common.Json = False,
 ) -> None:
     """Rebuild a zeroth-order run's adapter from its log: the seed and one scalar a query."""
@@ -102,7 +100,7 @@ def replay(
     from ondevice.artifact.adapter import save_adapter
 
     warnings: list[str] = []
-    rebuilt = replay_run(log, steps=steps, artifact=artifact, warn=warnings.append)
+    rebuilt = replay_run(log, steps=steps, artifact=artifact, adapter=adapter, warn=warnings.append)
     if rebuilt is None:
         raise ConfigError("the run trained the whole model; its log rebuilds no adapter", hint="resume from its checkpoint")
     folder = target_dir or (log if log.is_dir() else log.parent) / "adapter-replayed"
@@ -143,8 +141,8 @@ def _progress(silent: bool) -> Any:
 
 
 def _dry_run(config: Any, json: bool) -> None:
-    from ondevice.plan import plan as make_plan
-    from ondevice.plan import render
+    from ondevice.plan.estimate import plan as make_plan
+    from ondevice.plan.render import render
 
     estimate = make_plan(
         config.model.source, config.method, batch_size=config.train.batch_size,
