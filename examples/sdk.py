@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import ondevice
-from ondevice.api.training import train
 from ondevice.data import pad_examples
 from ondevice.train.events import Step
 
@@ -46,7 +45,7 @@ def main(out: Path) -> None:
         if isinstance(event, Step):
             losses.append(event.loss)
 
-    run = train(config, overwrite=True, sinks=[collect])
+    run = ondevice.train(config, overwrite=True, sinks=[collect])
     print(f"eager: {run.result.steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}, adapter in {run.adapter}")
 
     # Export the same training step as a program. It is checked against eager PyTorch before it is written.
