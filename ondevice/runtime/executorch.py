@@ -14,6 +14,7 @@ from ondevice.errors import ArtifactError, CheckpointError, MissingPackageError
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout, Entry
 from ondevice.methods.session import StepResult
+from ondevice.runtime.quiet import without_lines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +28,8 @@ def load_runtime() -> Any:
     """
     os.environ.setdefault("ET_LOG_LEVEL", "error")
     try:
-        from executorch.runtime import Runtime
+        with without_lines("[cpuinfo_utils.cpp"):
+            from executorch.runtime import Runtime
     except ImportError:
         raise MissingPackageError(
             "the ExecuTorch runtime is not installed", hint="pip install 'ondevice-train[executorch]'"
@@ -89,9 +91,23 @@ class ExecutorchSession:
         import torch
 
         if name not in self._methods:
+            self._unload_other_kind(name)
             self._load(name)
         outputs: Sequence[Any] = self._methods[name].execute([torch.from_numpy(value) for value in inputs])
         return [value.numpy() for value in outputs]
+
+    def _unload_other_kind(self, name: str) -> None:
+        """Drop `evaluate` before `train_step` and the other way round.
+
+        XNNPACK packs a copy of its weights for every loaded method (425 MB for SmolLM2-135M in float32), and
+        loading one again takes less than a second. A stateful program's methods share the buffer and stay.
+        """
+        kinds = ("train_step", "evaluate")
+        kind = next((kind for kind in kinds if name.startswith(kind)), None)
+        if self.stateful or kind is None:
+            return
+        for loaded in [key for key in self._methods if key.startswith(kinds) and not key.startswith(kind)]:
+            del self._methods[loaded]
 
     def _load(self, name: str) -> None:
         """Load a method when it is first needed; loading writes the initial state into the shared buffer again."""
