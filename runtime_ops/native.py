@@ -28,9 +28,7 @@ def library() -> ctypes.CDLL | None:
         return None
     for name in ("normal", "rademacher"):
         _declare(loaded, name, None, _WORD, _WORD, _INT, _INT, _INT, _INT, _POINTER)
-    _declare(
-        loaded, "q4_linear", None, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER
-    )
+    _declare(loaded, "q4_linear", None, _POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _POINTER)
     _declare(loaded, "q8_embedding", _INT, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _POINTER)
     _declare(loaded, "linear_cross_entropy", _INT, _POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER)
     _declare(
@@ -81,9 +79,7 @@ def q8_embedding(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """int64 [...] to float32 [..., d]."""
     ids = ids.contiguous()
     out = torch.empty(*ids.shape, weight.shape[1])
-    bad = _call(
-        "q8_embedding", ids, ids.numel(), weight.contiguous(), scales.contiguous(), *weight.shape, out
-    )
+    bad = _call("q8_embedding", ids, ids.numel(), weight.contiguous(), scales.contiguous(), *weight.shape, out)
     refuse(bad, ids, weight.shape[0], "a token id")
     return out
 

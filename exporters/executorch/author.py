@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.exporters.base import ExportConfig
-from ondevice.nn.graph_loss import Tile, graph_token_nll, weight_tiles
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.torch import PrgeProgram
 from ondevice.nn.cross_entropy import tile_bounds
+from ondevice.nn.graph_loss import Tile, graph_token_nll, weight_tiles
 from ondevice.runtime_ops import graph
 
 if TYPE_CHECKING:

@@ -50,7 +50,9 @@ def random_batches(session: ExecutorchSession, vocabulary: int, steps: int, seed
         yield ids, labels
 
 
-def compare(session: ExecutorchSession, program: PrgeProgram, batches: Iterable[Batch], learning_rate: float) -> Comparison:
+def compare(
+    session: ExecutorchSession, program: PrgeProgram, batches: Iterable[Batch], learning_rate: float
+) -> Comparison:
     """Run both sides over `batches`, once free-running and once with the runtime's projected gradients."""
     seed = torch.tensor([session.seed])
     rate = torch.tensor([learning_rate], dtype=torch.float32)
@@ -76,7 +78,12 @@ def compare(session: ExecutorchSession, program: PrgeProgram, batches: Iterable[
     flat = session.flat()
     correlation = float(np.corrcoef(np.array(pairs).T)[0, 1]) if len(pairs) > 2 else float("nan")
     return Comparison(
-        steps, free_error, replay_error, float(np.abs(flat - replayed.numpy()).max()), float(np.abs(flat - free.numpy()).max()), correlation
+        steps,
+        free_error,
+        replay_error,
+        float(np.abs(flat - replayed.numpy()).max()),
+        float(np.abs(flat - free.numpy()).max()),
+        correlation,
     )
 
 

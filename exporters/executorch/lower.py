@@ -91,14 +91,14 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
     with torch.no_grad(), shared_provenance(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         exported = {
-            method.name: deduplicate(
-                torch.export.export(method.module.eval(), method.example_inputs(), strict=False)
-            )
+            method.name: deduplicate(torch.export.export(method.module.eval(), method.example_inputs(), strict=False))
             for method in methods
         }
         edge = to_edge_transform_and_lower(
             exported,
-            partitioner={method.name: [] if method.name in PLAIN_METHODS else [xnnpack_partitioner()] for method in methods},
+            partitioner={
+                method.name: [] if method.name in PLAIN_METHODS else [xnnpack_partitioner()] for method in methods
+            },
             compile_config=edge_compile_config(),
         )
         passes = [InitializedMutableBufferPass(["adapter"])] if stateful else []

@@ -101,9 +101,7 @@ class StatefulTrainStep(nn.Module):
     def forward(
         self, ids: Tensor, labels: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
     ) -> tuple[Tensor, Tensor]:
-        losses, gradients, adapter = self.program.train_step(
-            ids, labels, self.state.adapter, seed, step, learning_rate
-        )
+        losses, gradients, adapter = self.program.train_step(ids, labels, self.state.adapter, seed, step, learning_rate)
         self.state.adapter.copy_(adapter)
         return losses, gradients
 
@@ -170,10 +168,14 @@ def build_methods(
         eval_rows = tuple(Port(name, "int64", (eval_batch_size, length), "token id") for name in ("ids", "labels"))
         sums = (Port("nll_sum", "float32", (eval_batch_size,), "nats"), Port("tokens", "float32", (eval_batch_size,)))
         if state is None:
-            methods.append(MethodSpec(f"train_step{suffix}", TrainStep(program), (*rows, adapter, *scalars), (*results, adapter)))
+            methods.append(
+                MethodSpec(f"train_step{suffix}", TrainStep(program), (*rows, adapter, *scalars), (*results, adapter))
+            )
             methods.append(MethodSpec(f"evaluate{suffix}", Evaluate(program), (*eval_rows, adapter), sums))
         else:
-            methods.append(MethodSpec(f"train_step{suffix}", StatefulTrainStep(program, state), (*rows, *scalars), results))
+            methods.append(
+                MethodSpec(f"train_step{suffix}", StatefulTrainStep(program, state), (*rows, *scalars), results)
+            )
             methods.append(MethodSpec(f"evaluate{suffix}", StatefulEvaluate(program, state), eval_rows, sums))
     if state is None:
         methods.append(MethodSpec("apply_update", ApplyUpdate(program), (adapter, gradients, *scalars), (adapter,)))

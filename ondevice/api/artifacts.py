@@ -23,7 +23,12 @@ LIMITS = {"none": (1e-3, 1e-5), "q4": (1e-3, 1e-4), "8da4w": (1e-1, 5e-2)}
 def export_job(config: RunConfig, *, overwrite: bool = False) -> ExportJob:
     """What `config` asks an exporter for."""
     return ExportJob(
-        model=config.model, method=config.method, export=config.export, seed=config.train.seed, task=config.data.task, overwrite=overwrite
+        model=config.model,
+        method=config.method,
+        export=config.export,
+        seed=config.train.seed,
+        task=config.data.task,
+        overwrite=overwrite,
     )
 
 
@@ -39,7 +44,7 @@ def export(config: RunConfig, out: Path, *, overwrite: bool = False) -> ExportRe
 
 
 def run_config(folder: Path, path: Path | None = None, overrides: dict[str, Any] | None = None) -> RunConfig:
-    """The run file of a run of an artifact: model, method and seed are the program's, the rest is `path`'s and `overrides`'.
+    """A run file for an artifact: model, method and seed are the program's, the rest `path`'s and `overrides`'.
 
     Of the method only the learning rate can be chosen: it is an input of the program.
 
@@ -54,14 +59,18 @@ def run_config(folder: Path, path: Path | None = None, overrides: dict[str, Any]
     for key in given:
         if key.split(".")[0] in ("model", "method", "export") or key in ("train.seed", "train.batch_size"):
             raise ConfigError(
-                f"'{key}' is fixed in the artifact", expected="data.*, train.* or method.learning_rate",
+                f"'{key}' is fixed in the artifact",
+                expected="data.*, train.* or method.learning_rate",
                 hint="export the model again with this setting",
             )
     if rate is None and path is not None and isinstance(section := read_yaml(path).get("method"), dict):
         rate = section.get("learning_rate")
     fixed = {
-        "model.source": manifest.model.source, "method": dict(manifest.method), "train.seed": manifest.generator.seed,
-        "train.batch_size": manifest.batch_size, "method.learning_rate": rate,
+        "model.source": manifest.model.source,
+        "method": dict(manifest.method),
+        "train.seed": manifest.generator.seed,
+        "train.batch_size": manifest.batch_size,
+        "method.learning_rate": rate,
     }
     return RunConfig.load(path, {**given, **fixed})
 
@@ -94,11 +103,18 @@ def verify(folder: Path, *, steps: int = 20, data: Path | None = None, model: st
     loaded = load_model(source, revision=manifest.model.revision, dtype="float32", device="cpu")
     if loaded.source.sha256 != manifest.model.sha256:
         raise ArtifactError(
-            f"{source} is not the model that was exported", expected=manifest.model.sha256, received=loaded.source.sha256,
+            f"{source} is not the model that was exported",
+            expected=manifest.model.sha256,
+            received=loaded.source.sha256,
             hint="--model says where the exported model is",
         )
     config = ExportConfig.parse(
-        {"quantize": manifest.quantize, "loss": manifest.loss, "generator": manifest.generator.lowering, "form": manifest.form},
+        {
+            "quantize": manifest.quantize,
+            "loss": manifest.loss,
+            "generator": manifest.generator.lowering,
+            "form": manifest.form,
+        },
         "manifest.json",
     )
     method = PrgeConfig.parse(manifest.method, "manifest.json: method")

@@ -50,7 +50,9 @@ class RunConfig(Section):
         elif isinstance(method, dict):
             method.setdefault("name", "prge")
             if method["name"] not in CONFIGS:
-                raise ConfigError(f"unknown method '{method['name']}'", expected=", ".join(CONFIGS), received=method["name"])
+                raise ConfigError(
+                    f"unknown method '{method['name']}'", expected=", ".join(CONFIGS), received=method["name"]
+                )
         if "source" not in values.get("model", {}):
             raise ConfigError(
                 "no model is given",

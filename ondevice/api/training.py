@@ -54,7 +54,16 @@ class Trained:
         result = self.result
         values = {
             name: getattr(result, name)
-            for name in ("steps", "first_loss", "final_loss", "step_time_s", "tokens_per_s", "peak_memory_bytes", "peak_device_bytes", "interrupted")
+            for name in (
+                "steps",
+                "first_loss",
+                "final_loss",
+                "step_time_s",
+                "tokens_per_s",
+                "peak_memory_bytes",
+                "peak_device_bytes",
+                "interrupted",
+            )
         }
         values["evaluation"] = result.evaluation.figures() if result.evaluation else None
         for name in ("adapter", "best_adapter", "model"):
@@ -63,7 +72,9 @@ class Trained:
         return {**values, "unused_rows": len(self.problems)}
 
 
-def read_dataset(path: Path | str, tokenizer: Any, *, task: str | None, max_length_tokens: int, train_on_prompt: bool = False) -> Dataset:
+def read_dataset(
+    path: Path | str, tokenizer: Any, *, task: str | None, max_length_tokens: int, train_on_prompt: bool = False
+) -> Dataset:
     """Rows of a file as token ids; bad rows are in `.problems`.
 
     Raises:
@@ -74,7 +85,9 @@ def read_dataset(path: Path | str, tokenizer: Any, *, task: str | None, max_leng
     rows = read_rows(path, task=task)
     dataset = encode(rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt)
     if not dataset.items:
-        raise DataError(f"{path} has no rows that can be used", received="; ".join(map(str, dataset.problems[:3])) or "nothing")
+        raise DataError(
+            f"{path} has no rows that can be used", received="; ".join(map(str, dataset.problems[:3])) or "nothing"
+        )
     return dataset
 
 
@@ -111,7 +124,11 @@ def train(
         raise ConfigError("no data is given", expected="data.path in the run file, or --data")
     device = resolve_device(config.model.device)
     estimate = plan(
-        config.model.source, config.method, batch_size=config.train.batch_size, length_tokens=data.max_length_tokens, dtype=config.model.dtype
+        config.model.source,
+        config.method,
+        batch_size=config.train.batch_size,
+        length_tokens=data.max_length_tokens,
+        dtype=config.model.dtype,
     )
     ensure_fits(estimate, force)
     loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=device)
@@ -124,8 +141,10 @@ def train(
     start = events.Start(
         config=config.model_dump(mode="json"),
         identity={
-            "method": config.method.model_dump(mode="json"), "dtype": config.model.dtype,
-            "data": _data_identity(config, data.path), **_adapter_identity(adapter),
+            "method": config.method.model_dump(mode="json"),
+            "dtype": config.model.dtype,
+            "data": _data_identity(config, data.path),
+            **_adapter_identity(adapter),
         },
         seed=config.train.seed,
         backend=session.backend,
@@ -140,7 +159,11 @@ def _data_identity(config: RunConfig, path: Path) -> dict[str, Any]:
     from ondevice.artifact.files import sha256_file
 
     digest = sha256_file(path) if Path(path).is_file() else None
-    return {"sha256": digest, "batch_size": config.train.batch_size, **config.data.model_dump(mode="json", exclude={"path", "eval_path"})}
+    return {
+        "sha256": digest,
+        "batch_size": config.train.batch_size,
+        **config.data.model_dump(mode="json", exclude={"path", "eval_path"}),
+    }
 
 
 def _adapter_identity(adapter: Path | None) -> dict[str, Any]:
@@ -168,7 +191,9 @@ def run_artifact(
     tokenizer = artifact_tokenizer(folder)
     longest = max(manifest.lengths_tokens)
     options = {
-        "task": config.data.task or manifest.task, "max_length_tokens": longest, "train_on_prompt": config.data.train_on_prompt
+        "task": config.data.task or manifest.task,
+        "max_length_tokens": longest,
+        "train_on_prompt": config.data.train_on_prompt,
     }
     if config.data.path is None:
         raise ConfigError("no data is given", expected="--data")
@@ -179,8 +204,10 @@ def run_artifact(
     start = events.Start(
         config=config.model_dump(mode="json"),
         identity={
-            "artifact": manifest.files[manifest.program], "learning_rate": config.method.learning_rate,
-            "data": _data_identity(config, config.data.path), **_adapter_identity(adapter),
+            "artifact": manifest.files[manifest.program],
+            "learning_rate": config.method.learning_rate,
+            "data": _data_identity(config, config.data.path),
+            **_adapter_identity(adapter),
         },
         seed=manifest.generator.seed,
         backend=session.backend,
@@ -192,8 +219,16 @@ def run_artifact(
 
 
 def _train(
-    session: Any, dataset: Dataset, evaluation: Dataset | None, config: RunConfig, start: events.Start, loaded: Any,
-    resume: bool, overwrite: bool, sinks: Iterable[Sink], tokenizer: Any = None,
+    session: Any,
+    dataset: Dataset,
+    evaluation: Dataset | None,
+    config: RunConfig,
+    start: events.Start,
+    loaded: Any,
+    resume: bool,
+    overwrite: bool,
+    sinks: Iterable[Sink],
+    tokenizer: Any = None,
 ) -> Trained:
     from ondevice.data import Batches
 
@@ -203,14 +238,24 @@ def _train(
     batches = Batches(dataset, size, session.lengths_tokens, settings.seed, pad)
     evaluate_fn = None
     if evaluation is not None:
+
         def evaluate_fn(should_stop: Callable[[], bool]) -> EvalResult | None:
             return evaluate_dataset(session, evaluation, pad, rows=settings.eval_rows, should_stop=should_stop)
 
     rate = WarmupDecay(settings.schedule, config.method.learning_rate, settings.steps, settings.warmup_steps)
     result = run_loop(
-        session, batches, start=start, steps=settings.steps, learning_rate=rate, out=settings.out, resume=resume,
-        overwrite=overwrite, checkpoint_every=settings.checkpoint_every, eval_every=settings.eval_every,
-        evaluate_fn=evaluate_fn, sinks=sinks,
+        session,
+        batches,
+        start=start,
+        steps=settings.steps,
+        learning_rate=rate,
+        out=settings.out,
+        resume=resume,
+        overwrite=overwrite,
+        checkpoint_every=settings.checkpoint_every,
+        eval_every=settings.eval_every,
+        evaluate_fn=evaluate_fn,
+        sinks=sinks,
     )
     trained, best, model = session.adapter(), None, None
     if trained is not None:
@@ -224,7 +269,9 @@ def _train(
             loaded.model.save_pretrained(temporary)
             loaded.tokenizer.save_pretrained(temporary)
     session.close()
-    return Trained(result, settings.out / ADAPTER if trained is not None else None, best, model, tuple(dataset.problems))
+    return Trained(
+        result, settings.out / ADAPTER if trained is not None else None, best, model, tuple(dataset.problems)
+    )
 
 
 def _save_best(session: Session, result: RunResult, out: Path) -> Path | None:
@@ -251,7 +298,9 @@ def resolve_device(name: str) -> str:
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("model.device is cuda and no CUDA device is there", hint="`ondevice doctor` says why; or use cpu")
+        raise ConfigError(
+            "model.device is cuda and no CUDA device is there", hint="`ondevice doctor` says why; or use cpu"
+        )
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
@@ -270,8 +319,15 @@ def open_artifact(folder: Path) -> Any:
 
 
 def evaluate(
-    source: str | Path, data: Path, *, task: str | None = None, adapter: Path | None = None, rows: int | None = None,
-    max_length_tokens: int = 128, dtype: str = "float32", device: str = "auto",
+    source: str | Path,
+    data: Path,
+    *,
+    task: str | None = None,
+    adapter: Path | None = None,
+    rows: int | None = None,
+    max_length_tokens: int = 128,
+    dtype: str = "float32",
+    device: str = "auto",
 ) -> EvalResult:
     """Evaluate a model, or an artifact in its runtime, with or without an adapter."""
     folder = Path(source)
@@ -318,7 +374,9 @@ def replay(
     _check_start(run.header.identity.get("adapter"), adapter)
     if run.header.backend == "executorch":
         if artifact is None:
-            raise ConfigError("the run was made by an exported program", expected="--artifact DIR", received="no artifact")
+            raise ConfigError(
+                "the run was made by an exported program", expected="--artifact DIR", received="no artifact"
+            )
         session = open_artifact(artifact)
         if session.manifest.files[session.manifest.program] != run.header.identity.get("artifact"):
             raise ConfigError("the artifact is not the one that made this run", hint="use the artifact that was run")
@@ -328,7 +386,9 @@ def replay(
 
         config = RunConfig.parse(run.header.config, f"{log}: start event")
         device = "cuda" if run.header.backend == "torch-cuda" else "cpu"
-        loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=resolve_device(device))
+        loaded = load_model(
+            config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=resolve_device(device)
+        )
         session = open_session(loaded, config.method, config.train.seed)
     if adapter is not None:
         session.load_adapter(load_adapter(adapter))

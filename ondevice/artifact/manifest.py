@@ -124,12 +124,17 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
     path = Path(folder) / MANIFEST_NAME
     if not path.is_file():
         raise ArtifactError(
-            f"{folder} is not an artifact", expected=MANIFEST_NAME, received="no such file", hint="`ondevice export` writes one"
+            f"{folder} is not an artifact",
+            expected=MANIFEST_NAME,
+            received="no such file",
+            hint="`ondevice export` writes one",
         )
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} is not readable JSON", received=str(error), hint="export the artifact again") from None
+        raise ArtifactError(
+            f"{path} is not readable JSON", received=str(error), hint="export the artifact again"
+        ) from None
     version = values.get("schema_version") if isinstance(values, dict) else None
     if version != SCHEMA_VERSION:
         raise ArtifactError(

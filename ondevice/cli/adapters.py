@@ -51,7 +51,9 @@ def chat(
 
     def answer(text: str) -> str:
         messages.append({"role": "user", "content": text})
-        reply = generate(loaded, messages if templated else text, max_new_tokens=max_new_tokens, temperature=temperature)
+        reply = generate(
+            loaded, messages if templated else text, max_new_tokens=max_new_tokens, temperature=temperature
+        )
         messages.append({"role": "assistant", "content": reply})
         return reply
 

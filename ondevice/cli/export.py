@@ -14,7 +14,9 @@ from ondevice.errors import ConfigError, VerificationError
 
 def export(
     config: common.Config = None,
-    target: Annotated[str | None, typer.Option("--target", help="Where the program will run; --list names them.")] = None,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Where the program will run; --list names them.")
+    ] = None,
     model: common.Model = None,
     method: common.Method = None,
     target_dir: common.Out = None,
@@ -44,9 +46,18 @@ def export(
         print_json(listed) if json else table(listed)
         return
     flags = overrides(
-        settings, model__source=model, method__name=method, export__target=target, data__task=task,
-        export__lengths_tokens=length or None, export__batch_size=batch_size, export__quantize=quantize, export__form=form,
-        method__queries=queries, method__perturbation_scale=perturbation_scale, method__learning_rate=learning_rate,
+        settings,
+        model__source=model,
+        method__name=method,
+        export__target=target,
+        data__task=task,
+        export__lengths_tokens=length or None,
+        export__batch_size=batch_size,
+        export__quantize=quantize,
+        export__form=form,
+        method__queries=queries,
+        method__perturbation_scale=perturbation_scale,
+        method__learning_rate=learning_rate,
         train__seed=seed,
     )
     run_config = RunConfig.load(config, flags)
@@ -103,5 +114,8 @@ def verify(
         table(result)
     if not result["ok"]:
         raise VerificationError(
-            "the program does not follow eager PyTorch", expected=str(artifacts.LIMITS), received=f"{result['max_rel_loss_error']:.3g} free-running, {result['max_rel_loss_error_replayed']:.3g} replayed"
+            "the program does not follow eager PyTorch",
+            expected=str(artifacts.LIMITS),
+            received=f"{result['max_rel_loss_error']:.3g} free-running, "
+            f"{result['max_rel_loss_error_replayed']:.3g} replayed",
         )

@@ -35,14 +35,24 @@ def plan(
     run_config = RunConfig.load(
         config,
         overrides(
-            settings, model__source=model, method__name=method, train__batch_size=batch_size,
-            data__max_length_tokens=max_length, export__quantize=quantize, method__queries=queries,
+            settings,
+            model__source=model,
+            method__name=method,
+            train__batch_size=batch_size,
+            data__max_length_tokens=max_length,
+            export__quantize=quantize,
+            method__queries=queries,
         ),
     )
     estimate = make_plan(
-        run_config.model.source, run_config.method, batch_size=run_config.train.batch_size,
-        length_tokens=run_config.data.max_length_tokens, dtype=run_config.model.dtype,
-        export=run_config.export if exported else None, runtime="executorch" if exported else "torch", device=device,
+        run_config.model.source,
+        run_config.method,
+        batch_size=run_config.train.batch_size,
+        length_tokens=run_config.data.max_length_tokens,
+        dtype=run_config.model.dtype,
+        export=run_config.export if exported else None,
+        runtime="executorch" if exported else "torch",
+        device=device,
         device_file=device_file,
     )
     if json:

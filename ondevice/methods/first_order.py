@@ -80,7 +80,9 @@ class FirstOrderSession:
             for moment in MOMENTS:
                 value = state.get(f"{moment}/{name}")
                 if value is None:
-                    raise CheckpointError(f"the checkpoint lacks {moment} of {name}", hint="resume from an older checkpoint")
+                    raise CheckpointError(
+                        f"the checkpoint lacks {moment} of {name}", hint="resume from an older checkpoint"
+                    )
                 entry[moment] = torch.from_numpy(value.copy()).to(parameter.device, parameter.dtype)
 
     def adapter(self) -> Adapter | None:

@@ -25,7 +25,13 @@ CONFIGS: dict[str, type[Section]] = {
     "lora-fa": LoraFaConfig,
     "full": FullConfig,
 }
-MODULES = {"prge": "prge.session", "mezo": "mezo.torch", "lora": "lora.torch", "lora-fa": "lora.torch", "full": "full.torch"}
+MODULES = {
+    "prge": "prge.session",
+    "mezo": "mezo.torch",
+    "lora": "lora.torch",
+    "lora-fa": "lora.torch",
+    "full": "full.torch",
+}
 
 MethodConfig = Annotated[PrgeConfig | MezoConfig | LoraConfig | LoraFaConfig | FullConfig, Field(discriminator="name")]
 """Any method's settings; `name` says which."""

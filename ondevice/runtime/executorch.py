@@ -183,9 +183,7 @@ class ExecutorchSession:
 
     def layout(self) -> AdapterLayout:
         """The adapter's layout, from the manifest."""
-        entries = tuple(
-            Entry(e.layer, e.target, e.offset, e.rank, e.inputs, e.outputs) for e in self.manifest.adapter
-        )
+        entries = tuple(Entry(e.layer, e.target, e.offset, e.rank, e.inputs, e.outputs) for e in self.manifest.adapter)
         return AdapterLayout(entries, self.manifest.adapter_size, self.manifest.generator.seed)
 
     def _names(self) -> dict[tuple[int, str], str]:

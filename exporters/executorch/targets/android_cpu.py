@@ -1,4 +1,4 @@
-"""Target `android-cpu`: ExecuTorch with XNNPACK, functional state, and nothing that a stock runtime lacks unless asked."""
+"""Target `android-cpu`: ExecuTorch with XNNPACK, and nothing that a stock runtime lacks unless asked."""
 
 from __future__ import annotations
 
@@ -42,11 +42,15 @@ class Target:
         if not isinstance(job.method, PrgeConfig):
             return [*problems, f"method {job.method.name} does not export to {NAME}: use --method prge"]
         if job.method.form != "master" or not (job.method.inner_loop and job.method.outer_loop):
-            problems.append("an exported step has form master, inner_loop and outer_loop: the others are eager baselines")
+            problems.append(
+                "an exported step has form master, inner_loop and outer_loop: the others are eager baselines"
+            )
         if job.export.quantize == "8da4w" and importlib.util.find_spec("torchao") is None:
             problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
         if job.export.uses_ops and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
-            problems.append("this program needs the project's ops and no C++ compiler was found: install g++ or clang++")
+            problems.append(
+                "this program needs the project's ops and no C++ compiler was found: install g++ or clang++"
+            )
         try:
             dims = read_dims(job.model.source, job.model.revision)
         except OndeviceError as error:
@@ -54,7 +58,9 @@ class Target:
         if job.method.top_layers is not None and job.method.top_layers > dims.layers:
             problems.append(f"top_layers is {job.method.top_layers} and the model has {dims.layers} layers")
         if max(job.export.lengths_tokens) > dims.max_positions:
-            problems.append(f"lengths_tokens {max(job.export.lengths_tokens)} exceeds the model's {dims.max_positions} positions")
+            problems.append(
+                f"lengths_tokens {max(job.export.lengths_tokens)} exceeds the model's {dims.max_positions} positions"
+            )
         widths = {"hidden": dims.hidden, "ff": dims.intermediate, "heads": dims.heads * dims.head_dim}
         if job.export.quantize != "none" and any(width % 32 for width in widths.values()):
             listed = ", ".join(f"{name} {width}" for name, width in widths.items())
@@ -115,7 +121,14 @@ class Target:
         from hashlib import sha256
         from importlib.metadata import version
 
-        from ondevice.artifact.manifest import AdapterEntry, GeneratorInfo, Manifest, ModelInfo, ProgramMethod, TensorPort
+        from ondevice.artifact.manifest import (
+            AdapterEntry,
+            GeneratorInfo,
+            Manifest,
+            ModelInfo,
+            ProgramMethod,
+            TensorPort,
+        )
         from ondevice.exporters.executorch.author import settle
 
         def port(value: Any) -> TensorPort:
@@ -130,7 +143,12 @@ class Target:
             runtime=f"executorch {version('executorch')}",
             target=NAME,
             method=job.method.model_dump(mode="json"),
-            model=ModelInfo(source=job.model.source, revision=job.model.revision, sha256=loaded.source.sha256, dims=asdict(loaded.dims)),
+            model=ModelInfo(
+                source=job.model.source,
+                revision=job.model.revision,
+                sha256=loaded.source.sha256,
+                dims=asdict(loaded.dims),
+            ),
             form=job.export.form,
             quantize=job.export.quantize,
             loss=lowering.loss,
@@ -151,7 +169,8 @@ class Target:
             generator=GeneratorInfo(distribution=job.method.noise, lowering=lowering.generator, seed=job.seed),
             adapter_size=program.layout.size,
             adapter=tuple(
-                AdapterEntry(linear=names[(entry.layer, entry.target)], **asdict(entry)) for entry in program.layout.entries
+                AdapterEntry(linear=names[(entry.layer, entry.target)], **asdict(entry))
+                for entry in program.layout.entries
             ),
             custom_ops=tuple(ops),
             tokenizer_sha256=sha256(backend.encode()).hexdigest(),
@@ -159,7 +178,9 @@ class Target:
             task=job.task,
         )
 
-    def _check(self, folder: Path, manifest: Manifest, program: Any, job: ExportJob) -> tuple[dict[str, Any], list[str]]:
+    def _check(
+        self, folder: Path, manifest: Manifest, program: Any, job: ExportJob
+    ) -> tuple[dict[str, Any], list[str]]:
         """N steps against eager and an adapter round trip; raises before anything is renamed into place."""
         from ondevice.exporters.executorch.check import compare, random_batches
         from ondevice.runtime.executorch import ExecutorchSession
@@ -199,7 +220,9 @@ def _check_free(out: Path, overwrite: bool) -> None:
         raise ArtifactError(f"{out} is not empty", hint="choose another folder, or pass --overwrite")
     if not (out / MANIFEST_NAME).is_file():
         raise ArtifactError(
-            f"{out} is not an artifact and is not replaced", expected=MANIFEST_NAME, received=min(p.name for p in out.iterdir()),
+            f"{out} is not an artifact and is not replaced",
+            expected=MANIFEST_NAME,
+            received=min(p.name for p in out.iterdir()),
             hint="choose another folder, or empty this one yourself",
         )
 
@@ -207,8 +230,8 @@ def _check_free(out: Path, overwrite: bool) -> None:
 def _warnings(job: ExportJob, correlation: float) -> list[str]:
     if job.export.quantize == "8da4w" and job.method.perturbation_scale < 3e-2:
         return [
-            f"8da4w rounds activations to 8 bits: at perturbation scale {job.method.perturbation_scale:g} the projected "
-            f"gradients of program and eager correlate {correlation:.2f}; use --quantize q4, or a scale of 3e-2 or more"
+            f"8da4w rounds activations to 8 bits: at perturbation scale {job.method.perturbation_scale:g} "
+            f"the projected gradients of program and eager correlate {correlation:.2f}; use --quantize q4, or a scale of 3e-2 or more"
         ]
     return []
 
@@ -221,12 +244,14 @@ def _readme(manifest: Manifest) -> str:
     state = "Feed the adapter that comes out back in, starting from zeros"
     if manifest.form == "stateful":
         state = (
-            "The program keeps the adapter; `get_adapter` and `set_adapter` take it out and put it in. Load every method\n"
+            "The program keeps the adapter; `get_adapter` and `set_adapter` take it out and put it in.\n"
+            "Load every method "
             "before `set_adapter`: loading one writes zeros into the state"
         )
     return f"""# A training program for {manifest.model.source}
 
-`program.pte` holds whole {manifest.method["name"]} steps for {manifest.runtime}. Made by `ondevice export --target {manifest.target}`.
+`program.pte` holds whole {manifest.method["name"]} steps for {manifest.runtime}.
+Made by `ondevice export --target {manifest.target}`.
 
 - Train here: `ondevice run DIR --data train.jsonl --steps 100`
 - Check here: `ondevice verify DIR`

@@ -60,9 +60,7 @@ class GraphedStep:
             self.adapter.copy_(new)
 
     def _run(self, program: PrgeProgram) -> tuple[Tensor, Tensor, Tensor]:
-        return program.train_step(
-            self.ids, self.labels, self.adapter, self.seed, self.step_number, self.learning_rate
-        )
+        return program.train_step(self.ids, self.labels, self.adapter, self.seed, self.step_number, self.learning_rate)
 
     def __call__(self, ids_BT: Tensor, labels_BT: Tensor, step: int, learning_rate: float) -> tuple[Tensor, Tensor]:
         """Losses [copies] and projected gradients [q] of this step; they are overwritten by the next."""

@@ -77,7 +77,7 @@ class AdapterLayout:
         return entries[0].offset, entries[-1].offset + entries[-1].count - entries[0].offset
 
     def frozen_a(self, entry: Entry) -> np.ndarray:
-        """The frozen A of `entry`: float32 [inputs, rank], Gaussian with the variance of PEFT's default, 1/(3 inputs)."""
+        """The frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs)."""
         count = entry.inputs * entry.rank
         position = self.entries.index(entry)
         values = generator.normal(self.seed, position, FROZEN_A_TENSOR, 1, 0, count)[0]
@@ -85,7 +85,7 @@ class AdapterLayout:
         return values.reshape(entry.inputs, entry.rank) * scale
 
     def to_tensors(self, flat: np.ndarray, names: dict[tuple[int, str], str]) -> dict[str, np.ndarray]:
-        """The adapter as PEFT lays it out: `<linear>.lora_A.weight` [rank, inputs], `.lora_B.weight` [outputs, rank]."""
+        """PEFT's form: `<linear>.lora_A.weight` [rank, inputs], `<linear>.lora_B.weight` [outputs, rank]."""
         tensors = {}
         for entry in self.entries:
             name = names[(entry.layer, entry.target)]
@@ -102,7 +102,9 @@ class AdapterLayout:
         """
         if adapter.alpha != alpha:
             raise ArtifactError(
-                "the adapter has another alpha", expected=alpha, received=adapter.alpha,
+                "the adapter has another alpha",
+                expected=alpha,
+                received=adapter.alpha,
                 hint="`method.alpha` must be the one that the adapter was trained with",
             )
         known = {names[(entry.layer, entry.target)] for entry in self.entries}

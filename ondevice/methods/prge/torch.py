@@ -74,7 +74,12 @@ class PrgeProgram(nn.Module):
     """
 
     def __init__(
-        self, family: Family, layout: AdapterLayout, config: PrgeConfig, noise: Noise, token_loss: TokenLoss | None = None
+        self,
+        family: Family,
+        layout: AdapterLayout,
+        config: PrgeConfig,
+        noise: Noise,
+        token_loss: TokenLoss | None = None,
     ) -> None:
         super().__init__()
         self.family, self.layout, self.config, self.noise = family, layout, config, noise
