@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from typing import Any
@@ -56,6 +57,7 @@ def run(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's import warns of its own enums
     try:
         code = app(args=arguments, standalone_mode=False)
     except OndeviceError as error:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from ondevice.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.train import events
 from ondevice.train.checkpoint import CheckpointStore, check_identity
@@ -192,6 +194,18 @@ class Run:
                 hint="a lower learning rate; for a zeroth-order method also a smaller perturbation scale",
             )
 
+    def _check_state(self, state: dict[str, np.ndarray]) -> None:
+        """What the last step made of the parameters must be worth keeping."""
+        for name, value in state.items():
+            if value.dtype.kind == "f" and not np.isfinite(value).all():
+                kept = f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
+                raise TrainingError(
+                    f"step {self.done - 1} left values in '{name}' that are no numbers; {kept}",
+                    expected="finite parameters",
+                    received="inf or nan",
+                    hint="a lower learning rate; for a zeroth-order method also a smaller perturbation scale",
+                )
+
     def _due(self) -> bool:
         """Whether this is a step to evaluate after, and that was not done yet."""
         if self.evaluate_fn is None or self.done in self.evaluated:
@@ -217,9 +231,11 @@ class Run:
     def _save(self, evaluation: EvalResult | None) -> None:
         self.log.sync()
         began = time.perf_counter()
+        state = self.session.state()
+        self._check_state(state)
         self.saved = self.store.save(
             self.done,
-            self.session.state(),
+            state,
             evaluation=None if evaluation is None else events.plain(evaluation.figures()),
             score=None if evaluation is None else evaluation.score,
         )
