@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ondevice.api.artifacts import export, verify
+    from ondevice.api.judging import evaluate, replay
+    from ondevice.api.opening import open_artifact, read_dataset
     from ondevice.api.runfile import RunConfig
-    from ondevice.api.training import evaluate, open_artifact, read_dataset, replay, run_artifact, train
+    from ondevice.api.training import run_artifact, train
     from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
     from ondevice.artifact.manifest import read_manifest
     from ondevice.errors import OndeviceError
@@ -30,19 +32,19 @@ _WHERE = {
     "RunConfig": "api.runfile",
     "apply_adapter": "train.fuse",
     "doctor": "plan.doctor",
-    "evaluate": "api.training",
+    "evaluate": "api.judging",
     "export": "api.artifacts",
     "fuse": "train.fuse",
     "generate": "models.generate",
     "load_adapter": "artifact.adapter",
     "load_model": "models",
     "method_config": "methods.registry",
-    "open_artifact": "api.training",
+    "open_artifact": "api.opening",
     "open_session": "methods.registry",
     "plan": "plan.estimate",
-    "read_dataset": "api.training",
+    "read_dataset": "api.opening",
     "read_manifest": "artifact.manifest",
-    "replay": "api.training",
+    "replay": "api.judging",
     "run_artifact": "api.training",
     "save_adapter": "artifact.adapter",
     "train": "api.training",

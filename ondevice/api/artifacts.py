@@ -91,7 +91,7 @@ def verify(folder: Path, *, steps: int = 20, data: Path | None = None, model: st
     Raises:
         ArtifactError: if the model is not the one that was exported.
     """
-    from ondevice.api.training import pad_id, read_dataset
+    from ondevice.api.opening import pad_id, read_dataset
     from ondevice.data import Batches
     from ondevice.exporters.executorch.author import author
     from ondevice.exporters.executorch.check import compare, random_batches

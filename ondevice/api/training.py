@@ -1,4 +1,4 @@
-"""Train in eager PyTorch or through an exported program, evaluate, replay."""
+"""Train in eager PyTorch or through an exported program."""
 
 from __future__ import annotations
 
@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.api.opening import artifact_tokenizer, pad_id, read_dataset, resolve_device
 from ondevice.artifact.adapter import load_adapter, save_adapter
-from ondevice.artifact.manifest import Manifest, read_manifest
-from ondevice.errors import ArtifactError, ConfigError, DataError
+from ondevice.artifact.manifest import read_manifest
+from ondevice.errors import ConfigError
 from ondevice.methods.registry import open_session
 from ondevice.train import events
 from ondevice.train.evaluate import EvalResult, evaluate_dataset
 from ondevice.train.history import RunResult
 from ondevice.train.loop import run_loop
-from ondevice.train.replay import read_run
-from ondevice.train.replay import replay as replay_log
 from ondevice.train.schedule import WarmupDecay
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
-    from ondevice.artifact.adapter import Adapter
     from ondevice.data import Dataset
     from ondevice.methods.session import Session
 
@@ -72,30 +70,6 @@ class Trained:
         return {**values, "unused_rows": len(self.problems)}
 
 
-def read_dataset(
-    path: Path | str, tokenizer: Any, *, task: str | None, max_length_tokens: int, train_on_prompt: bool = False
-) -> Dataset:
-    """Rows of a file as token ids; bad rows are in `.problems`.
-
-    Raises:
-        DataError: if no row can be used.
-    """
-    from ondevice.data import encode, read_rows
-
-    rows = read_rows(path, task=task)
-    dataset = encode(rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt)
-    if not dataset.items:
-        raise DataError(
-            f"{path} has no rows that can be used", received="; ".join(map(str, dataset.problems[:3])) or "nothing"
-        )
-    return dataset
-
-
-def pad_id(tokenizer: Any) -> int:
-    """The tokenizer's padding token, or its end token; masked either way."""
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-
-
 def train(
     config: RunConfig,
     *,
@@ -144,7 +118,7 @@ def train(
             "method": config.method.model_dump(mode="json"),
             "dtype": config.model.dtype,
             "data": _data_identity(config, data.path),
-            **_adapter_identity(adapter),
+            **adapter_identity(adapter),
         },
         seed=config.train.seed,
         backend=session.backend,
@@ -166,7 +140,7 @@ def _data_identity(config: RunConfig, path: Path) -> dict[str, Any]:
     }
 
 
-def _adapter_identity(adapter: Path | None) -> dict[str, Any]:
+def adapter_identity(adapter: Path | None) -> dict[str, Any]:
     """What names the adapter that a run started from; nothing where it started from none."""
     from ondevice.artifact.files import sha256_file
     from ondevice.artifact.peft_files import WEIGHTS_NAME
@@ -207,7 +181,7 @@ def run_artifact(
             "artifact": manifest.files[manifest.program],
             "learning_rate": config.method.learning_rate,
             "data": _data_identity(config, config.data.path),
-            **_adapter_identity(adapter),
+            **adapter_identity(adapter),
         },
         seed=manifest.generator.seed,
         backend=session.backend,
@@ -287,121 +261,3 @@ def _save_best(session: Session, result: RunResult, out: Path) -> Path | None:
         return None
     save_adapter(adapter, out / BEST_ADAPTER)
     return out / BEST_ADAPTER
-
-
-def resolve_device(name: str) -> str:
-    """`auto` to `cuda` where there is one, else `cpu`.
-
-    Raises:
-        ConfigError: if CUDA is asked for and not there.
-    """
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "model.device is cuda and no CUDA device is there", hint="`ondevice doctor` says why; or use cpu"
-        )
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
-
-
-def artifact_tokenizer(folder: Path) -> Any:
-    """The tokenizer that an artifact carries."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(Path(folder) / "tokenizer"))
-
-
-def open_artifact(folder: Path) -> Any:
-    """An artifact, checked, in the runtime it was made for; step it with `.step(ids, labels, step, learning_rate)`."""
-    from ondevice.runtime.executorch import ExecutorchSession
-
-    return ExecutorchSession(Path(folder), read_manifest(Path(folder)))
-
-
-def evaluate(
-    source: str | Path,
-    data: Path,
-    *,
-    task: str | None = None,
-    adapter: Path | None = None,
-    rows: int | None = None,
-    max_length_tokens: int = 128,
-    dtype: str = "float32",
-    device: str = "auto",
-) -> EvalResult:
-    """Evaluate a model, or an artifact in its runtime, with or without an adapter."""
-    folder = Path(source)
-    if (folder / "manifest.json").is_file():
-        session, tokenizer = open_artifact(folder), artifact_tokenizer(folder)
-        manifest: Manifest = session.manifest
-        task, max_length_tokens = task or manifest.task, max(manifest.lengths_tokens)
-        if adapter is not None:
-            session.load_adapter(load_adapter(adapter))
-    else:
-        from ondevice.methods.whole_model import ModelSession
-        from ondevice.models import load_model
-        from ondevice.train.fuse import apply_adapter
-
-        loaded = load_model(str(source), dtype=dtype, device=resolve_device(device))
-        if adapter is not None:
-            apply_adapter(loaded, load_adapter(adapter))
-        session, tokenizer = ModelSession(loaded), loaded.tokenizer
-    dataset = read_dataset(data, tokenizer, task=task, max_length_tokens=max_length_tokens)
-    result = evaluate_dataset(session, dataset, pad_id(tokenizer), rows=rows)
-    if result is None:
-        raise DataError("the evaluation was stopped")
-    return result
-
-
-def replay(
-    log: Path,
-    *,
-    steps: int | None = None,
-    artifact: Path | None = None,
-    adapter: Path | None = None,
-    warn: Callable[[str], None] = lambda message: None,
-) -> Adapter | None:
-    """Rebuild the adapter of a zeroth-order run from its log: seed and one scalar a query.
-
-    Args:
-        log: a run's folder or its `events.jsonl`.
-        steps: only the first so many.
-        artifact: the program, for a run of `run_artifact`.
-        adapter: the adapter that the run started from, if it did.
-        warn: told of what may make bits differ.
-    """
-    run = read_run(Path(log))
-    _check_start(run.header.identity.get("adapter"), adapter)
-    if run.header.backend == "executorch":
-        if artifact is None:
-            raise ConfigError(
-                "the run was made by an exported program", expected="--artifact DIR", received="no artifact"
-            )
-        session = open_artifact(artifact)
-        if session.manifest.files[session.manifest.program] != run.header.identity.get("artifact"):
-            raise ConfigError("the artifact is not the one that made this run", hint="use the artifact that was run")
-    else:
-        from ondevice.api.runfile import RunConfig
-        from ondevice.models import load_model
-
-        config = RunConfig.parse(run.header.config, f"{log}: start event")
-        device = "cuda" if run.header.backend == "torch-cuda" else "cpu"
-        loaded = load_model(
-            config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=resolve_device(device)
-        )
-        session = open_session(loaded, config.method, config.train.seed)
-    if adapter is not None:
-        session.load_adapter(load_adapter(adapter))
-    if run.header.generator_backend not in ("", session.generator_backend):
-        warn(f"the noise was made by {run.header.generator_backend}, here it is by {session.generator_backend}")
-    return replay_log(run, session, steps=steps, warn=warn)
-
-
-def _check_start(recorded: str | None, adapter: Path | None) -> None:
-    """A replay must start where the run started."""
-    if recorded is None and adapter is not None:
-        raise ConfigError("the run started from no adapter", received=f"--adapter {adapter}")
-    if recorded is not None and adapter is None:
-        raise ConfigError("the run started from an adapter", expected="--adapter DIR, the adapter that it started from")
-    if recorded is not None and _adapter_identity(adapter)["adapter"] != recorded:
-        raise ArtifactError(f"{adapter} is not the adapter that the run started from", expected=f"SHA-256 {recorded}")

@@ -37,7 +37,7 @@ def chat(
     json: common.Json = False,
 ) -> None:
     """Talk to a model, with or without an adapter."""
-    from ondevice.api.training import resolve_device
+    from ondevice.api.opening import resolve_device
     from ondevice.artifact.adapter import load_adapter
     from ondevice.models import load_model
     from ondevice.models.generate import generate

@@ -43,10 +43,20 @@ def train(
     run_config = RunConfig.load(
         config,
         overrides(
-            settings, model__source=model, method__name=method, data__path=data, data__eval_path=eval_data, data__task=task,
-            train__steps=steps, train__batch_size=batch_size, data__max_length_tokens=max_length,
-            method__learning_rate=learning_rate, method__queries=queries, method__perturbation_scale=perturbation_scale,
-            train__seed=seed, train__out=target_dir,
+            settings,
+            model__source=model,
+            method__name=method,
+            data__path=data,
+            data__eval_path=eval_data,
+            data__task=task,
+            train__steps=steps,
+            train__batch_size=batch_size,
+            data__max_length_tokens=max_length,
+            method__learning_rate=learning_rate,
+            method__queries=queries,
+            method__perturbation_scale=perturbation_scale,
+            train__seed=seed,
+            train__out=target_dir,
         ),
     )
     if dry_run:
@@ -78,7 +88,12 @@ def run(
     from ondevice.api.training import run_artifact
 
     flags = overrides(
-        settings, data__path=data, data__eval_path=eval_data, data__task=task, train__steps=steps, train__out=target_dir,
+        settings,
+        data__path=data,
+        data__eval_path=eval_data,
+        data__task=task,
+        train__steps=steps,
+        train__out=target_dir,
         method__learning_rate=learning_rate,
     )
     run_config = resolve(artifact, config, flags)
@@ -91,18 +106,22 @@ def replay(
     log: Annotated[Path, typer.Argument(help="A run's folder, or its events.jsonl.")],
     target_dir: common.Out = None,
     steps: common.Steps = None,
-    artifact: Annotated[Path | None, typer.Option("--artifact", help="The program, for a run of `ondevice run`.")] = None,
+    artifact: Annotated[
+        Path | None, typer.Option("--artifact", help="The program, for a run of `ondevice run`.")
+    ] = None,
     adapter: common.AdapterPath = None,
     json: common.Json = False,
 ) -> None:
     """Rebuild a zeroth-order run's adapter from its log: the seed and one scalar a query."""
-    from ondevice.api.training import replay as replay_run
+    from ondevice.api.judging import replay as replay_run
     from ondevice.artifact.adapter import save_adapter
 
     warnings: list[str] = []
     rebuilt = replay_run(log, steps=steps, artifact=artifact, adapter=adapter, warn=warnings.append)
     if rebuilt is None:
-        raise ConfigError("the run trained the whole model; its log rebuilds no adapter", hint="resume from its checkpoint")
+        raise ConfigError(
+            "the run trained the whole model; its log rebuilds no adapter", hint="resume from its checkpoint"
+        )
     folder = target_dir or (log if log.is_dir() else log.parent) / "adapter-replayed"
     save_adapter(rebuilt, folder)
     if json:
@@ -123,11 +142,13 @@ def evaluate(
     json: common.Json = False,
 ) -> None:
     """Loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter."""
-    from ondevice.api.training import evaluate as evaluate_rows
+    from ondevice.api.judging import evaluate as evaluate_rows
 
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")
-    result = evaluate_rows(source, Path(data), task=task, adapter=adapter, rows=rows, max_length_tokens=max_length or 128)
+    result = evaluate_rows(
+        source, Path(data), task=task, adapter=adapter, rows=rows, max_length_tokens=max_length or 128
+    )
     if json:
         print_json(result.figures())
     else:
@@ -145,8 +166,11 @@ def _dry_run(config: Any, json: bool) -> None:
     from ondevice.plan.render import render
 
     estimate = make_plan(
-        config.model.source, config.method, batch_size=config.train.batch_size,
-        length_tokens=config.data.max_length_tokens, dtype=config.model.dtype,
+        config.model.source,
+        config.method,
+        batch_size=config.train.batch_size,
+        length_tokens=config.data.max_length_tokens,
+        dtype=config.model.dtype,
     )
     if json:
         print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})
@@ -159,10 +183,18 @@ def _finish(trained: Any, json: bool, again: str) -> None:
     if json:
         print_json(values)
     else:
-        shown = {key: value for key, value in values.items() if key not in ("evaluation", "interrupted") and value is not None}
+        shown = {
+            key: value
+            for key, value in values.items()
+            if key not in ("evaluation", "interrupted") and value is not None
+        }
         shown["peak_memory_bytes"] = mebibytes(values["peak_memory_bytes"])
         if values["evaluation"]:
-            shown |= {f"evaluation_{key}": values["evaluation"][key] for key in ("loss", "accuracy", "f1") if values["evaluation"].get(key) is not None}
+            shown |= {
+                f"evaluation_{key}": values["evaluation"][key]
+                for key in ("loss", "accuracy", "f1")
+                if values["evaluation"].get(key) is not None
+            }
         table(shown)
     if values["unused_rows"]:
         err.print(f"warning: {values['unused_rows']} rows were not used; `ondevice data FILE` lists them", markup=False)

@@ -47,7 +47,7 @@ class Session(Protocol):
         ...
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each row's negative log likelihood over its labelled tokens, float32 [rows], and their count, int64 [rows]."""
+        """Each row's negative log likelihood over labelled tokens, float32 [rows], and their count, int64 [rows]."""
         ...
 
     def state(self) -> dict[str, np.ndarray]:

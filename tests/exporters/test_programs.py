@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ondevice.api import artifacts
-from ondevice.api.training import open_artifact
+from ondevice.api.opening import open_artifact
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.errors import ArtifactError, CheckpointError

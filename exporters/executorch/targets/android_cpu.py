@@ -75,6 +75,7 @@ class Target:
         out = Path(out)
         _check_free(out, job.overwrite)
         from ondevice.exporters.executorch import author as authoring
+        from ondevice.exporters.executorch.describe import describe, readme
         from ondevice.exporters.executorch.lower import lower
         from ondevice.exporters.executorch.programs import build_methods
         from ondevice.exporters.executorch.rewrite import rewritten
@@ -97,8 +98,8 @@ class Target:
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
             (folder / "program.pte").write_bytes(lowered.buffer)
             save_tokenizer(loaded, folder / "tokenizer")
-            manifest = self._manifest(job, loaded, program, methods, lowered, names)
-            (folder / "README.md").write_text(_readme(manifest), encoding="utf-8")
+            manifest = describe(NAME, job, loaded, program, methods, lowered, names)
+            (folder / "README.md").write_text(readme(manifest), encoding="utf-8")
             log.info("lowered in %.0f s; checking %d steps against eager", lowered.seconds, config.check_steps)
             check, warnings = self._check(folder, manifest, program, job)
             from ondevice.artifact.manifest import write_manifest
@@ -114,68 +115,6 @@ class Target:
             custom_ops=manifest.custom_ops,
             check=check,
             warnings=tuple(warnings),
-        )
-
-    def _manifest(self, job: ExportJob, loaded: Any, program: Any, methods: Any, lowered: Any, names: Any) -> Manifest:
-        from dataclasses import asdict
-        from hashlib import sha256
-        from importlib.metadata import version
-
-        from ondevice.artifact.manifest import (
-            AdapterEntry,
-            GeneratorInfo,
-            Manifest,
-            ModelInfo,
-            ProgramMethod,
-            TensorPort,
-        )
-        from ondevice.exporters.executorch.author import settle
-
-        def port(value: Any) -> TensorPort:
-            return TensorPort(**asdict(value))
-
-        lowering = settle(job.export)
-        template = getattr(loaded.tokenizer, "chat_template", None)
-        backend = loaded.tokenizer.backend_tokenizer.to_str()
-        ops = sorted({op for listed in lowered.ops.values() for op in listed if op.startswith("ondevice::")})
-        return Manifest(
-            ondevice_version=version("ondevice-train"),
-            runtime=f"executorch {version('executorch')}",
-            target=NAME,
-            method=job.method.model_dump(mode="json"),
-            model=ModelInfo(
-                source=job.model.source,
-                revision=job.model.revision,
-                sha256=loaded.source.sha256,
-                dims=asdict(loaded.dims),
-            ),
-            form=job.export.form,
-            quantize=job.export.quantize,
-            loss=lowering.loss,
-            methods={
-                method.name: ProgramMethod(
-                    inputs=tuple(port(value) for value in method.inputs),
-                    outputs=tuple(port(value) for value in method.outputs),
-                    planned_bytes=lowered.planned_bytes[method.name],
-                    ops=tuple(lowered.ops[method.name]),
-                    delegates=lowered.delegates[method.name],
-                    instructions=lowered.graph_sizes[method.name],
-                )
-                for method in methods
-            },
-            lengths_tokens=tuple(sorted(job.export.lengths_tokens)),
-            batch_size=job.export.batch_size,
-            eval_batch_size=job.export.eval_batch_size,
-            generator=GeneratorInfo(distribution=job.method.noise, lowering=lowering.generator, seed=job.seed),
-            adapter_size=program.layout.size,
-            adapter=tuple(
-                AdapterEntry(linear=names[(entry.layer, entry.target)], **asdict(entry))
-                for entry in program.layout.entries
-            ),
-            custom_ops=tuple(ops),
-            tokenizer_sha256=sha256(backend.encode()).hexdigest(),
-            chat_template_sha256=sha256(template.encode()).hexdigest() if template else None,
-            task=job.task,
         )
 
     def _check(
@@ -231,35 +170,7 @@ def _warnings(job: ExportJob, correlation: float) -> list[str]:
     if job.export.quantize == "8da4w" and job.method.perturbation_scale < 3e-2:
         return [
             f"8da4w rounds activations to 8 bits: at perturbation scale {job.method.perturbation_scale:g} "
-            f"the projected gradients of program and eager correlate {correlation:.2f}; use --quantize q4, or a scale of 3e-2 or more"
+            f"the projected gradients of program and eager correlate {correlation:.2f}; "
+            "use --quantize q4, or a scale of 3e-2 or more"
         ]
     return []
-
-
-def _readme(manifest: Manifest) -> str:
-    step = manifest.methods["train_step"]
-    inputs = ", ".join(f"`{port.name}` {port.dtype} {list(port.shape)}" for port in step.inputs)
-    outputs = ", ".join(f"`{port.name}` {port.dtype} {list(port.shape)}" for port in step.outputs)
-    ops = ", ".join(manifest.custom_ops) or "none: a stock runtime runs it"
-    state = "Feed the adapter that comes out back in, starting from zeros"
-    if manifest.form == "stateful":
-        state = (
-            "The program keeps the adapter; `get_adapter` and `set_adapter` take it out and put it in.\n"
-            "Load every method "
-            "before `set_adapter`: loading one writes zeros into the state"
-        )
-    return f"""# A training program for {manifest.model.source}
-
-`program.pte` holds whole {manifest.method["name"]} steps for {manifest.runtime}.
-Made by `ondevice export --target {manifest.target}`.
-
-- Train here: `ondevice run DIR --data train.jsonl --steps 100`
-- Check here: `ondevice verify DIR`
-- On a phone: load `program.pte` with the ExecuTorch runtime and call `train_step` in a loop.
-
-`train_step` takes {inputs} and gives {outputs}. {state};
-count `step` up from 0; keep `seed` as it is. Labels are token ids, -100 where nothing is trained.
-
-Kernels of this project that the runtime must link: {ops}.
-`manifest.json` lists every method, tensor, kernel and checksum.
-"""

@@ -1,0 +1,109 @@
+"""Evaluate a model or an artifact, and rebuild a run's adapter from its log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ondevice.api.opening import artifact_tokenizer, open_artifact, pad_id, read_dataset, resolve_device
+from ondevice.api.training import adapter_identity
+from ondevice.artifact.adapter import load_adapter
+from ondevice.artifact.manifest import Manifest
+from ondevice.errors import ArtifactError, ConfigError, DataError
+from ondevice.methods.registry import open_session
+from ondevice.train.evaluate import EvalResult, evaluate_dataset
+from ondevice.train.replay import read_run
+from ondevice.train.replay import replay as replay_log
+
+if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+
+
+def evaluate(
+    source: str | Path,
+    data: Path,
+    *,
+    task: str | None = None,
+    adapter: Path | None = None,
+    rows: int | None = None,
+    max_length_tokens: int = 128,
+    dtype: str = "float32",
+    device: str = "auto",
+) -> EvalResult:
+    """Evaluate a model, or an artifact in its runtime, with or without an adapter."""
+    folder = Path(source)
+    if (folder / "manifest.json").is_file():
+        session, tokenizer = open_artifact(folder), artifact_tokenizer(folder)
+        manifest: Manifest = session.manifest
+        task, max_length_tokens = task or manifest.task, max(manifest.lengths_tokens)
+        if adapter is not None:
+            session.load_adapter(load_adapter(adapter))
+    else:
+        from ondevice.methods.whole_model import ModelSession
+        from ondevice.models import load_model
+        from ondevice.train.fuse import apply_adapter
+
+        loaded = load_model(str(source), dtype=dtype, device=resolve_device(device))
+        if adapter is not None:
+            apply_adapter(loaded, load_adapter(adapter))
+        session, tokenizer = ModelSession(loaded), loaded.tokenizer
+    dataset = read_dataset(data, tokenizer, task=task, max_length_tokens=max_length_tokens)
+    result = evaluate_dataset(session, dataset, pad_id(tokenizer), rows=rows)
+    if result is None:
+        raise DataError("the evaluation was stopped")
+    return result
+
+
+def replay(
+    log: Path,
+    *,
+    steps: int | None = None,
+    artifact: Path | None = None,
+    adapter: Path | None = None,
+    warn: Callable[[str], None] = lambda message: None,
+) -> Adapter | None:
+    """Rebuild the adapter of a zeroth-order run from its log: seed and one scalar a query.
+
+    Args:
+        log: a run's folder or its `events.jsonl`.
+        steps: only the first so many.
+        artifact: the program, for a run of `run_artifact`.
+        adapter: the adapter that the run started from, if it did.
+        warn: told of what may make bits differ.
+    """
+    run = read_run(Path(log))
+    _check_start(run.header.identity.get("adapter"), adapter)
+    if run.header.backend == "executorch":
+        if artifact is None:
+            raise ConfigError(
+                "the run was made by an exported program", expected="--artifact DIR", received="no artifact"
+            )
+        session = open_artifact(artifact)
+        if session.manifest.files[session.manifest.program] != run.header.identity.get("artifact"):
+            raise ConfigError("the artifact is not the one that made this run", hint="use the artifact that was run")
+    else:
+        from ondevice.api.runfile import RunConfig
+        from ondevice.models import load_model
+
+        config = RunConfig.parse(run.header.config, f"{log}: start event")
+        device = "cuda" if run.header.backend == "torch-cuda" else "cpu"
+        loaded = load_model(
+            config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=resolve_device(device)
+        )
+        session = open_session(loaded, config.method, config.train.seed)
+    if adapter is not None:
+        session.load_adapter(load_adapter(adapter))
+    if run.header.generator_backend not in ("", session.generator_backend):
+        warn(f"the noise was made by {run.header.generator_backend}, here it is by {session.generator_backend}")
+    return replay_log(run, session, steps=steps, warn=warn)
+
+
+def _check_start(recorded: str | None, adapter: Path | None) -> None:
+    """A replay must start where the run started."""
+    if recorded is None and adapter is not None:
+        raise ConfigError("the run started from no adapter", received=f"--adapter {adapter}")
+    if recorded is not None and adapter is None:
+        raise ConfigError("the run started from an adapter", expected="--adapter DIR, the adapter that it started from")
+    if recorded is not None and adapter_identity(adapter)["adapter"] != recorded:
+        raise ArtifactError(f"{adapter} is not the adapter that the run started from", expected=f"SHA-256 {recorded}")
