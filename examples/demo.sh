@@ -45,3 +45,4 @@ print(f"\nmean loss of the first third {first:.3f}, of the last third {last:.3f}
 sys.exit(0 if last < first else "the loss did not go down")
 PY
 echo "adapter: $OUT/run/adapter"
+echo "(so few zeroth-order steps teach the answer words; accuracy takes thousands of steps: docs/methods/prge.md)"
