@@ -19,8 +19,24 @@ try:  # newer versions of typer carry click inside
 except ImportError:
     from click.exceptions import ClickException as USAGE_ERRORS
 
+STORAGE_ERRNOS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EFBIG,
+)
+"""What a full, read-only or missing disk says; anything else is a bug and keeps its traceback."""
+
 app = typer.Typer(
-    name="ondevice", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    name="ondevice",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Fine-tune language models where the data lives.",
 )
 app.command("train")(runs.train)
@@ -47,7 +63,9 @@ def version(value: bool) -> None:
 
 
 @app.callback()
-def root(show: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version.")) -> None:
+def root(
+    show: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version."),
+) -> None:
     """Fine-tune language models where the data lives."""
 
 
@@ -73,7 +91,7 @@ def run(arguments: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EFBIG):
+        if error.errno not in STORAGE_ERRNOS:
             raise
         code = _tell(StorageError(f"{error.filename or 'a file'}: {error.strerror}"), arguments)
     sys.exit(code if isinstance(code, int) else 0)
