@@ -1,0 +1,97 @@
+"""How true a program's projected gradients are: against eager PyTorch, and against float32.
+
+python -m benchmarks._program_gradients FOLDER SPEC      losses of one quantisation, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks._programs import Q4, SEED, Program, Spec, author
+from benchmarks.common import ROOT
+
+DATA = ROOT / "examples/data/reviews_train.jsonl"
+SCALES = (1e-3, 1e-2, 3e-2)
+DIRECTIONS = 12
+LOSSES = {
+    "fp32": {"method": "losses", "generator": "op"},
+    "8da4w": {"method": "losses", "generator": "op", "quantize": "8da4w"},
+    "q4": {"method": "losses", **Q4},
+}
+PAIRS = (
+    ("fp32", "program", "fp32", "eager"), ("q4", "program", "q4", "eager"), ("q4", "program", "fp32", "program"),
+    ("8da4w", "program", "8da4w", "eager"), ("8da4w", "program", "fp32", "program"),
+)  # fmt: skip
+COLUMNS = [
+    {"key": "tested", "title": "Tested"},
+    {"key": "against", "title": "Against"},
+    {"key": "scale", "title": "ε"},
+    {"key": "correlation", "title": "Correlation", "digits": 4},
+    {"key": "same_sign", "title": "Same sign of 12"},
+    {"key": "relative_error", "title": "Relative error", "digits": 4},
+    {"key": "loss_error", "title": "Relative loss error"},
+]
+
+
+def losses(folder: Path, spec: Spec) -> dict[str, Any]:
+    """Losses [scale][direction] -> [plus, minus] of one quantisation, from its program and from eager PyTorch."""
+    import torch
+
+    from ondevice.methods.prge.layout import NOISE_TENSOR
+    from ondevice.runtime_ops import generator
+
+    program, (loaded, eager) = Program(spec, folder), author(spec)
+    batches = text_batches(loaded.tokenizer, spec.length)
+    found: dict[str, Any] = {"program": [], "eager": []}
+    for scale in SCALES:
+        for side in found.values():
+            side.append([])
+        for step, (ids, labels) in enumerate(batches):
+            z = generator.normal(SEED, step, NOISE_TENSOR, 1, 0, eager.layout.size)[0] * np.float32(scale)
+            copies = np.stack([z, -z])
+            found["program"][-1].append(program.run(ids, labels, copies)[0].tolist())
+            tensors = [torch.from_numpy(value) for value in (ids, labels, copies)]
+            with torch.inference_mode():
+                values = eager.losses(*tensors[:2], lambda start, n, c=tensors[2]: c[:, start : start + n])
+            found["eager"][-1].append(values.tolist())
+    return found
+
+
+def text_batches(tokenizer: Any, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """One row of reviews each, as training would see it: only the answer carries labels."""
+    from ondevice.data import encode, pad_examples, read_rows
+
+    dataset = encode(read_rows(DATA, task="sst2"), tokenizer, max_length_tokens=length)
+    examples = [item.example for item in dataset.items if len(item.example.ids) <= length][:DIRECTIONS]
+    batches = [pad_examples([example], length, tokenizer.pad_token_id or 0) for example in examples]
+    return [(batch.ids, batch.labels) for batch in batches]
+
+
+def gradient_rows(losses: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every pair at every scale."""
+    rows = []
+    for tested, tested_side, against, against_side in PAIRS:
+        if tested not in losses or against not in losses:
+            continue
+        for index, scale in enumerate(SCALES):
+            pair = [np.array(losses[tested][tested_side][index]), np.array(losses[against][against_side][index])]
+            ours, reference = ((loss[:, 0] - loss[:, 1]) / (2 * scale) for loss in pair)
+            rows.append({
+                "tested": f"{tested} {tested_side}",
+                "against": f"{against} {against_side}",
+                "scale": scale,
+                "correlation": float(np.corrcoef(ours, reference)[0, 1]),
+                "same_sign": int((np.sign(ours) == np.sign(reference)).sum()),
+                "relative_error": float(np.linalg.norm(ours - reference) / np.linalg.norm(reference)),
+                "loss_error": float(np.max(np.abs(pair[0] - pair[1]) / np.abs(pair[1]))),
+            })  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    print(json.dumps(losses(Path(sys.argv[1]), Spec(**json.loads(sys.argv[2])))))
