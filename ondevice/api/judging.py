@@ -19,6 +19,9 @@ from ondevice.train.replay import replay as replay_log
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
 
+ANSWER_TOKENS = 50
+"""Longest generated answer of question answering (MeZO's setting)."""
+
 
 def evaluate(
     source: str | Path,
@@ -31,8 +34,11 @@ def evaluate(
     dtype: str = "float32",
     device: str = "auto",
 ) -> EvalResult:
-    """Evaluate a model, or an artifact in its runtime, with or without an adapter."""
-    folder = Path(source)
+    """Evaluate a model, or an artifact in its runtime, with or without an adapter.
+
+    Question answering is scored by the F1 of generated answers, which an artifact's program does not make.
+    """
+    folder, generate = Path(source), None
     if (folder / "manifest.json").is_file():
         session, tokenizer = open_artifact(folder), artifact_tokenizer(folder)
         manifest: Manifest = session.manifest
@@ -42,14 +48,19 @@ def evaluate(
     else:
         from ondevice.methods.whole_model import ModelSession
         from ondevice.models import load_model
+        from ondevice.models.generate import continue_ids
         from ondevice.train.fuse import apply_adapter
 
         loaded = load_model(str(source), dtype=dtype, device=resolve_device(device))
         if adapter is not None:
             apply_adapter(loaded, load_adapter(adapter))
         session, tokenizer = ModelSession(loaded), loaded.tokenizer
+
+        def generate(ids: tuple[int, ...]) -> str:
+            return continue_ids(loaded, ids, ANSWER_TOKENS)
+
     dataset = read_dataset(data, tokenizer, task=task, max_length_tokens=max_length_tokens)
-    result = evaluate_dataset(session, dataset, pad_id(tokenizer), rows=rows)
+    result = evaluate_dataset(session, dataset, pad_id(tokenizer), rows=rows, generate=generate)
     if result is None:
         raise DataError("the evaluation was stopped")
     return result

@@ -33,13 +33,19 @@ def generate(
         ModelError: messages for a model without a chat template.
         ConfigError: an empty prompt, or a number out of range.
     """
+    return continue_ids(loaded, prompt_ids(loaded, prompt), max_new_tokens, temperature, seed=seed)
+
+
+def continue_ids(
+    loaded: LoadedModel, ids: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, seed: int = 0
+) -> str:
+    """`generate` for a prompt that is token ids already."""
     import torch
     from transformers import GenerationConfig
 
     if max_new_tokens < 1 or temperature < 0:
         received = f"max_new_tokens {max_new_tokens}, temperature {temperature}"
         raise ConfigError("generation", expected="max_new_tokens >= 1 and temperature >= 0", received=received)
-    ids = prompt_ids(loaded, prompt)
     stops = loaded.model.generation_config.eos_token_id
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -48,7 +54,7 @@ def generate(
         eos_token_id=loaded.tokenizer.eos_token_id if stops is None else stops,
         pad_token_id=loaded.tokenizer.pad_token_id,
     )
-    inputs = torch.tensor([ids], device=loaded.family.head_weight.device)
+    inputs = torch.tensor([list(ids)], device=loaded.family.head_weight.device)
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)

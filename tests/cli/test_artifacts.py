@@ -68,7 +68,8 @@ def test_a_run_resumes_and_replays_with_the_same_bits(name, ondevice, tmp_path) 
     assert figures["steps"] == 3 and figures["final_loss"] > 0 and figures["adapter"] == str(out / "adapter")
     assert ondevice(*run, "--steps", 3, "--out", out).code == 6
     assert ondevice(*run, "--steps", 6, "--out", out, "--resume").code == 0
-    assert ondevice(*run, "--steps", 6, "--out", straight, "--eval-data", data, "--json").json["evaluation"]["rows"] == 12
+    whole = ondevice(*run, "--steps", 6, "--out", straight, "--eval-data", data, "--json").json
+    assert whole["evaluation"]["rows"] == 12
     assert bits(out / "adapter") == bits(straight / "adapter")
     done = ondevice("replay", out, "--artifact", program(name), "--out", tmp_path / "again", "--json")
     assert done.code == 0 and done.json["warnings"] == [] and bits(tmp_path / "again") == bits(out / "adapter")

@@ -73,7 +73,7 @@ def test_ctrl_c_before_the_first_step_ends_quietly(tmp_path) -> None:
     process = start("train", *tiny(), "--data", classes(tmp_path / "rows.jsonl"), "--steps", 9, cwd=tmp_path)
     time.sleep(0.7)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    process.communicate(timeout=60)
     assert process.returncode != 0
     assert not list(tmp_path.glob("runs/**/adapter"))
 
@@ -85,7 +85,7 @@ def test_the_installed_command_runs_from_any_folder(tmp_path) -> None:
     done = subprocess.run([script, "--version"], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
     listed = subprocess.run([script, "--help"], capture_output=True, text=True, cwd=tmp_path, check=False).stdout
-    verbs = "train run replay eval export verify fuse chat data plan doctor config".split()
+    verbs = ("train", "run", "replay", "eval", "export", "verify", "fuse", "chat", "data", "plan", "doctor", "config")
     assert [verb for verb in verbs if verb not in listed] == []
     wrong = subprocess.run([script, "trian"], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert wrong.returncode == 2 and "trian" in wrong.stderr and "Traceback" not in wrong.stderr

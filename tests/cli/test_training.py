@@ -134,3 +134,12 @@ def test_rows_that_are_not_used_are_counted(ondevice, tmp_path) -> None:
     options = ("--data", data, "--task", "sst2", "--max-length", 64, "--steps", 1, "--out", tmp_path / "run")
     done = ondevice("train", *tiny(), *options, "--json")
     assert done.code == 0 and done.json["unused_rows"] == 1 and "1 row" in done.err
+
+
+def test_question_answering_has_the_f1_of_generated_answers(ondevice, tmp_path) -> None:
+    fields = {"title": "T", "context": "The sky is blue.", "question": "What is the sky?"}
+    rows = [{"task": "squad", "prompt_fields": fields, "label": answer} for answer in ("blue", "red")]
+    data = write_rows(tmp_path / "rows.jsonl", [{**row, "label": [row["label"]]} for row in rows])
+    done = ondevice("eval", "tiny:llama", "--data", data, "--task", "squad", "--max-length", 128, "--json")
+    assert done.code == 0, done.err
+    assert 0 <= done.json["f1"] <= 1 and 0 <= done.json["exact_match"] <= 1 and done.json["accuracy"] is None
