@@ -36,7 +36,8 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "q4": ("two layers", {"export.quantize": "q4", "export.batch_size": 3}),
     "q4 untied, tiled": (
-        "qwen2 with bias", {"export.quantize": "q4", "export.loss": "tiled", "export.generator": "aten"}
+        "qwen2 with bias",
+        {"export.quantize": "q4", "export.loss": "tiled", "export.generator": "aten"},
     ),
     "fused loss, one-sided": (
         "two layers",

@@ -101,9 +101,7 @@ def test_all_problems_are_listed_before_weights_are_loaded(monkeypatch) -> None:
         pytest.fail("weights were loaded")
 
     monkeypatch.setattr(models, "load_model", load_model)
-    settings = config(
-        "q4", **{"method.form": "copies", "method.top_layers": 3, "export.lengths_tokens": [8, 1024]}
-    )
+    settings = config("q4", **{"method.form": "copies", "method.top_layers": 3, "export.lengths_tokens": [8, 1024]})
     problems = exporter("android-cpu").check(artifacts.export_job(settings))
     assert len(problems) == 3 and all(word in " ".join(problems) for word in ("form master", "top_layers is 3", "1024"))
     baseline = config("q4").model_copy(update={"method": config("q4", method={"name": "mezo"}).method})

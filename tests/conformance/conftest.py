@@ -1,0 +1,15 @@
+"""Tiny models run fastest on one thread, and so do not wait for whatever else the machine does."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

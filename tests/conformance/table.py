@@ -1,0 +1,89 @@
+"""The pairs of method and backend that this project claims, each with the model and limits it is tested with.
+
+`test_table.py` runs every row; README's support matrix is `markdown()`, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pair, and how near it must be to the reference.
+
+    Attributes:
+        method: name of the method.
+        backend: `torch-cpu`, `torch-cuda`, or a target of `ondevice export`.
+        claim: what README says of it.
+        settings: of the method, over small defaults.
+        family: of the tiny model; `sizes` of it.
+        program: the exported program (`tests/programs.py`) that is run; "" for eager PyTorch.
+        loss_error: largest relative error of a loss.
+        gradient_error: largest error of a projected gradient, as a part of the step's largest.
+        adapter_error: largest absolute error of what was trained, after `STEPS` steps from the row's own scalars.
+    """
+
+    method: str
+    backend: str
+    claim: str = "float32"
+    settings: dict[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+    sizes: dict[str, Any] = field(default_factory=dict)
+    program: str = ""
+    loss_error: float = 3e-6
+    gradient_error: float = 3e-3
+    adapter_error: float = 2e-6
+
+    @property
+    def name(self) -> str:
+        """For test ids."""
+        return "-".join(part for part in (self.method, self.backend, self.program or self.family) if part)
+
+
+STEPS = 6
+LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "full": 1e-3}
+BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
+EAGER = (
+    Row("prge", "torch-cpu"),
+    Row("prge", "torch-cpu", settings={"noise": "rademacher", "top_layers": 1}, **BIAS),
+    Row("mezo", "torch-cpu", gradient_error=2e-2, adapter_error=2e-5),
+    Row("mezo", "torch-cpu", gradient_error=2e-2, adapter_error=2e-5, **BIAS),
+    Row("lora", "torch-cpu", adapter_error=2e-4),
+    Row("lora", "torch-cpu", adapter_error=2e-4, **BIAS),
+    Row("lora-fa", "torch-cpu", adapter_error=2e-4),
+    Row("lora-fa", "torch-cpu", adapter_error=2e-4, **BIAS),
+    Row("full", "torch-cpu", adapter_error=1e-3),
+    Row("full", "torch-cpu", adapter_error=1e-3, **BIAS),
+)
+CUDA = tuple(
+    Row(
+        method, "torch-cuda", loss_error=1e-5, gradient_error=2e-2, adapter_error=error
+    )
+    for method, error in (("prge", 1e-5), ("mezo", 5e-5), ("lora", 1e-3), ("lora-fa", 1e-3), ("full", 2e-3))
+)  # fmt: skip
+PROGRAMS = (
+    Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="functional"),
+    Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="stateful"),
+    Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="q4"),
+)
+TABLE: tuple[Row, ...] = (*EAGER, *CUDA, *PROGRAMS)
+
+WHERE = {
+    "torch-cpu": "PyTorch on the CPU",
+    "torch-cuda": "PyTorch on an NVIDIA GPU",
+    "android-cpu": "ExecuTorch program (`android-cpu`)",
+}
+
+
+def claims() -> dict[tuple[str, str], str]:
+    """Each pair once, with what is claimed of it."""
+    return {(row.method, row.backend): row.claim for row in TABLE}
+
+
+def markdown() -> str:
+    """README's support matrix."""
+    lines = ["| Method | Runs on | As |", "| --- | --- | --- |"]
+    lines += [f"| {method} | {WHERE[backend]} | {claim} |" for (method, backend), claim in claims().items()]
+    return "\n".join(lines)

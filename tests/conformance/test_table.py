@@ -1,0 +1,169 @@
+"""Every claimed pair of method and backend against float32-in-memory PyTorch: losses, updates, resume, round trip."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ondevice.api.opening import open_artifact
+from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.exporters.executorch.author import author
+from ondevice.methods.registry import method_config, open_session
+from ondevice.models import load_model
+from ondevice.models.tiny import tiny_model
+from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge
+from tests.conformance.table import LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
+from tests.methods.reference import batch
+from tests.programs import MODELS, config, model, program
+
+SEED = 4
+DEFAULTS = {
+    "prge": {"queries": 3, "rank": 4},
+    "mezo": {"queries": 2, "perturbation_scale": 1e-2},
+    "lora": {"rank": 4},
+    "lora-fa": {"rank": 4},
+    "full": {},
+}
+ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.backend == "torch-cuda" else []) for row in TABLE]
+
+
+def method(row: Row) -> Any:
+    if row.program:
+        return config(row.program).method
+    return method_config(row.method, {**DEFAULTS[row.method], **row.settings})
+
+
+def open_row(row: Row) -> Any:
+    """A fresh session of the pair."""
+    if row.program:
+        return open_artifact(program(row.program))
+    loaded = tiny_model(row.family, **row.sizes)
+    if row.backend == "torch-cuda":
+        loaded.model.cuda()
+    session = open_session(loaded, method(row), SEED)
+    assert session.backend == row.backend
+    return session
+
+
+def reference(row: Row, session: Any) -> Plain:
+    """The method in memory, at the same start."""
+    family, sizes = row.family, row.sizes
+    if row.program == "q4":
+        return EagerProgram(row)
+    if row.program:
+        source = next(name for name in MODELS if str(model(name)) == config(row.program).model.source)
+        sizes = dict(MODELS[source])
+        family = sizes.pop("family")
+    if row.method == "prge":
+        return PlainPrge(method(row), SEED, family, sizes)
+    if row.method == "mezo":
+        return PlainMezo(method(row), SEED, family, sizes)
+    start = session.state() if row.method == "full" else session.adapter().tensors
+    return PlainFirstOrder(method(row), start, family, sizes)
+
+
+class EagerProgram:
+    """A quantised program in eager PyTorch, with the same rounded weights."""
+
+    def __init__(self, row: Row) -> None:
+        settings = config(row.program)
+        self.program = author(load_model(settings.model.source), settings.method, settings.export, SEED)
+        self.seed, self.flat = torch.tensor([SEED]), torch.zeros(self.program.layout.size)
+
+    @torch.no_grad()
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens, number = (torch.from_numpy(ids), torch.from_numpy(labels)), torch.tensor([step])
+        losses = self.program.losses(*tokens, self.program.perturbed(self.flat, self.seed, number))
+        return losses.numpy(), self.program.projected_gradients(losses).numpy()
+
+    @torch.no_grad()
+    def apply(self, gradients: np.ndarray, step: int, learning_rate: float) -> None:
+        number, rate = torch.tensor([step]), torch.tensor([learning_rate])
+        given = torch.from_numpy(gradients.astype(np.float32))
+        self.flat = self.program.apply_update(self.flat, given, self.seed, number, rate)
+
+    def trained(self) -> dict[str, np.ndarray]:
+        family = self.program.family
+        keys = [(entry.layer, entry.target) for entry in self.program.layout.entries]
+        return self.program.layout.to_tensors(self.flat.numpy(), {key: family.linear_name(*key) for key in keys})
+
+
+def batches(session: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    rows, lengths = session.batch_size or 2, session.lengths_tokens or (12, 16)
+    return [batch(rows, lengths[step % len(lengths)], seed=step) for step in range(STEPS)]
+
+
+def trained(session: Any) -> dict[str, np.ndarray]:
+    adapter = session.adapter()
+    if adapter is not None:
+        return adapter.tensors
+    return {name: session.state()[name] for name in session.parameters}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_losses_and_updates_are_the_reference_s(row) -> None:
+    session = open_row(row)
+    expected, rate = reference(row, session), LEARNING_RATE[row.method]
+    for step, (ids, labels) in enumerate(batches(session)):
+        losses, gradients = expected.step(ids, labels, step)
+        result = session.step(ids, labels, step, rate)
+        np.testing.assert_allclose(result.losses, losses, rtol=row.loss_error)
+        received = np.array(result.projected_gradients)
+        if received.size:
+            np.testing.assert_allclose(received, gradients, atol=row.gradient_error * np.abs(gradients).max())
+        expected.apply(received, step, rate)  # the same scalars on both sides: rounding does not add up
+    ours, theirs = trained(session), expected.trained()
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=row.adapter_error, err_msg=name)
+    assert any(np.abs(value).max() > 0 for name, value in ours.items() if "lora_A" not in name)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_resume_has_the_bits_of_a_run_that_never_stopped(row) -> None:
+    straight, first, second = open_row(row), open_row(row), open_row(row)
+    rate, half = LEARNING_RATE[row.method], STEPS // 2
+    given = batches(straight)
+    results = [straight.step(*given[step], step, rate) for step in range(STEPS)]
+    for step in range(half):
+        assert first.step(*given[step], step, rate) == results[step]
+    second.load_state({name: value.copy() for name, value in first.state().items()})
+    for step in range(half, STEPS):
+        assert second.step(*given[step], step, rate) == results[step]
+    ours, theirs = straight.state(), second.state()
+    assert ours.keys() == theirs.keys() and all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.values[0].method in ("prge", "lora", "lora-fa")])
+def test_the_adapter_goes_through_a_file(row, tmp_path) -> None:
+    session, other = open_row(row), open_row(row)
+    given = batches(session)
+    for step, (ids, labels) in enumerate(given):
+        session.step(ids, labels, step, LEARNING_RATE[row.method])
+    save_adapter(session.adapter(), tmp_path / "adapter")
+    other.load_adapter(load_adapter(tmp_path / "adapter"))
+    rows = session.eval_batch_size or 2
+    ids, labels = batch(rows, given[0][0].shape[1], seed=99)
+    (ours, count), (theirs, same) = session.evaluate(ids, labels), other.evaluate(ids, labels)
+    assert ours.tobytes() == theirs.tobytes() and count.tolist() == same.tolist() and count.min() > 0
+    assert trained(other).keys() == trained(session).keys()
+
+
+def test_readme_claims_what_is_tested_here(root: Path) -> None:
+    text = (root / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- conformance -->\n(.*?)<!-- /conformance -->", text, re.DOTALL)
+    assert found, "README.md lacks the markers of the support matrix"
+    assert found[1].strip() == markdown(), "README's support matrix is not the table's:\n" + markdown()
+
+
+def test_every_method_and_target_is_in_the_table() -> None:
+    from ondevice.exporters.registry import TARGETS
+    from ondevice.methods.registry import CONFIGS
+
+    assert {pair[0] for pair in claims()} == CONFIGS.keys()
+    assert {pair[1] for pair in claims()} - {"torch-cpu", "torch-cuda"} == TARGETS.keys()
