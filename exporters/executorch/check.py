@@ -66,11 +66,11 @@ def compare(
             tokens = torch.from_numpy(ids), torch.from_numpy(labels)
             result = session.step(ids, labels, number, learning_rate)
             losses, gradients, free = program.train_step(*tokens, free, seed, step, rate)
-            free_error = max(free_error, _relative(result.losses, losses))
+            free_error = float(np.maximum(free_error, _relative(result.losses, losses)))  # NaN stays NaN
             if number:
                 losses = program.losses(*tokens, program.perturbed(replayed, seed, step))
                 gradients = program.projected_gradients(losses)
-            replay_error = max(replay_error, _relative(result.losses, losses))
+            replay_error = float(np.maximum(replay_error, _relative(result.losses, losses)))
             pairs += zip(result.projected_gradients, gradients.tolist(), strict=True)
             own = torch.tensor(result.projected_gradients, dtype=torch.float32)
             replayed = program.apply_update(replayed, own, seed, step, rate)

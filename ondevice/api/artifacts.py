@@ -130,5 +130,6 @@ def verify(folder: Path, *, steps: int = 20, data: Path | None = None, model: st
     result = compare(session, program, batches, method.learning_rate).to_dict()
     session.close()
     free, replayed = LIMITS[manifest.quantize]
-    ok = result["max_rel_loss_error"] <= free and result["max_rel_loss_error_replayed"] <= replayed
+    within = result["max_rel_loss_error"] <= free and result["max_rel_loss_error_replayed"] <= replayed
+    ok = within and np.isfinite(result["max_abs_adapter_error"])
     return {**result, "backend": "executorch-xnnpack", "ok": bool(ok)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ondevice.exporters.base import ExportConfig
 from ondevice.exporters.executorch import lower as lowering
 from ondevice.exporters.registry import exporter
 from ondevice.models.tiny import save_tiny
+from ondevice.runtime.executorch import ExecutorchSession
 from tests.programs import config, program
 
 pytest.importorskip("executorch.exir")
@@ -92,6 +94,19 @@ def test_verify_notices_a_program_that_is_wrong(tmp_path) -> None:
     path.write_text(path.read_text().replace('"alpha": 16.0', '"alpha": 64.0'))
     result = artifacts.verify(tmp_path / "a", steps=2)
     assert not result["ok"] and result["max_rel_loss_error_replayed"] > 1e-4
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_verify_notices_losses_that_are_no_numbers(first, monkeypatch) -> None:
+    """NaN compares as neither small nor large; it must not pass for small."""
+    step = ExecutorchSession.step
+
+    def broken(session, ids, labels, number, rate):
+        result = step(session, ids, labels, number, rate)
+        return replace(result, losses=(float("nan"),) * len(result.losses)) if number == first else result
+
+    monkeypatch.setattr(ExecutorchSession, "step", broken)
+    assert artifacts.verify(program("functional"), steps=2)["ok"] is False
 
 
 def test_all_problems_are_listed_before_weights_are_loaded(monkeypatch) -> None:
