@@ -108,7 +108,7 @@ def _quantize_8da4w(family: Any, tiles: int) -> list[Tile]:
         heads.append((low, linear))
     container = nn.ModuleList([linear for _, linear in heads])
     family.embedding.padding_idx = None
-    linears = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+    linears = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))  # pyright: ignore[reportAttributeAccessIssue]
     embeddings = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
     body = family.model.get_decoder()
     with warnings.catch_warnings():

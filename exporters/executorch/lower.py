@@ -101,7 +101,7 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
             },
             compile_config=edge_compile_config(),
         )
-        passes = [InitializedMutableBufferPass(["adapter"])] if stateful else []
+        passes: list[Any] = [InitializedMutableBufferPass(["adapter"])] if stateful else []
         program = edge.to_executorch(
             ExecutorchBackendConfig(
                 passes=passes,

@@ -81,6 +81,8 @@ class ApplyUpdate(nn.Module):
 class StatefulApplyUpdate(nn.Module):
     """`ApplyUpdate` on the buffer; returns the sum of its elements."""
 
+    state: AdapterState
+
     def __init__(self, program: PrgeProgram, state: AdapterState) -> None:
         super().__init__()
         self.update, self.state = program.apply_update, state
@@ -93,6 +95,8 @@ class StatefulApplyUpdate(nn.Module):
 
 class StatefulTrainStep(nn.Module):
     """`TrainStep` with the adapter as a buffer that the methods of the program share."""
+
+    state: AdapterState
 
     def __init__(self, program: PrgeProgram, state: AdapterState) -> None:
         super().__init__()
@@ -110,6 +114,8 @@ class StatefulEvaluate(nn.Module):
     """`Evaluate` on the buffer. It writes the buffer back unchanged: a method that only reads it would have it
     baked in as a constant."""
 
+    state: AdapterState
+
     def __init__(self, program: PrgeProgram, state: AdapterState) -> None:
         super().__init__()
         self.program, self.state = program, state
@@ -122,6 +128,8 @@ class StatefulEvaluate(nn.Module):
 class AdapterState(nn.Module):
     """Owner of the shared buffer."""
 
+    adapter: Tensor
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.register_buffer("adapter", torch.zeros(size))
@@ -129,6 +137,8 @@ class AdapterState(nn.Module):
 
 class GetAdapter(nn.Module):
     """The buffer as an output."""
+
+    state: AdapterState
 
     def __init__(self, state: AdapterState) -> None:
         super().__init__()
@@ -141,6 +151,8 @@ class GetAdapter(nn.Module):
 
 class SetAdapter(nn.Module):
     """Replaces the buffer; returns the sum of its elements."""
+
+    state: AdapterState
 
     def __init__(self, state: AdapterState) -> None:
         super().__init__()

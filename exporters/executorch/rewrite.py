@@ -22,6 +22,8 @@ ATTENTION = "ondevice_grouped"
 class ProductRMSNorm(nn.Module):
     """RMSNorm with the mean of squares as a matrix product."""
 
+    average: Tensor
+
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight, self.epsilon = norm.weight, float(norm.variance_epsilon)

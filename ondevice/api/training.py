@@ -210,11 +210,9 @@ def _train(
     pad = pad_id(tokenizer if loaded is None else loaded.tokenizer)
     size = session.batch_size or settings.batch_size
     batches = Batches(dataset, size, session.lengths_tokens, settings.seed, pad)
-    evaluate_fn = None
-    if evaluation is not None:
 
-        def evaluate_fn(should_stop: Callable[[], bool]) -> EvalResult | None:
-            return evaluate_dataset(session, evaluation, pad, rows=settings.eval_rows, should_stop=should_stop)
+    def evaluate_now(should_stop: Callable[[], bool]) -> EvalResult | None:
+        return evaluate_dataset(session, evaluation or dataset, pad, rows=settings.eval_rows, should_stop=should_stop)
 
     rate = WarmupDecay(settings.schedule, config.method.learning_rate, settings.steps, settings.warmup_steps)
     result = run_loop(
@@ -228,7 +226,7 @@ def _train(
         overwrite=overwrite,
         checkpoint_every=settings.checkpoint_every,
         eval_every=settings.eval_every,
-        evaluate_fn=evaluate_fn,
+        evaluate_fn=None if evaluation is None else evaluate_now,
         sinks=sinks,
     )
     trained, best, model = session.adapter(), None, None

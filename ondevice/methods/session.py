@@ -27,7 +27,21 @@ class StepResult:
     projected_gradients: tuple[float, ...] = ()
 
 
-class Session(Protocol):
+class Evaluator(Protocol):
+    """What an evaluation needs of a model."""
+
+    eval_batch_size: int | None
+    """Rows an evaluation takes; None where any number will do."""
+
+    lengths_tokens: tuple[int, ...] | None
+    """The sequence lengths (buckets) the program takes, ascending; None where any will do."""
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's negative log likelihood over labelled tokens, float32 [rows], and their count, int64 [rows]."""
+        ...
+
+
+class Session(Evaluator, Protocol):
     """A training program that is open and holds state. Batches are int64 [batch_size, length_tokens]."""
 
     backend: str
@@ -36,18 +50,11 @@ class Session(Protocol):
     batch_size: int | None
     """Rows a training step takes; None where any number will do."""
 
-    eval_batch_size: int | None
-    """Rows an evaluation takes; None where any number will do."""
-
-    lengths_tokens: tuple[int, ...] | None
-    """The sequence lengths (buckets) the program takes, ascending; None where any will do."""
+    generator_backend: str
+    """Which form of the generator makes the noise; `none` for first-order methods."""
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run optimizer step number `step` (from 0; it keys the noise)."""
-        ...
-
-    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each row's negative log likelihood over labelled tokens, float32 [rows], and their count, int64 [rows]."""
         ...
 
     def state(self) -> dict[str, np.ndarray]:

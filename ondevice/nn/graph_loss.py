@@ -30,25 +30,26 @@ def weight_tiles(weight_VD: Tensor, tiles: int) -> list[Tile]:
 def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]:
     """A loss for `PrgeProgram`: hidden float32 [N, D] and labels int64 [N] to float32 [N], 0 at label -100."""
 
+    def part(hidden_ND: Tensor, safe_N: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """Maximum, sum of exponentials below it, and the target's logit where it lies in this tile."""
+        low, head = tile
+        logits = head(hidden_ND)
+        maximum = logits.amax(dim=-1)
+        total = (logits - maximum[:, None]).exp().sum(dim=-1)
+        local = safe_N - low
+        inside = (local >= 0) & (local < logits.shape[1])
+        picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        return maximum, total, torch.where(inside, picked, torch.zeros_like(picked))
+
     def token_nll(hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
         active = labels_N != IGNORE
         safe = torch.where(active, labels_N, torch.zeros_like(labels_N))
-        maximum = total = target = None
-        for low, tile in tiles:
-            chained = hidden_ND if total is None else hidden_ND + 0.0 * total[:, None]
-            logits = tile(chained)
-            tile_maximum = logits.amax(dim=-1)
-            tile_total = (logits - tile_maximum[:, None]).exp().sum(dim=-1)
-            local = safe - low
-            inside = (local >= 0) & (local < logits.shape[1])
-            picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
-            tile_target = torch.where(inside, picked, torch.zeros_like(picked))
-            if maximum is None:
-                maximum, total, target = tile_maximum, tile_total, tile_target
-            else:
-                larger = torch.maximum(maximum, tile_maximum)
-                total = total * (maximum - larger).exp() + tile_total * (tile_maximum - larger).exp()
-                maximum, target = larger, target + tile_target
+        maximum, total, target = part(hidden_ND, safe, tiles[0])
+        for tile in tiles[1:]:
+            tile_maximum, tile_total, tile_target = part(hidden_ND + 0.0 * total[:, None], safe, tile)
+            larger = torch.maximum(maximum, tile_maximum)
+            total = total * (maximum - larger).exp() + tile_total * (tile_maximum - larger).exp()
+            maximum, target = larger, target + tile_target
         nll = maximum + total.log() - target
         return torch.where(active, nll, torch.zeros_like(nll))
 

@@ -18,7 +18,7 @@ from ondevice.errors import DataError
 
 if TYPE_CHECKING:
     from ondevice.data import Dataset, Example, Item
-    from ondevice.methods.session import Session
+    from ondevice.methods.session import Evaluator
 
 Generate = Callable[[tuple[int, ...]], str]
 """Prompt ids to the model's answer, decoded and without the prompt."""
@@ -87,7 +87,7 @@ class EvalResult:
 
 
 def evaluate_dataset(
-    session: Session,
+    session: Evaluator,
     dataset: Dataset,
     pad_id: int,
     *,
@@ -147,13 +147,11 @@ def _examples(item: Item) -> list[tuple[int, Example]]:
 
 
 def _run(
-    session: Session, examples: list[Example], longest: Item, size: int, pad_id: int
+    session: Evaluator, examples: list[Example], longest: Item, size: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
     need = max(len(example.ids) for example in examples)
     buckets = session.lengths_tokens
-    length = (
-        round_up(need) if buckets is None else next((bucket for bucket in buckets if bucket >= need), None)
-    )
+    length = round_up(need) if buckets is None else next((bucket for bucket in buckets if bucket >= need), None)
     if length is None:
         raise DataError(
             f"line {longest.line} of the evaluation data is longer than the program takes",
@@ -172,9 +170,7 @@ def _score(nll: float, count: int) -> float:
     return -nll / count if count and math.isfinite(nll) else -math.inf
 
 
-def _predict(
-    item: Item, loss: float | None, scores: tuple[float, ...], generate: Generate | None
-) -> Prediction:
+def _predict(item: Item, loss: float | None, scores: tuple[float, ...], generate: Generate | None) -> Prediction:
     predicted = max(range(len(scores)), key=scores.__getitem__) if scores else None
     if generate is None or not item.answers:
         return Prediction(item.line, loss, item.gold, predicted, scores)

@@ -76,7 +76,8 @@ class PrgeSession:
     @torch.inference_mode()
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
-        nll, tokens = self.program.evaluate(*self._tensors(ids, labels), self._master())
+        ids_ET, labels_ET = self._tensors(ids, labels)
+        nll, tokens = self.program.evaluate(ids_ET, labels_ET, self._master())
         return nll.cpu().numpy(), tokens.cpu().numpy().astype(np.int64)
 
     @torch.inference_mode()

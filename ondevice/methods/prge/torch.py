@@ -42,6 +42,8 @@ class Slot:
 class DualForwardingLinear(nn.Module):
     """x W + bmm(x A, B_g) for every group g of rows (Algorithm 1, line 7); A carries the factor alpha / rank."""
 
+    lora_a: Tensor
+
     def __init__(self, base: nn.Module, a_IR: Tensor, scale: float) -> None:
         super().__init__()
         self.base = base
