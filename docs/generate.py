@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MARKED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
-FORWARD = re.compile(r"^(Args|Returns|Raises|Attributes):$")
+SECTION = re.compile(r"^(Args|Returns|Raises|Attributes):$")
 HEADINGS = {"Args": "Arguments"}
 
 
@@ -184,10 +184,9 @@ def _signature(name: str, function: Any) -> str:
 
 def _docstring(text: str) -> str:
     """A docstring of this project as Markdown: its sections become lists."""
-    lines, out = text.splitlines(), []
-    section = ""
-    for line in lines:
-        if match := FORWARD.match(line):
+    out, section = [], ""
+    for line in text.splitlines():
+        if match := SECTION.match(line):
             section = match[1]
             out += [f"**{HEADINGS.get(section, section)}**", ""]
         elif section and line.strip():
@@ -222,7 +221,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part for part in (commands, settings, errors, events, manifest, interface)
-}  # fmt: skip
+}
 
 
 def update(text: str) -> str:
