@@ -76,7 +76,13 @@ def add_programs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--programs", type=Path, help="keep programs and memory figures here, and reuse those that are here already"
     )
+    parser.add_argument("--cached", action="store_true", help="leave out what would have to be lowered first")
     parser.add_argument("--model", default=SMOLLM, help="model source (default %(default)s)")
+
+
+def wanted(spec: Spec, folder: Path, args: argparse.Namespace) -> bool:
+    """Whether a program takes part: all do, but for `--cached`."""
+    return not args.cached or (folder / f"{spec.name}.json").exists()
 
 
 def ensure(spec: Spec, folder: Path) -> dict[str, Any]:

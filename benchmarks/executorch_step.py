@@ -34,6 +34,7 @@ from benchmarks._programs import (
     recall,
     remember,
     settled,
+    wanted,
 )
 from benchmarks.common import RESULTS, finish, interleaved, machine_info, median, parse_args, write_result
 
@@ -170,6 +171,7 @@ def main() -> None:
         return [rows[name] for name in CONFIGS if name in rows]
 
     with folder_of(args) as folder:
+        specs = {name: spec for name, spec in specs.items() if wanted(spec, folder, args)}
         for name, spec in specs.items():
             rows[name] = measure(name, spec, folder)
             print(json.dumps(rows[name]), file=sys.stderr, flush=True)
@@ -184,8 +186,13 @@ def main() -> None:
         losses = {}
         for name, values in gradients.LOSSES.items() if args.only in (None, "gradients") else ():
             spec = replace(Spec(), **values | changed)
+            if not wanted(spec, folder, args):
+                continue
             ensure(spec, folder)
-            losses[name] = child("benchmarks._program_gradients", str(folder), json.dumps(asdict(spec)))
+            key = f"gradients {spec.name}"
+            if key not in recall(folder):
+                remember(folder, key, child("benchmarks._program_gradients", str(folder), json.dumps(asdict(spec))))
+            losses[name] = recall(folder)[key]
     if losses:
         second = argparse.Namespace(**{**vars(args), "json": False})
         second.out = args.out and args.out.with_name(f"{args.out.stem}_gradients.json")

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks._prge_forms import Form, Forms, growths
 from benchmarks._prge_options import OPTION_COLUMNS, option_forms, option_rows
-from benchmarks._programs import Q4, Program, Spec, add_programs, folder_of
+from benchmarks._programs import Q4, Program, Spec, add_programs, folder_of, wanted
 from benchmarks.common import finish, interleaved, median, parse_args
 from benchmarks.executorch_step import program_memory
 
@@ -110,16 +110,18 @@ def torch_rows(
 class Programs:
     """The steps that are lowered, and the plain forwards that they are held against."""
 
-    def __init__(self, model: str, shapes: list[tuple[int, int]], folder: Path) -> None:
+    def __init__(self, args: argparse.Namespace, shapes: list[tuple[int, int]], folder: Path) -> None:
         self.steps: dict[tuple[str, int, int], Spec] = {}
         self.plain: dict[tuple[str, int], Spec] = {}
         for runtime, values in PROGRAMS.items():
-            base = replace(Spec(), **values, model=model)
+            base = replace(Spec(), **values, model=args.model)
             for length, effective in shapes:
                 queries, batch = EFFECTIVE[effective]
                 self.steps[runtime, length, effective] = replace(base, length=length, queries=queries, batch=batch)
             for rows in (1, 2) if any(length == 64 for length, _ in shapes) else ():
                 self.plain[runtime, rows] = replace(base, generator="op", method="evaluate", batch=rows)
+        self.steps = {key: spec for key, spec in self.steps.items() if wanted(spec, folder, args)}
+        self.plain = {key: spec for key, spec in self.plain.items() if wanted(spec, folder, args)}
         specs = [*self.steps.values(), *self.plain.values()]
         self.memory = {spec: program_memory(spec, folder)["growth_rss_bytes"] for spec in specs}
         self.callables = {spec: Program(spec, folder).call for spec in specs}
@@ -131,8 +133,8 @@ class Programs:
         for (runtime, length, effective), spec in self.steps.items():
             shape = f"{spec.queries}, {spec.batch}"
             row: dict[str, Any] = {"runtime": runtime, "length": length, "effective": effective, "shape": shape}
-            one = self.plain[runtime, spec.batch] if length == 64 else None
-            two = self.plain[runtime, 2] if length == 64 and effective == 2 else None
+            one = self.plain.get((runtime, spec.batch)) if length == 64 else None
+            two = self.plain.get((runtime, 2)) if length == 64 and effective == 2 else None
             step = row | {"form": "both", "step_s": seconds[spec], "peak_bytes": self.memory[spec]}
             if one:
                 sequential = [2 * spec.queries * value for value in seconds[one]]
@@ -189,7 +191,7 @@ def main() -> None:
     with folder_of(args) as folder:
         growth = growths(unique, folder)
         shapes = [shape for shape in PROGRAM_SHAPES if shape[0] in lengths and shape[1] in batches]
-        programs = None if "programs" in skip else Programs(args.model, shapes, folder)
+        programs = None if "programs" in skip else Programs(args, shapes, folder)
         forms = Forms(args.model)
         load = os.getloadavg()[0]
         rows: list[dict[str, Any]] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -74,7 +75,8 @@ def test_a_process_that_fails_is_named_with_its_error() -> None:
 def test_prge_step_ends_with_a_valid_result(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.prge_step", "--model", "tiny:llama", "--lengths", "16", "--json"]
     command += ["--effective", "2,4", "--skip", "programs,options", "--repeats", "2", "--programs", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that wait for each other on a busy machine cost minutes
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, env=alone)
     assert done.returncode == 0, done.stderr[-2000:]
     document = json.loads(done.stdout.splitlines()[-1])
     jsonschema.validate(document, SCHEMA)
@@ -90,9 +92,14 @@ def test_prge_step_ends_with_a_valid_result(tmp_path: Path) -> None:
 
 
 def test_every_option_runs_and_is_predicted_by_the_rule() -> None:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     forms = Forms("tiny:llama")
     pairs = options.option_forms("tiny:llama")
     seconds = {name: forms.seconds(pair, 1) for name, pair in pairs.items()}
+    torch.set_num_threads(threads)
     growth = {form: 100 for pair in pairs.values() for form in pair}
     rows = options.option_rows(pairs, seconds, growth, forms)
     assert [row["option"] for row in rows] == list(options.OPTIONS)
