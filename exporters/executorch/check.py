@@ -87,6 +87,24 @@ def compare(
     )
 
 
+def gradient_correlation(session: ExecutorchSession, program: PrgeProgram, batches: Iterable[Batch]) -> float:
+    """How the session's projected gradients correlate with those of `program` in eager, at the adapter zero.
+
+    Args:
+        program: of the same method and seed; it may be another model, such as the one before quantisation.
+    """
+    seed, zero = torch.tensor([session.seed]), torch.zeros(program.layout.size)
+    session.load_state({"adapter": zero.numpy(), "seed": seed.numpy()})
+    received, expected = [], []
+    with torch.inference_mode():
+        for number, (ids, labels) in enumerate(batches):
+            received += session.step(ids, labels, number, 0.0).projected_gradients
+            copies_of = program.perturbed(zero, seed, torch.tensor([number]))
+            losses = program.losses(torch.from_numpy(ids), torch.from_numpy(labels), copies_of)
+            expected += program.projected_gradients(losses).tolist()
+    return float(np.corrcoef(received, expected)[0, 1])
+
+
 def _relative(received: tuple[float, ...], expected: torch.Tensor) -> float:
     reference = expected.double().numpy()
     return float(np.max(np.abs(np.array(received) - reference) / np.maximum(np.abs(reference), 1e-12)))

@@ -129,5 +129,8 @@ def test_what_the_program_does_not_take_is_named() -> None:
 @pytest.mark.slow
 def test_eight_bit_activations_are_warned_about() -> None:
     (warning,) = report("8da4w").warnings
-    assert "correlate 0.9" in warning and "q4" in warning
+    measured = report("8da4w").check["gradient_correlation_float32"]
+    assert f"correlate {measured:.2f} with float32" in warning and "q4" in warning
+    # 4 bits and 8 bits of this model change its gradients, and do not turn them round
+    assert 0.3 < measured < 0.9999 and report("8da4w").check["gradient_correlation"] > 0.9
     assert report("q4").warnings == ()
