@@ -33,7 +33,7 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
     def part(hidden_ND: Tensor, safe_N: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
         """Maximum, sum of exponentials below it, and the target's logit where it lies in this tile."""
         low, head = tile
-        logits = head(hidden_ND)
+        logits = head(hidden_ND).float()
         maximum = logits.amax(dim=-1)
         total = (logits - maximum[:, None]).exp().sum(dim=-1)
         local = safe_N - low
