@@ -31,7 +31,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.generator": "op",
             "export.lengths_tokens": [24, 16],
             "method.noise": "rademacher",
-            "method.loss_tiles": 1,
+            "export.loss": "plain",
         },
     ),
     "q4": ("two layers", {"export.quantize": "q4", "export.batch_size": 3}),

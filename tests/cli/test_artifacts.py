@@ -140,3 +140,10 @@ def test_export_checks_before_it_loads(ondevice, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
     listed = ondevice("export", "--list", "--json")
     assert listed.code == 0 and "android-cpu" in listed.json
+
+
+def test_a_run_whose_loss_is_no_number_ends_with_an_error(ondevice, tmp_path) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+    run = ("run", program("functional"), "--data", data, "--steps", 5, "--lr", "1e38", "--out", tmp_path / "run")
+    done = ondevice(*run, "--json")
+    assert done.code == 9 and done.json["error"] == "TrainingError" and not (tmp_path / "run" / "adapter").exists()

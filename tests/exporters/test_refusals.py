@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from ondevice.api import artifacts
 from ondevice.artifact.manifest import read_manifest
-from ondevice.errors import ArtifactError, ConfigError, VerificationError
+from ondevice.errors import ArtifactError, ConfigError, StorageError, VerificationError
 from ondevice.exporters.base import ExportConfig
 from ondevice.exporters.executorch import lower as lowering
 from ondevice.exporters.registry import exporter
@@ -79,6 +80,17 @@ def test_a_folder_is_replaced_only_if_asked_and_only_if_it_is_an_artifact(finish
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtifactError, match="is a file"):
         artifacts.export(config("functional"), tmp_path / "file", overwrite=True)
+
+
+def test_a_full_disk_leaves_nothing(finished, tmp_path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # the program has 700 kB
+    try:
+        with pytest.raises(StorageError, match="full"):
+            artifacts.export(config("functional"), tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_verify_notices_another_model(tmp_path) -> None:
