@@ -165,7 +165,8 @@ def main() -> None:
     rows = {row["config"]: row for row in earlier(NAME)} if args.only and args.record else {}
     model = args.model.split(":")[-1]
     title = f"A P-RGE step (q = 1, B = 1, LoRA-FA r = 16 on q and v) of {model} as an ExecuTorch program"
-    extra: dict[str, Any] = {"title": title, "show_versions": ["torch", "executorch"]}
+    command = "python -m benchmarks.executorch_step"
+    extra: dict[str, Any] = {"command": command, "title": title, "show_versions": ["torch", "executorch"]}
 
     def ordered() -> list[dict[str, Any]]:
         return [rows[name] for name in CONFIGS if name in rows]
@@ -196,9 +197,8 @@ def main() -> None:
     if losses:
         second = argparse.Namespace(**{**vars(args), "json": False})
         second.out = args.out and args.out.with_name(f"{args.out.stem}_gradients.json")
-        command = "python -m benchmarks.executorch_step --only gradients"
         words = f"Projected gradients of {gradients.DIRECTIONS} directions on text, {model}, 64 tokens"
-        given = {**extra, "title": words, "command": command}
+        given = {**extra, "title": words, "command": f"{command} --only gradients"}
         finish("executorch_gradients", gradients.gradient_rows(losses), second, gradients.COLUMNS, **given)
     if rows:
         finish(NAME, ordered(), args, COLUMNS, notes=[*goals(ordered()), *args.note], **extra)

@@ -215,7 +215,10 @@ def main() -> None:
             row["load_before"] = load
         notes = [*notes_of(rows), *args.note]
         title = f"A P-RGE step of {model} (LoRA-FA r = 16 on q and v)"
-        finish("prge_step", rows, args, COLUMNS, title=title, notes=notes, show_versions=["torch", "executorch"])
+        command = f"python -m benchmarks.prge_step --lengths {args.lengths} --effective {args.effective}"
+        command += f" --skip {args.skip}" * bool(args.skip) + f" --repeats {args.repeats}"
+        shown = {"show_versions": ["torch", "executorch"], "command": command}
+        finish("prge_step", rows, args, COLUMNS, title=title, notes=notes, **shown)
 
 
 if __name__ == "__main__":
