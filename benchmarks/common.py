@@ -66,9 +66,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def interleaved(
-    callables: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1
-) -> dict[str, list[float]]:
+def interleaved(callables: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1) -> dict[str, list[float]]:
     """Wall-clock seconds of every callable, taken in turns so that a drift of the machine meets all of them.
 
     Each round runs every callable once, every other round in reverse; CUDA work is waited for.
@@ -133,15 +131,11 @@ def parse_args(
     description: str | None, add: Callable[[argparse.ArgumentParser], Any] | None = None, repeats: int = 5
 ) -> argparse.Namespace:
     """The arguments of every benchmark: --json, --repeats, --out, --record, and what `add` adds."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="end the output with one line of JSON")
     parser.add_argument("--repeats", type=int, default=repeats, help="measured rounds (default %(default)s)")
     parser.add_argument("--out", type=Path, help="also write the JSON object to this file")
-    parser.add_argument(
-        "--record", action="store_true", help="also write benchmarks/results/<name>/<machine>.json"
-    )
+    parser.add_argument("--record", action="store_true", help="also write benchmarks/results/<name>/<machine>.json")
     if add is not None:
         add(parser)
     args = parser.parse_args()

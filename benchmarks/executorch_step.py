@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _program_gradients as gradients
+from benchmarks import executorch_gradients as gradients
 from benchmarks._programs import (
     Q4,
     Program,
@@ -192,7 +192,11 @@ def main() -> None:
             ensure(spec, folder)
             key = f"gradients {spec.name}"
             if key not in recall(folder):
-                remember(folder, key, child("benchmarks._program_gradients", str(folder), json.dumps(asdict(spec))))
+                remember(
+                    folder,
+                    key,
+                    child("benchmarks.executorch_gradients", "--losses", str(folder), json.dumps(asdict(spec))),
+                )
             losses[name] = recall(folder)[key]
     if losses:
         second = argparse.Namespace(**{**vars(args), "json": False})

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._prge_forms import Form, Forms, growths
-from benchmarks._prge_options import OPTION_COLUMNS, option_forms, option_rows
 from benchmarks._programs import Q4, Program, Spec, add_programs, folder_of, wanted
 from benchmarks.common import finish, interleaved, median, parse_args
 from benchmarks.executorch_step import program_memory
+from benchmarks.prge_step_options import OPTION_COLUMNS, option_forms, option_rows
 
 EFFECTIVE = {2: (1, 1), 4: (2, 1), 8: (2, 2), 16: (4, 2)}
 """Effective batch to q and B."""

@@ -25,10 +25,7 @@ def render(document: dict[str, Any]) -> str:
     rows = document["rows"]
     columns = document.get("columns") or [{"key": key} for key in rows[0]]
     titles = [column.get("title", column["key"]) for column in columns]
-    numeric = [
-        _is_number(next((row[c["key"]] for row in rows if row.get(c["key"]) is not None), ""))
-        for c in columns
-    ]
+    numeric = [_is_number(next((row[c["key"]] for row in rows if row.get(c["key"]) is not None), "")) for c in columns]
     lines = [
         caption(document),
         "",
@@ -47,11 +44,7 @@ def caption(document: dict[str, Any]) -> str:
     machine = document["machine"]
     where = ", ".join(sorted({gpu["name"] for gpu in machine["gpus"]})) or machine["cpu"]
     count = len(machine["gpus"])
-    shown = {
-        name: v
-        for name, v in document["versions"].items()
-        if name in document.get("show_versions", ("torch",))
-    }
+    shown = {name: v for name, v in document["versions"].items() if name in document.get("show_versions", ("torch",))}
     parts = [
         f"{count} × {where}" if count > 1 else where,
         f"{machine['cores']} cores",
@@ -144,9 +137,7 @@ def main(arguments: list[str]) -> int:
         if new == text:
             continue
         if "--check" in arguments:
-            print(
-                f"{path.relative_to(ROOT)}: a table differs from its results; try: make docs", file=sys.stderr
-            )
+            print(f"{path.relative_to(ROOT)}: a table differs from its results; try: make docs", file=sys.stderr)
             status = 1
         else:
             path.write_text(new)

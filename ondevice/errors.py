@@ -21,9 +21,7 @@ class OndeviceError(Exception):
 
     exit_code = 1
 
-    def __init__(
-        self, message: str, *, expected: Any = None, received: Any = None, hint: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, expected: Any = None, received: Any = None, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.expected = expected

@@ -31,9 +31,7 @@ LIGHT = (
 
 def loaded_by(statement: str, cwd: Path) -> set[str]:
     """Top-level modules that a fresh interpreter holds after `statement`."""
-    program = (
-        f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
-    )
+    program = f"{statement}\nimport json, sys\nprint(json.dumps(sorted({{m.split('.')[0] for m in sys.modules}})))"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=cwd, timeout=120, check=False
     )

@@ -30,9 +30,7 @@ def copy(root: Path, tmp_path: Path) -> Path:
     """A copy of the sources that a test may break."""
     shutil.copy(root / "pyproject.toml", tmp_path)
     for name in ("ondevice", "exporters", "runtime_ops"):
-        shutil.copytree(
-            root / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-        )
+        shutil.copytree(root / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
 

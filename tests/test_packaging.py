@@ -73,9 +73,7 @@ def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: P
         "import ondevice, ondevice.exporters, ondevice.runtime_ops\n"
         "print(ondevice.__file__, ondevice.exporters.__file__, ondevice.runtime_ops.__file__, sep='\\n')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert all(line.startswith(str(tmp_path)) for line in done.stdout.split())
 

@@ -103,6 +103,7 @@ def train(
         batch_size=config.train.batch_size,
         length_tokens=data.max_length_tokens,
         dtype=config.model.dtype,
+        device=f"this-{device}",
     )
     ensure_fits(estimate, force)
     loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=device)

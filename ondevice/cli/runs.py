@@ -162,9 +162,14 @@ def _progress(silent: bool) -> Any:
 
 
 def _dry_run(config: Any, json: bool) -> None:
+    from ondevice.data import read_rows
     from ondevice.plan.estimate import plan as make_plan
     from ondevice.plan.render import render
 
+    if config.data.path is None:
+        raise ConfigError("no data is given", expected="data.path in the run file, or --data")
+    for path in filter(None, (config.data.path, config.data.eval_path)):
+        read_rows(path, task=config.data.task)
     estimate = make_plan(
         config.model.source,
         config.method,

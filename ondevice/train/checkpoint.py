@@ -92,18 +92,14 @@ class CheckpointStore:
         keep: how many of the newest are kept, besides the best.
     """
 
-    def __init__(
-        self, folder: Path, identity: dict[str, Any], *, seed: int, backend: str, keep: int = 2
-    ) -> None:
+    def __init__(self, folder: Path, identity: dict[str, Any], *, seed: int, backend: str, keep: int = 2) -> None:
         self.folder, self.identity, self.seed, self.backend, self.keep = folder, identity, seed, backend, keep
 
     def paths(self) -> list[Path]:
         """All checkpoints by name, oldest first, whole or not."""
         if not self.folder.is_dir():
             return []
-        found = [
-            (int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))
-        ]
+        found = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(found)]
 
     def save(

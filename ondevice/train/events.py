@@ -159,8 +159,7 @@ class Finish(Event):
 
 
 KINDS: dict[str, type[Event]] = {
-    event.kind: event
-    for event in (Start, Resume, Step, Evaluate, Checkpoint, Warning, Interrupt, Error, Finish)
+    event.kind: event for event in (Start, Resume, Step, Evaluate, Checkpoint, Warning, Interrupt, Error, Finish)
 }
 
 
@@ -178,9 +177,7 @@ def parse(line: bytes | str) -> Event | None:
         return None
     known = {item.name: item for item in dataclasses.fields(event)}
     try:
-        return event(
-            **{name: _typed(values[name], str(item.type)) for name, item in known.items() if name in values}
-        )
+        return event(**{name: _typed(values[name], str(item.type)) for name, item in known.items() if name in values})
     except TypeError as error:
         raise ValueError(str(error)) from None
 

@@ -81,11 +81,7 @@ def cut_log(path: Path, step: int) -> LogContent:
     """
     content = read_log(path)
     keep = next(
-        (
-            entry.start
-            for entry in content.entries
-            if isinstance(entry.event, events.Step) and entry.event.step >= step
-        ),
+        (entry.start for entry in content.entries if isinstance(entry.event, events.Step) and entry.event.step >= step),
         content.intact_bytes,
     )
     if path.exists() and path.stat().st_size != keep:

@@ -28,9 +28,7 @@ class ProgressSink:
         stream: stderr by default.
     """
 
-    def __init__(
-        self, *, silent: bool = False, every: int | None = None, stream: TextIO | None = None
-    ) -> None:
+    def __init__(self, *, silent: bool = False, every: int | None = None, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stderr
         self.silent, self.every = silent, every
         self.steps = 0

@@ -51,9 +51,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.identity = _identity(self.start)
-        self.store = CheckpointStore(
-            self.out, self.identity, seed=self.start.seed, backend=self.start.backend
-        )
+        self.store = CheckpointStore(self.out, self.identity, seed=self.start.seed, backend=self.start.backend)
         self.memory = PeakMemory()
         self.history = History()
         self.done = 0

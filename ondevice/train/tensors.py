@@ -93,10 +93,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
                 start, end = entry["data_offsets"]
                 file.seek(8 + size + start)
                 array = np.empty(entry["shape"], dtype=kinds[entry["dtype"]])
-                if (
-                    array.nbytes != end - start
-                    or file.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes
-                ):
+                if array.nbytes != end - start or file.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
                     raise ValueError(f"'{name}' is cut off")
                 tensors[name] = array
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

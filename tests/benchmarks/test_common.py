@@ -44,9 +44,7 @@ def test_a_written_result_is_valid_and_replaces_the_old_one(tmp_path: Path) -> N
 
 
 def test_the_command_leaves_out_where_the_output_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        sys, "argv", ["x", "--json", "--out", "/tmp/x", "--repeats", "3", "--out=/y", "--record"]
-    )
+    monkeypatch.setattr(sys, "argv", ["x", "--json", "--out", "/tmp/x", "--repeats", "3", "--out=/y", "--record"])
     assert common.result("name", [{"a": 1}])["command"] == "python -m benchmarks.name --repeats 3"
 
 
@@ -80,9 +78,7 @@ def test_a_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
     assert "| name | s |" in done.stdout
 
 
-def test_what_a_benchmark_needs_is_read_without_running_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_benchmark_needs_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one.py").write_text("NEEDS = ('nothing_of_that_name',)\nraise RuntimeError\n")
     (tmp_path / "two.py").write_text("import nowhere\n")
     (tmp_path / "common.py").write_text("")

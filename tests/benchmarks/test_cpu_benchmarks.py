@@ -13,10 +13,10 @@ import jsonschema
 import numpy as np
 import pytest
 
-from benchmarks import _prge_options as options
-from benchmarks import _program_gradients as gradients
 from benchmarks import _programs as programs
+from benchmarks import executorch_gradients as gradients
 from benchmarks import executorch_step, prge_step
+from benchmarks import prge_step_options as options
 from benchmarks._prge_forms import Forms
 from ondevice.models import read_dims
 

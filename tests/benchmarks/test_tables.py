@@ -82,9 +82,7 @@ def test_update_writes_between_the_markers_and_is_idempotent(document: dict, tmp
     (folder / "cortex.json").write_text(json.dumps(other))
     text = "before\n\n<!-- results: inner_loop -->\nold\n<!-- /results -->\n\nafter\n"
     new = tables.update(text, tmp_path)
-    assert new.startswith("before\n\n<!-- results: inner_loop -->\n**One dual") and new.endswith(
-        "\n\nafter\n"
-    )
+    assert new.startswith("before\n\n<!-- results: inner_loop -->\n**One dual") and new.endswith("\n\nafter\n")
     assert "Xeon" in new and "Cortex" in new and "old" not in new
     assert tables.update(new, tmp_path) == new
     one = tables.update(text.replace("inner_loop", "inner_loop/xeon"), tmp_path)

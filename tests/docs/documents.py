@@ -98,9 +98,7 @@ def broken_links(path: Path, root: Path) -> list[str]:
             continue
         name, _, anchor = target.partition("#")
         file = (path.parent / name).resolve() if name else path.resolve()
-        missing_anchor = (
-            anchor and file.suffix == ".md" and file.is_file() and anchor not in anchors(file.read_text())
-        )
+        missing_anchor = anchor and file.suffix == ".md" and file.is_file() and anchor not in anchors(file.read_text())
         if not file.is_relative_to(root.resolve()) or not file.exists() or missing_anchor:
             broken.append(target)
     return broken

@@ -81,9 +81,7 @@ class BigramSession:
         return np.float32(nll.sum() / np.float32(count.sum()))
 
     def _noise(self, step: int) -> np.ndarray:
-        return generator.normal(self.seed, step, 0, QUERIES, 0, self.logits.size).reshape(
-            QUERIES, *self.logits.shape
-        )
+        return generator.normal(self.seed, step, 0, QUERIES, 0, self.logits.size).reshape(QUERIES, *self.logits.shape)
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         z = self._noise(step) * SCALE
@@ -139,9 +137,7 @@ def head(seed: int = 7, **identity: object) -> events.Start:
 
 def train(out: Path, steps: int, session: BigramSession | None = None, **options: object):
     session = session or BigramSession()
-    schedule = options.pop(
-        "learning_rate", WarmupDecay("cosine", 0.5, 60, warmup_steps=5, final_fraction=0.1)
-    )
+    schedule = options.pop("learning_rate", WarmupDecay("cosine", 0.5, 60, warmup_steps=5, final_fraction=0.1))
     options.setdefault("start", head(session.seed))
     batches = options.pop("batches", Cycles())
     return run_loop(session, batches, steps=steps, learning_rate=schedule, out=out, **options)
@@ -152,9 +148,7 @@ def logged(out: Path, kind: type[events.Event] = events.Event) -> list:
 
 
 def scalars(out: Path) -> list[tuple]:
-    return [
-        (e.step, e.loss, e.losses, e.projected_gradients, e.learning_rate) for e in logged(out, events.Step)
-    ]
+    return [(e.step, e.loss, e.losses, e.projected_gradients, e.learning_rate) for e in logged(out, events.Step)]
 
 
 def main(out: str, steps: str, pause_s: str, *flags: str) -> int:

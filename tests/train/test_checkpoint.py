@@ -194,9 +194,7 @@ def test_a_full_disk_leaves_the_checkpoints_before(tmp_path) -> None:
     unshare = ["unshare", "--user", "--map-root-user", "--mount"]
     probe = [*unshare, "mount", "-t", "tmpfs", "ondevice-test", str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run(probe, capture_output=True).returncode:
-        pytest.skip(
-            "this system lets no user mount a small tmpfs; test_loop.py has the file-size limit instead"
-        )
+        pytest.skip("this system lets no user mount a small tmpfs; test_loop.py has the file-size limit instead")
     done = subprocess.run(
         [*unshare, sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=60
     )

@@ -46,9 +46,7 @@ def test_projected_gradients_come_back_with_the_same_float32_bits(values: list[f
 
 def test_every_kind_comes_back_equal() -> None:
     samples = [
-        events.Start(
-            config={"a": [1, None]}, identity={"m": {"q": 4}}, seed=2**63 - 1, backend="torch-cpu", steps=3
-        ),
+        events.Start(config={"a": [1, None]}, identity={"m": {"q": 4}}, seed=2**63 - 1, backend="torch-cpu", steps=3),
         events.Resume(step=2, steps=3, backend="executorch", checkpoint="checkpoint-00000002"),
         step(2, loss=float("inf")),
         events.Evaluate(step=3, loss=0.25, accuracy=0.5, rows=10, best=True),
@@ -56,9 +54,7 @@ def test_every_kind_comes_back_equal() -> None:
         events.Warning(message="line\nbreak\u2028and more"),
         events.Interrupt(step=3, signal="SIGINT"),
         events.Error(step=3, error={"error": "TrainingError", "try": None}),
-        events.Finish(
-            steps=3, first_loss=2.0, final_loss=1.0, step_time_s=0.1, tokens_per_s=9.0, peak_memory_bytes=1
-        ),
+        events.Finish(steps=3, first_loss=2.0, final_loss=1.0, step_time_s=0.1, tokens_per_s=9.0, peak_memory_bytes=1),
     ]
     assert {type(sample) for sample in samples} == set(events.KINDS.values())
     assert [events.parse(sample.to_line()) for sample in samples] == samples

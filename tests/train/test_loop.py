@@ -26,10 +26,7 @@ def test_it_learns_and_reports_what_the_log_says(tmp_path) -> None:
     steps = logged(tmp_path, events.Step)
     losses = [event.loss for event in steps]
     assert result.first_loss == losses[0] == pytest.approx(np.log(12), abs=0.05)
-    assert (
-        result.final_loss == pytest.approx(np.mean(losses[-40:]))
-        and result.final_loss < 0.75 * result.first_loss
-    )
+    assert result.final_loss == pytest.approx(np.mean(losses[-40:])) and result.final_loss < 0.75 * result.first_loss
     assert result.steps == 400 and not result.interrupted
     assert result.step_time_s == np.median([event.step_time_s for event in steps])
     assert result.tokens_per_s == pytest.approx(400 * 64 / sum(event.step_time_s for event in steps))
@@ -67,9 +64,7 @@ def test_another_thread_can_stop_it(tmp_path) -> None:
             stop.request("page")
 
     options = {"eval_every": 5, "evaluate_fn": lambda _: pytest.fail("evaluated when asked to stop")}
-    worker = threading.Thread(
-        target=lambda: results.append(train(tmp_path, 60, sinks=[at_five], stop=stop, **options))
-    )
+    worker = threading.Thread(target=lambda: results.append(train(tmp_path, 60, sinks=[at_five], stop=stop, **options)))
     worker.start()
     worker.join(20)
     assert results[0].interrupted and results[0].signal == "page" and results[0].steps == 5

@@ -63,9 +63,7 @@ def test_another_backend_is_a_warning(run) -> None:
 
 
 def test_a_torn_last_line_is_a_warning(run) -> None:
-    last_step = [
-        line for line in (run[0] / "events.jsonl").read_bytes().splitlines(True) if b'"step":19' in line
-    ]
+    last_step = [line for line in (run[0] / "events.jsonl").read_bytes().splitlines(True) if b'"step":19' in line]
     edit(run[0], lambda lines: [*lines[: lines.index(last_step[0])], last_step[0][:50]])
     warnings: list[str] = []
     log = read_run(run[0])

@@ -15,6 +15,7 @@ import numpy as np
 from benchmarks._programs import Q4, SEED, Program, Spec, author
 from benchmarks.common import ROOT
 
+NEEDS = ("executorch",)
 DATA = ROOT / "examples/data/reviews_train.jsonl"
 SCALES = (1e-3, 1e-2, 3e-2)
 DIRECTIONS = 12
@@ -94,4 +95,10 @@ def gradient_rows(losses: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(losses(Path(sys.argv[1]), Spec(**json.loads(sys.argv[2])))))
+    if sys.argv[1:2] == ["--losses"]:
+        print(json.dumps(losses(Path(sys.argv[2]), Spec(**json.loads(sys.argv[3])))))
+    else:
+        from benchmarks import executorch_step
+
+        sys.argv += ["--only", "gradients"]
+        executorch_step.main()

@@ -1,7 +1,11 @@
-"""P-RGE's options beyond the paper: what each should cost, what it costs, and when it helps."""
+"""P-RGE's options beyond the paper: what each should cost, what it costs, and when it helps.
+
+python -m benchmarks.prge_step_options      as prge_step --skip forms,programs
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from benchmarks._prge_forms import Form, Forms
@@ -112,3 +116,10 @@ def option_rows(
             "when": when,
         })  # fmt: skip
     return rows
+
+
+if __name__ == "__main__":
+    from benchmarks import prge_step
+
+    sys.argv += ["--skip", "forms,programs"]
+    prge_step.main()
