@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.manifest import Manifest
 from ondevice.errors import ArtifactError, ConfigError, DataError
 from ondevice.methods.registry import open_session
-from ondevice.train.evaluate import EvalResult, evaluate_dataset
+from ondevice.train.evaluate import EvalResult, Generate, evaluate_dataset
 from ondevice.train.replay import read_run
 from ondevice.train.replay import replay as replay_log
 
@@ -38,7 +39,8 @@ def evaluate(
 
     Question answering is scored by the F1 of generated answers, which an artifact's program does not make.
     """
-    folder, generate = Path(source), None
+    folder = Path(source)
+    generate: Generate | None = None
     if (folder / "manifest.json").is_file():
         session, tokenizer = open_artifact(folder), artifact_tokenizer(folder)
         manifest: Manifest = session.manifest
@@ -55,10 +57,7 @@ def evaluate(
         if adapter is not None:
             apply_adapter(loaded, load_adapter(adapter))
         session, tokenizer = ModelSession(loaded), loaded.tokenizer
-
-        def generate(ids: tuple[int, ...]) -> str:
-            return continue_ids(loaded, ids, ANSWER_TOKENS)
-
+        generate = partial(continue_ids, loaded, max_new_tokens=ANSWER_TOKENS)
     dataset = read_dataset(data, tokenizer, task=task, max_length_tokens=max_length_tokens)
     result = evaluate_dataset(session, dataset, pad_id(tokenizer), rows=rows, generate=generate)
     if result is None:

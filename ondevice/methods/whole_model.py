@@ -61,8 +61,9 @@ def load_parameters(parameters: dict[str, Any], state: dict[str, np.ndarray]) ->
 class ModelSession:
     """A plain model that only evaluates."""
 
-    batch_size = eval_batch_size = None
-    lengths_tokens = None
+    batch_size: int | None = None
+    eval_batch_size: int | None = None
+    lengths_tokens: tuple[int, ...] | None = None
 
     def __init__(self, loaded: Any, tiles: int = 8) -> None:
         self.loaded, self.tiles = loaded, tiles
