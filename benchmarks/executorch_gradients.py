@@ -1,7 +1,7 @@
 """How true a program's projected gradients are: against eager PyTorch, and against float32.
 
-    python -m benchmarks.executorch_gradients                        as executorch_step --only gradients
-    python -m benchmarks.executorch_gradients --losses FOLDER SPEC   losses of one quantisation, as JSON
+python -m benchmarks.executorch_gradients                        as executorch_step --only gradients
+python -m benchmarks.executorch_gradients --losses FOLDER SPEC   losses of one quantisation, as JSON
 """
 
 from __future__ import annotations

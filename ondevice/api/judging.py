@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from ondevice.api.opening import artifact_tokenizer, open_artifact, pad_id, read_dataset, resolve_device
 from ondevice.api.training import adapter_identity
 from ondevice.artifact.adapter import load_adapter
-from ondevice.artifact.manifest import Manifest
 from ondevice.errors import ArtifactError, ConfigError, DataError
 from ondevice.methods.registry import open_session
-from ondevice.train.evaluate import EvalResult, Generate, evaluate_dataset
+from ondevice.methods.session import Evaluator
+from ondevice.train.evaluate import EvalResult, evaluate_dataset
 from ondevice.train.replay import read_run
 from ondevice.train.replay import replay as replay_log
 
@@ -40,13 +40,14 @@ def evaluate(
     Question answering is scored by the F1 of generated answers, which an artifact's program does not make.
     """
     folder = Path(source)
-    generate: Generate | None = None
+    generate = None
+    session: Evaluator
     if (folder / "manifest.json").is_file():
-        session, tokenizer = open_artifact(folder), artifact_tokenizer(folder)
-        manifest: Manifest = session.manifest
+        opened, tokenizer = open_artifact(folder), artifact_tokenizer(folder)
+        session, manifest = opened, opened.manifest
         task, max_length_tokens = task or manifest.task, max(manifest.lengths_tokens)
         if adapter is not None:
-            session.load_adapter(load_adapter(adapter))
+            opened.load_adapter(load_adapter(adapter))
     else:
         from ondevice.methods.whole_model import ModelSession
         from ondevice.models import load_model

@@ -165,6 +165,8 @@ def _facts(view: Preview) -> RenderableType:
         "labels": "  ".join(f"{label} {count}" for label, count in view.labels.items()),
     }
     table = Table.grid(padding=(0, 2))
+    table.add_column()
+    table.add_column(overflow="fold")
     for name, value in facts.items():
         if value:
             table.add_row(Text(name, style="bold"), Text(_printable(value)))

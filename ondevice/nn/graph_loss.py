@@ -46,7 +46,9 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
         safe = torch.where(active, labels_N, torch.zeros_like(labels_N))
         maximum, total, target = part(hidden_ND, safe, tiles[0])
         for tile in tiles[1:]:
-            tile_maximum, tile_total, tile_target = part(hidden_ND + 0.0 * total[:, None], safe, tile)
+            tile_maximum, tile_total, tile_target = part(
+                hidden_ND + (0.0 * total[:, None]).to(hidden_ND.dtype), safe, tile
+            )
             larger = torch.maximum(maximum, tile_maximum)
             total = total * (maximum - larger).exp() + tile_total * (tile_maximum - larger).exp()
             maximum, target = larger, target + tile_target

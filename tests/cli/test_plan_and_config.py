@@ -89,7 +89,7 @@ def test_data_shows_examples_and_every_bad_row(ondevice, tmp_path) -> None:
     problems = done.json["problems"]
     assert [problem["line"] for problem in problems] == [2, 3] and all(problem["reason"] for problem in problems)
     text = ondevice("data", file, "--model", "tiny:llama")
-    assert text.code == 0 and "2+2=" in text.out and "lignes [x].jsonl" in text.out.replace("\n", "")
+    assert text.code == 0 and "2+2=" in text.out and "lignes[x].jsonl" in "".join(text.out.split())
 
 
 def test_doctor_says_what_a_target_lacks(ondevice, monkeypatch) -> None:

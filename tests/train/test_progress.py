@@ -25,7 +25,7 @@ def test_without_a_terminal_about_twenty_lines(tmp_path) -> None:
         train(tmp_path, 60, sinks=[sink])
     lines = stream.getvalue().splitlines()
     assert len(lines) == 22 and "\x1b" not in stream.getvalue()
-    assert lines[0].startswith("step 1/60  loss 2.4") and "tokens/s" in lines[0] and "MiB" in lines[0]
+    assert lines[0].startswith("step 1/60  loss 2.4") and "tokens/s" in lines[0] and "iB" in lines[0]
     assert lines[-2].startswith("step 60/60") and lines[-2].endswith("0:00 left")
     assert lines[-1].startswith("60 steps, loss 2.4")
     stream = io.StringIO()
