@@ -91,8 +91,8 @@ def verify(folder: Path, *, steps: int = 20, data: Path | None = None, model: st
     Raises:
         ArtifactError: if the model is not the one that was exported.
     """
-    from ondevice.api.opening import pad_id, read_dataset
-    from ondevice.data import Batches
+    from ondevice.api.opening import read_dataset
+    from ondevice.data import Batches, pad_id_of
     from ondevice.exporters.executorch.author import author
     from ondevice.exporters.executorch.check import compare, random_batches
     from ondevice.models import load_model
@@ -125,7 +125,9 @@ def verify(folder: Path, *, steps: int = 20, data: Path | None = None, model: st
         batches = random_batches(session, manifest.model.dims["vocab"], steps)
     else:
         dataset = read_dataset(data, tokenizer, task=manifest.task, max_length_tokens=max(manifest.lengths_tokens))
-        source_batches = Batches(dataset, session.batch_size, session.lengths_tokens, session.seed, pad_id(tokenizer))
+        source_batches = Batches(
+            dataset, session.batch_size, session.lengths_tokens, session.seed, pad_id_of(tokenizer)
+        )
         batches = ((np.asarray(b.ids), np.asarray(b.labels)) for b in map(source_batches.at, range(steps)))
     result = compare(session, program, batches, method.learning_rate).to_dict()
     session.close()

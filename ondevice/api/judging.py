@@ -7,9 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.api.opening import artifact_tokenizer, open_artifact, pad_id, read_dataset, resolve_device
+from ondevice.api.opening import artifact_tokenizer, open_artifact, read_dataset, resolve_device
 from ondevice.api.training import adapter_identity
 from ondevice.artifact.adapter import load_adapter
+from ondevice.data import pad_id_of
 from ondevice.errors import ArtifactError, ConfigError, DataError
 from ondevice.methods.registry import open_session
 from ondevice.methods.session import Evaluator
@@ -60,7 +61,7 @@ def evaluate(
         session, tokenizer = ModelSession(loaded), loaded.tokenizer
         generate = partial(continue_ids, loaded, max_new_tokens=ANSWER_TOKENS)
     dataset = read_dataset(data, tokenizer, task=task, max_length_tokens=max_length_tokens)
-    result = evaluate_dataset(session, dataset, pad_id(tokenizer), rows=rows, generate=generate)
+    result = evaluate_dataset(session, dataset, pad_id_of(tokenizer), rows=rows, generate=generate)
     if result is None:
         raise DataError("the evaluation was stopped")
     return result

@@ -31,11 +31,6 @@ def read_dataset(
     return dataset
 
 
-def pad_id(tokenizer: Any) -> int:
-    """The tokenizer's padding token, or its end token; masked either way."""
-    return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-
-
 def resolve_device(name: str) -> str:
     """`auto` to `cuda` where there is one, else `cpu`.
 

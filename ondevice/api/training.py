@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.api.opening import artifact_tokenizer, pad_id, read_dataset, resolve_device
+from ondevice.api.opening import artifact_tokenizer, read_dataset, resolve_device
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.errors import ConfigError
@@ -205,10 +205,10 @@ def _train(
     sinks: Iterable[Sink],
     tokenizer: Any = None,
 ) -> Trained:
-    from ondevice.data import Batches
+    from ondevice.data import Batches, pad_id_of
 
     settings = config.train
-    pad = pad_id(tokenizer if loaded is None else loaded.tokenizer)
+    pad = pad_id_of(tokenizer if loaded is None else loaded.tokenizer)
     size = session.batch_size or settings.batch_size
     batches = Batches(dataset, size, session.lengths_tokens, settings.seed, pad)
 
@@ -236,11 +236,12 @@ def _train(
         best = _save_best(session, result, settings.out)
     elif loaded is not None and not result.interrupted:
         from ondevice.artifact.files import atomic_directory
+        from ondevice.models import save_tokenizer
 
         model = settings.out / MODEL
         with atomic_directory(model) as temporary:
             loaded.model.save_pretrained(temporary)
-            loaded.tokenizer.save_pretrained(temporary)
+            save_tokenizer(loaded, temporary)
     session.close()
     return Trained(
         result, settings.out / ADAPTER if trained is not None else None, best, model, tuple(dataset.problems)
