@@ -1,0 +1,79 @@
+"""Settings of the offload engine; the methods that use it add their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from ondevice.config import Section
+
+
+class OffloadConfig(Section):
+    """How layers, gradients and optimizer states are spread over accelerator, host memory and disk."""
+
+    compute: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of weights, activations and gradients where they are computed; masters are float32."""
+
+    optimizer: Literal["auto", "native", "torch"] = "auto"
+    """AdamW on the host: one fused C++ pass, or torch's with separate conversions. `auto` takes the first
+    where there is a C++ compiler."""
+
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """AdamW's moments: 8, 4 or 2 bytes a parameter. Fewer bytes make a faster update, too."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's first decay rate."""
+
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW's second decay rate."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip gradients to this norm; None does not clip."""
+
+    clip: Literal["previous", "layer", "global"] = "previous"
+    """`previous` divides by the last step's global norm, and no layer may exceed the limit alone; `layer` clips
+    each layer to the limit; `global` is exact and updates only after the backward pass, with all gradients in
+    host memory (2 bytes a parameter more)."""
+
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Rows that pass through a layer at once; a batch of more is accumulated, layer by layer."""
+
+    window: int = Field(default=3, ge=2)
+    """Layers on the accelerator at once."""
+
+    gradient_buffers: int = Field(default=4, ge=2)
+    """Layers whose gradients wait in host memory for their update. More of them hide a slow update behind the next
+    forward pass, too."""
+
+    activations: Literal["device", "host", "disk"] = "host"
+    """Where each layer's input waits for the backward pass."""
+
+    disk_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of the layers whose moments are kept in a file."""
+
+    disk_folder: Path | None = None
+    """Folder of those files, on a local disk; None: a temporary folder."""
+
+    loss_chunk_tokens: int = Field(default=2048, ge=1)
+    """Tokens whose logits exist at once."""
+
+    vocabulary_chunks: int = Field(default=1, ge=1)
+    """Parts of the output head that are on the accelerator one after the other; more than one computes the logits
+    twice."""
+
+    kernels: Literal["auto", "torch", "liger"] = "auto"
+    """Norm, rotary embedding and MLP of the layers: liger-kernel's on a GPU where it is installed, or PyTorch's."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """Threads of the update; None leaves two processors to the rest."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for a transfer or an update before the step gives up."""

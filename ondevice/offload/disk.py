@@ -1,0 +1,226 @@
+"""What goes to a local disk: moments of some units, and layers' inputs (SlideFormer sections 3.3 and 4.4)."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ondevice.offload.storage import TierFile, buffer
+from ondevice.runtime_ops.layer_adam import HostState, Moments
+
+if TYPE_CHECKING:
+    from ondevice.offload.config import OffloadConfig
+
+    from ondevice.offload.report import Timeline
+    from ondevice.offload.units import Unit, Units
+
+STAGED = 3
+"""Units whose moments are in host memory at once: read ahead, updated, written back."""
+FIELD_BYTES = 64
+
+
+def moments_in(memory: Tensor, numel: int, kind: str) -> Moments:
+    """Moments of `numel` elements as views of uint8 `memory`, of at least `moments_bytes`."""
+    fields, offset = {}, 0
+    for name, like in Moments.empty(0, kind).tensors().items():
+        count = -(-numel // 128) if name.endswith("_scale") else numel
+        size = count * like.element_size()
+        fields[name] = memory[offset : offset + size].view(like.dtype)
+        offset += -(-size // FIELD_BYTES) * FIELD_BYTES
+    return Moments(kind, **fields)
+
+
+def moments_bytes(numel: int, kind: str) -> int:
+    """What `moments_in` needs."""
+    each = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1)}[kind]
+    scales = 2 * 4 * -(-numel // 128) if kind == "int8" else 0
+    return sum(-(-numel * size // FIELD_BYTES) * FIELD_BYTES for size in each) + scales + 2 * FIELD_BYTES
+
+
+class DiskMoments:
+    """Moments of a share of the units in one file; read ahead when a unit's gradients are on their way."""
+
+    def __init__(self, units: Units, config: OffloadConfig, folder: Path, timeline: Timeline) -> None:
+        self.kind, self.timeline = config.moments, timeline
+        candidates = [unit for unit in units.all if unit.kind != "rest"]
+        count = round(config.disk_fraction * len(candidates))
+        chosen = [candidates[len(candidates) * k // count] for k in range(count)]
+        self.records = {unit.index: record for record, unit in enumerate(chosen)}
+        sizes = [moments_bytes(unit.numel, self.kind) for unit in chosen]
+        self.file = TierFile(folder, "moments", sizes, timeout_s=config.timeout_s)
+        self.free = [buffer(max(sizes), pin=False) for _ in range(min(STAGED, count))]
+        self.staged: dict[int, tuple[Tensor, Future[None]]] = {}
+        self.writing: list[tuple[Tensor, Future[None]]] = []
+        self.lock = threading.Lock()
+
+    def holds(self, unit: Unit) -> bool:
+        return unit.index in self.records
+
+    def prefetch(self, unit: Unit) -> None:
+        """Begin to read a unit's moments, if there is memory for them."""
+        if not self.holds(unit):
+            return
+        with self.lock:
+            if unit.index not in self.staged and (memory := self._memory(wait=False)) is not None:
+                self.staged[unit.index] = (memory, self.file.read(self.records[unit.index], memory))
+
+    def load(self, unit: Unit, state: HostState) -> HostState:
+        """`state` with the unit's moments, in memory until `save`.
+
+        Raises:
+            StorageError: the disk failed, or what was read is not what was written.
+        """
+        if not self.holds(unit):
+            return state
+        started = time.perf_counter()
+        with self.lock:
+            found = self.staged.pop(unit.index, None)
+            if found is None:
+                memory = self._memory(wait=True)
+                found = (memory, self.file.read(self.records[unit.index], memory))
+        memory, future = found
+        future.result()
+        self.timeline.add("disk", f"read {unit.name}", started, time.perf_counter())
+        self.loaded = memory
+        return replace(state, moments=moments_in(memory, unit.numel, self.kind))
+
+    def save(self, unit: Unit) -> None:
+        """Begin to write back what `load` gave last."""
+        if self.holds(unit):
+            with self.lock:
+                self.writing.append((self.loaded, self.file.write(self.records[unit.index], self.loaded)))
+
+    def put(self, unit: Unit, moments: Moments) -> None:
+        """Write moments that are in memory."""
+        with self.lock:
+            memory = self._memory(wait=True)
+        target = moments_in(memory, unit.numel, self.kind)
+        for name, tensor in moments.tensors().items():
+            target.tensors()[name].copy_(tensor)
+        self.loaded = memory
+        self.save(unit)
+
+    def stored(self, unit: Unit) -> Moments:
+        """The moments as a map of the file, read when they are looked at; only while nothing is being written."""
+        self.flush()
+        memory = self.file.payload(self.records[unit.index])
+        return moments_in(memory, unit.numel, self.kind)
+
+    def flush(self) -> None:
+        """Wait for all writes."""
+        with self.lock:
+            for memory, future in self.writing:
+                future.result()
+                self.free.append(memory)
+            self.writing = []
+
+    def _memory(self, wait: bool) -> Tensor | None:
+        """Staging memory that is free; None if there is none and `wait` is false. The lock is held."""
+        while not self.free:
+            done = [entry for entry in self.writing if entry[1].done()]
+            if not done and not wait:
+                return None
+            if not done and not self.writing:
+                _, (memory, future) = self.staged.popitem()
+                future.result()
+                self.free.append(memory)
+                break
+            for entry in done or self.writing[:1]:
+                entry[1].result()
+                self.writing.remove(entry)
+                self.free.append(entry[0])
+        return self.free.pop()
+
+
+class DiskActivations:
+    """Layers' inputs in a file: a ring of host buffers between the accelerator and the disk."""
+
+    def __init__(self, folder: Path, timeout_s: float) -> None:
+        self.folder, self.timeout_s = folder, timeout_s
+        self.file: TierFile | None = None
+
+    def begin(self, count: int, size_bytes: int, buffers: int, pin: bool) -> list[Tensor]:
+        """Room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their count."""
+        if self.file is not None:
+            self.file.close()
+        self.file = TierFile(self.folder, "activations", [size_bytes] * count, timeout_s=self.timeout_s)
+        self.ring = [buffer(size_bytes, pin=pin) for _ in range(buffers)]
+        self.futures: list[Future[None] | None] = [None] * buffers
+        self.holds: list[int | None] = [None] * buffers
+        return self.ring
+
+    def place(self, at: int) -> None:
+        """Let input `at` have its buffer, once what that held before is on the disk."""
+        self._wait(at % len(self.ring))
+        self.holds[at % len(self.ring)] = at
+
+    def write(self, at: int) -> None:
+        """The input is in its buffer."""
+        if self.file is not None:
+            self.futures[at % len(self.ring)] = self.file.write(at, self.ring[at % len(self.ring)])
+
+    def read(self, at: int) -> None:
+        """Begin to bring an input back, unless its buffer still has it; the buffer must be free."""
+        turn = at % len(self.ring)
+        if self.file is not None and self.holds[turn] != at:
+            self._wait(turn)
+            self.holds[turn] = at
+            self.futures[turn] = self.file.read(at, self.ring[turn])
+
+    def wait(self, at: int) -> None:
+        """Until the input is in its buffer."""
+        self._wait(at % len(self.ring))
+
+    def _wait(self, turn: int) -> None:
+        future, self.futures[turn] = self.futures[turn], None
+        if future is not None:
+            future.result()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+@dataclass
+class Disk:
+    """The disk tier of an engine; both parts are None where nothing goes to disk."""
+
+    moments: DiskMoments | None
+    activations: DiskActivations | None
+    temporary: Path | None
+
+    def close(self) -> None:
+        """Remove the files."""
+        if self.moments is not None:
+            self.moments.flush()
+            self.moments.file.close()
+        if self.activations is not None:
+            self.activations.close()
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def open_disk(units: Units, config: OffloadConfig, timeline: Timeline) -> Disk:
+    """The files that `config` asks for.
+
+    Raises:
+        StorageError: there is no room for them.
+    """
+    moments, activations = config.disk_fraction > 0, config.activations == "disk"
+    if not moments and not activations:
+        return Disk(None, None, None)
+    temporary = Path(tempfile.mkdtemp(prefix="ondevice-offload-")) if config.disk_folder is None else None
+    folder = temporary or Path(str(config.disk_folder))
+    return Disk(
+        DiskMoments(units, config, folder, timeline) if moments else None,
+        DiskActivations(folder, config.timeout_s) if activations else None,
+        temporary,
+    )

@@ -1,0 +1,139 @@
+"""The layer-sliding engine (SlideFormer section 3.1): the accelerator holds a window of layers, gradients leave as soon
+as they are there, and the host updates a layer while the accelerator computes the next.
+
+A step goes through the layers once, up and down. All micro-batches pass a layer while it is there, so accumulation
+costs no transfers, and gradients accumulate on the accelerator. Between two steps nothing waits but what must: the
+embedding's rows that the batch reads, and layer 0.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ondevice.errors import DataError
+from ondevice.nn.cross_entropy import IGNORE
+from ondevice.offload.activations import Activations
+from ondevice.offload.device import open_device
+from ondevice.offload.disk import open_disk
+from ondevice.offload.host import HostStore
+from ondevice.offload.passes import Passes
+from ondevice.offload.report import Overlap, Spans, Timeline, overlap
+from ondevice.offload.units import cut
+from ondevice.offload.updater import Updater
+from ondevice.offload.window import Window
+from ondevice.offload.worker import Task, Watch, Worker
+
+if TYPE_CHECKING:
+    from ondevice.models import Family
+    from ondevice.offload.config import OffloadConfig
+
+
+class OffloadEngine:
+    """Full-parameter AdamW steps of a model that is larger than the accelerator.
+
+    Args:
+        family: the model on the CPU; its parameters' values move into the engine.
+        config: sizes and precisions.
+        device: `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        StorageError: host memory cannot be locked, or the disk tier does not fit.
+        MissingPackageError: the C++ update is asked for and cannot be compiled.
+    """
+
+    def __init__(self, family: Family, config: OffloadConfig, device: str) -> None:
+        self.config, self.where = config, torch.device(device)
+        self.device = open_device(device)
+        self.units = units = cut(family)
+        self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
+        self.disk = open_disk(units, config, self.timeline)
+        self.store = HostStore(units, config, self.device, self.disk.moments)
+        self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
+        shared: Any = (units, self.store, config, self.device, self.timeline)
+        threads = config.threads or _threads(self.device.type)
+        self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
+        self.window = Window(*shared, self.transfers, self.updater)
+        self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
+        self.passes = Passes(family, *shared, self.window, self.updater, self.activations, self.where)
+        self.last: Task | None = None
+        self.began: float | None = None
+        self.overlap: Overlap | None = None
+        self.spans: Spans = []
+        self.total = self.device.pinned(1, torch.float32)
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
+        """One AdamW step on int64 [B, T]; gives the mean loss, nats a labelled token.
+
+        Returns before the last updates are done; the next call, `flush` and `evaluate` wait for what they need.
+
+        Raises:
+            DataError: no token of the batch is labelled.
+            TrainingError: a thread died or hangs; the message names the layer.
+        """
+        count = int((labels[:, 1:] != IGNORE).sum())
+        if not count:
+            raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
+        self._open()
+        self.updater.begin(step, learning_rate)
+        parts = self._split(ids)
+        h = self.passes.forward(ids, parts, keep=True)
+        gradients, total = self.passes.head(h, [labels[part] for part in parts], 1.0 / count)
+        self.device.copy("compute", self.total, total.reshape(1))
+        known = self.device.record("compute")
+        self.passes.backward(gradients, ids, parts)
+        self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
+        known.wait()
+        return float(self.total) / count
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
+        self._open()
+        parts = self._split(ids)
+        nll = self.passes.score(self.passes.forward(ids, parts, keep=False), [labels[part] for part in parts])
+        return nll.cpu().numpy(), (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
+
+    def flush(self) -> None:
+        """Wait until all updates are done; the host then holds the state after the last step."""
+        if self.last is not None:
+            self.last.wait()
+        self.updater.flush()
+        self.device.synchronize()
+        self.watch.check()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the engine: states, gradient and conversion buffers, activations."""
+        return self.store.bytes + self.updater.bytes + self.activations.bytes + self.passes.bytes
+
+    def close(self) -> None:
+        """End the threads and unlock the host memory; a hanging thread is left to die with the process."""
+        if all([worker.close() for worker in (self.transfers, self.updates)]):
+            self.disk.close()
+            self.device.close()
+
+    def _open(self) -> None:
+        """Begin a pass, once the last step has been put into the queues; take its spans."""
+        self.watch.check()
+        if self.last is not None:
+            self.last.wait()
+            self.last = None
+        now = time.perf_counter()
+        if self.began is not None:
+            self.spans = self.timeline.take()
+            self.overlap = overlap(self.spans, now - self.began)
+        self.began = now
+
+    def _split(self, ids: np.ndarray) -> list[slice]:
+        size = self.config.micro_batch_size or len(ids)
+        return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
+
+
+def _threads(device: str) -> int:
+    """All processors, but for two beside an accelerator: they feed it."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, processors - 2 * (device != "cpu"))

@@ -1,0 +1,160 @@
+"""Host memory: float32 masters and AdamW's moments, flat for each unit (SlideFormer section 3.2).
+
+In `split` form a master is its bfloat16 value, pinned, which the accelerator reads as it is, and the 16 bits that are
+missing to float32: no conversion pass and no conversion buffer. In `plain` form it is float32, and what goes to the
+accelerator is converted into one of two buffers that all units share.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.errors import MissingPackageError
+from ondevice.offload.disk import moments_bytes, moments_in
+from ondevice.offload.storage import buffer
+from ondevice.runtime_ops import layer_adam
+
+if TYPE_CHECKING:
+    from ondevice.offload.config import OffloadConfig
+    from ondevice.offload.device import Device, Event
+    from ondevice.offload.disk import DiskMoments
+    from ondevice.offload.units import Unit, Units
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def native(config: OffloadConfig) -> bool:
+    """Whether the update is the C++ pass.
+
+    Raises:
+        MissingPackageError: it is asked for and there is no compiler.
+    """
+    if config.optimizer == "torch":
+        return False
+    found = layer_adam.available()
+    if not found and (config.optimizer == "native" or config.moments != "float32"):
+        raise MissingPackageError(
+            "the fused update needs a C++ compiler, and none was found",
+            expected="g++ or clang++",
+            hint="install one, or set method.optimizer: torch with method.moments: float32",
+        )
+    return found
+
+
+class HostStore:
+    """Masters and moments of all units; takes the values out of the model's parameters."""
+
+    def __init__(self, units: Units, config: OffloadConfig, device: Device, disk: DiskMoments | None) -> None:
+        self.units, self.device, self.disk = units, device, disk
+        self.dtype = DTYPES[config.compute]
+        self.native = native(config)
+        self.split = self.native and self.dtype == torch.bfloat16
+        self.converted: list[tuple[Tensor, Event | None]] = []
+        self.turn = 0
+        self.states = [self._take(unit, config.moments) for unit in units.all]
+        if self.dtype == torch.bfloat16 and not self.split:
+            largest = max(unit.numel for unit in units.all)
+            self.converted = [(device.pinned(largest, self.dtype), None) for _ in range(2)]
+
+    def _take(self, unit: Unit, moments: str) -> layer_adam.HostState:
+        """Fill a unit's state from its parameters, and let go of their memory."""
+        master = torch.zeros(unit.numel) if self.split else self.device.pinned(unit.numel, torch.float32)
+        for piece in unit.pieces:
+            flat = master[piece.offset : piece.offset + piece.numel]
+            flat.copy_(piece.parameter.detach().reshape(-1))
+            piece.parameter.grad = None
+            piece.parameter.data = torch.empty(0, dtype=self.dtype)
+        held = moments_in(buffer(moments_bytes(unit.numel, moments), pin=False), unit.numel, moments)
+        state = layer_adam.HostState(master, None, None, held, unit.index)
+        if self.split:
+            high = self.device.pinned(unit.numel, torch.bfloat16)
+            low = buffer(2 * unit.numel, pin=False).view(torch.uint16)[: unit.numel]
+            layer_adam.split_(master, high, low, held)
+            state = layer_adam.HostState(None, high, low, held, unit.index)
+        if self.disk is not None and self.disk.holds(unit):
+            self.disk.put(unit, held)
+            state.moments = layer_adam.Moments.empty(0, moments)
+        return state
+
+    def moments(self, unit: Unit) -> layer_adam.Moments:
+        """A unit's moments, where they are: views."""
+        if self.disk is not None and self.disk.holds(unit):
+            return self.disk.stored(unit)
+        return self.states[unit.index].moments
+
+    def outgoing(self, unit: Unit, span: slice) -> Tensor:
+        """Elements `span` of a unit as the accelerator reads them, in the compute dtype; call `sent` after."""
+        state = self.states[unit.index]
+        if state.high is not None:
+            return state.high[span]
+        if not self.converted:
+            return self._master(state)[span]
+        self.turn = 1 - self.turn
+        memory, event = self.converted[self.turn]
+        if event is not None:
+            event.wait()
+        master = self._master(state)[span]
+        return memory[: master.numel()].copy_(master)
+
+    def sent(self, event: Event) -> None:
+        """The copy of what `outgoing` gave last has ended at `event`."""
+        if self.converted:
+            self.converted[self.turn] = (self.converted[self.turn][0], event)
+
+    def rows(self, unit: Unit, rows: Tensor, out: Tensor) -> None:
+        """Rows of a table in the compute dtype: int64 [R] into `out` [R, width]."""
+        state = self.states[unit.index]
+        table = self._master(state) if state.high is None else state.high
+        piece = unit.pieces[0]
+        view = table[: piece.numel].view(piece.shape)
+        if view.dtype == out.dtype:
+            torch.index_select(view, 0, rows, out=out)
+        else:
+            out.copy_(view[rows])
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every parameter by name: bfloat16 as computed with in split form, else the float32 masters; no copies."""
+        found = {}
+        for unit, state in zip(self.units.all, self.states, strict=True):
+            flat = self._master(state) if state.high is None else state.high
+            for piece in unit.pieces:
+                found[piece.name] = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
+        return found
+
+    def masters(self) -> dict[str, Tensor]:
+        """Every parameter by name in float32, as copies."""
+        found = {}
+        for unit, state in zip(self.units.all, self.states, strict=True):
+            flat = state.master
+            if state.high is not None and state.low is not None:
+                flat = layer_adam.merge(state.high, state.low, self.moments(unit))
+            for piece in unit.pieces:
+                found[piece.name] = flat[piece.offset : piece.offset + piece.numel].view(piece.shape).clone()
+        return found
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Everything a resume needs, as views."""
+        found = {}
+        for unit, state in zip(self.units.all, self.states, strict=True):
+            key = unit.name.replace(" ", ".")
+            parts = {"master": state.master, "high": state.high, "low": state.low, **self.moments(unit).tensors()}
+            found |= {f"{part}/{key}": tensor for part, tensor in parts.items() if tensor is not None}
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Of masters, moments and conversion buffers."""
+        tensors = [memory for memory, _ in self.converted]
+        for state in self.states:
+            tensors += [t for t in (state.master, state.high, state.low) if t is not None]
+            tensors += state.moments.tensors().values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    @staticmethod
+    def _master(state: layer_adam.HostState) -> Tensor:
+        if state.master is None:
+            raise RuntimeError("a state in split form has no float32 master")
+        return state.master

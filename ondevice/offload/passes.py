@@ -1,0 +1,227 @@
+"""What the accelerator computes in a step: forward, head, backward, one layer after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ondevice.offload import loss
+from ondevice.offload.window import Slot, bind
+
+if TYPE_CHECKING:
+    from ondevice.models import Family
+    from ondevice.offload.activations import Activations
+    from ondevice.offload.config import OffloadConfig
+    from ondevice.offload.device import Device, Event
+    from ondevice.offload.host import HostStore
+    from ondevice.offload.report import Timeline
+    from ondevice.offload.units import Units
+    from ondevice.offload.updater import Updater
+    from ondevice.offload.window import Window
+
+AHEAD = 3
+"""Layers that may be in the queue before the accelerator has computed the first of them."""
+
+
+class Passes:
+    """Forward, head and backward over all micro-batches of a step, on the thread that calls."""
+
+    def __init__(
+        self,
+        family: Family,
+        units: Units,
+        store: HostStore,
+        config: OffloadConfig,
+        device: Device,
+        timeline: Timeline,
+        window: Window,
+        updater: Updater,
+        activations: Activations,
+        where: torch.device,
+    ) -> None:
+        self.family, self.units, self.store, self.config = family, units, store, config
+        self.device, self.timeline, self.window, self.updater = device, timeline, window, updater
+        self.activations, self.where = activations, where
+        self.queue: deque[Event] = deque()
+        self.entering, self.leaving = (device.pinned(0, store.dtype) for _ in range(2))
+        self.layers = len(units.layers)
+
+    @property
+    def bytes(self) -> int:
+        """Host memory for the embedding's rows, in and out."""
+        return sum(t.numel() * t.element_size() for t in (self.entering, self.leaving))
+
+    @torch.no_grad()
+    def forward(self, ids: np.ndarray, parts: list[slice], keep: bool) -> list[Tensor]:
+        """The last layer's output of each micro-batch, [rows, T, hidden]; `keep` saves each layer's input."""
+        window = self.window
+        window.forget_layers()
+        window.fetch_rest()
+        for i in range(len(window.layers)):
+            window.fetch_layer(i)
+        task = self.updater.read_rows(torch.from_numpy(np.unique(ids)))
+        if task is not None:
+            task.wait()
+        h = [self.family.place(rows) for rows in self._enter(ids, parts)]
+        if keep:
+            self.activations.begin(self.layers, len(parts), h[0])
+        position = self.family.positions(ids.shape[1], self.where, self.store.dtype)
+        for i, unit in enumerate(self.units.layers):
+            slot = window.layer(i)
+            bind(unit, slot.memory)
+            started = self._start()
+            for m, part in enumerate(h):
+                if keep:
+                    self.activations.save(i, m, part)
+                h[m] = self.family.block(i, part, position)
+            slot.used = self._end("forward", unit.name, started)
+            if i + len(window.layers) < self.layers:
+                window.fetch_layer(i + len(window.layers))
+            if i == max(0, self.layers - len(window.layers)):
+                window.fetch_head(0)
+        return h
+
+    @torch.no_grad()
+    def score(self, h: list[Tensor], labels: list[np.ndarray]) -> Tensor:
+        """Negative log likelihood of each row, float32 [B]."""
+        scores = self._scores([self.family.final_norm(part) for part in h], labels, 1.0)
+        self._look(scores)
+        nll = [score.tokens().view(len(rows), -1).sum(1) for score, rows in zip(scores, labels, strict=True)]
+        return torch.cat(nll)
+
+    def head(self, h: list[Tensor], labels: list[np.ndarray], scale: float) -> tuple[list[Tensor], Tensor]:
+        """Gradients of the last layer's outputs, and the summed loss; the head's own gradients leave."""
+        leaving = self.window.arrive(self.window.rest_gradient)
+        leaving.memory.zero_()
+        bind(self.units.rest, self.window.rest.memory, leaving.memory)
+        entered = [part.detach().requires_grad_(True) for part in h]
+        normed = [self.family.final_norm(part) for part in entered]
+        started = self._start()
+        scores = self._scores([part.detach() for part in normed], labels, scale)
+        total, found = self._learn(scores)
+        gradients: list[Tensor] = []
+        for part, normal, gradient in zip(entered, normed, found, strict=True):
+            whole = torch.zeros_like(normal)
+            whole[:, :-1] = gradient.view(whole.shape[0], -1, whole.shape[-1])
+            torch.autograd.backward(normal, whole)
+            gradients.append(part.grad if part.grad is not None else torch.zeros_like(part))
+        self._end("backward", "head", started)
+        return gradients, total
+
+    def backward(self, gradients: list[Tensor], ids: np.ndarray, parts: list[slice]) -> None:
+        """Down through the layers; every unit's gradients leave as soon as they are there."""
+        window, activations = self.window, self.activations
+        position = self.family.positions(ids.shape[1], self.where, self.store.dtype)
+        micro = range(len(parts))
+        order = [(i, m) for i in reversed(range(self.layers)) for m in micro]
+        for i, unit in reversed(list(enumerate(self.units.layers))):
+            window.fetch_layer(i)
+            slot, leaving = window.layer(i), window.layer_gradient(i)
+            bind(unit, slot.memory, leaving.memory)
+            started = self._start()
+            for m in micro:
+                entered = activations.load(i, m, tuple(gradients[m].shape)).detach().requires_grad_(True)
+                at = (self.layers - 1 - i) * len(parts) + m
+                if at + 1 < len(order):
+                    activations.prefetch(*order[at + 1])
+                with torch.enable_grad():
+                    left = self.family.block(i, entered, position)
+                torch.autograd.backward(left, gradients[m])
+                activations.done(i, m)
+                gradients[m] = entered.grad if entered.grad is not None else torch.zeros_like(entered)
+            slot.used = self._end("backward", unit.name, started)
+            window.send_layer(i, leaving)
+            if i >= len(window.layers):
+                window.fetch_layer(i - len(window.layers))
+        self._leave(gradients, ids, parts)
+        window.send_rest()
+
+    def _enter(self, ids: np.ndarray, parts: list[slice]) -> list[Tensor]:
+        """Read the embedding's rows on the host and bring them over."""
+        width = self.family.dims.hidden
+        if self.entering.numel() < ids.size * width:
+            self.entering = self.device.pinned(ids.size * width, self.store.dtype)
+        host = self.entering[: ids.size * width].view(ids.size, width)
+        self.store.rows(self.units.embedding, torch.from_numpy(ids.reshape(-1)), host)
+        entered = torch.empty(*ids.shape, width, dtype=self.store.dtype, device=self.where)
+        self.device.copy("compute", entered.view(-1, width), host)
+        bind(self.units.rest, self.window.arrive(self.window.rest).memory)
+        return [entered[part] for part in parts]
+
+    def _leave(self, gradients: list[Tensor], ids: np.ndarray, parts: list[slice]) -> None:
+        """Gradient of the embedding: one row for each token that occurs, summed over where it does."""
+        unique, inverse = np.unique(ids, return_inverse=True)
+        inverse = inverse.reshape(ids.shape)
+        width, rows = self.family.dims.hidden, len(unique)
+        found = torch.zeros(rows, width, dtype=self.store.dtype, device=self.where)
+        for part, gradient in zip(parts, gradients, strict=True):
+            entered = torch.zeros_like(gradient).requires_grad_(True)
+            placed = self.family.place(entered)
+            if placed is not entered:
+                torch.autograd.backward(placed, gradient)
+                gradient = entered.grad if entered.grad is not None else gradient
+            at = torch.from_numpy(inverse[part]).to(self.where)
+            found += torch.ops.aten.embedding_dense_backward(gradient, at, rows, -1, False)
+        padding = self.family.embedding.padding_idx
+        if padding is not None:
+            found[torch.from_numpy(unique == padding).to(self.where)] = 0
+        if self.leaving.numel() < found.numel():
+            self.leaving = self.device.pinned(found.numel(), self.store.dtype)
+        self.window.send_rows(torch.from_numpy(unique), found, self.leaving[: found.numel()].view(rows, width))
+
+    def _scores(self, normed: list[Tensor], labels: list[np.ndarray], scale: float) -> list[loss.ChunkedLoss]:
+        """Each position paired with the label of the next token."""
+        found = []
+        for part, rows in zip(normed, labels, strict=True):
+            targets = torch.from_numpy(np.ascontiguousarray(rows[:, 1:])).to(self.where).reshape(-1)
+            flat = part[:, :-1].reshape(-1, part.shape[-1])
+            found.append(loss.ChunkedLoss(flat, targets, scale, self.config.loss_chunk_tokens))
+        return found
+
+    def _look(self, scores: list[loss.ChunkedLoss]) -> None:
+        for part, (low, _) in enumerate(self.window.parts):
+            slot, weight = self._part(part)
+            for score in scores:
+                score.look(weight, low)
+            slot.used = self.device.record("compute")
+
+    def _learn(self, scores: list[loss.ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
+        window, whole = self.window, len(self.window.parts) == 1
+        total = torch.zeros((), device=self.where)
+        if not whole:
+            self._look(scores)
+            window.fetch_head(0)
+        for part, (low, _) in enumerate(window.parts):
+            slot, weight = self._part(part)
+            leaving, gradient = window.head_gradient_part(part)
+            for score in scores:
+                if whole:
+                    total += score.look_and_learn(weight, gradient)
+                else:
+                    score.learn(weight, low, gradient)
+            slot.used = self.device.record("compute")
+            window.send_head(part, leaving)
+        if not whole:
+            total += torch.stack([score.tokens().sum() for score in scores]).sum()
+        return total, [score.grad_hidden for score in scores]
+
+    def _part(self, part: int) -> tuple[Slot, Tensor]:
+        if part + 1 < len(self.window.parts):
+            self.window.fetch_head(part + 1)
+        return self.window.head_part(part)
+
+    def _start(self) -> Event:
+        """Begin a computation, at most `AHEAD` before the accelerator."""
+        if len(self.queue) >= AHEAD:
+            self.queue.popleft().wait()
+        return self.device.record("compute")
+
+    def _end(self, lane: str, name: str, started: Event) -> Event:
+        event = self.device.record("compute")
+        self.queue.append(event)
+        self.timeline.span(lane, name, started, event)
+        return event

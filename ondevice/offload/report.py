@@ -1,0 +1,128 @@
+"""What a step did and when: spans by lane, the overlap report, and a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ondevice.offload.device import Device, Event
+
+Spans = list[tuple[str, str, float, float, int]]
+"""Lane, name, start and end in seconds of `time.perf_counter`, bytes."""
+LANES = ("forward", "backward", "h2d", "d2h", "update", "disk")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One step, seconds and bytes. Sums are over what a lane was busy, not over wall time.
+
+    Attributes:
+        forward_s, backward_s: of the accelerator's computation; recomputation counts as backward.
+        h2d_s, d2h_s: of copies; update_s: of AdamW on the host; disk_s: of reading and writing states.
+        wall_s: from the step's begin to the next one's.
+        idle_s: wall time in which the accelerator computed nothing.
+        hiding_factor: backward_s / (d2h_s + update_s) (SlideFormer section 3.1); 1 and more hides the update.
+        bound: the lane that was busy longest.
+    """
+
+    forward_s: float
+    backward_s: float
+    h2d_s: float
+    d2h_s: float
+    update_s: float
+    disk_s: float
+    wall_s: float
+    idle_s: float
+    hiding_factor: float
+    h2d_bytes: int
+    d2h_bytes: int
+    bound: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class _Span:
+    lane: str
+    name: str
+    start: Any
+    end: Any
+    size: int = 0
+
+
+class Timeline:
+    """Spans of the running step; those of the accelerator are events until they are asked for."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.spans: list[_Span] = []
+
+    def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
+        """A span of a host thread, seconds of `time.perf_counter`."""
+        self.spans.append(_Span(lane, name, start_s, end_s))
+
+    def span(self, lane: str, name: str, start: Event, end: Event, size_bytes: int = 0) -> None:
+        """A span of the accelerator."""
+        self.spans.append(_Span(lane, name, start, end, size_bytes))
+
+    def take(self) -> Spans:
+        """Every span that has ended: lane, name, start and end in seconds, bytes; the others stay."""
+        ended, running = [], []
+        for span in self.spans:
+            if isinstance(span.start, float):
+                ended.append((span.lane, span.name, span.start, span.end, span.size))
+            elif span.end.done():
+                start, end = (self.device.seconds(event) for event in (span.start, span.end))
+                ended.append((span.lane, span.name, start, end, span.size))
+            else:
+                running.append(span)
+        self.spans = running
+        return ended
+
+
+def overlap(spans: Spans, wall_s: float) -> Overlap:
+    """Sum up the spans of one step."""
+    busy = dict.fromkeys(LANES, 0.0)
+    sizes = {"h2d": 0, "d2h": 0}
+    for lane, _, start, end, size in spans:
+        busy[lane] += end - start
+        if lane in sizes:
+            sizes[lane] += size
+    computed = busy["forward"] + busy["backward"]
+    groups = {"compute": computed, **{lane: busy[lane] for lane in ("h2d", "d2h", "update", "disk")}}
+    leaving = busy["d2h"] + busy["update"]
+    return Overlap(
+        forward_s=busy["forward"],
+        backward_s=busy["backward"],
+        h2d_s=busy["h2d"],
+        d2h_s=busy["d2h"],
+        update_s=busy["update"],
+        disk_s=busy["disk"],
+        wall_s=wall_s,
+        idle_s=max(0.0, wall_s - computed),
+        hiding_factor=busy["backward"] / leaving if leaving else float("inf"),
+        h2d_bytes=sizes["h2d"],
+        d2h_bytes=sizes["d2h"],
+        bound=max(groups, key=lambda lane: groups[lane]),
+    )
+
+
+def chrome_trace(spans: Spans, path: Path) -> None:
+    """Write spans for chrome://tracing or Perfetto, microseconds from the first."""
+    first = min((span[2] for span in spans), default=0.0)
+    events = [
+        {
+            "name": name, "cat": lane, "ph": "X", "pid": 0, "tid": LANES.index(lane),
+            "ts": round((start - first) * 1e6, 1), "dur": round((end - start) * 1e6, 1), "args": {"bytes": size},
+        }
+        for lane, name, start, end, size in spans
+    ]  # fmt: skip
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}}
+        for number, lane in enumerate(LANES)
+    ]
+    Path(path).write_text(json.dumps({"traceEvents": [*names, *events]}) + "\n", encoding="utf-8")

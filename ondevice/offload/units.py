@@ -1,0 +1,108 @@
+"""What slides: a model cut into units, each one flat run of parameters (SlideFormer section 3.1: one layer each)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+
+from ondevice.errors import ModelError
+
+if TYPE_CHECKING:
+    from ondevice.models import Family
+
+ALIGN = 128
+"""Elements; every parameter begins at a multiple of it: matrix products read aligned memory, int8 moments whole tiles."""
+Kind = Literal["layer", "rest", "embedding", "head"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter: elements `offset` to `offset + numel` of its unit."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that move and are updated together.
+
+    Attributes:
+        name: `layer 3`, `embedding`, `head` or `rest` (what belongs to no layer: the final norm).
+        order: when a forward pass needs it; the update thread takes the lowest first.
+        numel: elements with padding; `parameters` without.
+    """
+
+    index: int
+    name: str
+    kind: Kind
+    order: int
+    pieces: tuple[Piece, ...]
+    numel: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(piece.numel for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Units:
+    """All units of a model. `head` is the embedding itself where the two are tied."""
+
+    layers: tuple[Unit, ...]
+    rest: Unit
+    embedding: Unit
+    head: Unit
+
+    @property
+    def tied(self) -> bool:
+        return self.head is self.embedding
+
+    @property
+    def all(self) -> tuple[Unit, ...]:
+        """By `index`."""
+        return (*self.layers, self.rest, self.embedding, *(() if self.tied else (self.head,)))
+
+    @property
+    def parameters(self) -> int:
+        return sum(unit.parameters for unit in self.all)
+
+
+def cut(family: Family) -> Units:
+    """Cut a model into units; every parameter is in exactly one.
+
+    Raises:
+        ModelError: a parameter is shared between layers.
+    """
+    names = {id(parameter): name for name, parameter in family.model.named_parameters()}
+    seen: set[int] = set()
+    count = family.dims.layers
+
+    def unit(index: int, name: str, kind: Kind, order: int, parameters: list[nn.Parameter]) -> Unit:
+        pieces, offset = [], 0
+        for parameter in parameters:
+            if id(parameter) in seen:
+                raise ModelError(f"parameter {names[id(parameter)]} is used by two layers", hint="untie it first")
+            seen.add(id(parameter))
+            shape = tuple(parameter.shape)
+            pieces.append(Piece(names[id(parameter)], parameter, shape, offset, parameter.numel()))
+            offset += -(-parameter.numel() // ALIGN) * ALIGN
+        return Unit(index, name, kind, order, tuple(pieces), offset)
+
+    layers = tuple(unit(i, f"layer {i}", "layer", i, list(family.layer(i).parameters())) for i in range(count))
+    table, head = family.embedding.weight, family.head_weight
+    tied = head is table or head.data_ptr() == table.data_ptr()
+    tables = {id(table), id(head)}
+    rest = [p for p in family.model.parameters() if id(p) not in seen and id(p) not in tables]
+    small = unit(count, "rest", "rest", -1, rest)
+    embedding = unit(count + 1, "embedding", "embedding", -2, [table])
+    if tied:
+        return Units(layers, small, embedding, embedding)
+    if not isinstance(head, nn.Parameter):
+        raise ModelError("the output head is no parameter", expected="nn.Parameter", received=type(head).__name__)
+    return Units(layers, small, embedding, unit(count + 2, "head", "head", count, [head]))

@@ -1,0 +1,239 @@
+"""The update thread: gradients that arrived in host memory become AdamW steps, the layers needed first before others.
+
+Order: the next forward pass begins with the embedding and layer 0, whose gradients arrive last. So the thread takes the
+lowest layer among those that have arrived, and what waits longest in host memory is what is needed last. Of an
+embedding the rows that the next batch reads come first, all others when there is time.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.runtime_ops.layer_adam import AdamStep, layer_adam, torch_adam
+
+if TYPE_CHECKING:
+    from ondevice.offload.config import OffloadConfig
+    from ondevice.offload.device import Device, Event
+    from ondevice.offload.disk import DiskMoments
+    from ondevice.offload.host import HostStore
+    from ondevice.offload.report import Timeline
+    from ondevice.offload.units import Unit, Units
+    from ondevice.offload.worker import Task, Watch, Worker
+
+FIRST = -3
+"""Priority of the rows that the next batch reads."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: AdamW's settings, and the squared gradient norms by unit, of this step and the one before."""
+
+    adam: AdamStep
+    squares: dict[int, float]
+    before: dict[int, float]
+
+
+class Updater:
+    """Host gradient buffers, their updates, and clipping."""
+
+    def __init__(
+        self,
+        units: Units,
+        store: HostStore,
+        config: OffloadConfig,
+        device: Device,
+        timeline: Timeline,
+        worker: Worker,
+        watch: Watch,
+        threads: int,
+        disk: DiskMoments | None,
+    ) -> None:
+        self.units, self.store, self.config, self.device = units, store, config, device
+        self.worker, self.watch, self.timeline, self.threads, self.disk = worker, watch, timeline, threads, disk
+        self.now = Step(AdamStep(learning_rate=0.0), {}, {})
+        largest = max(unit.numel for unit in units.layers)
+        held = len(units.layers) if self._exact else min(config.gradient_buffers, len(units.layers))
+        self.free = [device.pinned(largest, store.dtype) for _ in range(held)]
+        self.freed = threading.Condition()
+        self.rest = device.pinned(units.rest.numel, store.dtype)
+        self.table = device.pinned(units.head.numel, store.dtype)
+        self.embedding = self.table if units.tied else torch.zeros(units.embedding.numel, dtype=store.dtype)
+        self.scratch = None if store.native else torch.empty(max(unit.numel for unit in units.all))
+        self.pending: dict[int, Task] = {}
+        self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
+        self.rows: tuple[Tensor, Tensor, Event, Step] | None = None
+        self.bytes = sum(t.numel() * t.element_size() for t in (*self.free, self.rest, self.table))
+        self.bytes += 0 if units.tied else self.embedding.numel() * self.embedding.element_size()
+
+    @property
+    def _exact(self) -> bool:
+        return self.config.max_grad_norm is not None and self.config.clip == "global"
+
+    def begin(self, step: int, learning_rate: float) -> None:
+        """The updates of step `step` (from 0) follow."""
+        c = self.config
+        adam = AdamStep(learning_rate, c.beta1, c.beta2, c.eps, c.weight_decay, step + 1)
+        self.now = Step(adam, {}, self.now.squares)
+
+    def acquire(self, doing: str) -> Tensor:
+        """A free gradient buffer of a layer; waits for an update to give one back."""
+        taken: list[Tensor] = []
+
+        def take(seconds: float) -> bool:
+            with self.freed:
+                if not self.free:
+                    self.freed.wait(seconds)
+                if self.free:
+                    taken.append(self.free.pop())
+            return bool(taken)
+
+        self.watch.until(take, doing)
+        return taken[0]
+
+    def wait(self, unit: Unit) -> None:
+        """Until the unit's last submitted update is done."""
+        task = self.pending.get(unit.index)
+        if task is not None:
+            task.wait()
+
+    def submit(self, unit: Unit, gradient: Tensor, event: Event, square: Tensor | None, pooled: bool) -> None:
+        """Update `unit` once its gradient is here at `event`; `square` is its squared norm, on the host by then."""
+        now = self.now
+        if self.disk is not None:
+            self.disk.prefetch(unit)
+
+        def arrived() -> None:
+            if square is not None:
+                now.squares[unit.index] = float(square.sum())
+
+        def run() -> None:
+            arrived()
+            self._update(unit, gradient[: unit.numel], self._clipped(now, unit))
+            if pooled:
+                with self.freed:
+                    self.free.append(gradient)
+                    self.freed.notify()
+
+        def send() -> None:
+            self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
+
+        if self._exact:
+            self.waiting.append((event, arrived, send))
+        else:
+            send()
+
+    def submit_rows(self, rows: Tensor, gradient: Tensor, event: Event) -> None:
+        """The embedding's gradient: int64 [R] and [R, hidden]; held until the next batch says what it reads."""
+        self.rows = (rows, gradient, event, self.now)
+
+    def end_backward(self) -> None:
+        """Every gradient of the step is on its way; with exact clipping the updates begin here."""
+        waiting, self.waiting = self.waiting, []
+        if not waiting:
+            return
+        if self.rows is not None:
+            self._merge(*self.rows)
+        for event, arrived, _ in waiting:
+            event.wait()
+            arrived()
+        for _, _, send in waiting:
+            send()
+
+    def read_rows(self, needed: Tensor | None) -> Task | None:
+        """Update the embedding: the rows `needed` (sorted) at once, the others later; None: all at once.
+
+        Returns:
+            The task after which those rows may be read.
+        """
+        if self.rows is None:
+            return self.pending.get(self.units.embedding.index)
+        held, unit = self.rows, self.units.embedding
+        rows, now = held[0], held[3]
+        merged = self._exact
+        width = unit.pieces[0].shape[1]
+        if not self.store.native or (self.disk and self.disk.holds(unit)):
+            needed = None
+
+        def first() -> None:
+            if not merged:
+                self._merge(*held)
+            self._update(unit, self.embedding, self._clipped(now, unit), needed, width)
+            if needed is None:
+                self._cleared(rows, width)
+
+        task = self.worker.submit(unit.name, first, FIRST)
+        self.pending[unit.index] = task
+        if needed is not None:
+            others = torch.ones(unit.pieces[0].shape[0], dtype=torch.bool)
+            others[needed] = False
+
+            def second() -> None:
+                self._update(unit, self.embedding, self._clipped(now, unit), others.nonzero()[:, 0], width)
+                self._cleared(rows, width)
+
+            self.pending[unit.index] = self.worker.submit(
+                unit.name, second, len(self.units.layers) + 1, task.finished.is_set, lambda: task.wait()
+            )
+        self.rows = None
+        return task
+
+    def flush(self) -> None:
+        """Wait until every gradient that was sent is applied."""
+        self.read_rows(None)
+        for task in list(self.pending.values()):
+            task.wait()
+
+    def _merge(self, rows: Tensor, gradient: Tensor, event: Event, now: Step) -> None:
+        """Put the rows' gradient into the embedding's: added to the head's where they are tied."""
+        event.wait()
+        unit = self.units.embedding
+        table = self.embedding[: unit.pieces[0].numel].view(unit.pieces[0].shape)
+        if self.units.tied:
+            table[rows] += gradient
+        else:
+            table[rows] = gradient
+        if self.config.max_grad_norm is not None:
+            whole = table if self.units.tied else gradient
+            now.squares[unit.index] = float(torch.linalg.vector_norm(whole, dtype=torch.float32)) ** 2
+
+    def _cleared(self, rows: Tensor, width: int) -> None:
+        if not self.units.tied:
+            self.embedding[: self.units.embedding.pieces[0].numel].view(-1, width)[rows] = 0
+
+    def _clipped(self, now: Step, unit: Unit) -> AdamStep:
+        limit = self.config.max_grad_norm
+        if limit is None:
+            return now.adam
+        own = math.sqrt(now.squares.get(unit.index, 0.0))
+        if self.config.clip == "layer":
+            norm = own
+        elif self._exact:
+            norm = math.sqrt(sum(now.squares.values()))
+        elif not now.before:
+            norm = own * math.sqrt(len(self.units.all))
+        else:
+            norm = max(own, math.sqrt(sum(now.before.values())))
+        return replace(now.adam, grad_scale=min(1.0, limit / (norm + 1e-6)))
+
+    def _update(
+        self, unit: Unit, gradient: Tensor, adam: AdamStep, rows: Tensor | None = None, width: int = 0
+    ) -> None:
+        started = time.perf_counter()
+        state = self.store.states[unit.index]
+        if self.disk is not None:
+            state = self.disk.load(unit, state)
+        if self.scratch is not None:
+            torch_adam(gradient, state, adam, self.scratch[: unit.numel])
+        else:
+            layer_adam(gradient, state, adam, rows=rows, width=width, threads=self.threads)
+        if self.disk is not None:
+            self.disk.save(unit)
+        self.timeline.add("update", unit.name, started, time.perf_counter())

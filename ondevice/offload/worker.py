@@ -1,0 +1,145 @@
+"""Host threads whose failures surface at the step, with what they were doing, and which cannot hang it for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ondevice.errors import OndeviceError, TrainingError
+
+POLL_S = 0.2
+
+
+class Watch:
+    """What the threads of one engine share: the first failure, and how long a wait may take."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.failure: tuple[str, BaseException] | None = None
+
+    def fail(self, doing: str, error: BaseException) -> None:
+        self.failure = self.failure or (doing, error)
+
+    def check(self) -> None:
+        """Raise what a thread died of.
+
+        Raises:
+            OndeviceError: its own kind if it was one, else a TrainingError; the message names the layer.
+        """
+        if self.failure is None:
+            return
+        doing, error = self.failure
+        if isinstance(error, OndeviceError):
+            kind, received, hint = type(error), error.received, error.hint
+            raise kind(f"{doing}: {error.message}", expected=error.expected, received=received, hint=hint) from error
+        message = f"{doing} failed: {type(error).__name__}: {error}"
+        raise TrainingError(message, hint="the last checkpoint is intact; resume from it") from error
+
+    def until(self, done: Callable[[float], bool], doing: str) -> None:
+        """Call `done(seconds)` until it says yes; it may block so long.
+
+        Raises:
+            TrainingError: after `timeout_s`, or what a thread died of.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while not done(POLL_S):
+            self.check()
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"{doing} did not end within {self.timeout_s:g} s",
+                    hint="a disk or a driver hangs; the last checkpoint is intact, resume from it",
+                )
+
+
+class Task:
+    """Work for a thread, and its result. `ready` says whether it could begin; `block` waits until it can."""
+
+    def __init__(
+        self,
+        doing: str,
+        run: Callable[[], Any],
+        watch: Watch,
+        ready: Callable[[], bool] | None = None,
+        block: Callable[[], None] | None = None,
+    ) -> None:
+        self.doing, self.run, self.watch, self.ready, self.block = doing, run, watch, ready, block
+        self.finished = threading.Event()
+        self.result: Any = None
+
+    def wait(self) -> Any:
+        """Its result; raises as `Watch.until` does."""
+        self.watch.until(self.finished.wait, self.doing)
+        return self.result
+
+
+class Worker:
+    """A thread that takes the task with the lowest priority number among those that are ready; equals in order."""
+
+    def __init__(self, name: str, watch: Watch) -> None:
+        self.name, self.watch = name, watch
+        self.tasks: list[tuple[int, int, Task]] = []
+        self.count = 0
+        self.closing = False
+        self.changed = threading.Condition()
+        self.thread = threading.Thread(target=self._loop, name=f"ondevice-{name}", daemon=True)
+        self.thread.start()
+
+    def submit(
+        self,
+        doing: str,
+        run: Callable[[], Any],
+        priority: int = 0,
+        ready: Callable[[], bool] | None = None,
+        block: Callable[[], None] | None = None,
+    ) -> Task:
+        task = Task(f"{self.name} of {doing}", run, self.watch, ready, block)
+        with self.changed:
+            self.count += 1
+            self.tasks.append((priority, self.count, task))
+            self.changed.notify()
+        return task
+
+    def idle(self) -> bool:
+        with self.changed:
+            return not self.tasks
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Let the thread end after the running task; False if it does not (it is a daemon and dies with the process)."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify()
+        self.thread.join(timeout_s)
+        return not self.thread.is_alive()
+
+    def _next(self) -> Task | None:
+        with self.changed:
+            while not self.tasks and not self.closing:
+                self.changed.wait()
+            if self.closing:
+                return None
+            for entry in sorted(self.tasks, key=lambda entry: entry[:2]):
+                if entry[2].ready is None or entry[2].ready():
+                    self.tasks.remove(entry)
+                    return entry[2]
+            first = min(self.tasks, key=lambda entry: entry[1])[2]
+        if first.block is not None:
+            first.block()
+        return self._next()
+
+    def _loop(self) -> None:
+        while True:
+            try:
+                task = self._next()
+            except BaseException as error:  # of the device, while it waits
+                self.watch.fail(self.name, error)
+                return
+            if task is None:
+                return
+            try:
+                task.result = task.run()
+            except BaseException as error:
+                self.watch.fail(task.doing, error)
+                return
+            task.finished.set()
