@@ -11,7 +11,7 @@ from ondevice.api.opening import artifact_tokenizer, read_dataset, resolve_devic
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.errors import ConfigError
-from ondevice.methods.registry import open_session
+from ondevice.methods.registry import OFFLOADING, open_session
 from ondevice.train import events
 from ondevice.train.evaluate import EvalResult, evaluate_dataset
 from ondevice.train.history import RunResult
@@ -106,11 +106,12 @@ def train(
         device=f"this-{device}",
     )
     ensure_fits(estimate, force)
-    loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=device)
+    home = "cpu" if config.method.name in OFFLOADING else device
+    loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=home)
     options = {"task": data.task, "max_length_tokens": data.max_length_tokens, "train_on_prompt": data.train_on_prompt}
     dataset = read_dataset(data.path, loaded.tokenizer, **options)
     evaluation = read_dataset(data.eval_path, loaded.tokenizer, **options) if data.eval_path else None
-    session = open_session(loaded, config.method, config.train.seed)
+    session = open_session(loaded, config.method, config.train.seed, device)
     if adapter is not None:
         session.load_adapter(load_adapter(adapter))
     start = events.Start(
@@ -240,7 +241,8 @@ def _train(
 
         model = settings.out / MODEL
         with atomic_directory(model) as temporary:
-            loaded.model.save_pretrained(temporary)
+            weights = getattr(session, "weights", lambda: None)()
+            loaded.model.save_pretrained(temporary, state_dict=weights)
             save_tokenizer(loaded, temporary)
     session.close()
     return Trained(

@@ -13,6 +13,7 @@ from ondevice.methods.full.config import FullConfig
 from ondevice.methods.lora.config import LoraConfig, LoraFaConfig
 from ondevice.methods.mezo.config import MezoConfig
 from ondevice.methods.prge.config import PrgeConfig
+from ondevice.methods.slideformer.config import SlideformerConfig
 
 if TYPE_CHECKING:
     from ondevice.methods.session import Session
@@ -24,6 +25,7 @@ CONFIGS: dict[str, type[Section]] = {
     "lora": LoraConfig,
     "lora-fa": LoraFaConfig,
     "full": FullConfig,
+    "slideformer": SlideformerConfig,
 }
 MODULES = {
     "prge": "prge.session",
@@ -31,9 +33,14 @@ MODULES = {
     "lora": "lora.torch",
     "lora-fa": "lora.torch",
     "full": "full.torch",
+    "slideformer": "slideformer.torch",
 }
+OFFLOADING = ("slideformer",)
+"""Methods whose model stays on the host; only what is computed is on the accelerator."""
 
-MethodConfig = Annotated[PrgeConfig | MezoConfig | LoraConfig | LoraFaConfig | FullConfig, Field(discriminator="name")]
+MethodConfig = Annotated[
+    PrgeConfig | MezoConfig | LoraConfig | LoraFaConfig | FullConfig | SlideformerConfig, Field(discriminator="name")
+]
 """Any method's settings; `name` says which."""
 
 
@@ -48,6 +55,13 @@ def method_config(name: str, values: dict[str, Any] | None = None) -> Any:
     return CONFIGS[name].parse({**(values or {}), "name": name}, "method")
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int) -> Session:
-    """An eager session of the method that `config` names; changes `loaded.model` in place."""
-    return importlib.import_module(f"ondevice.methods.{MODULES[config.name]}").open_session(loaded, config, seed)
+def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> Session:
+    """An eager session of the method that `config` names; changes `loaded.model` in place.
+
+    Args:
+        device: where an offloading method computes; None is where the model is. Other methods take the model's.
+    """
+    module = importlib.import_module(f"ondevice.methods.{MODULES[config.name]}")
+    if config.name in OFFLOADING:
+        return module.open_session(loaded, config, seed, device or str(loaded.family.head_weight.device))
+    return module.open_session(loaded, config, seed)

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_bytes: int) -> int:
     """The most that one block holds at once in a forward pass over [rows, length_tokens].
 
-    The MLP holds gate, up and their product beside the residual, its norm and two temporaries; the attention
-    holds queries, keys and values before and after the rotation, its output, and the scores where it is not fused.
+    The MLP holds gate, up and their product beside the residual, its norm and two temporaries (without a gate,
+    four parts of a GELU); the attention holds queries, keys and values before and after the rotation, its output,
+    and the scores where it is not fused.
     """
     tokens = rows * length_tokens
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    mlp = tokens * (3 * dims.intermediate + 4 * dims.hidden)
+    mlp = tokens * ((3 if dims.gated else 4) * dims.intermediate + 4 * dims.hidden)
     scores = rows * dims.heads * length_tokens**2
     attention = tokens * (3 * dims.hidden + 3 * queries + 4 * keys) + scores
     return max(mlp, attention) * activation_bytes
@@ -26,11 +27,13 @@ def backward_bytes(dims: ModelDims, batch_size: int, length_tokens: int, activat
     """What backpropagation keeps of all blocks, without checkpointing.
 
     A token and layer: each norm's input, its normalised form and its output (6 d); queries and the attention's
-    output, and keys and values (2 q + 2 kv); the MLP's gate, activation, up and product (4 ff).
+    output, and keys and values (2 q + 2 kv); the MLP's gate, activation, up and product (4 ff). Where there is no
+    gate, a layer norm keeps its input and its output (4 d), and GPT-2's GELU four parts and its result (5 ff).
     """
     tokens = batch_size * length_tokens
     attention = 2 * (dims.heads + dims.kv_heads) * dims.head_dim
-    per_token = 6 * dims.hidden + attention + 4 * dims.intermediate + dims.heads
+    norms, mlp = (6, 4) if dims.gated else (4, 5)
+    per_token = norms * dims.hidden + attention + mlp * dims.intermediate + dims.heads
     return dims.layers * tokens * per_token * activation_bytes
 
 

@@ -31,9 +31,12 @@ class ModelDims:
         heads: query heads; `kv_heads` key and value heads, each `head_dim` wide.
         tied: the output head is the embedding.
         qkv_bias: q, k and v have a bias; `o_bias` and `mlp_bias` say so of the other linear layers.
-        rope_theta: base of the rotary embedding; `rope_type` its scaling.
-        max_positions: longest sequence the model was trained for, tokens.
+        rope_theta: base of the rotary embedding; `rope_type` its scaling (0 and `none` where there is none).
+        max_positions: longest sequence that the model takes as it was trained, tokens.
+        gated: the MLP has a gate, and norms are RMS norms; else two matrices and layer norms.
     """
+
+    gated: ClassVar[bool] = True
 
     family: str
     layers: int
@@ -52,14 +55,11 @@ class ModelDims:
     mlp_bias: bool = False
     rope_type: str = "default"
 
-    def linear_shape(self, target: str) -> tuple[int, int]:
-        """(inputs, outputs) of one of `Family.linear_targets`.
-
-        Raises:
-            ModelError: `target` is no linear layer of a block.
-        """
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of each of the family's `linear_targets`."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        shapes = {
+        return {
             "q_proj": (self.hidden, q),
             "k_proj": (self.hidden, kv),
             "v_proj": (self.hidden, kv),
@@ -68,6 +68,14 @@ class ModelDims:
             "up_proj": (self.hidden, self.intermediate),
             "down_proj": (self.intermediate, self.hidden),
         }
+
+    def linear_shape(self, target: str) -> tuple[int, int]:
+        """(inputs, outputs) of that linear layer.
+
+        Raises:
+            ModelError: `target` is no linear layer of a block.
+        """
+        shapes = self.linear_shapes
         if target not in shapes:
             raise ModelError("unknown linear layer", expected=", ".join(shapes), received=target)
         return shapes[target]
@@ -82,8 +90,7 @@ class ModelDims:
     def block_parameters(self) -> int:
         """Parameters of one block."""
         count = 2 * self.hidden
-        for target in Family.linear_targets:
-            inputs, outputs = self.linear_shape(target)
+        for target, (inputs, outputs) in self.linear_shapes.items():
             count += inputs * outputs + outputs * self.linear_bias(target)
         return count
 
@@ -169,7 +176,11 @@ class Family:
 
     def embed(self, ids: Tensor) -> Tensor:
         """int64 [B, T] -> [B, T, hidden]."""
-        return self.embedding(ids)
+        return self.place(self.embedding(ids))
+
+    def place(self, rows: Tensor) -> Tensor:
+        """What the first block reads: the embedding's rows [B, T, hidden], with positions where they are learned."""
+        return rows
 
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin of positions 0 .. length - 1, each [1, length, head_dim] in `dtype`."""
@@ -182,7 +193,7 @@ class Family:
         """Block `i`: [B, T, hidden] -> [B, T, hidden].
 
         Args:
-            position: from `positions`.
+            position: from `positions`, which refuses a length that the family does not do.
             mask: additive float [1, 1, T, T], or None for the causal mask.
         """
         h = h + self.attention_branch(i, h, position, mask)

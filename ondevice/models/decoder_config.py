@@ -17,16 +17,10 @@ def decoder_dims(
         ModelError: a size is missing or not a positive integer, the activation is not SiLU, the rotary
             embedding's table depends on the length, or the weights are quantised.
     """
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"{where}: the weights are quantised ({method})",
-            expected="float32, bfloat16 or float16 weights",
-            hint="give the model's original weights or a .gguf file; a method quantises by itself",
-        )
-    hidden, heads = _size(config, "hidden_size", where), _size(config, "num_attention_heads", where)
-    kv_heads = _size(config, "num_key_value_heads", where, heads)
-    head_dim = _size(config, "head_dim", where, max(1, hidden // heads))
+    refuse_quantised(config, where)
+    hidden, heads = read_size(config, "hidden_size", where), read_size(config, "num_attention_heads", where)
+    kv_heads = read_size(config, "num_key_value_heads", where, heads)
+    head_dim = read_size(config, "head_dim", where, max(1, hidden // heads))
     if heads % kv_heads:
         expected = f"a divisor of num_attention_heads ({heads})"
         raise ModelError(f"{where}: field 'num_key_value_heads'", expected=expected, received=kv_heads)
@@ -35,25 +29,37 @@ def decoder_dims(
     theta, rope_type = _rope(config, where)
     return ModelDims(
         family=family,
-        layers=_size(config, "num_hidden_layers", where),
+        layers=read_size(config, "num_hidden_layers", where),
         hidden=hidden,
-        intermediate=_size(config, "intermediate_size", where),
+        intermediate=read_size(config, "intermediate_size", where),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocab=_size(config, "vocab_size", where),
+        vocab=read_size(config, "vocab_size", where),
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=qkv_bias,
         rope_theta=theta,
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        max_positions=_size(config, "max_position_embeddings", where, 2048),
+        max_positions=read_size(config, "max_position_embeddings", where, 2048),
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         rope_type=rope_type,
     )
 
 
-def _size(config: dict[str, Any], field: str, where: str, default: int | None = None) -> int:
+def refuse_quantised(config: dict[str, Any], where: str) -> None:
+    """ModelError if the weights are stored in a form that transformers would have to unpack."""
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"{where}: the weights are quantised ({method})",
+            expected="float32, bfloat16 or float16 weights",
+            hint="give the model's original weights or a .gguf file; a method quantises by itself",
+        )
+
+
+def read_size(config: dict[str, Any], field: str, where: str, default: int | None = None) -> int:
+    """A field that must be an integer of 1 or more; null is the default. ModelError if it is not."""
     value = config.get(field)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

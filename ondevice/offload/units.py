@@ -35,7 +35,7 @@ class Unit:
     Attributes:
         name: `layer 3`, `embedding`, `head` or `rest` (what belongs to no layer: the final norm).
         order: when a forward pass needs it; the update thread takes the lowest first.
-        numel: elements with padding; `parameters` without.
+        numel: elements, with padding between parameters; `parameters` without.
     """
 
     index: int
@@ -92,7 +92,8 @@ def cut(family: Family) -> Units:
             shape = tuple(parameter.shape)
             pieces.append(Piece(names[id(parameter)], parameter, shape, offset, parameter.numel()))
             offset += -(-parameter.numel() // ALIGN) * ALIGN
-        return Unit(index, name, kind, order, tuple(pieces), offset)
+        numel = pieces[-1].offset + pieces[-1].numel if pieces else 0
+        return Unit(index, name, kind, order, tuple(pieces), numel)
 
     layers = tuple(unit(i, f"layer {i}", "layer", i, list(family.layer(i).parameters())) for i in range(count))
     table, head = family.embedding.weight, family.head_weight

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.runtime_ops.layer_adam import AdamStep, layer_adam, torch_adam
+from ondevice.runtime_ops.layer_adam import TILE, AdamStep, layer_adam, torch_adam
 
 if TYPE_CHECKING:
     from ondevice.offload.config import OffloadConfig
@@ -159,7 +159,8 @@ class Updater:
         rows, now = held[0], held[3]
         merged = self._exact
         width = unit.pieces[0].shape[1]
-        if not self.store.native or (self.disk and self.disk.holds(unit)):
+        tiled = self.config.moments == "int8" and width % TILE != 0
+        if not self.store.native or tiled or (self.disk and self.disk.holds(unit)):
             needed = None
 
         def first() -> None:

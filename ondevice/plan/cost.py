@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.base import Family
-
 if TYPE_CHECKING:
     from ondevice.models import ModelDims
     from ondevice.plan.devices import Device
@@ -28,7 +26,7 @@ class StepCost:
 def forward_flops(dims: ModelDims, rows: float, length_tokens: int, layers: int | None = None) -> float:
     """Of `layers` blocks (None: all) over [rows, length_tokens], without the head; attention is causal."""
     tokens = rows * length_tokens
-    matrices = sum(inputs * outputs for inputs, outputs in map(dims.linear_shape, Family.linear_targets))
+    matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
     attention = 2 * tokens * length_tokens * dims.heads * dims.head_dim
     return (dims.layers if layers is None else layers) * (2.0 * tokens * matrices + attention)
 
@@ -55,6 +53,8 @@ def step_cost(
         moves = 4 * method.queries * 2 * weights
         return StepCost(2 * method.queries * (forward + head), 2 * method.queries * weights + moves)
     # The tiled loss computes the logits a second time in backward; only full training needs weight gradients.
+    if method.name == "slideformer":  # a layer's forward pass runs twice; the head's logits once
+        return StepCost(4 * forward + 3 * head * (1 if method.vocabulary_chunks == 1 else 4 / 3), 3 * weights)
     if method.name == "full":
         return StepCost(3 * forward + 4 * head, 3 * weights + 8 * weights)
     return StepCost(2 * forward + 3 * head, 2 * weights)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ondevice.errors import ConfigError
 from ondevice.exporters.base import ExportConfig
-from ondevice.methods.registry import MODULES
+from ondevice.methods.registry import MODULES, OFFLOADING
 from ondevice.plan.cost import step_cost, step_seconds
 from ondevice.plan.devices import Device, find_device
-from ondevice.plan.weights import DTYPE_BYTES, in_executorch, in_torch, weight_bytes
+from ondevice.plan.weights import DTYPE_BYTES, Placement, in_executorch, in_torch, weight_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,6 +59,8 @@ class Plan:
     Attributes:
         parts: bytes by part, in the order of the table; their sum is `total_bytes`.
         usable_bytes: what the device lets one process use.
+        host_parts: the same of host memory, where a method keeps the model there beside an accelerator;
+            `host_usable_bytes` is None where the host is not this machine.
         file_bytes: of the program on disk, 0 for eager PyTorch; its pages can be dropped and read again.
         step_s: estimated seconds a step, None where the device's rates are not known; `step_basis` says how.
         flops: floating-point operations a step.
@@ -74,10 +76,17 @@ class Plan:
     step_basis: str
     notes: tuple[str, ...]
     request: Request = field(repr=False)
+    host_parts: dict[str, int] = field(default_factory=dict)
+    host_usable_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
-        return self.total_bytes <= self.usable_bytes
+        host = self.host_usable_bytes is None or self.host_total_bytes <= self.host_usable_bytes
+        return host and self.total_bytes <= self.usable_bytes
+
+    @property
+    def host_total_bytes(self) -> int:
+        return sum(self.host_parts.values())
 
     @property
     def margin_bytes(self) -> int:
@@ -100,6 +109,9 @@ class Plan:
             "total_bytes": self.total_bytes,
             "usable_bytes": self.usable_bytes,
             "margin_bytes": self.margin_bytes,
+            "host_parts_bytes": dict(self.host_parts),
+            "host_total_bytes": self.host_total_bytes,
+            "host_usable_bytes": self.host_usable_bytes,
             "fits": self.fits,
             "file_bytes": self.file_bytes,
             "flops": self.flops,
@@ -167,9 +179,10 @@ def plan_request(name: str, request: Request) -> Plan:
     quantize = export.quantize if export else "none"
     weights = weight_bytes(dims, request.dtype, quantize)
     package = MODULES[method.name].split(".")[0]
-    memory = importlib.import_module(f"ondevice.methods.{package}.memory").memory
-    working = memory(dims, method, request.batch_size, request.length_tokens, DTYPE_BYTES[request.dtype])
-    notes = []
+    module = importlib.import_module(f"ondevice.methods.{package}.memory")
+    working = module.memory(dims, method, request.batch_size, request.length_tokens, DTYPE_BYTES[request.dtype])
+    notes: list[str] = []
+    host, host_usable = {}, None
     if request.runtime == "executorch" and export is not None:
         methods = len(export.lengths_tokens) * (2 if request.evaluates else 1)
         place = in_executorch(dims, weights, export, method.loss_tiles, methods)
@@ -181,13 +194,22 @@ def plan_request(name: str, request: Request) -> Plan:
     else:
         place = in_torch(weights)
         baseline = BASELINE_BYTES["torch", device.torch_device]
+        if method.name in OFFLOADING:
+            place = Placement(0, 0, 0, 0)
+            host = module.host_memory(dims, method, request.batch_size, request.length_tokens)
+            if device.torch_device == "cpu":
+                working, host = working | host, {}
+            else:
+                host["runtime"] = BASELINE_BYTES["torch", "cpu"]
+                host_usable = find_device("this-cpu").usable_bytes if device.name.startswith("this") else None
+                notes.append("the model is in host memory; the accelerator holds a window of its layers")
     parts = {
         "weights": place.resident,
         "packed weights": place.packed,
         **working,
         "head tiles": place.arena,
         "allocator": _retained(request, working),
-        "tokenizer": dims.vocab * TOKENIZER_BYTES,
+        "tokenizer": 0 if host else dims.vocab * TOKENIZER_BYTES,
         "runtime": baseline,
     }
     parts = {part: size for part, size in parts.items() if size}
@@ -204,6 +226,8 @@ def plan_request(name: str, request: Request) -> Plan:
         step_basis=basis,
         notes=tuple(notes),
         request=request,
+        host_parts=host,
+        host_usable_bytes=host_usable,
     )
 
 
@@ -211,4 +235,4 @@ def _retained(request: Request, working: dict[str, int]) -> int:
     """Freed memory that the allocator holds back; a program's arena is planned and has none."""
     if request.runtime != "torch":
         return 0
-    return min(RETAINED_BYTES, sum(working[part] for part in ("noise", "activations", "logits")))
+    return min(RETAINED_BYTES, sum(working.get(part, 0) for part in ("noise", "activations", "logits")))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ondevice.errors import DoesNotFitError
-from ondevice.methods.registry import method_config
+from ondevice.methods.registry import OFFLOADING, method_config
 from ondevice.plan.estimate import plan_request
 
 if TYPE_CHECKING:
@@ -40,9 +40,11 @@ def _fewer_queries(request: Request) -> Request | None:
 
 
 def _forward_only(request: Request) -> Request | None:
-    if request.method.name not in ("full", "lora", "lora-fa"):
+    if request.method.name not in ("full", "lora", "lora-fa", "slideformer"):
         return None
-    return replace(request, method=method_config("prge"))
+    prge = method_config("prge")
+    adapts = all(target in request.dims.linear_shapes for target in prge.targets)
+    return replace(request, method=prge if adapts else method_config("mezo"))
 
 
 def _half_precision(request: Request) -> Request | None:
@@ -58,13 +60,20 @@ def _quantized(request: Request) -> Request | None:
     return replace(request, export=export.model_copy(update={"quantize": "q4"}))
 
 
+def _eight_bit_moments(request: Request) -> Request | None:
+    if request.method.name not in OFFLOADING or request.method.moments == "int8":
+        return None
+    return replace(request, method=request.method.model_copy(update={"moments": "int8"}))
+
+
 CHANGES: tuple[tuple[str, Change], ...] = (
     ("rows of {0.length_tokens} tokens", _shorter),
     ("a batch of {0.batch_size}", _fewer_rows),
     ("{0.method.queries} query a step", _fewer_queries),
-    ("--method prge", _forward_only),
+    ("--method {0.method.name}", _forward_only),
     ("--dtype bfloat16", _half_precision),
     ("--quantize q4", _quantized),
+    ("method.moments: int8", _eight_bit_moments),
 )
 
 
@@ -104,6 +113,15 @@ def ensure_fits(plan: Plan, force: bool = False) -> None:
         for words, other in alternatives(plan)[:3]
     ]
     device = plan.request.device
+    if plan.total_bytes <= plan.usable_bytes and plan.host_usable_bytes is not None:
+        biggest = sorted(plan.host_parts.items(), key=lambda item: -item[1])[:3]
+        listed = ", ".join(f"{part} {size_text(size)}" for part, size in biggest)
+        raise DoesNotFitError(
+            f"{plan.model} with {plan.request.method.name} does not fit the host's memory; biggest parts: {listed}",
+            expected=f"at most {size_text(plan.host_usable_bytes)}",
+            received=size_text(plan.host_total_bytes),
+            hint="method.moments: bfloat16 or int8, method.disk_fraction: 1, --force to run anyway",
+        )
     raise DoesNotFitError(
         f"{plan.model} with {plan.request.method.name} does not fit {device.name}; biggest parts: {listed}",
         expected=f"at most {size_text(plan.usable_bytes)} ({device.rule})",

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ondevice.errors import ConfigError
-from ondevice.models.base import Family
 
 if TYPE_CHECKING:
     from ondevice.exporters.base import ExportConfig
@@ -27,7 +26,7 @@ class WeightBytes:
         linears: the matrices of all blocks.
         embedding: the token embedding, which is the head too where they are tied and `head` is 0.
         head: an output head of its own.
-        vectors: norms and biases.
+        vectors: norms, biases and learned positions.
     """
 
     linears: int
@@ -48,10 +47,9 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
     """
     if dtype not in DTYPE_BYTES:
         raise ConfigError("unknown dtype", expected=", ".join(DTYPE_BYTES), received=dtype)
-    shapes = {target: dims.linear_shape(target) for target in Family.linear_targets}
-    linears = dims.layers * sum(inputs * outputs for inputs, outputs in shapes.values())
-    vectors = dims.layers * dims.block_parameters - linears + dims.hidden
+    linears = dims.layers * sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
     table, item = dims.vocab * dims.hidden, DTYPE_BYTES[dtype]
+    vectors = dims.parameters - linears - table * (1 if dims.tied else 2)
     if quantize == "none":
         return WeightBytes(linears * item, table * item, 0 if dims.tied else table * item, vectors * item)
     rows = table + dims.vocab * 4

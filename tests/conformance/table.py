@@ -56,6 +56,8 @@ EAGER = (
     Row("lora-fa", "torch-cpu", adapter_error=2e-4, **BIAS),
     Row("full", "torch-cpu", adapter_error=1e-3),
     Row("full", "torch-cpu", adapter_error=1e-3, **BIAS),
+    Row("full", "torch-cpu", family="gpt2", adapter_error=1e-3),
+    Row("full", "torch-cpu", family="mistral", adapter_error=1e-3),
 )
 CUDA = tuple(
     Row(method, "torch-cuda", loss_error=1e-5, gradient_error=2e-2, adapter_error=error)

@@ -105,6 +105,13 @@ def trained(session: Any) -> dict[str, np.ndarray]:
     return {name: session.state()[name] for name in session.parameters}
 
 
+def compared(name: str, value: np.ndarray) -> np.ndarray:
+    """A trained tensor without GPT-2's bias of the keys (the middle of `c_attn.bias`): it adds the same to every
+    score of a query, so that its gradient is rounding alone, and AdamW makes whole steps of that."""
+    third = len(value) // 3
+    return np.delete(value, slice(third, 2 * third)) if name.endswith("c_attn.bias") else value
+
+
 @pytest.mark.parametrize("row", ROWS)
 def test_losses_and_updates_are_the_reference_s(row) -> None:
     session = open_row(row)
@@ -120,7 +127,8 @@ def test_losses_and_updates_are_the_reference_s(row) -> None:
     ours, theirs = trained(session), expected.trained()
     assert ours.keys() == theirs.keys()
     for name in ours:
-        np.testing.assert_allclose(ours[name], theirs[name], atol=row.adapter_error, err_msg=name)
+        received, wanted = compared(name, ours[name]), compared(name, theirs[name])
+        np.testing.assert_allclose(received, wanted, atol=row.adapter_error, err_msg=name)
     assert any(np.abs(value).max() > 0 for name, value in ours.items() if "lora_A" not in name)
 
 

@@ -89,7 +89,7 @@ def test_lora_gradients_are_those_of_the_plain_loss(name, family, sizes) -> None
     assert len(trained) == len(expected) // (2 if name == "lora-fa" else 1)
 
 
-@pytest.mark.parametrize(("family", "sizes"), MODELS)
+@pytest.mark.parametrize(("family", "sizes"), [*MODELS, ("gpt2", {"tied": False}), ("mistral", {})])
 def test_full_gradients_are_those_of_the_plain_loss(family, sizes) -> None:
     target = session("full", family, sizes)
     ids, labels = batch(3)

@@ -17,7 +17,7 @@ from ondevice.runtime_ops import generator
 from tests.methods.reference import batch, in_double, plain_loss
 
 SEED = 5
-MODELS = [("llama", {}), ("qwen2", {"tied": False, "layers": 1, "vocab": 263})]
+MODELS = [("llama", {}), ("qwen2", {"tied": False, "layers": 1, "vocab": 263}), ("gpt2", {})]
 
 
 def session(config: MezoConfig, family: str = "llama", **sizes: Any) -> MezoSession:

@@ -52,7 +52,7 @@ def test_identity_follows_the_weights(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tied": False, "hidden": 96, "heads": 3, "kv_heads": 1, "vocab": 300}])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_dims_without_weights(family: str, sizes: dict, tmp_path: Path) -> None:
     """From the raw file, also as transformers 4 wrote it, equal to those of the model."""
     made = tiny_model(family, **sizes).dims
@@ -160,7 +160,7 @@ def test_an_unsupported_family_says_what_to_write(folder: Path) -> None:
     edit(model_type="phi3")(folder)
     with pytest.raises(ModelError) as caught:
         read_dims(str(folder))
-    assert caught.value.expected == "llama, qwen2"
+    assert caught.value.expected == "gpt2, llama, mistral, qwen2"
     for part in (
         "ondevice/models/phi3.py",
         "dims_from_config",

@@ -46,7 +46,9 @@ def text_of(found: Plan) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True)])
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("gpt2", True), ("gpt2", False)]
+)
 def test_weights_are_those_of_a_real_model(family: str, tied: bool) -> None:
     loaded = tiny_model(family, tied=tied)
     weights = weight_bytes(loaded.dims)
@@ -70,11 +72,12 @@ def test_q4_weights_are_those_of_the_quantised_modules(tied: bool) -> None:
     assert (weights.linears, weights.embedding, weights.head) == (linears, table, 0 if tied else table)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("sizes", [{}, {"layers": 3, "hidden": 128, "intermediate": 384, "kv_heads": 4}])
-def test_what_backward_keeps_is_what_autograd_saves(sizes: dict[str, int]) -> None:
+def test_what_backward_keeps_is_what_autograd_saves(sizes: dict[str, int], family: str) -> None:
     import torch
 
-    loaded = tiny_model(**sizes)
+    loaded = tiny_model(family, **sizes)
     loaded.model.requires_grad_(True)
     own = {value.untyped_storage().data_ptr() for value in loaded.model.parameters()}
     saved: dict[int, torch.Tensor] = {}

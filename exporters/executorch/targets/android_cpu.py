@@ -57,6 +57,11 @@ class Target:
             dims = read_dims(job.model.source, job.model.revision)
         except OndeviceError as error:
             return [*problems, str(error)]
+        try:
+            for target in job.method.targets:
+                dims.linear_shape(target)
+        except OndeviceError as error:
+            problems.append(str(error))
         if job.method.top_layers is not None and job.method.top_layers > dims.layers:
             problems.append(f"top_layers is {job.method.top_layers} and the model has {dims.layers} layers")
         if max(job.export.lengths_tokens) > dims.max_positions:

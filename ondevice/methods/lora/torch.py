@@ -25,6 +25,8 @@ class LoraSession(FirstOrderSession):
             import peft
         except ImportError:
             raise MissingPackageError("peft is not installed", hint="pip install 'ondevice-train[torch]'") from None
+        for target in config.targets:
+            loaded.family.linear(0, target)  # refuses what carries no adapter before peft changes the model
         settings = peft.LoraConfig(
             r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets), lora_dropout=0.0
         )

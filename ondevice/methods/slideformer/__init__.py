@@ -1,0 +1,1 @@
+"""Full-parameter fine-tuning of models larger than the accelerator (SlideFormer)."""

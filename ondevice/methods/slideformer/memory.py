@@ -1,0 +1,55 @@
+"""Bytes of a SlideFormer step on the accelerator and on the host, from dimensions alone (section 3.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.methods.sizes import backward_bytes
+
+if TYPE_CHECKING:
+    from ondevice.methods.slideformer.config import SlideformerConfig
+    from ondevice.models import ModelDims
+
+STATE_BYTES = {"float32": 12.0, "bfloat16": 8.0, "int8": 6.0625}
+"""Master and moments, bytes a parameter, by `moments`."""
+GRADIENT_SLOTS = 2
+ACTIVATION_SLOTS = 3
+
+
+def memory(
+    dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
+    """Peak bytes by part on the accelerator: the window of layers, the head, and one layer's activations."""
+    item = 2 if config.compute == "bfloat16" else 4
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens, part = rows * length_tokens, -(-dims.vocab // config.vocabulary_chunks)
+    slots = min(config.window, dims.layers) + GRADIENT_SLOTS
+    tables = 2 * min(2, config.vocabulary_chunks)
+    kept = dims.layers * batch_size * length_tokens if config.activations == "device" else ACTIVATION_SLOTS * tokens
+    chunk = min(tokens, config.loss_chunk_tokens)
+    residual = batch_size * length_tokens * dims.hidden * item
+    return {
+        "window": slots * dims.block_parameters * item,
+        "head": tables * part * dims.hidden * item,
+        "noise": 0,
+        "kept inputs": kept * dims.hidden * item,
+        "activations": backward_bytes(dims, rows, length_tokens, item) // dims.layers + 3 * residual,
+        "logits": chunk * part * (8 + item),
+    }
+
+
+def host_memory(dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int) -> dict[str, int]:
+    """Peak bytes by part in host memory: masters and moments, gradients on their way, kept inputs."""
+    item = 2 if config.compute == "bfloat16" else 4
+    exact = config.clip == "global" and config.max_grad_norm is not None
+    waiting = dims.layers if exact else min(config.gradient_buffers, dims.layers)
+    table, layers = dims.vocab * dims.hidden, dims.layers * dims.block_parameters
+    on_disk = config.disk_fraction * (STATE_BYTES[config.moments] - 4) * dims.parameters
+    inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
+    return {
+        "masters and moments": int(STATE_BYTES[config.moments] * dims.parameters - on_disk),
+        "disk staging": int(3 * (STATE_BYTES[config.moments] - 4) * max(table, layers // dims.layers))
+        * (config.disk_fraction > 0),
+        "gradients": (waiting * dims.block_parameters + (1 if dims.tied else 2) * table) * item,
+        "kept inputs": {"host": inputs, "disk": 4 * inputs // dims.layers, "device": 0}[config.activations],
+    }

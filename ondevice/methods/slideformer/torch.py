@@ -1,0 +1,85 @@
+"""The session of SlideFormer: the offload engine, its state for checkpoints, and the trained weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ondevice.errors import CheckpointError, ConfigError
+from ondevice.methods.session import StepResult
+from ondevice.offload.engine import OffloadEngine
+
+if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.methods.slideformer.config import SlideformerConfig
+    from ondevice.models import LoadedModel
+
+
+class OffloadSession:
+    """AdamW over all parameters of a model that need not fit the accelerator; see `Session`."""
+
+    batch_size = eval_batch_size = None
+    lengths_tokens = None
+    generator_backend = "none"
+
+    def __init__(self, loaded: LoadedModel, config: SlideformerConfig, device: str) -> None:
+        self.loaded, self.config = loaded, config
+        self.engine = OffloadEngine(loaded.family, config, device)
+        self.backend = f"torch-{self.engine.where.type}"
+        self.steps_done = 0
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """One AdamW step; its last updates run on while the next step begins."""
+        loss = self.engine.step(ids, labels, self.steps_done, learning_rate)
+        self.steps_done += 1
+        return StepResult(loss, (loss,))
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        return self.engine.evaluate(ids, labels)
+
+    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+        """A first-order step cannot be rebuilt from scalars."""
+        raise ConfigError("a first-order run has no projected gradients to replay", hint="resume from its checkpoint")
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Masters and moments as they lie in host memory, views; bfloat16 as uint16."""
+        self.engine.flush()
+        found = {name: _as_numpy(tensor) for name, tensor in self.engine.store.arrays().items()}
+        return {**found, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` gave."""
+        self.engine.flush()
+        if "optimizer_step" not in state:
+            raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
+        self.engine.store.load({name: value for name, value in state.items() if name != "optimizer_step"})
+        self.steps_done = int(state["optimizer_step"][0])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained parameters by name, views; bfloat16 where that is what was computed with."""
+        self.engine.flush()
+        return self.engine.store.weights()
+
+    def adapter(self) -> Adapter | None:
+        """None: the model itself is what was trained."""
+        return None
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Full fine-tuning takes no adapter."""
+        raise ConfigError(f"method {self.config.name} trains the whole model and takes no adapter")
+
+    def close(self) -> None:
+        """End the engine's threads; host memory is unlocked."""
+        self.engine.close()
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def open_session(loaded: LoadedModel, config: Any, seed: int, device: str = "cpu") -> OffloadSession:
+    """The registry's door to this method; `loaded` is on the CPU, and nothing is drawn from `seed`."""
+    return OffloadSession(loaded, config, device)

@@ -1,0 +1,211 @@
+"""What an AdamW step on the CPU (layer_adam.py) keeps: the master parameter and the moments of a flat array.
+
+The master is one float32 array (`plain`), or the bfloat16 parameter itself and the lower 16 bits beside it
+(`split`): the same float32 bits in fewer bytes. csrc/adam_storage.h is the compiled form.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ondevice.errors import ModelError
+from ondevice.runtime_ops import native
+
+TILE = 128
+"""Elements that share a scale in int8 moments."""
+
+_DTYPES = {
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "int8": (torch.int8, torch.uint8),
+}
+KINDS = tuple(_DTYPES)
+HALVES = (torch.bfloat16, torch.uint16, torch.int16)
+
+
+class Traffic(NamedTuple):
+    """Bytes a parameter: `stored` in host memory (without the gradient), `moved` by a step (reads and writes)."""
+
+    stored: float
+    moved: float
+
+
+BYTES = {
+    ("plain", "float32"): Traffic(14, 28),
+    ("plain", "bfloat16"): Traffic(10, 20),
+    ("plain", "int8"): Traffic(8 + 8 / TILE, 16 + 16 / TILE),
+    ("split", "float32"): Traffic(12, 26),
+    ("split", "bfloat16"): Traffic(8, 18),
+    ("split", "int8"): Traffic(6 + 8 / TILE, 14 + 16 / TILE),
+}
+"""(master form, kind of moments) to bytes, with bfloat16 gradients and, for `plain`, the bfloat16 copy."""
+
+
+@dataclass
+class Moments:
+    """Both moments of an array of n elements.
+
+    `float32`: m and v float32 [n]. `bfloat16`: both bfloat16 [n], rounded stochastically (a step changes v by
+    less than half a unit of its last place). `int8`: m int8 [n], v uint8 [n] and float32 scales
+    [ceil(n / 128)], m = scale * sign(q) * (q / 127)^2 and v = scale * (q / 255)^4, rounded stochastically; a v
+    above zero never gets a code below 2. With a split master, v's sign bit belongs to the master.
+    """
+
+    kind: str
+    m: Tensor
+    v: Tensor
+    m_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @classmethod
+    def empty(cls, numel: int, kind: str = "float32", pin: bool = False) -> Moments:
+        """Zero moments of `numel` elements; `pin` puts them into page-locked memory (needs CUDA).
+
+        Raises:
+            ModelError: an unknown kind.
+        """
+        if kind not in _DTYPES:
+            raise ModelError("unknown kind of moments", expected=" or ".join(KINDS), received=kind)
+        m, v = (torch.zeros(numel, dtype=dtype, pin_memory=pin) for dtype in _DTYPES[kind])
+        if kind != "int8":
+            return cls(kind, m, v)
+        scales = [torch.zeros(-(-numel // TILE), pin_memory=pin) for _ in range(2)]
+        return cls(kind, m, v, *scales)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by its field's name, all flat."""
+        named = {"m": self.m, "v": self.v, "m_scale": self.m_scale, "v_scale": self.v_scale}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+@dataclass
+class HostState:
+    """The optimizer's side of one array of n elements.
+
+    Args:
+        master: float32 [n] for `plain`; None for `split`.
+        high: the bfloat16 parameters [n], bfloat16 or a 16-bit integer type; may be None for `plain`.
+        low: the lower 16 bits [n] for `split`, uint16 or int16; None for `plain`.
+        moments: of the same n.
+        seed: of stochastic rounding; give every array its own.
+    """
+
+    master: Tensor | None
+    high: Tensor | None
+    low: Tensor | None
+    moments: Moments
+    seed: int = 0
+
+
+def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
+    """Write a float32 master as the bfloat16 nearest to it and its lower 16 bits; ties go into v's sign bits.
+
+    A NaN becomes the usual quiet one. With int8 moments a tie that rounds up grows by one unit of float32's
+    last place; all else is exact.
+
+    Args:
+        master: float32 [n].
+        high: written; bfloat16 or a 16-bit integer type, n elements.
+        low: written; uint16 or int16, n elements.
+        moments: of n elements; v's signs are written.
+
+    Raises:
+        ModelError: a tensor of another dtype or size.
+    """
+    count = master.numel()
+    check("master", master, (torch.float32,), count)
+    check_state(HostState(None, high, low, moments), count)
+    kind = KINDS.index(moments.kind)
+    if (library := native.library()) is not None:
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (high, low, moments.v))
+        numbers = (ctypes.c_int64(kind), ctypes.c_int64(torch.get_num_threads()))
+        library.ondevice_layer_adam_split(
+            ctypes.c_void_p(master.data_ptr()), ctypes.c_int64(count), *pointers, *numbers
+        )
+        return
+    bits = master.reshape(-1).view(torch.int32)
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    bits = torch.where(nan, (bits & -(2**31)) | 0x7FC00000, bits)
+    odd = (bits >> 16) & 1
+    tie = odd * ((bits & 0xFFFF) == 0x8000)
+    high.view(torch.int16).view(-1).copy_((bits + 0x7FFF + odd) >> 16)
+    low.view(torch.int16).view(-1).copy_(bits + tie if moments.kind == "int8" else bits)
+    if moments.kind != "int8":
+        moments.v.abs_()
+        moments.v.copy_(torch.where(tie == 1, -moments.v, moments.v))
+
+
+def merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor | None = None) -> Tensor:
+    """The float32 master [n] that `split_` or `layer_adam` stored; into `out` if it is given.
+
+    Raises:
+        ModelError: a tensor of another dtype or size.
+    """
+    count = check_state(HostState(None, high, low, moments))
+    out = torch.empty(count) if out is None else out
+    check("out", out, (torch.float32,), count)
+    if (library := native.library()) is not None:
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (high, low, moments.v))
+        numbers = (ctypes.c_int64(KINDS.index(moments.kind)), ctypes.c_int64(count))
+        target, threads = ctypes.c_void_p(out.data_ptr()), ctypes.c_int64(torch.get_num_threads())
+        library.ondevice_layer_adam_merge(*pointers, *numbers, target, threads)
+        return out
+    lower = low.view(torch.int16).view(-1).to(torch.int32) & 0xFFFF
+    up = lower > 0x8000
+    if moments.kind != "int8":
+        up |= (lower == 0x8000) & moments.v.signbit()
+    upper = high.view(torch.int16).view(-1).to(torch.int32) - up.to(torch.int32)
+    out.view(-1).copy_(((upper << 16) | lower).view(torch.float32))
+    return out
+
+
+def check_state(state: HostState, count: int | None = None) -> int:
+    """The number of elements.
+
+    Raises:
+        ModelError: the fields are of neither form, or a tensor does not fit.
+    """
+    moments = state.moments
+    count = moments.m.numel() if count is None else count
+    if (state.master is None) != (state.low is not None) or (state.low is not None and state.high is None):
+        given = [name for name in ("master", "high", "low") if getattr(state, name) is not None]
+        raise ModelError(
+            "the state is neither plain nor split", expected="master, or high and low", received=" and ".join(given)
+        )
+    if state.master is not None:
+        check("master", state.master, (torch.float32,), count)
+    if state.high is not None:
+        check("high", state.high, HALVES, count)
+    if state.low is not None:
+        check("low", state.low, HALVES[1:], count)
+    if moments.kind not in _DTYPES:
+        raise ModelError("unknown kind of moments", expected=" or ".join(KINDS), received=moments.kind)
+    for name, dtype in zip(("m", "v"), _DTYPES[moments.kind]):
+        check(name, getattr(moments, name), (dtype,), count)
+    for name in ("m_scale", "v_scale") if moments.kind == "int8" else ():
+        check(name, getattr(moments, name), (torch.float32,), -(-count // TILE))
+    return count
+
+
+def check(name: str, tensor: Tensor | None, dtypes: tuple[torch.dtype, ...], count: int) -> None:
+    fits = tensor is not None and tensor.dtype in dtypes and tensor.numel() == count
+    if tensor is None or not fits or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        words = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        received = "none" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+        if tensor is not None and fits:
+            received += f" with strides {list(tensor.stride())} on {tensor.device}"
+        raise ModelError(
+            f"layer_adam got a wrong {name}",
+            expected=f"{' or '.join(words)}, {count} contiguous elements on the CPU",
+            received=received,
+        )

@@ -1,0 +1,225 @@
+"""One AdamW step of a layer's flat arrays on the CPU, in one pass over memory (csrc/layer_adam.h).
+
+This is "Layer-Adam" of SlideFormer (section 3): bfloat16 gradients come in, float32 state is updated, bfloat16
+parameters go out. The arithmetic is that of `torch.optim.AdamW`. The master parameter is one float32 array
+(`plain`), or the bfloat16 parameter itself and the lower 16 bits beside it (`split`), the same float32 bits in
+fewer bytes moved. The call releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ondevice.errors import DataError, MissingPackageError, ModelError
+from ondevice.runtime_ops import native
+from ondevice.runtime_ops.adam_state import (
+    BYTES,
+    KINDS,
+    TILE,
+    HostState,
+    Moments,
+    Traffic,
+    check,
+    check_state,
+    merge,
+    split_,
+)
+
+__all__ = [
+    "AdamStep",
+    "HostState",
+    "Moments",
+    "layer_adam",
+    "torch_adam",
+    "split_",
+    "merge",
+    "available",
+    "BYTES",
+    "Traffic",
+    "KINDS",
+    "TILE",
+]
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class AdamStep:
+    """What one step applies to every array: `torch.optim.AdamW`'s numbers.
+
+    Args:
+        learning_rate: of this step.
+        beta1, beta2: decay of the moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled; parameters shrink by learning_rate * weight_decay first.
+        step: 1 for the first.
+        grad_scale: the gradient is multiplied by this first (clipping).
+    """
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    step: int = 1
+    grad_scale: float = 1.0
+
+
+class _Arguments(ctypes.Structure):
+    """`AdamArguments` of csrc/layer_adam.h."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("grad", "master", "high", "low", "m", "v")],
+        *[(name, ctypes.c_void_p) for name in ("m_scale", "v_scale", "rows")],
+        *[(name, ctypes.c_int64) for name in ("numel", "row_count", "width", "grad_float32", "moments")],
+        ("key", ctypes.c_uint64),
+        *[(name, ctypes.c_float) for name in ("decay", "beta2", "weight1", "weight2")],
+        *[(name, ctypes.c_float) for name in ("root", "eps", "size", "grad_scale")],
+    ]
+
+
+def available() -> bool:
+    """Whether the compiled step can run; else there is `torch_adam`."""
+    return native.library() is not None
+
+
+def layer_adam(
+    grad: Tensor,
+    state: HostState,
+    adam: AdamStep,
+    rows: Tensor | None = None,
+    width: int = 0,
+    threads: int | None = None,
+) -> None:
+    """One AdamW step of `state` in place. Bits depend on neither `threads` nor how rows are cut into calls.
+
+    Args:
+        grad: bfloat16 or float32, n contiguous elements.
+        state: a master of n elements and its moments.
+        adam: the step's numbers.
+        rows: int64 [k], strictly ascending: only these rows of the table [n / width, width] are updated.
+        width: elements of a row; with int8 moments a multiple of 128, so that no scale spans two rows.
+        threads: None for `torch.get_num_threads()`.
+
+    Raises:
+        ModelError: a tensor of another dtype or size, or not contiguous on the CPU.
+        DataError: rows out of range or order.
+        MissingPackageError: no compiler.
+    """
+    count = check_state(state)
+    check("grad", grad, (torch.bfloat16, torch.float32), count)
+    if rows is not None:
+        _check_rows(rows, width, count, state.moments.kind)
+    if count == 0 or (rows is not None and rows.numel() == 0):
+        return  # an empty tensor's address is null, which means something else below
+    moments, first, second = state.moments, 1 - adam.beta1**adam.step, 1 - adam.beta2**adam.step
+    at = {name: _pointer(tensor) for name, tensor in moments.tensors().items()}
+    arguments = _Arguments(
+        grad=grad.data_ptr(),
+        master=_pointer(state.master),
+        high=_pointer(state.high),
+        low=_pointer(state.low),
+        **at,
+        rows=_pointer(rows),
+        numel=count,
+        row_count=0 if rows is None else rows.numel(),
+        width=width,
+        grad_float32=grad.dtype == torch.float32,
+        moments=KINDS.index(moments.kind),
+        key=_mix(_mix(state.seed) + adam.step),
+        decay=1 - adam.learning_rate * adam.weight_decay,
+        beta2=adam.beta2,
+        weight1=1 - adam.beta1,
+        weight2=1 - adam.beta2,
+        root=second**-0.5,
+        eps=adam.eps,
+        size=adam.learning_rate / first,
+        grad_scale=adam.grad_scale,
+    )
+    _library().ondevice_layer_adam(ctypes.byref(arguments), ctypes.c_int64(threads or torch.get_num_threads()))
+
+
+def torch_adam(grad: Tensor, state: HostState, adam: AdamStep, scratch: Tensor) -> None:
+    """The same step by `torch._fused_adamw_`, for a plain master and float32 moments: three passes and more.
+
+    Args:
+        grad, state, adam: as for `layer_adam`.
+        scratch: float32 [n], overwritten with the scaled gradient.
+
+    Raises:
+        ModelError: another form of state, or a tensor of another dtype or size.
+    """
+    count = check_state(state)
+    if state.master is None or state.moments.kind != "float32":
+        raise ModelError(
+            "torch_adam cannot update this state",
+            expected="a plain float32 master with float32 moments",
+            received=f"{'split' if state.master is None else 'plain'} with {state.moments.kind} moments",
+            hint="install a C++ compiler for layer_adam",
+        )
+    check("grad", grad, (torch.bfloat16, torch.float32), count)
+    check("scratch", scratch, (torch.float32,), count)
+    scratch.view(-1).copy_(grad.view(-1))
+    if adam.grad_scale != 1.0:
+        scratch.mul_(adam.grad_scale)
+    torch._fused_adamw_(
+        [state.master.view(-1)],
+        [scratch.view(-1)],
+        [state.moments.m],
+        [state.moments.v],
+        [],
+        [torch.tensor(float(adam.step))],
+        lr=adam.learning_rate,
+        beta1=adam.beta1,
+        beta2=adam.beta2,
+        weight_decay=adam.weight_decay,
+        eps=adam.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    if state.high is not None:
+        state.high.view(torch.bfloat16).view(-1).copy_(state.master.view(-1))
+
+
+def _library() -> ctypes.CDLL:
+    library = native.library()
+    if library is None:
+        raise MissingPackageError(
+            "the compiled AdamW step is not available",
+            expected="a C++ compiler, and ONDEVICE_NATIVE not 0",
+            hint="install g++, or use torch_adam with a plain master and float32 moments",
+        )
+    return library
+
+
+def _mix(word: int) -> int:
+    """SplitMix64's finaliser."""
+    word &= _MASK
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
+    return word ^ (word >> 31)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _check_rows(rows: Tensor, width: int, count: int, kind: str) -> None:
+    if width < 1 or count % width or (kind == "int8" and width % TILE):
+        multiple = f", a multiple of {TILE} with int8 moments" if kind == "int8" else ""
+        raise ModelError(
+            "layer_adam got a wrong width", expected=f"a positive divisor of {count}{multiple}", received=width
+        )
+    check("rows", rows, (torch.int64,), rows.numel())
+    if rows.numel() == 0:
+        return
+    if bool((rows[1:] <= rows[:-1]).any()):
+        raise DataError("the rows are not in order", expected="strictly ascending numbers", hint="rows.unique()")
+    low, high = int(rows[0]), int(rows[-1])
+    if low < 0 or high >= count // width:
+        bad = low if low < 0 else high
+        raise DataError("a row lies outside the table", expected=f"0 to {count // width - 1}", received=bad)

@@ -1,0 +1,156 @@
+"""What is special to `mistral` (the sliding window) and to `gpt2` (positions, no adapters), and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ondevice.artifact.adapter import Adapter
+from ondevice.config import ModelConfig
+from ondevice.errors import ConfigError, ModelError
+from ondevice.exporters.base import ExportConfig, ExportJob
+from ondevice.exporters.registry import exporter
+from ondevice.methods.registry import method_config, open_session
+from ondevice.models import LoadedModel, forward_hidden, load_model, read_dims, save_tiny, tiny_model
+from ondevice.models.registry import family_for_gguf
+from ondevice.nn.quantized import quantize_q4_model
+from ondevice.plan.estimate import plan
+from ondevice.plan.fits import alternatives
+from ondevice.train.fuse import apply_adapter
+
+
+def ids_of(length: int) -> torch.Tensor:
+    return torch.arange(2 * length).reshape(2, length) % 251
+
+
+def logits(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
+    return forward_hidden(loaded.family, ids) @ loaded.family.head_weight.T
+
+
+def change(folder: Path, **fields: object) -> Path:
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    return folder
+
+
+@torch.no_grad()
+def test_within_the_window_it_is_transformers_own_and_beyond_it_is_refused() -> None:
+    loaded = tiny_model("mistral", sliding_window=16, layers=3)
+    assert loaded.dims.max_positions == 16
+    torch.testing.assert_close(logits(loaded, ids_of(16)), loaded.model(ids_of(16)).logits, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ModelError, match="sliding window") as caught:
+        logits(loaded, ids_of(17))
+    assert (caught.value.expected, caught.value.received) == ("at most 16 tokens", "17 tokens")
+    free = tiny_model("mistral", sliding_window=None, layers=3)
+    assert free.dims.max_positions == 512
+    same, far = free.model(ids_of(17)).logits, loaded.model(ids_of(17)).logits
+    torch.testing.assert_close(logits(free, ids_of(17)), same, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(same[:, :16], far[:, :16], atol=1e-5, rtol=1e-4)
+    assert (same[:, 16] - far[:, 16]).abs().max() > 1e-3  # the first token that the window hides something from
+
+
+@pytest.mark.parametrize(("window", "longest"), [(..., 4096), (None, 32768), (128, 128), (65536, 32768)])
+def test_the_window_is_read_as_transformers_reads_it(window: Any, longest: int, tmp_path: Path) -> None:
+    folder = change(save_tiny(tmp_path / "m", "mistral", max_positions=32768), sliding_window=window)
+    assert read_dims(str(folder)).max_positions == load_model(str(folder)).dims.max_positions == longest
+
+
+@torch.no_grad()
+def test_positions_end_where_the_table_ends() -> None:
+    loaded = tiny_model("gpt2", max_positions=24)
+    assert torch.equal(logits(loaded, ids_of(24)), loaded.model(ids_of(24)).logits)
+    with pytest.raises(ModelError, match="table of positions"):
+        logits(loaded, ids_of(25))
+    assert loaded.family.positions(24, "cpu", torch.float32)[0].shape == (1, 24, 0)
+
+
+def test_dropout_of_the_configuration_is_off() -> None:
+    loaded = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    session = open_session(loaded, method_config("full"), 0)
+    ids = ids_of(12).numpy()
+    assert session.step(ids, ids, 0, 0.0) == session.step(ids, ids, 1, 0.0)
+    assert not any(module.training for module in loaded.model.modules())
+
+
+@torch.no_grad()
+def test_gpt2_as_the_hub_has_it(tmp_path: Path) -> None:
+    """Names without the prefix, masks as buffers, and a configuration that says nothing of tying or the MLP."""
+    made = tiny_model("gpt2", 4, intermediate=256)
+    folder = change(save_tiny(tmp_path / "m", "gpt2", 4, intermediate=256), tie_word_embeddings=..., n_inner=None)
+    tensors = {n.removeprefix("transformer."): t for n, t in load_file(folder / "model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 512, 512).tril()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_model(str(folder))
+    assert loaded.dims == made.dims == read_dims(str(folder))
+    assert torch.equal(logits(loaded, ids_of(9)), logits(made, ids_of(9)))
+
+
+REFUSED = {
+    "no size": ({"n_layer": ...}, "'n_layer'"),
+    "heads": ({"n_head": 5}, "'n_head'"),
+    "activation": ({"activation_function": "silu"}, "'activation_function'"),
+    "cross attention": ({"add_cross_attention": True}, "'add_cross_attention'"),
+    "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_gpt2_that_the_block_does_not_do_is_refused(case: str, tmp_path: Path) -> None:
+    fields, words = REFUSED[case]
+    folder = change(save_tiny(tmp_path / "m", "gpt2"), **fields)
+    with pytest.raises(ModelError, match=words):
+        read_dims(str(folder))
+
+
+def test_adapters_and_quantised_weights_on_gpt2_are_refused_with_what_does_work() -> None:
+    def adapter(loaded: LoadedModel) -> None:
+        name = "transformer.h.0.attn.c_attn"
+        pair = {f"{name}.lora_A.weight": np.ones((2, 64), "f4"), f"{name}.lora_B.weight": np.ones((192, 2), "f4")}
+        apply_adapter(loaded, Adapter(pair, 2, 2.0, ("c_attn",), ""))
+
+    calls = [
+        *(lambda model, name=name: open_session(model, method_config(name), 0) for name in ("prge", "lora", "lora-fa")),
+        *(
+            lambda model, name=name: plan(model.dims, method_config(name), batch_size=1, length_tokens=8)
+            for name in ("prge", "lora")
+        ),
+        lambda model: quantize_q4_model(model.family),
+        adapter,
+    ]
+    for call in calls:
+        loaded = tiny_model("gpt2")
+        before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+        with pytest.raises(ModelError, match="carry no adapter") as caught:
+            call(loaded)
+        assert "full or mezo" in caught.value.expected
+        after = loaded.model.state_dict()
+        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_gpt2_that_does_not_fit_is_told_of_mezo_and_not_of_adapters() -> None:
+    found = plan(tiny_model("gpt2").dims, method_config("full"), batch_size=64, length_tokens=512)
+    words = [words for words, _ in alternatives(found)]
+    assert "--method mezo" in words and not any("prge" in text for text in words)
+
+
+def test_an_export_of_gpt2_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "m", "gpt2")
+    (folder / "model.safetensors").unlink()
+    job = ExportJob(ModelConfig(source=str(folder)), method_config("prge"), ExportConfig())
+    assert any("carry no adapter" in problem for problem in exporter("android-cpu").check(job))
+    with pytest.raises(ConfigError, match="cannot export"):
+        exporter("android-cpu").export(job, tmp_path / "out")
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mistral"])
+def test_gguf_files_of_these_are_refused_by_name(architecture: str) -> None:
+    with pytest.raises(ModelError, match=f"GGUF files of architecture '{architecture}'") as caught:
+        family_for_gguf(architecture, "x.gguf")
+    assert caught.value.expected == "llama, qwen2"
