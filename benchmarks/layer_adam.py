@@ -56,8 +56,13 @@ def measure(args: Any) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     master, grad = torch.randn(args.parameters).mul_(0.02), torch.randn(args.parameters).mul_(1e-3).bfloat16()
     scratch, plain = torch.zeros(args.parameters), make(master, "plain", "float32")
+
+    def triad() -> None:
+        for _ in range(args.calls):
+            master.add_(scratch)
+
     calls: dict[str, Callable[[], None]] = {
-        "triad": lambda: [master.add_(scratch) for _ in range(args.calls)] and None,
+        "triad": triad,
         "torch fused": stepper(lambda step: la.torch_adam(grad, plain, step, scratch), args.calls),
     }
     moved = {"triad": float(TRIAD_BYTES), "torch fused": float(PEER_BYTES)}

@@ -166,7 +166,7 @@ def torch_adam(grad: Tensor, state: HostState, adam: AdamStep, scratch: Tensor) 
     scratch.view(-1).copy_(grad.view(-1))
     if adam.grad_scale != 1.0:
         scratch.mul_(adam.grad_scale)
-    torch._fused_adamw_(
+    torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [state.master.view(-1)],
         [scratch.view(-1)],
         [state.moments.m],

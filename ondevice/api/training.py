@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ondevice.api.opening import artifact_tokenizer, read_dataset, resolve_device
 from ondevice.artifact.adapter import load_adapter, save_adapter
@@ -238,12 +238,15 @@ def _train(
     elif loaded is not None and not result.interrupted:
         from ondevice.artifact.files import atomic_directory
         from ondevice.models import save_tokenizer
+        from ondevice.models.save import save_weights
 
         model = settings.out / MODEL
         with atomic_directory(model) as temporary:
-            weights = getattr(session, "weights", lambda: None)()
-            loaded.model.save_pretrained(temporary, state_dict=weights)
-            save_tokenizer(loaded, temporary)
+            if config.method.name in OFFLOADING:
+                save_weights(temporary, cast(Any, session).weights(), loaded)
+            else:
+                loaded.model.save_pretrained(temporary)
+                save_tokenizer(loaded, temporary)
     session.close()
     return Trained(
         result, settings.out / ADAPTER if trained is not None else None, best, model, tuple(dataset.problems)
@@ -254,8 +257,8 @@ def _save_best(session: Session, result: RunResult, out: Path) -> Path | None:
     """The adapter of the best evaluation, where that is not the last checkpoint."""
     if result.best_checkpoint is None or result.best_checkpoint == result.checkpoint:
         return None
+    from ondevice.artifact.tensors import read_tensors
     from ondevice.train.checkpoint import STATE_FILE
-    from ondevice.train.tensors import read_tensors
 
     session.load_state(read_tensors(result.best_checkpoint / STATE_FILE))
     adapter = session.adapter()

@@ -24,12 +24,16 @@ def plan(
     quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w (with --exported).")] = None,
     queries: common.Queries = None,
     settings: common.Settings = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure this machine for ten seconds (slideformer).")
+    ] = False,
     force: common.Force = False,
     json: common.Json = False,
 ) -> None:
     """Memory by part before anything is loaded, and whether it fits the device."""
     from ondevice.api.runfile import RunConfig
     from ondevice.plan.estimate import plan as make_plan
+    from ondevice.plan.offload import describe, predict_step
     from ondevice.plan.render import render
 
     run_config = RunConfig.load(
@@ -57,10 +61,13 @@ def plan(
         device=device,
         device_file=device_file,
     )
+    predicted = predict_step(estimate) if calibrate else None
     if json:
-        print_json(estimate.to_dict())
+        print_json(estimate.to_dict() | ({"offload": predicted} if predicted else {}))
     else:
         out.print(render(estimate))
+        for line in describe(predicted) if predicted else ():
+            out.print(line)
     if not estimate.fits and not force:
         raise typer.Exit(DoesNotFitError.exit_code)
 

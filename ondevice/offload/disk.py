@@ -18,7 +18,6 @@ from ondevice.runtime_ops.layer_adam import HostState, Moments
 
 if TYPE_CHECKING:
     from ondevice.offload.config import OffloadConfig
-
     from ondevice.offload.report import Timeline
     from ondevice.offload.units import Unit, Units
 

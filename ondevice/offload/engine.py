@@ -21,6 +21,7 @@ from ondevice.offload.activations import Activations
 from ondevice.offload.device import open_device
 from ondevice.offload.disk import open_disk
 from ondevice.offload.host import HostStore
+from ondevice.offload.kernels import patch_layers, use_liger
 from ondevice.offload.passes import Passes
 from ondevice.offload.report import Overlap, Spans, Timeline, overlap
 from ondevice.offload.units import cut
@@ -49,17 +50,19 @@ class OffloadEngine:
     def __init__(self, family: Family, config: OffloadConfig, device: str) -> None:
         self.config, self.where = config, torch.device(device)
         self.device = open_device(device)
+        liger = use_liger(config, self.device.type)
+        self.kernels = "liger" if liger and patch_layers(family) else "torch"
         self.units = units = cut(family)
         self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
         self.disk = open_disk(units, config, self.timeline)
         self.store = HostStore(units, config, self.device, self.disk.moments)
         self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
         shared: Any = (units, self.store, config, self.device, self.timeline)
-        threads = config.threads or _threads(self.device.type)
+        threads = config.threads or host_threads(self.device.type)
         self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
         self.window = Window(*shared, self.transfers, self.updater)
         self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
-        self.passes = Passes(family, *shared, self.window, self.updater, self.activations, self.where)
+        self.passes = Passes(family, *shared, self.window, self.updater, self.activations, self.where, liger)
         self.last: Task | None = None
         self.began: float | None = None
         self.overlap: Overlap | None = None
@@ -133,7 +136,7 @@ class OffloadEngine:
         return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
 
 
-def _threads(device: str) -> int:
+def host_threads(device: str) -> int:
     """All processors, but for two beside an accelerator: they feed it."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, processors - 2 * (device != "cpu"))

@@ -140,9 +140,8 @@ class HostStore:
         """Everything a resume needs, as views."""
         found = {}
         for unit, state in zip(self.units.all, self.states, strict=True):
-            key = unit.name.replace(" ", ".")
             parts = {"master": state.master, "high": state.high, "low": state.low, **self.moments(unit).tensors()}
-            found |= {f"{part}/{key}": tensor for part, tensor in parts.items() if tensor is not None}
+            found |= {f"{part}/{unit.key}": tensor for part, tensor in parts.items() if tensor is not None}
         return found
 
     def load(self, arrays: dict[str, np.ndarray]) -> None:
@@ -152,7 +151,7 @@ class HostStore:
             CheckpointError: naming the first array that is missing or of another size or type.
         """
         for unit, state in zip(self.units.all, self.states, strict=True):
-            key, moments = unit.name.replace(" ", "."), self.moments(unit)
+            key, moments = unit.key, self.moments(unit)
             parts = {"master": state.master, "high": state.high, "low": state.low, **moments.tensors()}
             for part, tensor in parts.items():
                 if tensor is None:

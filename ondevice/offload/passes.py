@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ondevice.offload import loss
+from ondevice.offload.kernels import LigerLoss
 from ondevice.offload.window import Slot, bind
 
 if TYPE_CHECKING:
@@ -42,10 +43,11 @@ class Passes:
         updater: Updater,
         activations: Activations,
         where: torch.device,
+        liger: bool,
     ) -> None:
         self.family, self.units, self.store, self.config = family, units, store, config
         self.device, self.timeline, self.window, self.updater = device, timeline, window, updater
-        self.activations, self.where = activations, where
+        self.activations, self.where, self.liger = activations, where, liger
         self.queue: deque[Event] = deque()
         self.entering, self.leaving = (device.pinned(0, store.dtype) for _ in range(2))
         self.layers = len(units.layers)
@@ -101,8 +103,7 @@ class Passes:
         entered = [part.detach().requires_grad_(True) for part in h]
         normed = [self.family.final_norm(part) for part in entered]
         started = self._start()
-        scores = self._scores([part.detach() for part in normed], labels, scale)
-        total, found = self._learn(scores)
+        total, found = self._learn(self._scores([part.detach() for part in normed], labels, scale))
         gradients: list[Tensor] = []
         for part, normal, gradient in zip(entered, normed, found, strict=True):
             whole = torch.zeros_like(normal)
@@ -191,6 +192,7 @@ class Passes:
 
     def _learn(self, scores: list[loss.ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
         window, whole = self.window, len(self.window.parts) == 1
+        fused = [LigerLoss(score.hidden, score.labels, score.scale) for score in scores] if self.liger else scores
         total = torch.zeros((), device=self.where)
         if not whole:
             self._look(scores)
@@ -198,16 +200,15 @@ class Passes:
         for part, (low, _) in enumerate(window.parts):
             slot, weight = self._part(part)
             leaving, gradient = window.head_gradient_part(part)
-            for score in scores:
-                if whole:
-                    total += score.look_and_learn(weight, gradient)
-                else:
-                    score.learn(weight, low, gradient)
+            if whole:
+                total += torch.stack([score.look_and_learn(weight, gradient) for score in fused]).sum()
+            for score in scores if not whole else ():
+                score.learn(weight, low, gradient)
             slot.used = self.device.record("compute")
             window.send_head(part, leaving)
         if not whole:
             total += torch.stack([score.tokens().sum() for score in scores]).sum()
-        return total, [score.grad_hidden for score in scores]
+        return total, [score.grad_hidden for score in (fused if whole else scores)]
 
     def _part(self, part: int) -> tuple[Slot, Tensor]:
         if part + 1 < len(self.window.parts):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ondevice.models import Family
 
 ALIGN = 128
-"""Elements; every parameter begins at a multiple of it: matrix products read aligned memory, int8 moments whole tiles."""
+"""Elements; every parameter begins at a multiple of it, so that matrix products read aligned memory."""
 Kind = Literal["layer", "rest", "embedding", "head"]
 
 
@@ -44,6 +44,11 @@ class Unit:
     order: int
     pieces: tuple[Piece, ...]
     numel: int
+
+    @property
+    def key(self) -> str:
+        """The name in a checkpoint."""
+        return self.name.replace(" ", ".")
 
     @property
     def parameters(self) -> int:

@@ -68,6 +68,7 @@ class Updater:
         self.embedding = self.table if units.tied else torch.zeros(units.embedding.numel, dtype=store.dtype)
         self.scratch = None if store.native else torch.empty(max(unit.numel for unit in units.all))
         self.pending: dict[int, Task] = {}
+        self.kept: dict[str, threading.Event] = {}
         self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
         self.rows: tuple[Tensor, Tensor, Event, Step] | None = None
         self.bytes = sum(t.numel() * t.element_size() for t in (*self.free, self.rest, self.table))
@@ -186,6 +187,16 @@ class Updater:
         self.rows = None
         return task
 
+    def keep(self, keys: set[str]) -> None:
+        """Leave these units (`Unit.key`) as they are until `release` names them."""
+        self.kept = {key: threading.Event() for key in keys}
+
+    def release(self, key: str | None) -> None:
+        """Let a unit be updated again; None: all of them."""
+        for name, event in self.kept.items():
+            if key is None or name == key:
+                event.set()
+
     def flush(self) -> None:
         """Wait until every gradient that was sent is applied."""
         self.read_rows(None)
@@ -224,9 +235,10 @@ class Updater:
             norm = max(own, math.sqrt(sum(now.before.values())))
         return replace(now.adam, grad_scale=min(1.0, limit / (norm + 1e-6)))
 
-    def _update(
-        self, unit: Unit, gradient: Tensor, adam: AdamStep, rows: Tensor | None = None, width: int = 0
-    ) -> None:
+    def _update(self, unit: Unit, gradient: Tensor, adam: AdamStep, rows: Tensor | None = None, width: int = 0) -> None:
+        kept = self.kept.get(unit.key)
+        if kept is not None:
+            self.watch.until(kept.wait, f"waiting for the checkpoint of {unit.name}")
         started = time.perf_counter()
         state = self.store.states[unit.index]
         if self.disk is not None:

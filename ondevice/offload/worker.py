@@ -106,7 +106,7 @@ class Worker:
             return not self.tasks
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Let the thread end after the running task; False if it does not (it is a daemon and dies with the process)."""
+        """Let the thread end after the running task; False if it does not, and dies with the process."""
         with self.changed:
             self.closing = True
             self.changed.notify()

@@ -26,6 +26,13 @@ MEANING = {
     "allocator": "freed memory that it holds back",
     "tokenizer": "the vocabulary and its merges",
     "runtime": "the process before a model is loaded",
+    "window": "layers and their gradients on the accelerator",
+    "head": "the output head and its gradient",
+    "kept inputs": "of the layers, for the backward pass",
+    "inputs on the host": "of the layers, for the backward pass",
+    "masters and moments": "float32 parameters and AdamW's moments",
+    "disk staging": "moments on their way from and to the disk",
+    "gradients": "waiting for their update",
 }
 
 
@@ -51,10 +58,21 @@ def render(plan: Plan) -> RenderableType:
     for part, size in plan.parts.items():
         table.add_row(part, size_text(size), f"{size / plan.total_bytes:.0%}", MEANING.get(part, ""))
     lines: list[RenderableType] = [table]
+    if plan.host_parts:
+        usable = plan.host_usable_bytes
+        footer = "" if usable is None else f"of {size_text(usable)} usable"
+        host = Table(title="host memory", title_justify="left", show_footer=True)
+        host.add_column("part", footer="total")
+        host.add_column("memory", justify="right", footer=size_text(plan.host_total_bytes))
+        host.add_column("what it is", footer=footer)
+        for part, size in plan.host_parts.items():
+            host.add_row(part, size_text(size), MEANING.get(part, ""))
+        lines.append(host)
     if plan.fits:
         lines.append(Text(f"fits, {size_text(plan.margin_bytes)} to spare", style="green"))
     else:
-        lines.append(Text(f"does not fit: {size_text(-plan.margin_bytes)} too much", style="bold red"))
+        over = max(-plan.margin_bytes, plan.host_total_bytes - (plan.host_usable_bytes or plan.host_total_bytes))
+        lines.append(Text(f"does not fit: {size_text(over)} too much", style="bold red"))
         for words, other in alternatives(plan):
             verdict = "fits" if other.fits else "still too much"
             lines.append(Text(f"  try {words}: {size_text(other.total_bytes)}, {verdict}"))

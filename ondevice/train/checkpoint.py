@@ -3,6 +3,7 @@
     checkpoint-00000100/
         state.safetensors   what `Session.state()` gave after 100 steps
         meta.json           schema version, step, identity, seed, backend, evaluation, SHA-256 of the state
+        model/              the weights as transformers loads them, for methods that train a model on the host
 
 The two newest and the best by evaluation are kept. The position in the data and in the schedule is the step.
 """
@@ -21,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from ondevice.artifact.files import atomic_directory, sha256_file
+from ondevice.artifact.tensors import TornError, read_tensors, write_tensors
 from ondevice.errors import CheckpointError, StorageError
-from ondevice.train.tensors import TornError, read_tensors, write_tensors
 
 SCHEMA_VERSION = 1
 STATE_FILE, META_FILE = "state.safetensors", "meta.json"
@@ -109,8 +110,14 @@ class CheckpointStore:
         *,
         evaluation: dict[str, Any] | None = None,
         score: tuple[float, ...] | None = None,
+        written: Callable[[str], None] | None = None,
+        beside: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write the checkpoint after `step` steps, then delete those that are no longer kept.
+
+        Args:
+            written: as for `write_tensors`.
+            beside: writes more into the checkpoint's folder, before the state.
 
         Raises:
             StorageError: if the disk is full; the checkpoints before are as they were.
@@ -118,7 +125,9 @@ class CheckpointStore:
         path = self.folder / f"checkpoint-{step:08d}"
         try:
             with atomic_directory(path) as folder:
-                digest = write_tensors(folder / STATE_FILE, state)
+                if beside is not None:
+                    beside(folder)
+                digest = write_tensors(folder / STATE_FILE, state, written=written)
                 meta = {
                     "schema": SCHEMA_VERSION,
                     "step": step,

@@ -73,3 +73,5 @@ def run_loop(
             except Exception as error:
                 run.failed(error)
                 raise
+            finally:
+                run.end_saving()

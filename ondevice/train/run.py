@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -37,6 +38,17 @@ class BatchSource(Protocol):
 
 
 @dataclass
+class Saving:
+    """A checkpoint that is being written; seconds of `time.perf_counter`."""
+
+    step: int
+    began_s: float
+    end_s: float = 0.0
+    path: Path = Path()
+    error: BaseException | None = None
+
+
+@dataclass
 class Run:
     """One call of `run_loop`, with what its parts share."""
 
@@ -56,6 +68,7 @@ class Run:
         self.history = History()
         self.done = 0
         self.saved: Path | None = None
+        self.saving: tuple[threading.Thread, Saving] | None = None
         self.evaluation: EvalResult | None = None
         self.evaluated: set[int] = set()
         self.log: EventLog
@@ -118,11 +131,14 @@ class Run:
             if self.stop:
                 break
             self._step(step, batches.at(step), rate_at(step))
+            self._settle(wait=False)
             last = self.done == self.steps
             self._evaluate_and_save(save=last or self.done % self.checkpoint_every == 0)
+        self._settle()
         if self.stop:
             if self.done and (self.saved is None or not self.saved.name.endswith(f"-{self.done:08d}")):
                 self._save(None)
+                self._settle()
             self.log.write(events.Interrupt(step=self.done, signal=self.stop.reason))
         else:
             self._finish()
@@ -227,20 +243,59 @@ class Run:
             self._save(result)
 
     def _save(self, evaluation: EvalResult | None) -> None:
+        """Save a checkpoint: beside the next steps, where the session keeps what is not written yet as it is."""
+        self._settle()
         self.log.sync()
-        began = time.perf_counter()
         state = self.session.state()
-        self._check_state(state)
-        self.saved = self.store.save(
-            self.done,
-            state,
-            evaluation=None if evaluation is None else events.plain(evaluation.figures()),
-            score=None if evaluation is None else evaluation.score,
-        )
-        size = sum(file.stat().st_size for file in self.saved.iterdir())
+        saving = Saving(self.done, time.perf_counter())
+        written = getattr(self.session, "written", None)
+
+        def save() -> None:
+            try:
+                self._check_state(state)
+                saving.path = self.store.save(
+                    saving.step,
+                    state,
+                    evaluation=None if evaluation is None else events.plain(evaluation.figures()),
+                    score=None if evaluation is None else evaluation.score,
+                    written=written,
+                    beside=getattr(self.session, "save_beside", None),
+                )
+            except BaseException as error:
+                saving.error = error
+            if written is not None:
+                written(None)
+            saving.end_s = time.perf_counter()
+
+        if written is None:
+            save()
+            self._saved(saving)
+            return
+        thread = threading.Thread(target=save, name="ondevice-checkpoint")
+        thread.start()
+        self.saving = (thread, saving)
+
+    def end_saving(self) -> None:
+        """Let a checkpoint that is being written become whole, whatever happened since."""
+        if self.saving is not None:
+            self.saving[0].join()
+
+    def _settle(self, wait: bool = True) -> None:
+        """Take note of a checkpoint that was written beside; `wait` for it to be whole."""
+        if self.saving is None or not (wait or not self.saving[0].is_alive()):
+            return
+        (thread, saving), self.saving = self.saving, None
+        thread.join()
+        self._saved(saving)
+
+    def _saved(self, saving: Saving) -> None:
+        if saving.error is not None:
+            raise saving.error
+        self.saved = saving.path
+        size = sum(file.stat().st_size for file in saving.path.rglob("*") if file.is_file())
         self.log.write(
             events.Checkpoint(
-                step=self.done, path=self.saved.name, size_bytes=size, seconds_s=time.perf_counter() - began
+                step=saving.step, path=saving.path.name, size_bytes=size, seconds_s=saving.end_s - saving.began_s
             )
         )
 

@@ -11,30 +11,35 @@
 
 #include "adam_storage.h"
 
+#if defined(__AVX512BW__) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC target("prefer-vector-width=512")
+#endif
+
 namespace ondevice {
 
 constexpr int64_t kAdamChunk = 1 << 16;  // elements of a task
 
 // Mirrored by _Arguments in layer_adam.py.
 struct AdamArguments {
-  const void* grad;  // bfloat16 or float32 [n], by grad_float32
-  float* master;     // [n], or null: split
-  uint16_t* high;    // [n] bfloat16; null only where there is a master
-  uint16_t* low;     // [n], or null: plain
-  void *m, *v;       // [n] float32, bfloat16 or int8 and uint8, by moments
+  const void* grad;          // bfloat16 or float32 [n], by grad_float32
+  float* master;             // [n], or null: split
+  uint16_t* high;            // [n] bfloat16; null only where there is a master
+  uint16_t* low;             // [n], or null: plain
+  void *m, *v;               // [n] float32, bfloat16, or int8 and uint8, as moments is 0, 1 or 2
   float *m_scale, *v_scale;  // [ceil(n / 128)] for 8-bit moments, else null
   const int64_t* rows;       // [row_count], or null: all elements
   int64_t numel, row_count, width, grad_float32, moments;
-  uint64_t key;         // of the random words: mixes the seed and the step
-  float decay;          // 1 - learning rate * weight decay
+  uint64_t key;                   // of the random words: mixes the seed and the step
+  float decay;                    // 1 - learning rate * weight decay
   float beta2, weight1, weight2;  // weight = 1 - beta
-  float root;           // 1 / sqrt(1 - beta2^step)
-  float eps, size;      // size = learning rate / (1 - beta1^step)
+  float root;                     // 1 / sqrt(1 - beta2^step)
+  float eps, size;                // size = learning rate / (1 - beta1^step)
   float grad_scale;
 };
 
 // The update of float32 values. Never inlined, so that every form of storage runs the same instructions; the
-// same holds for the codes below.
+// same holds for the 8-bit codes.
 __attribute__((noinline)) inline void adam_tile(const AdamArguments& a, const float* __restrict g,
                                                 float* __restrict p, float* __restrict m, float* __restrict v) {
   const float decay = a.decay, beta2 = a.beta2, weight1 = a.weight1, weight2 = a.weight2, root = a.root;
@@ -208,3 +213,7 @@ void merge_master(const uint16_t* high, const uint16_t* low, const void* v, int6
 }
 
 }  // namespace ondevice
+
+#if defined(__AVX512BW__) && !defined(__clang__)
+#pragma GCC pop_options
+#endif

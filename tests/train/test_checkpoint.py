@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from ondevice.errors import CheckpointError
 from ondevice.train.checkpoint import META_FILE, STATE_FILE, CheckpointStore, read_meta
-from ondevice.train.tensors import TornError, read_tensors, write_tensors
+from ondevice.artifact.tensors import TornError, read_tensors, write_tensors
 
 IDENTITY = {
     "model": "b" * 64,

@@ -46,10 +46,11 @@ def host_memory(dims: ModelDims, config: SlideformerConfig, batch_size: int, len
     table, layers = dims.vocab * dims.hidden, dims.layers * dims.block_parameters
     on_disk = config.disk_fraction * (STATE_BYTES[config.moments] - 4) * dims.parameters
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
-    return {
+    parts = {
         "masters and moments": int(STATE_BYTES[config.moments] * dims.parameters - on_disk),
         "disk staging": int(3 * (STATE_BYTES[config.moments] - 4) * max(table, layers // dims.layers))
         * (config.disk_fraction > 0),
         "gradients": (waiting * dims.block_parameters + (1 if dims.tied else 2) * table) * item,
-        "kept inputs": {"host": inputs, "disk": 4 * inputs // dims.layers, "device": 0}[config.activations],
+        "inputs on the host": {"host": inputs, "disk": 4 * inputs // dims.layers, "device": 0}[config.activations],
     }
+    return {part: size for part, size in parts.items() if size}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import torch
 
 from ondevice.errors import CheckpointError, ConfigError
 from ondevice.methods.session import StepResult
+from ondevice.models.save import save_weights
 from ondevice.offload.engine import OffloadEngine
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ class OffloadSession:
         self.engine = OffloadEngine(loaded.family, config, device)
         self.backend = f"torch-{self.engine.where.type}"
         self.steps_done = 0
+        self.unwritten: Counter[str] = Counter()
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One AdamW step; its last updates run on while the next step begins."""
@@ -45,10 +49,30 @@ class OffloadSession:
         raise ConfigError("a first-order run has no projected gradients to replay", hint="resume from its checkpoint")
 
     def state(self) -> dict[str, np.ndarray]:
-        """Masters and moments as they lie in host memory, views; bfloat16 as uint16."""
+        """Masters and moments as they lie in host memory, views; bfloat16 as uint16.
+
+        A unit is not updated before `written` has named all its arrays, so they can be written beside the next step.
+        """
         self.engine.flush()
-        found = {name: _as_numpy(tensor) for name, tensor in self.engine.store.arrays().items()}
+        arrays = dict(reversed(self.engine.store.arrays().items()))  # what the next step updates first comes first
+        self.engine.updater.keep({name.partition("/")[2] for name in arrays})
+        self.unwritten = Counter(name.partition("/")[2] for name in arrays)
+        found = {name: _as_numpy(tensor) for name, tensor in arrays.items()}
         return {**found, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
+
+    def written(self, name: str | None) -> None:
+        """The array `name` of `state` has been read, or None: nothing of it will be read any more."""
+        if name is None:
+            self.engine.updater.release(None)
+            return
+        key = name.partition("/")[2]
+        self.unwritten[key] -= 1
+        if not self.unwritten[key]:
+            self.engine.updater.release(key)
+
+    def save_beside(self, folder: Path) -> None:
+        """The weights as transformers loads them, into the checkpoint's folder."""
+        save_weights(folder / "model", self.engine.store.weights(), self.loaded)
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -35,16 +37,31 @@ _NAMES = {
 _CHUNK_BYTES = 1 << 24
 
 
-def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> str:
+def write_tensors(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    *,
+    written: Callable[[str], None] | None = None,
+    bfloat16: bool = False,
+) -> str:
     """Write `tensors` to `path` and give the SHA-256 of the file; the caller waits for the disk.
+
+    Args:
+        written: called with the name of each array that has been read and may change again; the arrays are then
+            written in the order of `tensors`.
+        bfloat16: uint16 arrays are bfloat16 numbers, and the file is one of transformers' weights.
 
     Raises:
         CheckpointError: if an array is of a type that safetensors has no name for.
         OSError: from the disk.
     """
-    header, arrays, offset = {}, [], 0
-    for name, array in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
-        kind = _NAMES.get(array.dtype.name)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if bfloat16 else {}
+    arrays, offset = [], 0
+    items = list(tensors.items())
+    if written is None:
+        items.sort(key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    for name, array in items:
+        kind = "BF16" if bfloat16 and array.dtype.name == "uint16" else _NAMES.get(array.dtype.name)
         if kind is None:
             raise CheckpointError(
                 f"the session's state '{name}' cannot be saved",
@@ -57,7 +74,7 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> str:
             "data_offsets": [offset, offset + array.nbytes],
         }
         offset += array.nbytes
-        arrays.append(array)
+        arrays.append((name, array))
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     digest = hashlib.sha256()
@@ -65,13 +82,15 @@ def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> str:
         for part in (len(head).to_bytes(8, "little"), head):
             digest.update(part)
             file.write(part)
-        for array in arrays:
+        for name, array in arrays:
             little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
             flat = little.reshape(-1).view(np.uint8)
             for start in range(0, flat.size, _CHUNK_BYTES):
                 chunk = flat[start : start + _CHUNK_BYTES].data
                 digest.update(chunk)
                 file.write(chunk)
+            if written is not None:
+                written(name)
     return digest.hexdigest()
 
 

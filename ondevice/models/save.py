@@ -1,0 +1,38 @@
+"""A trained model as a folder that transformers loads, streamed from where its weights lie, without a second copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.artifact.tensors import write_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FILE_NAME = "model.safetensors"
+
+
+def save_weights(folder: Path, weights: dict[str, Tensor], loaded: Any) -> None:
+    """Write `weights`, bfloat16 or float32, with configuration and tokenizer into `folder`, which is made.
+
+    Raises:
+        OSError: from the disk.
+    """
+    import torch
+
+    from ondevice.models.load import save_tokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    arrays = {
+        name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        for name, tensor in weights.items()
+    }
+    write_tensors(folder / FILE_NAME, arrays, bfloat16=True)
+    config = loaded.model.config
+    config.dtype = next(iter(weights.values())).dtype
+    config.architectures = [type(loaded.model).__name__]
+    config.save_pretrained(folder)
+    if getattr(loaded.model, "generation_config", None) is not None:
+        loaded.model.generation_config.save_pretrained(folder)
+    save_tokenizer(loaded, folder)

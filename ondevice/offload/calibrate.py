@@ -1,0 +1,175 @@
+"""Ten seconds of measurement, and what they say about a step: which of compute, transfers, update and disk bounds it.
+
+The bound is that of findings and of SlideFormer's conditions (section 3.1): every lane is busy all the time, so the
+longest one is the step. It holds over whole steps; a step boundary adds the update of one layer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ondevice.offload.device import open_device
+from ondevice.offload.disk import moments_bytes, moments_in
+from ondevice.offload.engine import host_threads
+from ondevice.offload.host import DTYPES, native
+from ondevice.offload.storage import TierFile, buffer
+from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, torch_adam
+
+if TYPE_CHECKING:
+    from ondevice.models import ModelDims
+    from ondevice.offload.config import OffloadConfig
+
+COPY_BYTES = 256 << 20
+MATRIX = 4096
+UPDATE_NUMEL = 32 << 20
+REPEATS = 3
+LARGEST_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine does: operations, bytes and parameters a second; a rate that is not needed is None."""
+
+    flops_s: float
+    h2d_bytes_s: float | None
+    d2h_bytes_s: float | None
+    parameters_s: float
+    disk_bytes_s: float | None
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds a step by lane, the longest of them, and what hides.
+
+    Attributes:
+        hiding_factor: backward seconds over transfer of gradients and update; 1 and more hides them.
+        smallest_batch: rows from which the computation is the longest lane; None if no batch up to 1024 is.
+    """
+
+    compute_s: float
+    h2d_s: float
+    d2h_s: float
+    update_s: float
+    disk_s: float
+    step_s: float
+    bound: str
+    hiding_factor: float
+    smallest_batch: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def calibrate(config: OffloadConfig, device: str) -> Rates:
+    """Measure matrix products, copies, the update and, where it is used, the disk; about ten seconds.
+
+    Args:
+        device: `cpu` or `cuda`.
+    """
+    opened, dtype = open_device(device), DTYPES[config.compute]
+    size = MATRIX if opened.type != "cpu" else MATRIX // 8
+    where = torch.device(device)
+    a, b = (torch.randn(size, size, device=where).to(dtype) for _ in range(2))
+    flops = 2 * size**3 / _best(lambda: (a @ b, opened.synchronize()), 10)
+    h2d = d2h = None
+    if opened.type != "cpu":
+        host, there = opened.pinned(COPY_BYTES, torch.uint8), opened.empty(COPY_BYTES, torch.uint8)
+        h2d = COPY_BYTES / _best(lambda: (opened.copy("h2d", there, host), opened.synchronize()))
+        d2h = COPY_BYTES / _best(lambda: (opened.copy("d2h", host, there), opened.synchronize()))
+    parameters = UPDATE_NUMEL / _best(_update(config, opened.type))
+    disk = None
+    if config.disk_fraction > 0:
+        with tempfile.TemporaryDirectory(dir=config.disk_folder) as folder:
+            disk = _disk_rate(Path(folder))
+    opened.close()
+    return Rates(flops, h2d, d2h, parameters, disk)
+
+
+def predict(
+    dims: ModelDims, config: OffloadConfig, rates: Rates, flops: float, batch_size: int, length_tokens: int
+) -> Prediction:
+    """A step of [batch_size, length_tokens] that takes `flops` operations."""
+    lanes = _lanes(dims, config, rates, flops, batch_size, length_tokens)
+    longest = max(lanes, key=lambda lane: lanes[lane])
+    rest = max(value for lane, value in lanes.items() if lane != "compute")
+    smallest = next(
+        (
+            rows
+            for rows in range(1, LARGEST_BATCH + 1)
+            if (found := _lanes(dims, config, rates, flops * rows / batch_size, rows, length_tokens))["compute"]
+            >= max(value for lane, value in found.items() if lane != "compute")
+        ),
+        None,
+    )
+    leaving = lanes["d2h"] + max(lanes["update"], lanes["disk"])
+    return Prediction(
+        compute_s=lanes["compute"],
+        h2d_s=lanes["h2d"],
+        d2h_s=lanes["d2h"],
+        update_s=lanes["update"],
+        disk_s=lanes["disk"],
+        step_s=max(lanes["compute"], rest),
+        bound=longest,
+        hiding_factor=0.75 * lanes["compute"] / leaving if leaving else float("inf"),
+        smallest_batch=smallest,
+    )
+
+
+def _lanes(
+    dims: ModelDims, config: OffloadConfig, rates: Rates, flops: float, rows: int, length_tokens: int
+) -> dict[str, float]:
+    item = DTYPES[config.compute].itemsize
+    kept = dims.layers * rows * length_tokens * dims.hidden * item * (config.activations != "device")
+    moved = dims.parameters * item
+    on_disk = 2 * config.disk_fraction * moments_bytes(dims.parameters, config.moments)
+    on_disk += 2 * kept * (config.activations == "disk")
+    return {
+        "compute": flops / rates.flops_s,
+        "h2d": (2 * moved + kept) / rates.h2d_bytes_s if rates.h2d_bytes_s else 0.0,
+        "d2h": (moved + kept) / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0,
+        "update": dims.parameters / rates.parameters_s,
+        "disk": on_disk / rates.disk_bytes_s if rates.disk_bytes_s else 0.0,
+    }
+
+
+def _update(config: OffloadConfig, kind: str) -> Any:
+    """One update of `UPDATE_NUMEL` parameters as the engine does it."""
+    count, dtype = UPDATE_NUMEL, DTYPES[config.compute]
+    threads = config.threads or host_threads(kind)
+    held = moments_in(buffer(moments_bytes(count, config.moments), pin=False), count, config.moments)
+    gradient, adam = torch.zeros(count, dtype=dtype), AdamStep(learning_rate=1e-5)
+    if native(config) and dtype == torch.bfloat16:
+        halves = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.uint16)
+        state = HostState(None, *halves, held)
+    else:
+        state = HostState(torch.zeros(count), None, None, held)
+    if native(config):
+        return lambda: layer_adam(gradient, state, adam, threads=threads)
+    scratch, converted = torch.zeros(count), torch.zeros(count, dtype=dtype)
+    return lambda: (torch_adam(gradient, state, adam, scratch), converted.copy_(scratch))
+
+
+def _disk_rate(folder: Path) -> float:
+    """Bytes a second of writing and then reading 256 MiB."""
+    memory = buffer(COPY_BYTES, pin=False)
+    with TierFile(folder, "calibration", [COPY_BYTES]) as file:
+        seconds = _best(lambda: (file.write(0, memory).result(), file.read(0, memory).result()))
+    return 2 * COPY_BYTES / seconds
+
+
+def _best(run: Any, times: int = 1) -> float:
+    """Seconds a call, the median of rounds of `times`, after one to warm up."""
+    run()
+    found = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        for _ in range(times):
+            run()
+        found.append((time.perf_counter() - started) / times)
+    return sorted(found)[len(found) // 2]

@@ -1,0 +1,69 @@
+"""Which kernels the layers and the loss use: liger-kernel's on a GPU where it is installed, or PyTorch's.
+
+Attention is PyTorch's scaled_dot_product_attention in both, which is FlashAttention where the GPU has it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ondevice.errors import MissingPackageError
+from ondevice.nn.cross_entropy import IGNORE
+
+if TYPE_CHECKING:
+    from ondevice.models import Family
+    from ondevice.offload.config import OffloadConfig
+
+
+def use_liger(config: OffloadConfig, device: str) -> bool:
+    """Whether liger-kernel is taken.
+
+    Raises:
+        MissingPackageError: it is asked for, and not installed or there is no GPU.
+    """
+    possible = device != "cpu" and importlib.util.find_spec("liger_kernel") is not None
+    if config.kernels == "liger" and not possible:
+        raise MissingPackageError(
+            "liger-kernel is asked for and cannot be used",
+            expected="a GPU and the package liger-kernel",
+            received="no GPU" if device == "cpu" else "no package",
+            hint='pip install "ondevice-train[cuda]", or method.kernels: torch',
+        )
+    return possible and config.kernels != "torch"
+
+
+def patch_layers(family: Family) -> bool:
+    """Put liger's RMSNorm, rotary embedding and SwiGLU into the model's layers; False if it has none for them."""
+    from liger_kernel.transformers import monkey_patch  # pyright: ignore[reportMissingImports]
+
+    function = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(family.model_type)
+    if function is None:
+        return False
+    function(model=family.model, cross_entropy=False, fused_linear_cross_entropy=False)
+    return True
+
+
+class LigerLoss:
+    """liger's fused linear cross-entropy over one micro-batch; the counterpart of `ChunkedLoss.look_and_learn`."""
+
+    def __init__(self, hidden_ND: Tensor, labels_N: Tensor, scale: float) -> None:
+        self.hidden, self.labels, self.scale = hidden_ND, labels_N, scale
+        self.grad_hidden = hidden_ND
+
+    def look_and_learn(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
+        """The summed loss, float32; the gradient of the head is added to `grad_VD`."""
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
+
+        hidden, weight = self.hidden.detach().requires_grad_(True), weight_VD.detach().requires_grad_(True)
+        module: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum")
+        with torch.enable_grad():
+            total = module(weight, hidden, self.labels)
+        torch.autograd.backward(total * self.scale)
+        if hidden.grad is not None and weight.grad is not None:
+            self.grad_hidden = hidden.grad
+            grad_VD.add_(weight.grad)
+        return total.detach().float()
