@@ -43,7 +43,7 @@ class Row:
 
 
 STEPS = 6
-LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "full": 1e-3}
+LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "full": 1e-3, "slideformer": 1e-3}
 BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
 EAGER = (
     Row("prge", "torch-cpu"),
@@ -58,10 +58,27 @@ EAGER = (
     Row("full", "torch-cpu", adapter_error=1e-3, **BIAS),
     Row("full", "torch-cpu", family="gpt2", adapter_error=1e-3),
     Row("full", "torch-cpu", family="mistral", adapter_error=1e-3),
+    Row("slideformer", "torch-cpu", "float32 and bfloat16 with float32 masters", adapter_error=1e-3),
+    Row("slideformer", "torch-cpu", "float32 and bfloat16 with float32 masters", adapter_error=1e-3, **BIAS),
+    Row(
+        "slideformer",
+        "torch-cpu",
+        "float32 and bfloat16 with float32 masters",
+        {"micro_batch_size": 1},
+        family="gpt2",
+        adapter_error=1e-3,
+    ),
 )
 CUDA = tuple(
     Row(method, "torch-cuda", loss_error=1e-5, gradient_error=2e-2, adapter_error=error)
-    for method, error in (("prge", 1e-5), ("mezo", 5e-5), ("lora", 1e-3), ("lora-fa", 1e-3), ("full", 2e-3))
+    for method, error in (
+        ("prge", 1e-5),
+        ("mezo", 5e-5),
+        ("lora", 1e-3),
+        ("lora-fa", 1e-3),
+        ("full", 2e-3),
+        ("slideformer", 2e-3),
+    )
 )
 PROGRAMS = (
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="functional"),

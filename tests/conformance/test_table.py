@@ -13,7 +13,7 @@ import torch
 from ondevice.api.opening import open_artifact
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.exporters.executorch.author import author
-from ondevice.methods.registry import method_config, open_session
+from ondevice.methods.registry import OFFLOADING, method_config, open_session
 from ondevice.models import load_model
 from ondevice.models.tiny import tiny_model
 from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge
@@ -28,6 +28,7 @@ DEFAULTS = {
     "lora": {"rank": 4},
     "lora-fa": {"rank": 4},
     "full": {},
+    "slideformer": {"compute": "float32"},
 }
 ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.backend == "torch-cuda" else []) for row in TABLE]
 
@@ -43,9 +44,9 @@ def open_row(row: Row) -> Any:
     if row.program:
         return open_artifact(program(row.program))
     loaded = tiny_model(row.family, **row.sizes)
-    if row.backend == "torch-cuda":
+    if row.backend == "torch-cuda" and row.method not in OFFLOADING:
         loaded.model.cuda()
-    session = open_session(loaded, method(row), SEED)
+    session = open_session(loaded, method(row), SEED, row.backend.removeprefix("torch-"))
     assert session.backend == row.backend
     return session
 
@@ -63,7 +64,7 @@ def reference(row: Row, session: Any) -> Plain:
         return PlainPrge(method(row), SEED, family, sizes)
     if row.method == "mezo":
         return PlainMezo(method(row), SEED, family, sizes)
-    start = session.state() if row.method == "full" else session.adapter().tensors
+    start = trained(session)
     return PlainFirstOrder(method(row), start, family, sizes)
 
 
@@ -102,6 +103,9 @@ def trained(session: Any) -> dict[str, np.ndarray]:
     adapter = session.adapter()
     if adapter is not None:
         return adapter.tensors
+    if hasattr(session, "engine"):
+        session.engine.flush()
+        return {name: value.numpy() for name, value in session.engine.store.masters().items()}
     return {name: session.state()[name] for name in session.parameters}
 
 
