@@ -1,0 +1,89 @@
+"""SlideFormer through the command line: checkpoints beside the steps, resume, kill, the plan."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from ondevice.artifact.tensors import read_tensors
+from tests.cli.command import classes, tiny
+from tests.cli.test_interrupt import start, wait_for_steps
+
+
+def train(data, *more: object) -> list[object]:
+    return ["train", *tiny("slideformer", "--lr", "0.01"), "--data", data, *more]
+
+
+def weights(folder) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_a_checkpoint_is_of_its_step_although_the_next_steps_run(ondevice, tmp_path) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+    long, short = tmp_path / "long run", tmp_path / "kurz"
+    every = ("--set", "train.checkpoint_every=2")
+    assert ondevice(*train(data, "--steps", 6, "--out", long, *every)).code == 0
+    assert ondevice(*train(data, "--steps", 4, "--out", short, *every)).code == 0
+    (of_long, of_short) = (read_tensors(run / "checkpoint-00000004" / "state.safetensors") for run in (long, short))
+    assert of_long.keys() == of_short.keys() and "high/layer.0" in of_long
+    for name, value in of_long.items():
+        assert value.tobytes() == of_short[name].tobytes(), name
+    assert weights(long / "checkpoint-00000004" / "model") == weights(short / "model") != weights(long / "model")
+
+
+def test_a_checkpoint_is_a_model_that_other_commands_take(ondevice, tmp_path) -> None:
+    data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
+    done = ondevice(*train(data, "--steps", 3, "--out", out, "--eval-data", data, "--json"))
+    assert done.code == 0, done.err
+    again = ondevice("eval", out / "checkpoint-00000003" / "model", "--data", data, "--json")
+    assert again.code == 0, again.err
+    assert again.json["loss"] == pytest.approx(done.json["evaluation"]["loss"], rel=2e-2)  # bfloat16 against float32
+    assert weights(out / "model") == weights(out / "checkpoint-00000003" / "model")
+
+
+@pytest.mark.parametrize("more", [(), ("--set", "method.moments=int8", "--set", "method.disk_fraction=0.5")])
+def test_a_killed_run_goes_on_with_the_same_bits(more, ondevice, tmp_path) -> None:
+    data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
+    options = train(data, "--set", "train.checkpoint_every=1", *more)
+    process = start(*options, "--steps", 100_000, "--out", out, cwd=tmp_path)
+    try:
+        wait_for_steps(process, out, 4)
+        process.send_signal(signal.SIGKILL)  # with a checkpoint after every step, most likely while one is written
+    finally:
+        process.kill()
+        process.wait()
+    done = ondevice(*options, "--steps", 100_000, "--out", out, "--resume", "--dry-run")
+    assert done.code == 0, done.err
+    latest = max(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
+    steps = latest + 3
+    done = ondevice(*options, "--steps", steps, "--out", out, "--resume", "--json")
+    assert done.code == 0 and done.json["steps"] == steps, done.err
+    assert ondevice(*options, "--steps", steps, "--out", straight).code == 0
+    assert weights(out / "model") == weights(straight / "model")
+
+
+def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+    refused = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "a", "--set", "method.kernels=liger"))
+    assert refused.code == 10 and "liger-kernel" in refused.err
+    near = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "b", "--set", "method.moment=int8"))
+    assert near.code == 2 and "did you mean 'moments'" in near.err
+    adapter = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "c", "--adapter", tmp_path))
+    assert adapter.code != 0 and "Traceback" not in adapter.err
+
+
+def test_the_plan_counts_host_memory_and_predicts_the_step(ondevice) -> None:
+    options = ("--model", "tiny:llama", "--method", "slideformer", "--json")
+    planned = ondevice("plan", *options, "--device", "h200")
+    assert planned.code == 0, planned.err
+    host, states = planned.json["host_parts_bytes"], planned.json["host_parts_bytes"]["masters and moments"]
+    smaller = ondevice("plan", *options, "--device", "h200", "--set", "method.moments=int8").json["host_parts_bytes"]
+    assert sum(host.values()) == planned.json["host_total_bytes"] and smaller["masters and moments"] < 0.6 * states
+    measured = ondevice("plan", *options, "--device", "this-cpu", "--calibrate", "--batch-size", "2")
+    assert measured.code == 0, measured.err
+    found = measured.json["offload"]
+    lanes = [found[f"{lane}_s"] for lane in ("compute", "h2d", "d2h", "update", "disk")]
+    assert found["step_s"] == max(lanes) > 0 and found["bound"] in ("compute", "update")
+    other = ondevice("plan", "--model", "tiny:llama", "--method", "full", "--calibrate")
+    assert other.code == 2 and "offload" in other.err
