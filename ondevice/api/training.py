@@ -17,6 +17,7 @@ from ondevice.train.evaluate import EvalResult, evaluate_dataset
 from ondevice.train.history import RunResult
 from ondevice.train.loop import run_loop
 from ondevice.train.schedule import WarmupDecay
+from ondevice.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
@@ -88,6 +89,9 @@ def train(
         force: run even if the plan says that it does not fit.
         adapter: start from this adapter.
         sinks: called with every event.
+
+    Under `torchrun` every process calls this with the same arguments. Rank 0 reads the data and writes; the others
+    compute with it, and return what it returns.
     """
     from ondevice.models import load_model
     from ondevice.plan.estimate import plan
@@ -96,11 +100,12 @@ def train(
     data = config.data
     if data.path is None:
         raise ConfigError("no data is given", expected="data.path in the run file, or --data")
+    rank, world = ranks_of(config)
     device = resolve_device(config.model.device)
     estimate = plan(
         config.model.source,
         config.method,
-        batch_size=config.train.batch_size,
+        batch_size=config.train.batch_size // world,
         length_tokens=data.max_length_tokens,
         dtype=config.model.dtype,
         device=f"this-{device}",
@@ -108,6 +113,10 @@ def train(
     ensure_fits(estimate, force)
     home = "cpu" if config.method.name in OFFLOADING else device
     loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=home)
+    if rank:
+        session = cast(Any, open_session(loaded, config.method, config.train.seed, device))
+        with StopRequest():  # a signal is for rank 0, which ends the running step and saves
+            return session.follow()
     options = {"task": data.task, "max_length_tokens": data.max_length_tokens, "train_on_prompt": data.train_on_prompt}
     dataset = read_dataset(data.path, loaded.tokenizer, **options)
     evaluation = read_dataset(data.eval_path, loaded.tokenizer, **options) if data.eval_path else None
@@ -128,7 +137,29 @@ def train(
         model_source=config.model.source,
         model_sha256=loaded.source.sha256,
     )
-    return _train(session, dataset, evaluation, config, start, loaded, resume, overwrite, sinks)
+    trained = _train(session, dataset, evaluation, config, start, loaded, resume, overwrite, sinks)
+    if world > 1:
+        cast(Any, session).finish(trained)
+    return trained
+
+
+def ranks_of(config: RunConfig) -> tuple[int, int]:
+    """This process' number and how many train together (`torchrun`); 0 and 1 without.
+
+    Raises:
+        ConfigError: the method or the batch cannot be divided.
+    """
+    from ondevice.offload.ranks import asked, check_rows
+
+    rank, world = asked()
+    if world > 1 and config.method.name not in OFFLOADING:
+        raise ConfigError(
+            f"method {config.method.name} trains in one process",
+            expected=f"under torchrun: {', '.join(OFFLOADING)}",
+            hint="run `ondevice train` without torchrun",
+        )
+    check_rows(config.train.batch_size, world)
+    return rank, world
 
 
 def _data_identity(config: RunConfig, path: Path) -> dict[str, Any]:

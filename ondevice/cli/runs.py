@@ -38,6 +38,7 @@ def train(
 ) -> None:
     """Fine-tune in eager PyTorch: P-RGE or one of its baselines."""
     from ondevice.api.runfile import RunConfig
+    from ondevice.api.training import ranks_of
     from ondevice.api.training import train as train_run
 
     run_config = RunConfig.load(
@@ -59,12 +60,15 @@ def train(
             train__out=target_dir,
         ),
     )
+    rank, _ = ranks_of(run_config)
     if dry_run:
-        _dry_run(run_config, json)
+        if rank == 0:
+            _dry_run(run_config, json)
         return
     with _progress(json or quiet) as sink:
         trained = train_run(run_config, resume=resume, overwrite=overwrite, force=force, adapter=adapter, sinks=[sink])
-    _finish(trained, json, f"ondevice train --resume --out '{run_config.train.out}' ...")
+    if rank == 0:
+        _finish(trained, json, f"ondevice train --resume --out '{run_config.train.out}' ...")
 
 
 def run(

@@ -6,6 +6,7 @@ Untested beyond NVIDIA: on AMD, `torch.cuda` is HIP and the same calls exist.
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -38,6 +39,14 @@ class Device(Protocol):
         ...
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None: ...
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        """What this thread computes inside goes into `lane`."""
+        ...
+
+    def enter(self) -> None:
+        """Let the running thread use this device; a new thread begins with the first one."""
+        ...
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Host memory that copies run through without a stop in between."""
@@ -84,6 +93,12 @@ class CpuDevice:
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def enter(self) -> None:
+        return
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype)
@@ -146,6 +161,12 @@ class CudaDevice:
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self.streams[lane]):
             target.copy_(source, non_blocking=True)
+
+    def on(self, lane: Lane) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.streams[lane])
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.index)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Locked in place: torch's own pinned allocator rounds up to a power of two.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.storage import TierFile, buffer
 from ondevice.runtime_ops.layer_adam import HostState, Moments
 
@@ -47,11 +48,10 @@ def moments_bytes(numel: int, kind: str) -> int:
 class DiskMoments:
     """Moments of a share of the units in one file; read ahead when a unit's gradients are on their way."""
 
-    def __init__(self, units: Units, config: OffloadConfig, folder: Path, timeline: Timeline) -> None:
+    def __init__(self, owned: list[Unit], config: OffloadConfig, folder: Path, timeline: Timeline) -> None:
         self.kind, self.timeline = config.moments, timeline
-        candidates = [unit for unit in units.all if unit.kind != "rest"]
-        count = round(config.disk_fraction * len(candidates))
-        chosen = [candidates[len(candidates) * k // count] for k in range(count)]
+        count = max(1, round(config.disk_fraction * len(owned)))
+        chosen = [owned[len(owned) * k // count] for k in range(count)]
         self.records = {unit.index: record for record, unit in enumerate(chosen)}
         sizes = [moments_bytes(unit.numel, self.kind) for unit in chosen]
         self.file = TierFile(folder, "moments", sizes, timeout_s=config.timeout_s)
@@ -134,7 +134,7 @@ class DiskMoments:
                 break
             for entry in done or self.writing[:1]:
                 entry[1].result()
-                self.writing.remove(entry)
+                self.writing = [other for other in self.writing if other is not entry]  # tensors have no plain ==
                 self.free.append(entry[0])
         return self.free.pop()
 
@@ -207,19 +207,22 @@ class Disk:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-def open_disk(units: Units, config: OffloadConfig, timeline: Timeline) -> Disk:
+def open_disk(units: Units, config: OffloadConfig, timeline: Timeline, ranks: Ranks = SINGLE) -> Disk:
     """The files that `config` asks for.
 
     Raises:
         StorageError: there is no room for them.
     """
-    moments, activations = config.disk_fraction > 0, config.activations == "disk"
+    owned = [unit for unit in units.all if unit.kind != "rest" and ranks.owns(unit)]
+    moments, activations = config.disk_fraction > 0 and bool(owned), config.activations == "disk"
     if not moments and not activations:
         return Disk(None, None, None)
     temporary = Path(tempfile.mkdtemp(prefix="ondevice-offload-")) if config.disk_folder is None else None
     folder = temporary or Path(str(config.disk_folder))
+    if not ranks.single:
+        folder = folder / f"rank-{ranks.rank}"
     return Disk(
-        DiskMoments(units, config, folder, timeline) if moments else None,
+        DiskMoments(owned, config, folder, timeline) if moments else None,
         DiskActivations(folder, config.timeout_s) if activations else None,
         temporary,
     )

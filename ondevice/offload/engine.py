@@ -23,6 +23,7 @@ from ondevice.offload.disk import open_disk
 from ondevice.offload.host import HostStore
 from ondevice.offload.kernels import patch_layers, use_liger
 from ondevice.offload.passes import Passes
+from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.report import Overlap, Spans, Timeline, overlap
 from ondevice.offload.units import cut
 from ondevice.offload.updater import Updater
@@ -41,24 +42,29 @@ class OffloadEngine:
         family: the model on the CPU; its parameters' values move into the engine.
         config: sizes and precisions.
         device: `cpu`, `cuda` or `cuda:N`.
+        ranks: those that train together. All make the same calls with the same batches; a step computes this rank's
+            rows of its batch, and an evaluation all rows on every rank.
 
     Raises:
         StorageError: host memory cannot be locked, or the disk tier does not fit.
         MissingPackageError: the C++ update is asked for and cannot be compiled.
     """
 
-    def __init__(self, family: Family, config: OffloadConfig, device: str) -> None:
-        self.config, self.where = config, torch.device(device)
+    def __init__(self, family: Family, config: OffloadConfig, device: str, ranks: Ranks = SINGLE) -> None:
+        self.ranks, self.config, self.where = ranks, config, torch.device(device)
         self.device = open_device(device)
         liger = use_liger(config, self.device.type)
         self.kernels = "liger" if liger and patch_layers(family) else "torch"
         self.units = units = cut(family)
         self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
-        self.disk = open_disk(units, config, self.timeline)
-        self.store = HostStore(units, config, self.device, self.disk.moments)
+        self.disk = open_disk(units, config, self.timeline, ranks)
+        self.store = HostStore(units, config, self.device, self.disk.moments, ranks)
         self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
+        if not ranks.single:
+            for worker in (self.transfers, self.updates):
+                worker.submit("its device", self.device.enter)
         shared: Any = (units, self.store, config, self.device, self.timeline)
-        threads = config.threads or host_threads(self.device.type)
+        threads = config.threads or host_threads(self.device.type, ranks.world)
         self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
         self.window = Window(*shared, self.transfers, self.updater)
         self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
@@ -70,12 +76,13 @@ class OffloadEngine:
         self.total = self.device.pinned(1, torch.float32)
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
-        """One AdamW step on int64 [B, T]; gives the mean loss, nats a labelled token.
+        """One AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled token.
 
         Returns before the last updates are done; the next call, `flush` and `evaluate` wait for what they need.
 
         Raises:
             DataError: no token of the batch is labelled.
+            ConfigError: the rows cannot be divided among the ranks.
             TrainingError: a thread died or hangs; the message names the layer.
         """
         count = int((labels[:, 1:] != IGNORE).sum())
@@ -83,12 +90,21 @@ class OffloadEngine:
             raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
         self._open()
         self.updater.begin(step, learning_rate)
+        every, rows = ids, self.ranks.share(len(ids))
+        ids, labels = ids[rows], labels[rows]
         parts = self._split(ids)
-        h = self.passes.forward(ids, parts, keep=True)
+        h = self.passes.forward(ids, parts, keep=True, every=every)
+        if not self.ranks.single:
+            self.transfers.submit("the norms of the last step", self.updater.share_norms)
         gradients, total = self.passes.head(h, [labels[part] for part in parts], 1.0 / count)
-        self.device.copy("compute", self.total, total.reshape(1))
-        known = self.device.record("compute")
-        self.passes.backward(gradients, ids, parts)
+        if self.ranks.single:
+            self.device.copy("compute", self.total, total.reshape(1))
+            known = self.device.record("compute")
+            self.passes.backward(gradients, ids, parts)
+        else:
+            summed = self.window.send_total(total.reshape(1), self.total)
+            self.passes.backward(gradients, ids, parts)
+            known = summed()
         self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
         known.wait()
         return float(self.total) / count
@@ -97,7 +113,7 @@ class OffloadEngine:
         """Each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
         self._open()
         parts = self._split(ids)
-        nll = self.passes.score(self.passes.forward(ids, parts, keep=False), [labels[part] for part in parts])
+        nll = self.passes.score(self.passes.forward(ids, parts, False, ids), [labels[part] for part in parts])
         return nll.cpu().numpy(), (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
 
     def flush(self) -> None:
@@ -136,7 +152,7 @@ class OffloadEngine:
         return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
 
 
-def host_threads(device: str) -> int:
-    """All processors, but for two beside an accelerator: they feed it."""
+def host_threads(device: str, ranks: int = 1) -> int:
+    """This rank's share of the processors, but for two beside an accelerator: they feed it."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, processors - 2 * (device != "cpu"))
+    return max(1, processors // ranks - 2 * (device != "cpu"))

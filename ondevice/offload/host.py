@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ondevice.errors import CheckpointError, MissingPackageError
 from ondevice.offload.disk import moments_bytes, moments_in
+from ondevice.offload.ranks import SINGLE, Arrays, Ranks
 from ondevice.offload.storage import buffer
 from ondevice.runtime_ops import layer_adam
 
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from ondevice.offload.units import Unit, Units
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def release(unit: Unit, dtype: torch.dtype) -> None:
+    """Let go of the memory of a unit's parameters."""
+    for piece in unit.pieces:
+        piece.parameter.grad = None
+        piece.parameter.data = torch.empty(0, dtype=dtype)
 
 
 def native(config: OffloadConfig) -> bool:
@@ -46,18 +53,23 @@ def native(config: OffloadConfig) -> bool:
 
 
 class HostStore:
-    """Masters and moments of all units; takes the values out of the model's parameters."""
+    """Masters and moments of the units that this rank owns; takes the values out of the model's parameters."""
 
-    def __init__(self, units: Units, config: OffloadConfig, device: Device, disk: DiskMoments | None) -> None:
-        self.units, self.device, self.disk = units, device, disk
+    def __init__(
+        self, units: Units, config: OffloadConfig, device: Device, disk: DiskMoments | None, ranks: Ranks = SINGLE
+    ) -> None:
+        self.units, self.device, self.disk, self.ranks = units, device, disk, ranks
+        self.owned = tuple(unit for unit in units.all if ranks.owns(unit))
         self.dtype = DTYPES[config.compute]
         self.native = native(config)
         self.split = self.native and self.dtype == torch.bfloat16
         self.converted: list[tuple[Tensor, Event | None]] = []
         self.turn = 0
-        self.states = [self._take(unit, config.moments) for unit in units.all]
+        self.states = {unit.index: self._take(unit, config.moments) for unit in self.owned}
+        for unit in units.all:
+            release(unit, self.dtype)
         if self.dtype == torch.bfloat16 and not self.split:
-            largest = max(unit.numel for unit in units.all)
+            largest = max((unit.numel for unit in self.owned), default=0)
             self.converted = [(device.pinned(largest, self.dtype), None) for _ in range(2)]
 
     def _take(self, unit: Unit, moments: str) -> layer_adam.HostState:
@@ -66,8 +78,7 @@ class HostStore:
         for piece in unit.pieces:
             flat = master[piece.offset : piece.offset + piece.numel]
             flat.copy_(piece.parameter.detach().reshape(-1))
-            piece.parameter.grad = None
-            piece.parameter.data = torch.empty(0, dtype=self.dtype)
+        release(unit, self.dtype)
         held = moments_in(buffer(moments_bytes(unit.numel, moments), pin=False), unit.numel, moments)
         state = layer_adam.HostState(master, None, None, held, unit.index)
         if self.split:
@@ -116,19 +127,27 @@ class HostStore:
         else:
             out.copy_(view[rows])
 
-    def weights(self) -> dict[str, Tensor]:
-        """Every parameter by name: bfloat16 as computed with in split form, else the float32 masters; no copies."""
-        found = {}
-        for unit, state in zip(self.units.all, self.states, strict=True):
-            flat = self._master(state) if state.high is None else state.high
+    def flats(self) -> dict[str, Tensor]:
+        """Those of `arrays` that `weights` is made of."""
+        part = "high" if self.split else "master"
+        states = ((unit, self.states[unit.index]) for unit in self.owned)
+        return {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
+
+    def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Every parameter by name, out of the `flats` or `arrays` of all ranks: bfloat16 as computed with in split
+        form, else the float32 masters; no copies."""
+        found, part = {}, "high" if self.split else "master"
+        for unit in self.units.all:
+            flat = arrays[f"{part}/{unit.key}"]
             for piece in unit.pieces:
                 found[piece.name] = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
         return found
 
     def masters(self) -> dict[str, Tensor]:
-        """Every parameter by name in float32, as copies."""
+        """Every parameter of this rank's units by name in float32, as copies."""
         found = {}
-        for unit, state in zip(self.units.all, self.states, strict=True):
+        for unit in self.owned:
+            state = self.states[unit.index]
             flat = state.master
             if state.high is not None and state.low is not None:
                 flat = layer_adam.merge(state.high, state.low, self.moments(unit))
@@ -137,21 +156,22 @@ class HostStore:
         return found
 
     def arrays(self) -> dict[str, Tensor]:
-        """Everything a resume needs, as views."""
+        """Everything a resume needs of this rank's units, as views."""
         found = {}
-        for unit, state in zip(self.units.all, self.states, strict=True):
+        for unit in self.owned:
+            state = self.states[unit.index]
             parts = {"master": state.master, "high": state.high, "low": state.low, **self.moments(unit).tensors()}
             found |= {f"{part}/{unit.key}": tensor for part, tensor in parts.items() if tensor is not None}
         return found
 
-    def load(self, arrays: dict[str, np.ndarray]) -> None:
+    def load(self, arrays: Arrays) -> None:
         """Take back what `arrays` gave, bfloat16 as uint16.
 
         Raises:
             CheckpointError: naming the first array that is missing or of another size or type.
         """
-        for unit, state in zip(self.units.all, self.states, strict=True):
-            key, moments = unit.key, self.moments(unit)
+        for unit in self.owned:
+            key, moments, state = unit.key, self.moments(unit), self.states[unit.index]
             parts = {"master": state.master, "high": state.high, "low": state.low, **moments.tensors()}
             for part, tensor in parts.items():
                 if tensor is None:
@@ -173,7 +193,7 @@ class HostStore:
     def bytes(self) -> int:
         """Of masters, moments and conversion buffers."""
         tensors = [memory for memory, _ in self.converted]
-        for state in self.states:
+        for state in self.states.values():
             tensors += [t for t in (state.master, state.high, state.low) if t is not None]
             tensors += state.moments.tensors().values()
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

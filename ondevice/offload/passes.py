@@ -50,7 +50,9 @@ class Passes:
         self.activations, self.where, self.liger = activations, where, liger
         self.queue: deque[Event] = deque()
         self.entering, self.leaving = (device.pinned(0, store.dtype) for _ in range(2))
-        self.layers = len(units.layers)
+        self.layers, self.ranks = len(units.layers), store.ranks
+        self.unique = np.zeros(0, dtype=np.int64)
+        self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
     def bytes(self) -> int:
@@ -58,20 +60,23 @@ class Passes:
         return sum(t.numel() * t.element_size() for t in (self.entering, self.leaving))
 
     @torch.no_grad()
-    def forward(self, ids: np.ndarray, parts: list[slice], keep: bool) -> list[Tensor]:
-        """The last layer's output of each micro-batch, [rows, T, hidden]; `keep` saves each layer's input."""
+    def forward(self, ids: np.ndarray, parts: list[slice], keep: bool, every: np.ndarray) -> list[Tensor]:
+        """The last layer's output of each micro-batch, [rows, T, hidden]; `keep` saves each layer's input.
+
+        `every` is what all ranks read together; `ids` itself where there is one.
+        """
         window = self.window
         window.forget_layers()
+        shared = None if self.ranks.single else self._ask(every)
         window.fetch_rest()
         for i in range(len(window.layers)):
             window.fetch_layer(i)
-        task = self.updater.read_rows(torch.from_numpy(np.unique(ids)))
-        if task is not None:
-            task.wait()
-        h = [self.family.place(rows) for rows in self._enter(ids, parts)]
+        entered = self._enter(ids) if shared is None else self._pick(ids, shared)
+        bind(self.units.rest, window.arrive(window.rest).memory)
+        h = [self.family.place(entered[part]) for part in parts]
         if keep:
             self.activations.begin(self.layers, len(parts), h[0])
-        position = self.family.positions(ids.shape[1], self.where, self.store.dtype)
+        position = self._positions(ids.shape[1])
         for i, unit in enumerate(self.units.layers):
             slot = window.layer(i)
             bind(unit, slot.memory)
@@ -116,7 +121,7 @@ class Passes:
     def backward(self, gradients: list[Tensor], ids: np.ndarray, parts: list[slice]) -> None:
         """Down through the layers; every unit's gradients leave as soon as they are there."""
         window, activations = self.window, self.activations
-        position = self.family.positions(ids.shape[1], self.where, self.store.dtype)
+        position = self._positions(ids.shape[1])
         micro = range(len(parts))
         order = [(i, m) for i in reversed(range(self.layers)) for m in micro]
         for i, unit in reversed(list(enumerate(self.units.layers))):
@@ -141,8 +146,12 @@ class Passes:
         self._leave(gradients, ids, parts)
         window.send_rest()
 
-    def _enter(self, ids: np.ndarray, parts: list[slice]) -> list[Tensor]:
+    def _enter(self, ids: np.ndarray) -> Tensor:
         """Read the embedding's rows on the host and bring them over."""
+        self.unique = np.unique(ids)
+        task = self.updater.read_rows(torch.from_numpy(self.unique))
+        if task is not None:
+            task.wait()
         width = self.family.dims.hidden
         if self.entering.numel() < ids.size * width:
             self.entering = self.device.pinned(ids.size * width, self.store.dtype)
@@ -150,13 +159,28 @@ class Passes:
         self.store.rows(self.units.embedding, torch.from_numpy(ids.reshape(-1)), host)
         entered = torch.empty(*ids.shape, width, dtype=self.store.dtype, device=self.where)
         self.device.copy("compute", entered.view(-1, width), host)
-        bind(self.units.rest, self.window.arrive(self.window.rest).memory)
-        return [entered[part] for part in parts]
+        return entered
+
+    def _ask(self, every: np.ndarray) -> Slot:
+        """The same for all ranks: each row once, from its owner."""
+        self.unique = np.unique(every)
+        rows = torch.from_numpy(self.unique)
+        task, host = self.updater.read_rows(rows), None
+        if self.ranks.owns(self.units.embedding):
+            size = rows.numel() * self.family.dims.hidden
+            if self.entering.numel() < size:
+                self.entering = self.device.pinned(size, self.store.dtype)
+            host = self.entering[:size].view(rows.numel(), -1)
+        return self.window.fetch_rows(rows, task, host)
+
+    def _pick(self, ids: np.ndarray, shared: Slot) -> Tensor:
+        """This rank's rows out of those of all, [B, T, hidden]."""
+        at = torch.from_numpy(np.searchsorted(self.unique, ids)).to(self.where)
+        return self.window.arrive(shared).memory[at]
 
     def _leave(self, gradients: list[Tensor], ids: np.ndarray, parts: list[slice]) -> None:
         """Gradient of the embedding: one row for each token that occurs, summed over where it does."""
-        unique, inverse = np.unique(ids, return_inverse=True)
-        inverse = inverse.reshape(ids.shape)
+        unique, inverse = self.unique, np.searchsorted(self.unique, ids)
         width, rows = self.family.dims.hidden, len(unique)
         found = torch.zeros(rows, width, dtype=self.store.dtype, device=self.where)
         for part, gradient in zip(parts, gradients, strict=True):
@@ -165,20 +189,22 @@ class Passes:
             if placed is not entered:
                 torch.autograd.backward(placed, gradient)
                 gradient = entered.grad if entered.grad is not None else gradient
-            at = torch.from_numpy(inverse[part]).to(self.where)
+            at = self._upload(inverse[part])
             found += torch.ops.aten.embedding_dense_backward(gradient, at, rows, -1, False)
         padding = self.family.embedding.padding_idx
         if padding is not None:
             found[torch.from_numpy(unique == padding).to(self.where)] = 0
-        if self.leaving.numel() < found.numel():
+        owned = self.ranks.owns(self.units.embedding)
+        if owned and self.leaving.numel() < found.numel():
             self.leaving = self.device.pinned(found.numel(), self.store.dtype)
-        self.window.send_rows(torch.from_numpy(unique), found, self.leaving[: found.numel()].view(rows, width))
+        host = self.leaving[: found.numel()].view(rows, width) if owned else None
+        self.window.send_rows(torch.from_numpy(unique), found, host)
 
     def _scores(self, normed: list[Tensor], labels: list[np.ndarray], scale: float) -> list[loss.ChunkedLoss]:
         """Each position paired with the label of the next token."""
         found = []
         for part, rows in zip(normed, labels, strict=True):
-            targets = torch.from_numpy(np.ascontiguousarray(rows[:, 1:])).to(self.where).reshape(-1)
+            targets = self._upload(rows[:, 1:]).reshape(-1)
             flat = part[:, :-1].reshape(-1, part.shape[-1])
             found.append(loss.ChunkedLoss(flat, targets, scale, self.config.loss_chunk_tokens))
         return found
@@ -214,6 +240,19 @@ class Passes:
         if part + 1 < len(self.window.parts):
             self.window.fetch_head(part + 1)
         return self.window.head_part(part)
+
+    def _positions(self, length: int) -> tuple[Tensor, Tensor]:
+        """The family's, kept: making them waits for the accelerator."""
+        if length not in self.kept_positions:
+            self.kept_positions = {length: self.family.positions(length, self.where, self.store.dtype)}
+        return self.kept_positions[length]
+
+    def _upload(self, values: np.ndarray) -> Tensor:
+        """int64 to the accelerator without waiting for what it computes."""
+        source = torch.from_numpy(np.ascontiguousarray(values))
+        if self.where.type == "cpu":
+            return source
+        return source.pin_memory().to(self.where, non_blocking=True)
 
     def _start(self) -> Event:
         """Begin a computation, at most `AHEAD` before the accelerator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,7 @@ class Timeline:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.spans: list[_Span] = []
+        self.spans: deque[_Span] = deque()  # its ends are safe between threads
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         """A span of a host thread, seconds of `time.perf_counter`."""
@@ -71,16 +72,16 @@ class Timeline:
 
     def take(self) -> Spans:
         """Every span that has ended: lane, name, start and end in seconds, bytes; the others stay."""
-        ended, running = [], []
-        for span in self.spans:
+        ended: Spans = []
+        for _ in range(len(self.spans)):
+            span = self.spans.popleft()
             if isinstance(span.start, float):
                 ended.append((span.lane, span.name, span.start, span.end, span.size))
             elif span.end.done():
                 start, end = (self.device.seconds(event) for event in (span.start, span.end))
                 ended.append((span.lane, span.name, start, end, span.size))
             else:
-                running.append(span)
-        self.spans = running
+                self.spans.append(span)
         return ended
 
 

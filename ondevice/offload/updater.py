@@ -59,14 +59,16 @@ class Updater:
         self.units, self.store, self.config, self.device = units, store, config, device
         self.worker, self.watch, self.timeline, self.threads, self.disk = worker, watch, timeline, threads, disk
         self.now = Step(AdamStep(learning_rate=0.0), {}, {})
-        largest = max(unit.numel for unit in units.layers)
-        held = len(units.layers) if self._exact else min(config.gradient_buffers, len(units.layers))
+        self.ranks, largest = store.ranks, max(unit.numel for unit in units.layers)
+        layers = sum(unit.kind == "layer" for unit in store.owned)
+        held = layers if self._exact else min(config.gradient_buffers, layers)
         self.free = [device.pinned(largest, store.dtype) for _ in range(held)]
         self.freed = threading.Condition()
-        self.rest = device.pinned(units.rest.numel, store.dtype)
-        self.table = device.pinned(units.head.numel, store.dtype)
-        self.embedding = self.table if units.tied else torch.zeros(units.embedding.numel, dtype=store.dtype)
-        self.scratch = None if store.native else torch.empty(max(unit.numel for unit in units.all))
+        size = {unit.kind: unit.numel for unit in store.owned}
+        self.rest = device.pinned(size.get("rest", 0), store.dtype)
+        self.table = device.pinned(size.get(units.head.kind, 0), store.dtype)
+        self.embedding = self.table if units.tied else torch.zeros(size.get("embedding", 0), dtype=store.dtype)
+        self.scratch = None if store.native else torch.empty(max((unit.numel for unit in store.owned), default=0))
         self.pending: dict[int, Task] = {}
         self.kept: dict[str, threading.Event] = {}
         self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
@@ -137,16 +139,26 @@ class Updater:
 
     def end_backward(self) -> None:
         """Every gradient of the step is on its way; with exact clipping the updates begin here."""
-        waiting, self.waiting = self.waiting, []
-        if not waiting:
+        if not self._exact:
             return
+        waiting, self.waiting = self.waiting, []
         if self.rows is not None:
             self._merge(*self.rows)
         for event, arrived, _ in waiting:
             event.wait()
             arrived()
+        if not self.ranks.single:
+            merged = self.ranks.merge(self.now.squares, len(self.units.all))
+            self.now.squares.clear()  # the order of the sum is the same on all ranks
+            self.now.squares.update(merged)
         for _, _, send in waiting:
             send()
+
+    def share_norms(self) -> None:
+        """Let all ranks know the last step's norms, where clipping needs them; its updates are done by now."""
+        if self.config.max_grad_norm is not None and self.config.clip == "previous":
+            before = self.ranks.merge(self.now.before, len(self.units.all))
+            self.now = replace(self.now, before=before if any(before.values()) else {})
 
     def read_rows(self, needed: Tensor | None) -> Task | None:
         """Update the embedding: the rows `needed` (sorted) at once, the others later; None: all at once.

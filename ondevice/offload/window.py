@@ -7,10 +7,13 @@ pass are still there when the backward pass begins.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from ondevice.offload.moves import Moves, square
 
 if TYPE_CHECKING:
     from ondevice.offload.config import OffloadConfig
@@ -56,7 +59,8 @@ class Window:
         updater: Updater,
     ) -> None:
         self.units, self.store, self.updater, self.device = units, store, updater, device
-        self.worker, self.timeline, dtype = worker, timeline, store.dtype
+        self.worker, self.ranks, dtype = worker, store.ranks, store.dtype
+        self.moves = Moves(device, timeline, store.ranks)
         largest = max(unit.numel for unit in units.layers)
         self.layers = [Slot(device.empty(largest, dtype)) for _ in range(min(config.window, len(units.layers)))]
         self.gradients = [Slot(device.empty(largest, dtype)) for _ in range(2)]
@@ -72,6 +76,7 @@ class Window:
         self.norms = device.pinned(len(units.all) + len(self.parts), torch.float32)
         self.clipping = config.max_grad_norm is not None
         self.leaving: Task | None = None
+        self.entering: Slot | None = None
 
     def fetch_layer(self, i: int) -> None:
         """Ask for layer `i`, unless its unit holds it."""
@@ -117,40 +122,49 @@ class Window:
 
     def send_layer(self, i: int, slot: Slot) -> None:
         """Let the gradients of layer `i` leave, then update it."""
-        unit, computed = self.units.layers[i], self.device.record("compute")
-        square = self._square(unit.index, slot.memory[: unit.numel])
+        unit = self.units.layers[i]
+        norm = self._norm(unit.index, slot.memory[: unit.numel])
+        computed = self.device.record("compute")  # after the norm, which leaves with the gradients
 
         def run() -> Event:
+            if not self.ranks.owns(unit):
+                return self.moves.take(unit, None, slot.memory[: unit.numel], computed)
             buffer = self.updater.acquire(f"waiting for host memory for the gradients of {unit.name}")
-            event = self._copy_out(unit.name, buffer[: unit.numel], slot.memory[: unit.numel], computed, square)
-            self.updater.submit(unit, buffer, event, None if square is None else square[1], pooled=True)
+            event = self.moves.take(unit, buffer[: unit.numel], slot.memory[: unit.numel], computed, norm)
+            self.updater.submit(unit, buffer, event, None if norm is None else norm[1], pooled=True)
             return event
 
         slot.task = self.worker.submit(unit.name, run)
 
     def send_rest(self) -> None:
         """The same for what belongs to no layer."""
-        unit, computed, slot = self.units.rest, self.device.record("compute"), self.rest_gradient
-        square = self._square(unit.index, slot.memory)
+        unit, slot = self.units.rest, self.rest_gradient
+        norm = self._norm(unit.index, slot.memory)
+        computed = self.device.record("compute")
 
         def run() -> Event:
+            if not self.ranks.owns(unit):
+                return self.moves.take(unit, None, slot.memory, computed)
             self.updater.wait(unit)
-            event = self._copy_out(unit.name, self.updater.rest, slot.memory, computed, square)
-            self.updater.submit(unit, self.updater.rest, event, None if square is None else square[1], pooled=False)
+            event = self.moves.take(unit, self.updater.rest, slot.memory, computed, norm)
+            self.updater.submit(unit, self.updater.rest, event, None if norm is None else norm[1], pooled=False)
             return event
 
         slot.task = self.worker.submit(unit.name, run)
 
     def send_head(self, part: int, slot: Slot) -> None:
         """The same for a part of the head; the update follows the last part, or for a tied head the embedding."""
-        unit, computed = self.units.head, self.device.record("compute")
+        unit = self.units.head
         low, high = (bound * self.width for bound in self.parts[part])
         memory = slot.memory[: high - low]
-        square = None if self.units.tied else self._square(len(self.units.all) + part, memory)
+        norm = None if self.units.tied else self._norm(len(self.units.all) + part, memory)
+        computed = self.device.record("compute")
 
         def run() -> Event:
+            if not self.ranks.owns(unit):
+                return self.moves.take(unit, None, memory, computed)
             self.updater.wait(unit)
-            event = self._copy_out(unit.name, self.updater.table[low:high], memory, computed, square)
+            event = self.moves.take(unit, self.updater.table[low:high], memory, computed, norm)
             if part == len(self.parts) - 1 and not self.units.tied:
                 total = self.norms[len(self.units.all) :] if self.clipping else None
                 self.updater.submit(unit, self.updater.table, event, total, pooled=False)
@@ -158,15 +172,16 @@ class Window:
 
         slot.task = self.worker.submit(unit.name, run)
 
-    def send_rows(self, rows: Tensor, gradient: Tensor, host: Tensor) -> None:
-        """The embedding's gradient: int64 [R], [R, hidden], and where it goes on the host."""
+    def send_rows(self, rows: Tensor, gradient: Tensor, host: Tensor | None) -> None:
+        """The embedding's gradient: int64 [R], [R, hidden], and where it goes on its owner's host."""
         unit, computed = self.units.embedding, self.device.record("compute")
 
         def run() -> None:
-            if not self.units.tied:
+            if host is not None and not self.units.tied:
                 self.updater.wait(unit)
-            event = self._copy_out(unit.name, host, gradient, computed, None)
-            self.updater.submit_rows(rows, host, event)
+            event = self.moves.take(unit, host, gradient, computed)
+            if host is not None:
+                self.updater.submit_rows(rows, host, event)
 
         self.leaving = self.worker.submit(unit.name, run)  # keeps the rows until they have left
 
@@ -174,18 +189,38 @@ class Window:
         used = slot.used
 
         def run() -> Event:
-            self.updater.wait(unit)
-            source = self.store.outgoing(unit, span)
-            if used is not None:
-                self.device.hold("h2d", used)
-            started = self.device.record("h2d")
-            self.device.copy("h2d", slot.memory[: source.numel()], source)
-            event = self.device.record("h2d")
-            self.store.sent(event)
-            self.timeline.span("h2d", unit.name, started, event, source.numel() * source.element_size())
+            source = None
+            if self.ranks.owns(unit):
+                self.updater.wait(unit)
+                source = self.store.outgoing(unit, span)
+            event = self.moves.bring(unit, slot.memory[: span.stop - span.start], source, used)
+            if source is not None:
+                self.store.sent(event)
             return event
 
         slot.task = self.worker.submit(unit.name, run)
+
+    def fetch_rows(self, rows: Tensor, updated: Task | None, host: Tensor | None) -> Slot:
+        """Rows of the embedding for all ranks: int64 [R], [R, hidden]; its owner reads them into `host` after
+        `updated`."""
+        unit, width = self.units.embedding, self.units.embedding.pieces[0].shape[1]
+        slot = self.entering = Slot(self.rest.memory.new_empty(len(rows), width))
+        made = self.device.record("compute")
+
+        def run() -> Event:
+            if updated is not None:
+                updated.wait()
+            if host is not None:
+                self.store.rows(unit, rows, host)
+            return self.moves.bring(unit, slot.memory, host, made)
+
+        slot.task = self.worker.submit(unit.name, run)
+        return slot
+
+    def send_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:
+        """Let the loss leave, summed over the ranks; the result gives the event after which it is in `host`."""
+        computed = self.device.record("compute")
+        return self.worker.submit("the loss", lambda: self.moves.total(total, host, computed)).wait
 
     def arrive(self, slot: Slot) -> Slot:
         """Computations that follow run once what was asked of `slot` is done."""
@@ -194,19 +229,8 @@ class Window:
             slot.task = None
         return slot
 
-    def _square(self, index: int, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
-        """The squared norm on the accelerator, and where it goes on the host."""
+    def _norm(self, index: int, gradient: Tensor) -> tuple[Tensor | None, Tensor] | None:
+        """The squared norm, None while the sum over the ranks is still to come, and where it goes on the host."""
         if not self.clipping:
             return None
-        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square().reshape(1)
-        return square, self.norms[index : index + 1]
-
-    def _copy_out(self, name: str, target: Tensor, source: Tensor, computed: Event, square: Any) -> Event:
-        self.device.hold("d2h", computed)
-        started = self.device.record("d2h")
-        self.device.copy("d2h", target, source)
-        if square is not None:
-            self.device.copy("d2h", square[1], square[0])
-        event = self.device.record("d2h")
-        self.timeline.span("d2h", name, started, event, source.numel() * source.element_size())
-        return event
+        return square(gradient) if self.ranks.single else None, self.norms[index : index + 1]

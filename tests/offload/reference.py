@@ -6,7 +6,7 @@ part under autograd, and gives `torch.optim.AdamW(fused=True)` the gradients con
 
 Order of the roundings, which bits depend on: gradients of the micro-batches are added in the compute dtype, in order.
 Of a tied embedding the head's are summed over all micro-batches, the looked-up rows' too, and then the one is added to
-the other. (Plain autograd adds head, rows, head, rows.) float32 sums of the loss go by micro-batch.
+the other. (Plain autograd adds head, rows, head, rows.)
 """
 
 from __future__ import annotations
@@ -120,17 +120,17 @@ class InMemory:
         for name, parameter in self.parameters.items():
             parameter.data, parameter.grad = self.masters[name].to(self.dtype), None
         count = int((labels[:, 1:] != -100).sum())
-        total, size = torch.zeros(()), self.config.micro_batch_size or len(ids)
+        losses, size = [], self.config.micro_batch_size or len(ids)
         head = torch.zeros_like(self.parameters[self.head])
         for low in range(0, len(ids), size):
             part = slice(low, low + size)
-            total += self._micro_batch(torch.from_numpy(ids[part]), labels[part], 1.0 / count, head)
+            losses.append(self._micro_batch(torch.from_numpy(ids[part]), labels[part], 1.0 / count, head))
         found = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.parameters.items()
         }
         found[self.head] = head + found[self.head]
-        return float(total) / count, found
+        return float(torch.stack(losses).sum()) / count, found
 
     def update(self, gradients: dict[str, torch.Tensor], learning_rate: float) -> None:
         """One step of the optimizer on float32 gradients."""

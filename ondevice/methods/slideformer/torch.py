@@ -13,6 +13,7 @@ from ondevice.errors import CheckpointError, ConfigError
 from ondevice.methods.session import StepResult
 from ondevice.models.save import save_weights
 from ondevice.offload.engine import OffloadEngine
+from ondevice.offload.ranks import SINGLE, Ranks, join
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -27,12 +28,13 @@ class OffloadSession:
     lengths_tokens = None
     generator_backend = "none"
 
-    def __init__(self, loaded: LoadedModel, config: SlideformerConfig, device: str) -> None:
-        self.loaded, self.config = loaded, config
-        self.engine = OffloadEngine(loaded.family, config, device)
+    def __init__(self, loaded: LoadedModel, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE) -> None:
+        self.loaded, self.config, self.ranks = loaded, config, ranks
+        self.engine = OffloadEngine(loaded.family, config, device, ranks)
         self.backend = f"torch-{self.engine.where.type}"
         self.steps_done = 0
         self.unwritten: Counter[str] = Counter()
+        self.arrays: dict[str, torch.Tensor] = {}
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One AdamW step; its last updates run on while the next step begins."""
@@ -54,7 +56,8 @@ class OffloadSession:
         A unit is not updated before `written` has named all its arrays, so they can be written beside the next step.
         """
         self.engine.flush()
-        arrays = dict(reversed(self.engine.store.arrays().items()))  # what the next step updates first comes first
+        arrays = self.ranks.collect(self.engine.store.arrays())
+        arrays = self.arrays = dict(reversed(arrays.items()))  # what the next step updates first comes first
         self.engine.updater.keep({name.partition("/")[2] for name in arrays})
         self.unwritten = Counter(name.partition("/")[2] for name in arrays)
         found = {name: _as_numpy(tensor) for name, tensor in arrays.items()}
@@ -64,6 +67,7 @@ class OffloadSession:
         """The array `name` of `state` has been read, or None: nothing of it will be read any more."""
         if name is None:
             self.engine.updater.release(None)
+            self.arrays = {}
             return
         key = name.partition("/")[2]
         self.unwritten[key] -= 1
@@ -72,20 +76,28 @@ class OffloadSession:
 
     def save_beside(self, folder: Path) -> None:
         """The weights as transformers loads them, into the checkpoint's folder."""
-        save_weights(folder / "model", self.engine.store.weights(), self.loaded)
+        save_weights(folder / "model", self.engine.store.weights(self.arrays), self.loaded)
 
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` gave."""
+    def load_state(self, state: dict[str, np.ndarray] | None) -> None:
+        """Take back what `state` gave, on any number of ranks; those but rank 0 have it from there."""
         self.engine.flush()
-        if "optimizer_step" not in state:
-            raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
-        self.engine.store.load({name: value for name, value in state.items() if name != "optimizer_step"})
-        self.steps_done = int(state["optimizer_step"][0])
+        problem: Exception | None = None
+        with self.ranks.lent(state) as arrays:
+            done = arrays.get("optimizer_step")
+            try:
+                if done is None:
+                    raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
+                self.engine.store.load(arrays)
+                self.steps_done = int(done[0])
+            except CheckpointError as error:
+                problem = error
+        self.ranks.agree(problem)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The trained parameters by name, views; bfloat16 where that is what was computed with."""
         self.engine.flush()
-        return self.engine.store.weights()
+        flats = self.ranks.collect(self.engine.store.flats())
+        return self.engine.store.weights(flats) if self.ranks.rank == 0 else {}
 
     def adapter(self) -> Adapter | None:
         """None: the model itself is what was trained."""
@@ -105,5 +117,12 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def open_session(loaded: LoadedModel, config: Any, seed: int, device: str = "cpu") -> OffloadSession:
-    """The registry's door to this method; `loaded` is on the CPU, and nothing is drawn from `seed`."""
-    return OffloadSession(loaded, config, device)
+    """The registry's door to this method; `loaded` is on the CPU, and nothing is drawn from `seed`.
+
+    Under `torchrun` with several processes, rank 0 has a `Leader`, and the others a `Follower`.
+    """
+    from ondevice.methods.slideformer.ranked import Follower, Leader
+
+    ranks, device = join(device, config.timeout_s)
+    kind = OffloadSession if ranks.single else Follower if ranks.rank else Leader
+    return kind(loaded, config, device, ranks)

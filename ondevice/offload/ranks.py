@@ -1,0 +1,253 @@
+"""Data parallelism over the GPUs of one host, under `torchrun`: the processes, and what they say to each other.
+
+Every unit has one owner, which keeps its masters and moments and updates it: host memory and update are divided by the
+ranks. A fetched unit is broadcast from its owner, its gradients are summed on their way to the owner. Gradients are
+summed in the compute dtype, as they are stored: half the bytes of float32, and each of the `world - 1` additions rounds
+to bfloat16, as accumulation over micro-batches does.
+
+Two groups. `steps`: NCCL on GPUs, gloo on the CPU, only ever used by the engine's transfer thread, whose order of work
+is the same on every rank. `calls`: gloo, between the main threads, for what rank 0 asks the others to do; it waits as
+long as rank 0 lives, since a checkpoint or an evaluation may take any time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ondevice.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from ondevice.offload.units import Unit
+
+CHUNK_BYTES = 256 << 20
+"""Of one message between hosts' memories."""
+PATIENCE = timedelta(days=30)
+T = TypeVar("T")
+
+
+class Arrays(Protocol):
+    """Arrays by name, of a checkpoint that lies here or on rank 0."""
+
+    def get(self, name: str, /) -> np.ndarray | None: ...
+
+
+class Ranks:
+    """This process among those that train together; alone, every call gives back what it got at once."""
+
+    def __init__(self, rank: int = 0, world: int = 1, timeout_s: float = 600.0, device: str = "cpu") -> None:
+        self.rank, self.world, self.single = rank, world, world == 1
+        self.steps: Any = None
+        self.calls: Any = None
+        self.sums: Any = None
+        if self.single:
+            return
+        limit = timedelta(seconds=timeout_s)
+        with _together():
+            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
+            self.calls = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self.sums = dist.group.WORLD
+            self.steps = self.sums if device == "cpu" else dist.new_group(backend="nccl", timeout=limit)
+
+    def owner(self, unit: Unit) -> int:
+        """The rank that keeps and updates `unit`."""
+        return unit.index % self.world
+
+    def owns(self, unit: Unit) -> bool:
+        return self.owner(unit) == self.rank
+
+    def share(self, rows: int) -> slice:
+        """This rank's rows of a batch.
+
+        Raises:
+            ConfigError: the ranks cannot have equally many.
+        """
+        check_rows(rows, self.world)
+        return slice(self.rank, None, self.world)
+
+    def broadcast(self, memory: Tensor, unit: Unit) -> None:
+        """Fill `memory` on all ranks with the owner's, on the current stream (transfer thread)."""
+        if not self.single:
+            with _together():
+                dist.broadcast(memory, self.owner(unit), group=self.steps)
+
+    def reduce(self, memory: Tensor, unit: Unit) -> None:
+        """Sum `memory` into the owner's, on the current stream; the others' is undefined after (transfer thread)."""
+        if not self.single:
+            with _together():
+                dist.reduce(memory, self.owner(unit), group=self.steps)
+
+    def total(self, memory: Tensor) -> None:
+        """Sum `memory` into that of every rank, on the current stream (transfer thread)."""
+        if not self.single:
+            with _together():
+                dist.all_reduce(memory, group=self.steps)
+
+    def merge(self, values: dict[int, float], count: int) -> dict[int, float]:
+        """Values of units below `count` from all ranks, in the same order everywhere; waits (transfer thread)."""
+        if self.single:
+            return values
+        summed = torch.tensor([values.get(i, 0.0) for i in range(count)], dtype=torch.float64)
+        with _together():
+            dist.all_reduce(summed, group=self.sums)
+        return dict(enumerate(summed.tolist()))
+
+    def tell(self, value: T | None = None) -> T:
+        """What rank 0 gives, on every rank."""
+        values: list[Any] = [value]
+        if not self.single:
+            with _together():
+                dist.broadcast_object_list(values, src=0, group=self.calls)
+        return values[0]
+
+    def agree(self, problem: Exception | None) -> None:
+        """Raise the first rank's problem on every rank."""
+        problems: list[Any] = [problem]
+        if not self.single:
+            problems = [None] * self.world
+            with _together():
+                dist.all_gather_object(problems, problem, group=self.calls)
+        for found in problems:
+            if found is not None:
+                raise found
+
+    def collect(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On rank 0 the arrays of all ranks: its own as they are, copies of the others', one at a time."""
+        found = dict(arrays)
+        if self.single:
+            return found
+        with _together():
+            if self.rank:
+                for name, tensor in arrays.items():
+                    self._give(0, name, tensor)
+                self._give(0, None, None)
+            for other in range(1, self.world if self.rank == 0 else 1):
+                while (entry := self._take(other))[0] is not None and entry[1] is not None:
+                    found[entry[0]] = entry[1]
+        return found
+
+    @contextmanager
+    def lent(self, arrays: Mapping[str, np.ndarray] | None) -> Iterator[Arrays]:
+        """Arrays of rank 0 by name, fetched when they are asked for; rank 0 serves the others when it is done."""
+        if self.rank == 0:
+            yield arrays or {}
+            if not self.single:
+                self._serve(arrays or {})
+            return
+        try:
+            yield _Remote(self)
+        finally:
+            with _together():
+                dist.send_object_list([None], 0, group=self.calls)
+
+    def _serve(self, arrays: Mapping[str, np.ndarray]) -> None:
+        with _together():
+            for other in range(1, self.world):
+                while (name := self._ask(other)) is not None:
+                    value = arrays.get(name)
+                    self._give(other, name, None if value is None else torch.from_numpy(value))
+
+    def _ask(self, source: int) -> Any:
+        values: list[Any] = [None]
+        dist.recv_object_list(values, source, group=self.calls)
+        return values[0]
+
+    def _give(self, target: int, name: str | None, tensor: Tensor | None) -> None:
+        head = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        dist.send_object_list([(name, head)], target, group=self.calls)
+        if tensor is not None and tensor.numel():
+            for part in tensor.contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
+                dist.send(part, target, group=self.calls)
+
+    def _take(self, source: int) -> tuple[str | None, Tensor | None]:
+        name, head = self._ask(source)
+        if head is None:
+            return name, None
+        tensor = torch.empty(head[0], dtype=head[1])
+        if tensor.numel():
+            for part in tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
+                dist.recv(part, source, group=self.calls)
+        return name, tensor
+
+
+class _Remote:
+    """Arrays of rank 0, seen from another."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def get(self, name: str, /) -> np.ndarray | None:
+        with _together():
+            dist.send_object_list([name], 0, group=self.ranks.calls)
+            tensor = self.ranks._take(0)[1]
+        return None if tensor is None else tensor.numpy()
+
+
+SINGLE = Ranks()
+"""No other process."""
+
+
+def asked() -> tuple[int, int]:
+    """Rank and number of processes that `torchrun` set, else 0 and 1.
+
+    Raises:
+        ConfigError: they are spread over several hosts.
+    """
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if local != world:
+        raise ConfigError("the ranks are spread over several hosts", expected="one host", received=f"{world // local}")
+    return rank, world
+
+
+def check_rows(rows: int, world: int) -> None:
+    """Every rank has the same number of rows, so that all do the same transfers.
+
+    Raises:
+        ConfigError: the rows do not divide.
+    """
+    if rows % world:
+        raise ConfigError(
+            f"{rows} rows cannot be divided among {world} ranks",
+            expected=f"train.batch_size, the rows of all ranks together, a multiple of {world}",
+            received=rows,
+        )
+
+
+def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
+    """The processes that `torchrun` started, once all are there, and this one's device.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+        TrainingError: the others do not come.
+    """
+    rank, world = asked()
+    if world == 1:
+        return SINGLE, device
+    kind = torch.device(device).type
+    if kind == "cuda":
+        if torch.cuda.device_count() < world:
+            raise ConfigError("there are fewer GPUs than ranks", expected=world, received=torch.cuda.device_count())
+        torch.cuda.set_device(rank)
+        device = f"cuda:{rank}"
+    return Ranks(rank, world, timeout_s, kind), device
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise TrainingError(
+            "another rank has ended or does not answer",
+            received=str(error).split(". ")[0][:300],
+            hint="its own message says why; the last checkpoint is intact, resume from it",
+        ) from error
