@@ -38,6 +38,7 @@ class Activations:
         self.left: dict[int, Event] = {}
         self.left_host: dict[int, Event] = {}
         self.arrived: dict[int, tuple[int, Event]] = {}
+        self.numel: dict[int, int] = {}
         self.micro_batches = micro_batches
         if self.place == "device":
             return
@@ -62,6 +63,7 @@ class Activations:
             return
         if self.disk is not None:
             self.disk.place(at)
+        self.numel[at] = h.numel()
         host = self._host(at)[: h.numel()]
         self.device.hold("d2h", self.device.record("compute"))
         started = self.device.record("d2h")
@@ -81,7 +83,7 @@ class Activations:
         while self.leaving:
             self._settle()
         self.turn = (self.turn + 1) % len(self.ring)
-        memory, used = self.ring[self.turn]
+        memory, used = self.ring[self.turn][0][: self.numel[at]], self.ring[self.turn][1]
         if self.disk is not None:
             self.disk.read(at)
             self.disk.wait(at)

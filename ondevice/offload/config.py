@@ -39,9 +39,9 @@ class OffloadConfig(Section):
     """Clip gradients to this norm; None does not clip."""
 
     clip: Literal["previous", "layer", "global"] = "previous"
-    """`previous` divides by the last step's global norm, and no layer may exceed the limit alone; `layer` clips
-    each layer to the limit; `global` is exact and updates only after the backward pass, with all gradients in
-    host memory (2 bytes a parameter more)."""
+    """`previous` divides by the last step's global norm (in the first step by each layer's own, times the root of
+    their number), and no layer may exceed the limit alone; `layer` clips each layer to the limit; `global` is exact
+    and updates only after the backward pass, with all gradients in host memory (2 bytes a parameter more)."""
 
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Rows that pass through a layer at once; a batch of more is accumulated, layer by layer."""

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,8 +55,9 @@ class DiskMoments:
         chosen = [owned[len(owned) * k // count] for k in range(count)]
         self.records = {unit.index: record for record, unit in enumerate(chosen)}
         sizes = [moments_bytes(unit.numel, self.kind) for unit in chosen]
+        self.staging = [buffer(max(sizes), pin=False) for _ in range(min(STAGED, count))]
+        self.free = list(self.staging)
         self.file = TierFile(folder, "moments", sizes, timeout_s=config.timeout_s)
-        self.free = [buffer(max(sizes), pin=False) for _ in range(min(STAGED, count))]
         self.staged: dict[int, tuple[Tensor, Future[None]]] = {}
         self.writing: list[tuple[Tensor, Future[None]]] = []
         self.lock = threading.Lock()
@@ -68,7 +70,7 @@ class DiskMoments:
         if not self.holds(unit):
             return
         with self.lock:
-            if unit.index not in self.staged and (memory := self._memory(wait=False)) is not None:
+            if unit.index not in self.staged and (memory := self._spare()) is not None:
                 self.staged[unit.index] = (memory, self.file.read(self.records[unit.index], memory))
 
     def load(self, unit: Unit, state: HostState) -> HostState:
@@ -83,7 +85,7 @@ class DiskMoments:
         with self.lock:
             found = self.staged.pop(unit.index, None)
             if found is None:
-                memory = self._memory(wait=True)
+                memory = self._memory()
                 found = (memory, self.file.read(self.records[unit.index], memory))
         memory, future = found
         future.result()
@@ -100,7 +102,7 @@ class DiskMoments:
     def put(self, unit: Unit, moments: Moments) -> None:
         """Write moments that are in memory."""
         with self.lock:
-            memory = self._memory(wait=True)
+            memory = self._memory()
         target = moments_in(memory, unit.numel, self.kind)
         for name, tensor in moments.tensors().items():
             target.tensors()[name].copy_(tensor)
@@ -116,27 +118,30 @@ class DiskMoments:
     def flush(self) -> None:
         """Wait for all writes."""
         with self.lock:
-            for memory, future in self.writing:
-                future.result()
-                self.free.append(memory)
-            self.writing = []
+            while self.writing:
+                self._written(self.writing[0])
 
-    def _memory(self, wait: bool) -> Tensor | None:
-        """Staging memory that is free; None if there is none and `wait` is false. The lock is held."""
-        while not self.free:
-            done = [entry for entry in self.writing if entry[1].done()]
-            if not done and not wait:
-                return None
-            if not done and not self.writing:
+    def _memory(self) -> Tensor:
+        """Staging memory, once some is free; what is read ahead gives its own last. The lock is held."""
+        while (memory := self._spare()) is None:
+            if not self.writing:
                 _, (memory, future) = self.staged.popitem()
                 future.result()
-                self.free.append(memory)
-                break
-            for entry in done or self.writing[:1]:
-                entry[1].result()
-                self.writing = [other for other in self.writing if other is not entry]  # tensors have no plain ==
-                self.free.append(entry[0])
-        return self.free.pop()
+                return memory
+            self._written(self.writing[0])
+        return memory
+
+    def _spare(self) -> Tensor | None:
+        """Staging memory that is free now. The lock is held."""
+        for entry in [entry for entry in self.writing if entry[1].done()]:
+            self._written(entry)
+        return self.free.pop() if self.free else None
+
+    def _written(self, entry: tuple[Tensor, Future[None]]) -> None:
+        """Wait for a write, and take its memory back."""
+        entry[1].result()
+        self.writing = [other for other in self.writing if other is not entry]  # tensors have no plain ==
+        self.free.append(entry[0])
 
 
 class DiskActivations:
@@ -197,14 +202,14 @@ class Disk:
     temporary: Path | None
 
     def close(self) -> None:
-        """Remove the files."""
-        if self.moments is not None:
-            self.moments.flush()
-            self.moments.file.close()
-        if self.activations is not None:
-            self.activations.close()
-        if self.temporary is not None:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+        """Remove the files; whether the last writes succeeded matters no more."""
+        with ExitStack() as closing:
+            if self.temporary is not None:
+                closing.callback(shutil.rmtree, self.temporary, ignore_errors=True)
+            if self.activations is not None:
+                closing.callback(self.activations.close)
+            if self.moments is not None:
+                closing.callback(self.moments.file.close)
 
 
 def open_disk(units: Units, config: OffloadConfig, timeline: Timeline, ranks: Ranks = SINGLE) -> Disk:
@@ -221,8 +226,10 @@ def open_disk(units: Units, config: OffloadConfig, timeline: Timeline, ranks: Ra
     folder = temporary or Path(str(config.disk_folder))
     if not ranks.single:
         folder = folder / f"rank-{ranks.rank}"
-    return Disk(
-        DiskMoments(owned, config, folder, timeline) if moments else None,
-        DiskActivations(folder, config.timeout_s) if activations else None,
-        temporary,
-    )
+    disk = Disk(None, DiskActivations(folder, config.timeout_s) if activations else None, temporary)
+    try:
+        disk.moments = DiskMoments(owned, config, folder, timeline) if moments else None
+    except BaseException:
+        disk.close()
+        raise
+    return disk

@@ -57,22 +57,30 @@ class OffloadEngine:
         self.kernels = "liger" if liger and patch_layers(family) else "torch"
         self.units = units = cut(family)
         self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
+        self.last: Task | None = None
+        self.began: float | None = None
+        self.overlap: Overlap | None = None
+        self.spans: Spans = []
         self.disk = open_disk(units, config, self.timeline, ranks)
-        self.store = HostStore(units, config, self.device, self.disk.moments, ranks)
         self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
+        try:
+            self._allocate(family, liger)
+        except BaseException:  # no file and no thread stays where memory does not suffice
+            self.close()
+            raise
+
+    def _allocate(self, family: Family, liger: bool) -> None:
+        config, ranks = self.config, self.ranks
+        self.store = HostStore(self.units, config, self.device, self.disk.moments, ranks)
         if not ranks.single:
             for worker in (self.transfers, self.updates):
                 worker.submit("its device", self.device.enter)
-        shared: Any = (units, self.store, config, self.device, self.timeline)
+        shared = (self.units, self.store, config, self.device, self.timeline)
         threads = config.threads or host_threads(self.device.type, ranks.world)
         self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
         self.window = Window(*shared, self.transfers, self.updater)
         self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
         self.passes = Passes(family, *shared, self.window, self.updater, self.activations, self.where, liger)
-        self.last: Task | None = None
-        self.began: float | None = None
-        self.overlap: Overlap | None = None
-        self.spans: Spans = []
         self.total = self.device.pinned(1, torch.float32)
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
@@ -97,14 +105,9 @@ class OffloadEngine:
         if not self.ranks.single:
             self.transfers.submit("the norms of the last step", self.updater.share_norms)
         gradients, total = self.passes.head(h, [labels[part] for part in parts], 1.0 / count)
-        if self.ranks.single:
-            self.device.copy("compute", self.total, total.reshape(1))
-            known = self.device.record("compute")
-            self.passes.backward(gradients, ids, parts)
-        else:
-            summed = self.window.send_total(total.reshape(1), self.total)
-            self.passes.backward(gradients, ids, parts)
-            known = summed()
+        summed = self.window.send_total(total.reshape(1), self.total)
+        self.passes.backward(gradients, ids, parts)
+        known = summed()
         self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
         known.wait()
         return float(self.total) / count

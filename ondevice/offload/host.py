@@ -17,6 +17,7 @@ from ondevice.offload.disk import moments_bytes, moments_in
 from ondevice.offload.ranks import SINGLE, Arrays, Ranks
 from ondevice.offload.storage import buffer
 from ondevice.runtime_ops import layer_adam
+from ondevice.runtime_ops import rows as row_ops
 
 if TYPE_CHECKING:
     from ondevice.offload.config import OffloadConfig
@@ -123,7 +124,7 @@ class HostStore:
         piece = unit.pieces[0]
         view = table[: piece.numel].view(piece.shape)
         if view.dtype == out.dtype:
-            torch.index_select(view, 0, rows, out=out)
+            row_ops.gather(view, rows, out)
         else:
             out.copy_(view[rows])
 
@@ -148,9 +149,10 @@ class HostStore:
         found = {}
         for unit in self.owned:
             state = self.states[unit.index]
-            flat = state.master
             if state.high is not None and state.low is not None:
                 flat = layer_adam.merge(state.high, state.low, self.moments(unit))
+            else:
+                flat = self._master(state)
             for piece in unit.pieces:
                 found[piece.name] = flat[piece.offset : piece.offset + piece.numel].view(piece.shape).clone()
         return found
@@ -191,8 +193,9 @@ class HostStore:
 
     @property
     def bytes(self) -> int:
-        """Of masters, moments and conversion buffers."""
+        """Of masters, moments, and buffers for conversion and for the disk."""
         tensors = [memory for memory, _ in self.converted]
+        tensors += [] if self.disk is None else self.disk.staging
         for state in self.states.values():
             tensors += [t for t in (state.master, state.high, state.low) if t is not None]
             tensors += state.moments.tensors().values()

@@ -67,11 +67,11 @@ class Passes:
         """
         window = self.window
         window.forget_layers()
-        shared = None if self.ranks.single else self._ask(every)
+        entering = self._ask(every)
         window.fetch_rest()
         for i in range(len(window.layers)):
             window.fetch_layer(i)
-        entered = self._enter(ids) if shared is None else self._pick(ids, shared)
+        entered = self._pick(ids, entering)
         bind(self.units.rest, window.arrive(window.rest).memory)
         h = [self.family.place(entered[part]) for part in parts]
         if keep:
@@ -146,23 +146,8 @@ class Passes:
         self._leave(gradients, ids, parts)
         window.send_rest()
 
-    def _enter(self, ids: np.ndarray) -> Tensor:
-        """Read the embedding's rows on the host and bring them over."""
-        self.unique = np.unique(ids)
-        task = self.updater.read_rows(torch.from_numpy(self.unique))
-        if task is not None:
-            task.wait()
-        width = self.family.dims.hidden
-        if self.entering.numel() < ids.size * width:
-            self.entering = self.device.pinned(ids.size * width, self.store.dtype)
-        host = self.entering[: ids.size * width].view(ids.size, width)
-        self.store.rows(self.units.embedding, torch.from_numpy(ids.reshape(-1)), host)
-        entered = torch.empty(*ids.shape, width, dtype=self.store.dtype, device=self.where)
-        self.device.copy("compute", entered.view(-1, width), host)
-        return entered
-
     def _ask(self, every: np.ndarray) -> Slot:
-        """The same for all ranks: each row once, from its owner."""
+        """The embedding's rows that all ranks read, each once, from its owner; before the layers."""
         self.unique = np.unique(every)
         rows = torch.from_numpy(self.unique)
         task, host = self.updater.read_rows(rows), None
@@ -171,12 +156,13 @@ class Passes:
             if self.entering.numel() < size:
                 self.entering = self.device.pinned(size, self.store.dtype)
             host = self.entering[:size].view(rows.numel(), -1)
-        return self.window.fetch_rows(rows, task, host)
+        return self.window.fetch_rows(rows, task, host, every.size)
 
     def _pick(self, ids: np.ndarray, shared: Slot) -> Tensor:
         """This rank's rows out of those of all, [B, T, hidden]."""
-        at = torch.from_numpy(np.searchsorted(self.unique, ids)).to(self.where)
-        return self.window.arrive(shared).memory[at]
+        at = self._upload(np.searchsorted(self.unique, ids))
+        width = self.family.dims.hidden
+        return self.window.arrive(shared).memory[: len(self.unique) * width].view(-1, width)[at]
 
     def _leave(self, gradients: list[Tensor], ids: np.ndarray, parts: list[slice]) -> None:
         """Gradient of the embedding: one row for each token that occurs, summed over where it does."""

@@ -22,11 +22,11 @@ class Overlap:
 
     Attributes:
         forward_s, backward_s: of the accelerator's computation; recomputation counts as backward.
-        h2d_s, d2h_s: of copies; update_s: of AdamW on the host; disk_s: of reading and writing states.
+        h2d_s, d2h_s: of copies; update_s: of AdamW on the host; disk_s: of what it waited for states from the disk.
         wall_s: from the step's begin to the next one's.
         idle_s: wall time in which the accelerator computed nothing.
         hiding_factor: backward_s / (d2h_s + update_s) (SlideFormer section 3.1); 1 and more hides the update.
-        bound: the lane that was busy longest.
+        bound: the lane that was busy longest; an update's wait for the disk counts as `disk`.
     """
 
     forward_s: float
@@ -87,7 +87,7 @@ class Timeline:
 
 def overlap(spans: Spans, wall_s: float) -> Overlap:
     """Sum up the spans of one step."""
-    busy = dict.fromkeys(LANES, 0.0)
+    busy: dict[str, float] = dict.fromkeys(LANES, 0.0)
     sizes = {"h2d": 0, "d2h": 0}
     for lane, _, start, end, size in spans:
         busy[lane] += end - start
@@ -95,6 +95,7 @@ def overlap(spans: Spans, wall_s: float) -> Overlap:
             sizes[lane] += size
     computed = busy["forward"] + busy["backward"]
     groups = {"compute": computed, **{lane: busy[lane] for lane in ("h2d", "d2h", "update", "disk")}}
+    groups["update"] -= busy["disk"]
     leaving = busy["d2h"] + busy["update"]
     return Overlap(
         forward_s=busy["forward"],

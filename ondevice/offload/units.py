@@ -102,6 +102,8 @@ def cut(family: Family) -> Units:
 
     layers = tuple(unit(i, f"layer {i}", "layer", i, list(family.layer(i).parameters())) for i in range(count))
     table, head = family.embedding.weight, family.head_weight
+    if not isinstance(table, nn.Parameter):
+        raise ModelError("the embedding is no parameter", expected="nn.Parameter", received=type(table).__name__)
     tied = head is table or head.data_ptr() == table.data_ptr()
     tables = {id(table), id(head)}
     rest = [p for p in family.model.parameters() if id(p) not in seen and id(p) not in tables]

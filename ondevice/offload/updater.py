@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import TILE, AdamStep, layer_adam, torch_adam
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Updater:
         self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
         self.rows: tuple[Tensor, Tensor, Event, Step] | None = None
         self.bytes = sum(t.numel() * t.element_size() for t in (*self.free, self.rest, self.table))
+        self.bytes += 0 if self.scratch is None else self.scratch.numel() * self.scratch.element_size()
         self.bytes += 0 if units.tied else self.embedding.numel() * self.embedding.element_size()
 
     @property
@@ -218,19 +220,17 @@ class Updater:
     def _merge(self, rows: Tensor, gradient: Tensor, event: Event, now: Step) -> None:
         """Put the rows' gradient into the embedding's: added to the head's where they are tied."""
         event.wait()
-        unit = self.units.embedding
+        started, unit = time.perf_counter(), self.units.embedding
         table = self.embedding[: unit.pieces[0].numel].view(unit.pieces[0].shape)
-        if self.units.tied:
-            table[rows] += gradient
-        else:
-            table[rows] = gradient
+        (row_ops.add if self.units.tied else row_ops.scatter)(table, rows, gradient, self.threads)
         if self.config.max_grad_norm is not None:
             whole = table if self.units.tied else gradient
             now.squares[unit.index] = float(torch.linalg.vector_norm(whole, dtype=torch.float32)) ** 2
+        self.timeline.add("update", f"{unit.name} rows", started, time.perf_counter())
 
     def _cleared(self, rows: Tensor, width: int) -> None:
         if not self.units.tied:
-            self.embedding[: self.units.embedding.pieces[0].numel].view(-1, width)[rows] = 0
+            row_ops.clear(self.embedding.view(-1, width), rows, self.threads)
 
     def _clipped(self, now: Step, unit: Unit) -> AdamStep:
         limit = self.config.max_grad_norm
@@ -240,11 +240,11 @@ class Updater:
         if self.config.clip == "layer":
             norm = own
         elif self._exact:
-            norm = math.sqrt(sum(now.squares.values()))
+            norm = math.sqrt(math.fsum(now.squares.values()))
         elif not now.before:
             norm = own * math.sqrt(len(self.units.all))
         else:
-            norm = max(own, math.sqrt(sum(now.before.values())))
+            norm = max(own, math.sqrt(math.fsum(now.before.values())))
         return replace(now.adam, grad_scale=min(1.0, limit / (norm + 1e-6)))
 
     def _update(self, unit: Unit, gradient: Tensor, adam: AdamStep, rows: Tensor | None = None, width: int = 0) -> None:

@@ -200,11 +200,13 @@ class Window:
 
         slot.task = self.worker.submit(unit.name, run)
 
-    def fetch_rows(self, rows: Tensor, updated: Task | None, host: Tensor | None) -> Slot:
-        """Rows of the embedding for all ranks: int64 [R], [R, hidden]; its owner reads them into `host` after
-        `updated`."""
+    def fetch_rows(self, rows: Tensor, updated: Task | None, host: Tensor | None, most: int) -> Slot:
+        """Rows of the embedding for all ranks: int64 [R], at most `most`; its owner reads them into `host`
+        [R, hidden] after `updated`."""
         unit, width = self.units.embedding, self.units.embedding.pieces[0].shape[1]
-        slot = self.entering = Slot(self.rest.memory.new_empty(len(rows), width))
+        if self.entering is None or self.entering.memory.numel() < most * width:
+            self.entering = Slot(self.device.empty(most * width, self.store.dtype))
+        slot, target = self.entering, self.entering.memory[: len(rows) * width].view(-1, width)
         made = self.device.record("compute")
 
         def run() -> Event:
@@ -212,7 +214,7 @@ class Window:
                 updated.wait()
             if host is not None:
                 self.store.rows(unit, rows, host)
-            return self.moves.bring(unit, slot.memory, host, made)
+            return self.moves.bring(unit, target, host, made)
 
         slot.task = self.worker.submit(unit.name, run)
         return slot

@@ -18,6 +18,8 @@ class Watch:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.failure: tuple[str, BaseException] | None = None
+        self.running: dict[str, tuple[str, float]] = {}
+        """What each thread does, and since when, seconds of `time.monotonic`."""
 
     def fail(self, doing: str, error: BaseException) -> None:
         self.failure = self.failure or (doing, error)
@@ -47,8 +49,10 @@ class Watch:
         while not done(POLL_S):
             self.check()
             if time.monotonic() > deadline:
+                now, running = time.monotonic(), sorted(self.running.values(), key=lambda entry: entry[1])
                 raise TrainingError(
                     f"{doing} did not end within {self.timeout_s:g} s",
+                    received=", ".join(f"{name} running for {now - since:.1f} s" for name, since in running) or None,
                     hint="a disk or a driver hangs; the last checkpoint is intact, resume from it",
                 )
 
@@ -137,9 +141,12 @@ class Worker:
                 return
             if task is None:
                 return
+            self.watch.running[self.name] = (task.doing, time.monotonic())
             try:
                 task.result = task.run()
             except BaseException as error:
                 self.watch.fail(task.doing, error)
                 return
+            finally:
+                del self.watch.running[self.name]
             task.finished.set()

@@ -8,6 +8,7 @@
 #include "layer_adam.h"
 #include "q4_linear.h"
 #include "q8_embedding.h"
+#include "rows.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -90,6 +91,36 @@ EXPORT void ondevice_layer_adam_split(const float* master, int64_t count, uint16
 EXPORT void ondevice_layer_adam_merge(const uint16_t* high, const uint16_t* low, const void* v,
                                       int64_t moments, int64_t count, float* master, int64_t threads) {
   ondevice::merge_master(high, low, v, moments, count, master, Threads{threads});
+}
+
+// Rows `rows[0..count)` of a table of `width` bytes a row.
+EXPORT void ondevice_gather_rows(const char* table, const int64_t* rows, int64_t count, int64_t width, char* out,
+                                 int64_t threads) {
+  ondevice::each_row(count, Threads{threads},
+                     [&](int64_t i) { std::memcpy(out + i * width, table + rows[i] * width, width); });
+}
+
+EXPORT void ondevice_scatter_rows(char* table, const int64_t* rows, int64_t count, int64_t width, const char* source,
+                                  int64_t threads) {
+  ondevice::each_row(count, Threads{threads},
+                     [&](int64_t i) { std::memcpy(table + rows[i] * width, source + i * width, width); });
+}
+
+EXPORT void ondevice_clear_rows(char* table, const int64_t* rows, int64_t count, int64_t width, int64_t threads) {
+  ondevice::each_row(count, Threads{threads}, [&](int64_t i) { std::memset(table + rows[i] * width, 0, width); });
+}
+
+// The same with `width` elements a row: bfloat16, rounded to nearest even, or float32. No row occurs twice.
+EXPORT void ondevice_add_rows(void* table, const int64_t* rows, int64_t count, int64_t width, const void* source,
+                              int64_t float32, int64_t threads) {
+  ondevice::each_row(count, Threads{threads}, [&](int64_t i) {
+    const int64_t to = rows[i] * width, from = i * width;
+    if (float32) {
+      ondevice::add_row(static_cast<float*>(table) + to, static_cast<const float*>(source) + from, width);
+    } else {
+      ondevice::add_row(static_cast<uint16_t*>(table) + to, static_cast<const uint16_t*>(source) + from, width);
+    }
+  });
 }
 
 }  // extern "C"

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from ondevice.offload.units import cut  # noqa: E402
 from ondevice.offload.updater import Updater  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
-from tests.offload.reference import InMemory, batches, differing, outcome  # noqa: E402
+from tests.offload.reference import InMemory, batches, differing, open_engine, outcome  # noqa: E402
 
 LIMIT = 0.5
 STEPS = 4
@@ -82,8 +82,6 @@ def test_each_rule_is_what_the_configuration_says(rule: str, tied: bool, options
 
 def run_at(config: dict[str, Any], tied: bool, data: list[Any]) -> Any:
     """As `outcome`, with one learning rate."""
-    from tests.offload.reference import open_engine
-
     engine = open_engine(config, layers=3, tied=tied)
     try:
         losses = [engine.step(*batch, step, RATE) for step, batch in enumerate(data)]
@@ -112,7 +110,9 @@ def test_global_is_torchs_clip_grad_norm(tied: bool, compute: str, monkeypatch: 
         reference.masters[name].grad.copy_(gradient)
     norm = torch.nn.utils.clip_grad_norm_(reference.flat, LIMIT)
     assert norm > 2 * LIMIT
-    outcome({"compute": compute, "max_grad_norm": LIMIT, "clip": "global"}, "llama", {"layers": 3, "tied": tied}, [batch])
+    outcome(
+        {"compute": compute, "max_grad_norm": LIMIT, "clip": "global"}, "llama", {"layers": 3, "tied": tied}, [batch]
+    )
     assert len(scales) == 5 + (not tied)
     assert scales == pytest.approx([LIMIT / (float(norm) + 1e-6)] * len(scales), rel=1e-6)
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ondevice.artifact.tensors import TornError, read_tensors, write_tensors
 from ondevice.errors import CheckpointError
 from ondevice.train.checkpoint import META_FILE, STATE_FILE, CheckpointStore, read_meta
-from ondevice.artifact.tensors import TornError, read_tensors, write_tensors
 
 IDENTITY = {
     "model": "b" * 64,

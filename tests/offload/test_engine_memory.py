@@ -1,0 +1,59 @@
+"""Host memory of the engine: what it says is what is there, and it is 12 bytes a parameter and a constant."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ondevice.offload.storage import BLOCK_BYTES  # noqa: E402
+from tests.offload.reference import batches, run  # noqa: E402
+
+
+def live() -> dict[int, int]:
+    """Bytes of every tensor memory that Python can see, by address."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"compute": "float32"},
+    {"optimizer": "torch"},
+    {"disk_fraction": 1.0},
+    {"activations": "disk"},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_host_memory_is_12_bytes_a_parameter(config: dict[str, Any], tied: bool, engine: Any) -> None:
+    """And a constant: gradient buffers of 4 layers, one of the rest and one of each table, in the compute dtype; two of
+    the largest unit to convert, and its gradient in float32, where there is no fused update. What the engine says is
+    what is there."""
+    before = live()
+    opened = engine(config, layers=8, hidden=128, intermediate=512, tied=tied)
+    run(opened, batches(2))
+    units, item = opened.units, opened.store.dtype.itemsize
+    largest = max(unit.numel for unit in units.all)
+    buffers = 4 * max(unit.numel for unit in units.layers) + units.rest.numel + units.head.numel
+    buffers = item * (buffers + (0 if tied else units.embedding.numel))
+    without = not opened.store.native
+    buffers += (2 * item + 4) * largest if without else 0
+    staged = 3 * 8 * (largest + 2 * BLOCK_BYTES) if opened.disk.moments else 0
+    steps = opened.activations.bytes + opened.passes.bytes
+    per_parameter = 4 if opened.disk.moments else 12
+    limit = per_parameter * units.parameters + buffers + staged + steps
+    assert opened.host_bytes <= limit + 12 * 128 * sum(len(unit.pieces) for unit in units.all)
+    assert opened.host_bytes >= 0.9 * limit
+    window = opened.window
+    slots = [*window.layers, *window.gradients, *window.head, *window.head_gradient, window.rest, window.rest_gradient]
+    device = sum(slot.memory.numel() * item for slot in slots)
+    device += sum(memory.numel() * item for memory, _ in opened.activations.ring)
+    found = sum(size for address, size in live().items() if address not in before)
+    assert found - device == pytest.approx(opened.host_bytes, rel=0.03)

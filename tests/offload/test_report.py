@@ -1,0 +1,165 @@
+"""The overlap report adds up what the lanes did, and the trace shows it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ondevice.offload.device import CpuDevice  # noqa: E402
+from ondevice.offload.report import LANES, Spans, Timeline, chrome_trace, overlap  # noqa: E402
+from tests.offload.faults import LateDevice  # noqa: E402
+from tests.offload.reference import batches, run  # noqa: E402
+
+BY_HAND: Spans = [
+    ("forward", "layer 0", 10.0, 11.0, 0),
+    ("forward", "layer 1", 11.0, 12.5, 0),
+    ("backward", "layer 1", 13.0, 16.0, 0),
+    ("h2d", "layer 0", 9.0, 9.5, 100),
+    ("h2d", "layer 1", 9.5, 10.25, 20),
+    ("d2h", "layer 1", 16.0, 16.5, 7),
+    ("update", "layer 1", 16.5, 18.0, 0),
+    ("disk", "read layer 1", 16.5, 17.0, 0),
+]
+
+
+def test_the_sums_are_those_of_the_spans() -> None:
+    found = overlap(BY_HAND, 10.0)
+    assert (found.forward_s, found.backward_s, found.h2d_s, found.d2h_s) == (2.5, 3.0, 1.25, 0.5)
+    assert (found.update_s, found.disk_s, found.wall_s) == (1.5, 0.5, 10.0)
+    assert found.idle_s == 10.0 - 2.5 - 3.0
+    assert (found.h2d_bytes, found.d2h_bytes) == (120, 7)
+    assert found.hiding_factor == 3.0 / (0.5 + 1.5)
+    assert found.bound == "compute"
+    assert json.loads(json.dumps(found.to_dict()))["hiding_factor"] == 1.5
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h", "update", "disk"])
+def test_the_bound_is_the_longest_lane(lane: str) -> None:
+    """A wait for the disk is part of an update, and counts as the disk's."""
+    spans = [*BY_HAND, (lane, "layer 0", 0.0, 50.0, 0)]
+    if lane == "disk":
+        spans.append(("update", "layer 0", 0.0, 50.5, 0))
+    assert overlap(spans, 60.0).bound == lane
+
+
+def test_a_step_without_updates_hides_them() -> None:
+    assert overlap([span for span in BY_HAND if span[0] == "forward"], 2.0).hiding_factor == float("inf")
+    assert overlap(BY_HAND, 3.0).idle_s == 0  # spans of two steps in the wall time of one
+    assert overlap([], 1.0).idle_s == 1.0
+
+
+def traced(engine: Any, config: dict[str, Any], **sizes: Any) -> Any:
+    """An engine whose `overlap` and `spans` are those of one whole step, and the step's batch."""
+    opened, (first, second, third) = engine(config, **sizes), batches(3)
+    run(opened, [first])
+    opened.timeline.take()
+    opened.began = None
+    opened.step(*second, 1, 1e-3)
+    opened.flush()
+    opened.step(*third, 2, 1e-3)
+    return opened, second
+
+
+@pytest.mark.parametrize("config", [{}, {"micro_batch_size": 2, "disk_fraction": 1.0}], ids=str)
+def test_a_step_moves_each_byte_that_it_must(config: dict[str, Any], engine: Any) -> None:
+    """Every layer comes twice, but for the window at the turn; gradients and inputs go once, inputs come once."""
+    opened, (ids, _) = traced(engine, config, layers=5)
+    units, item, found = opened.units, 2, opened.overlap
+    layers, width = [unit.numel for unit in units.layers], 64
+    inputs, head = 5 * ids.size * width, 260 * width
+    assert found.h2d_bytes == item * (sum(layers) + sum(layers[:2]) + units.rest.numel + head + inputs)
+    assert found.d2h_bytes == item * (sum(layers) + units.rest.numel + head + inputs + len(np.unique(ids)) * width)
+
+
+@pytest.mark.parametrize("config", [{}, {"disk_fraction": 1.0}, {"optimizer": "torch"}], ids=str)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_report_of_a_step_adds_up(config: dict[str, Any], tied: bool, engine: Any) -> None:
+    opened, _ = traced(engine, config, layers=5, tied=tied)
+    spans, found = opened.spans, opened.overlap
+    busy = {lane: sum(end - start for at, _, start, end, _ in spans if at == lane) for lane in LANES}
+    assert {lane: found.to_dict()[f"{lane}_s"] for lane in LANES} == pytest.approx(busy)
+    assert found.hiding_factor == pytest.approx(busy["backward"] / (busy["d2h"] + busy["update"]))
+    assert found.forward_s + found.backward_s + found.idle_s == pytest.approx(found.wall_s)
+    assert 0 < found.update_s < found.wall_s
+    names = {lane: sorted(name for at, name, *_ in spans if at == lane) for lane in LANES}
+    layers = [f"layer {i}" for i in range(5)]
+    assert names["forward"] == layers
+    assert names["backward"] == ["head", *layers]
+    tables = ["embedding"] if tied else ["embedding", "head"]
+    assert names["update"] == sorted([*tables, *layers, "rest"])
+    on_disk = sorted(f"read {name}" for name in [*tables, *layers])
+    assert names["disk"] == (on_disk if "disk_fraction" in config else [])
+
+
+def test_a_lane_does_one_thing_after_the_other(engine: Any) -> None:
+    """On the CPU each lane is one thread here, with no inputs to move; the disk is waited for within the updates."""
+    opened, _ = traced(engine, {"activations": "device", "disk_fraction": 0.5}, layers=5)
+    for lane in LANES:
+        times = sorted((start, end) for at, _, start, end, _ in opened.spans if at == lane)
+        assert times
+        assert all(start <= end for start, end in times)
+        assert all(one[1] <= other[0] for one, other in pairwise(times)), lane
+    updates = {name: (start, end) for lane, name, start, end, _ in opened.spans if lane == "update"}
+    for lane, name, start, end, _ in opened.spans:
+        if lane == "disk":
+            within = updates[name.removeprefix("read ")]
+            assert within[0] <= start <= end <= within[1]
+
+
+def test_the_trace_is_json_with_every_lane(engine: Any, tmp_path: Path) -> None:
+    opened, _ = traced(engine, {"disk_fraction": 1.0}, layers=3)
+    chrome_trace(opened.spans, tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(lanes.values()) == list(LANES)
+    shown = [event for event in events if event["ph"] == "X"]
+    assert len(shown) == len(opened.spans) == len(events) - len(LANES)
+    assert {lanes[event["tid"]] for event in shown} == set(LANES) == {event["cat"] for event in shown}
+    assert min(event["ts"] for event in shown) == 0
+    first = min(start for _, _, start, _, _ in opened.spans)
+    for event, (lane, name, start, end, size) in zip(shown, opened.spans, strict=True):
+        assert (lanes[event["tid"]], event["name"], event["args"]["bytes"]) == (lane, name, size)
+        assert event["ts"] == pytest.approx((start - first) * 1e6, abs=0.1)
+        assert event["dur"] == pytest.approx((end - start) * 1e6, abs=0.1)
+
+
+def test_an_empty_trace_is_valid(tmp_path: Path) -> None:
+    chrome_trace([], tmp_path / "trace.json")
+    assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) == len(LANES)
+
+
+def test_what_has_not_ended_stays_for_the_next_report() -> None:
+    device = LateDevice()
+    timeline = Timeline(device)
+    begun = device.record("h2d")
+    timeline.span("h2d", "layer 0", begun, end := device.record("h2d"), 5)
+    timeline.add("update", "layer 1", 1.0, 2.0)
+    assert [span[1] for span in timeline.take()] == ["layer 1"]
+    end.wait()
+    assert [(name, size) for _, name, _, _, size in timeline.take()] == [("layer 0", 5)]
+    assert timeline.take() == []
+
+
+def test_threads_lose_no_span() -> None:
+    timeline, found = Timeline(CpuDevice()), []
+
+    def add() -> None:
+        for number in range(5000):
+            timeline.add("update", str(number), 0.0, 1.0)
+
+    threads = [threading.Thread(target=add) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        found += timeline.take()
+    found += timeline.take()
+    assert len(found) == 3 * 5000
