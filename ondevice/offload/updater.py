@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -155,6 +155,20 @@ class Updater:
             self.now.squares.update(merged)
         for _, _, send in waiting:
             send()
+
+    def norms(self) -> dict[str, Tensor]:
+        """The last step's squared norms of the units that are kept here, for a checkpoint; nothing where no later
+        step reads them."""
+        if self.config.max_grad_norm is None or self.config.clip != "previous":
+            return {}
+        squares = self.now.squares
+        return {f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)]).double() for u in self.store.owned}
+
+    def restore_norms(self, arrays: Any) -> None:
+        """Take back what `norms` gave."""
+        found = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self.store.owned)}
+        squares = {index: float(value[0]) for index, value in found.items() if value is not None}
+        self.now = replace(self.now, squares=squares if any(squares.values()) else {})
 
     def share_norms(self) -> None:
         """Let all ranks know the last step's norms, where clipping needs them; its updates are done by now."""

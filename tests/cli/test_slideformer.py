@@ -42,7 +42,11 @@ def test_a_checkpoint_is_a_model_that_other_commands_take(ondevice, tmp_path) ->
     assert weights(out / "model") == weights(out / "checkpoint-00000003" / "model")
 
 
-@pytest.mark.parametrize("more", [(), ("--set", "method.moments=int8", "--set", "method.disk_fraction=0.5")])
+SMALLER = ("--set", "method.moments=int8", "--set", "method.disk_fraction=0.5")
+CLIPPED = ("--set", "method.max_grad_norm=0.05", "--set", "method.moments=bfloat16")
+
+
+@pytest.mark.parametrize("more", [(), SMALLER, CLIPPED], ids=["float32", "int8 and disk", "clipped, bfloat16"])
 def test_a_killed_run_goes_on_with_the_same_bits(more, ondevice, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
     options = train(data, "--set", "train.checkpoint_every=1", *more)

@@ -83,8 +83,9 @@ class NumberedDevice(CpuDevice):
         self.count = 0
         self.lock = threading.Lock()
         self.held = 0
-        self.numbers: list[tuple[int, int]] = []
-        """(number of the last computation that d2h waits for, elements copied)."""
+        self.copies: list[tuple[int, int, int]] = []
+        """Out of the accelerator: number of the last computation that d2h waits for, elements, and the target's
+        storage."""
 
     def number(self) -> int:
         with self.lock:
@@ -103,4 +104,4 @@ class NumberedDevice(CpuDevice):
     def copy(self, lane: Any, target: Tensor, source: Tensor) -> None:
         super().copy(lane, target, source)
         if lane == "d2h":
-            self.numbers.append((self.held, source.numel()))
+            self.copies.append((self.held, source.numel(), target.untyped_storage().data_ptr()))

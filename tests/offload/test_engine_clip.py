@@ -20,7 +20,7 @@ from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.offload.reference import InMemory, batches, differing, open_engine, outcome  # noqa: E402
 
 LIMIT = 0.5
-STEPS = 4
+STEPS = 3
 RATE = 0.1
 OPTIONS: list[dict[str, Any]] = [
     {"compute": "float32"},

@@ -23,6 +23,7 @@ from ondevice.errors import DataError, DoesNotFitError, OndeviceError, StorageEr
 from ondevice.offload import gds, updater  # noqa: E402
 from ondevice.offload.host import HostStore  # noqa: E402
 from ondevice.offload.storage import BLOCK_BYTES  # noqa: E402
+from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.offload.reference import batches, open_engine, run  # noqa: E402
 
 SOON_S = 3.0
@@ -31,7 +32,9 @@ LAYERS = 4
 
 @pytest.fixture(params=["native", "torch"])
 def broken_update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """`broken_update(index, call)` lets the update of that unit make `call` instead; gives the optimizer's name."""
+    """`broken_update(index, call)` lets the update of that unit make `call` first; gives the optimizer's name."""
+    if request.param == "native" and not layer_adam.available():
+        pytest.skip("no C++ compiler")
 
     def breaks(index: int, call: Callable[[], None]) -> str:
         name = {"native": "layer_adam", "torch": "torch_adam"}[request.param]
@@ -49,7 +52,7 @@ def broken_update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def raises_soon(engine: Any, kind: type[OndeviceError], steps: int = 2, within_s: float = SOON_S) -> OndeviceError:
-    """What one of the next steps raises; then closes the engine, whose threads must end."""
+    """What one of the next steps raises, and every one after it."""
     started = time.monotonic()
     with pytest.raises(OndeviceError) as caught:
         for step, batch in enumerate(batches(steps)):
@@ -113,11 +116,11 @@ def test_an_update_that_hangs_is_given_up(index: int, broken_update: Any) -> Non
     """The next step waits `timeout_s`, for that unit or for one behind it, and then names what hangs. Should that go on
     after all, the engine closes."""
     released = threading.Event()
-    hangs = {"optimizer": broken_update(index, released.wait), "timeout_s": 0.5}
+    hangs = {"optimizer": broken_update(index, released.wait), "timeout_s": 0.3}
     engine = open_engine(hangs, layers=LAYERS)
     try:
         error = raises_soon(engine, TrainingError)
-        assert "did not end within 0.5 s" in error.message
+        assert "did not end within 0.3 s" in error.message
         assert f"update of {engine.units.all[index].name} running for" in str(error.received)
         assert not engine.updates.close(timeout_s=0.1)
     finally:

@@ -24,7 +24,7 @@ from tests.offload.reference import (  # noqa: E402
 )
 
 SIZES = {"layers": 7, "intermediate": 77}
-STEPS = 8
+STEPS = 6
 TWO = {"micro_batch_size": 2}
 EXACT: dict[str, dict[str, Any]] = {
     "activations on the device": {"activations": "device"},

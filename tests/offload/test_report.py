@@ -71,13 +71,14 @@ def traced(engine: Any, config: dict[str, Any], **sizes: Any) -> Any:
 
 @pytest.mark.parametrize("config", [{}, {"micro_batch_size": 2, "disk_fraction": 1.0}], ids=str)
 def test_a_step_moves_each_byte_that_it_must(config: dict[str, Any], engine: Any) -> None:
-    """Every layer comes twice, but for the window at the turn; gradients and inputs go once, inputs come once."""
+    """Every layer comes twice, but for the window at the turn; gradients and inputs go once, inputs come once.
+    Of the embedding the rows that occur come, and their gradients go; a tied head's go as the head's."""
     opened, (ids, _) = traced(engine, config, layers=5)
     units, item, found = opened.units, 2, opened.overlap
     layers, width = [unit.numel for unit in units.layers], 64
-    inputs, head = 5 * ids.size * width, 260 * width
-    assert found.h2d_bytes == item * (sum(layers) + sum(layers[:2]) + units.rest.numel + head + inputs)
-    assert found.d2h_bytes == item * (sum(layers) + units.rest.numel + head + inputs + len(np.unique(ids)) * width)
+    inputs, rows, once = 5 * ids.size * width, len(np.unique(ids)) * width, units.rest.numel + 260 * width
+    assert found.h2d_bytes == item * (sum(layers) + sum(layers[:2]) + once + rows + inputs)
+    assert found.d2h_bytes == item * (sum(layers) + once + rows + inputs)
 
 
 @pytest.mark.parametrize("config", [{}, {"disk_fraction": 1.0}, {"optimizer": "torch"}], ids=str)
@@ -95,7 +96,7 @@ def test_the_report_of_a_step_adds_up(config: dict[str, Any], tied: bool, engine
     assert names["forward"] == layers
     assert names["backward"] == ["head", *layers]
     tables = ["embedding"] if tied else ["embedding", "head"]
-    assert names["update"] == sorted([*tables, *layers, "rest"])
+    assert names["update"] == sorted([*tables, "embedding rows", *layers, "rest"])
     on_disk = sorted(f"read {name}" for name in [*tables, *layers])
     assert names["disk"] == (on_disk if "disk_fraction" in config else [])
 

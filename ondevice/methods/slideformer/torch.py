@@ -56,7 +56,7 @@ class OffloadSession:
         A unit is not updated before `written` has named all its arrays, so they can be written beside the next step.
         """
         self.engine.flush()
-        arrays = self.ranks.collect(self.engine.store.arrays())
+        arrays = self.ranks.collect(self.engine.store.arrays() | self.engine.updater.norms())
         arrays = self.arrays = dict(reversed(arrays.items()))  # what the next step updates first comes first
         self.engine.updater.keep({name.partition("/")[2] for name in arrays})
         self.unwritten = Counter(name.partition("/")[2] for name in arrays)
@@ -88,6 +88,7 @@ class OffloadSession:
                 if done is None:
                     raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
                 self.engine.store.load(arrays)
+                self.engine.updater.restore_norms(arrays)
                 self.steps_done = int(done[0])
             except CheckpointError as error:
                 problem = error
