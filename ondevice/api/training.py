@@ -61,6 +61,7 @@ class Trained:
                 "tokens_per_s",
                 "peak_memory_bytes",
                 "peak_device_bytes",
+                "overlap",
                 "interrupted",
             )
         }

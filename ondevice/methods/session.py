@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,11 +20,14 @@ class StepResult:
         losses: the loss of each forward copy; one entry for first-order methods.
         projected_gradients: one scalar a query (empty for first-order methods); with the seed they are the
             whole run (P-RGE section 3; the update is learning_rate / q * sum of g_i z_i).
+        overlap: what ran beside what in the step before, seconds and bytes (`ondevice.offload.report.Overlap`), for
+            methods that offload.
     """
 
     loss: float
     losses: tuple[float, ...]
     projected_gradients: tuple[float, ...] = ()
+    overlap: dict[str, Any] | None = None
 
 
 class Evaluator(Protocol):

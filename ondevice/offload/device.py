@@ -6,12 +6,14 @@ Untested beyond NVIDIA: on AMD, `torch.cuda` is HIP and the same calls exist.
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from ondevice.errors import DoesNotFitError
 from ondevice.offload.storage import buffer
 
 Lane = Literal["compute", "h2d", "d2h"]
@@ -194,6 +196,20 @@ class CudaDevice:
     def close(self) -> None:
         """Wait for all lanes; host memory is unlocked with its last user."""
         self.synchronize()
+
+
+@contextmanager
+def memory_errors(doing: str, hint: str) -> Iterator[None]:
+    """Turn the accelerator's running out of memory into an error that says what to change.
+
+    Raises:
+        DoesNotFitError: instead of torch's own error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).splitlines()[0].split(". GPU")[0]
+        raise DoesNotFitError(f"{doing} does not fit the accelerator", received=first, hint=hint) from error
 
 
 def open_device(name: str) -> Device:

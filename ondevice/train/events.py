@@ -87,6 +87,8 @@ class Step(Event):
     peak_device_bytes: int | None = None
     """Highest CUDA memory that tensors took since the run began; None without CUDA."""
     eta_s: float = 0.0
+    overlap: dict[str, Any] | None = None
+    """For methods that offload: seconds and bytes by lane of the step before, and what bounded it."""
 
 
 @dataclass(frozen=True, kw_only=True)

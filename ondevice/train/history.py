@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ondevice.train import events
 
@@ -26,6 +26,7 @@ class History:
         self.tokens = 0
         self.peak_memory_bytes = 0
         self.peak_device_bytes: int | None = None
+        self.overlap: dict[str, Any] | None = None
         for step in steps:
             self.add(step)
 
@@ -34,6 +35,7 @@ class History:
         self.losses.append(step.loss)
         self.times_s.append(step.step_time_s)
         self.tokens += step.tokens
+        self.overlap = step.overlap or self.overlap
         self.peak_memory_bytes = max(self.peak_memory_bytes, step.peak_memory_bytes)
         if step.peak_device_bytes is not None:
             self.peak_device_bytes = max(self.peak_device_bytes or 0, step.peak_device_bytes)
@@ -81,6 +83,7 @@ class RunResult:
         best_score, best_checkpoint: of the best evaluation of the whole run.
         checkpoint: the newest checkpoint.
         interrupted: the run was asked to stop before its end; its state is saved.
+        overlap: of the last step but one, for methods that offload.
         signal: why: `SIGINT`, `SIGTERM`, ... or what `StopRequest.request` was given.
     """
 
@@ -97,3 +100,4 @@ class RunResult:
     checkpoint: Path | None
     interrupted: bool
     signal: str = ""
+    overlap: dict[str, Any] | None = None

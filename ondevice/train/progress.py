@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ondevice.train import events
 
@@ -32,6 +32,7 @@ class ProgressSink:
         self.stream = stream or sys.stderr
         self.silent, self.every = silent, every
         self.steps = 0
+        self._overlap: dict[str, Any] | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
@@ -68,13 +69,15 @@ class ProgressSink:
                 self._say(f"stopped by {event.signal}; {event.step} steps are saved, `--resume` goes on")
             case events.Finish():
                 self._stop()
+                if self._overlap:
+                    self._say(describe_overlap(self._overlap))
                 self._say(
                     f"{event.steps} steps, loss {event.first_loss:.4f} -> {event.final_loss:.4f}, "
                     f"{event.step_time_s:.3g} s a step, {mebibytes(event.peak_memory_bytes)} peak"
                 )
 
     def _step(self, event: events.Step) -> None:
-        done = event.step + 1
+        done, self._overlap = event.step + 1, event.overlap or self._overlap
         figures = (
             f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  {mebibytes(_memory(event))}  "
             f"{duration(event.eta_s)} left"
@@ -123,6 +126,14 @@ def describe(event: events.Evaluate) -> str:
     if event.majority_share is not None:
         parts.append(f"(majority class {event.majority_share:.4f})")
     return ", ".join(parts) + (" (best so far)" if event.best else "")
+
+
+def describe_overlap(overlap: dict[str, Any]) -> str:
+    """What bounded a step of a method that offloads, in one line."""
+    lanes = ("forward", "backward", "h2d", "d2h", "update", "disk")
+    busy = ", ".join(f"{lane} {overlap[f'{lane}_s']:.3g}" for lane in lanes if overlap[f"{lane}_s"])
+    factor, idle = float(overlap["hiding_factor"]), overlap["idle_s"] / max(overlap["wall_s"], 1e-9)
+    return f"bound by {overlap['bound']} (s: {busy}); hiding factor {factor:.2f}, no computation {idle:.0%} of the time"
 
 
 def mebibytes(count: int) -> str:

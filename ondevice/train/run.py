@@ -152,6 +152,7 @@ class Run:
             tokens_per_s=history.tokens_per_s,
             peak_memory_bytes=history.peak_memory_bytes,
             peak_device_bytes=history.peak_device_bytes,
+            overlap=history.overlap,
             evaluation=self.evaluation,
             best_score=best[0] if best else None,
             best_checkpoint=best[1] if best else None,
@@ -192,6 +193,7 @@ class Run:
             peak_memory_bytes=max(self.memory.resident_bytes(), self.history.peak_memory_bytes),
             peak_device_bytes=self.memory.device_bytes(),
             eta_s=self.history.eta_s(seconds, self.steps - step - 1),
+            overlap=result.overlap,
         )
         self.log.write(event)
         self.history.add(event)

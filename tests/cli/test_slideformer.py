@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
+import torch
 
 from ondevice.artifact.tensors import read_tensors
+from ondevice.models.llama import Llama
+from ondevice.offload.device import CpuDevice
+from ondevice.train.log import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_interrupt import start, wait_for_steps
 
@@ -91,3 +96,46 @@ def test_the_plan_counts_host_memory_and_predicts_the_step(ondevice) -> None:
     assert found["step_s"] == max(lanes) > 0 and found["bound"] in ("compute", "update")
     other = ondevice("plan", "--model", "tiny:llama", "--method", "full", "--calibrate")
     assert other.code == 2 and "offload" in other.err
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(ondevice, tmp_path) -> None:
+    data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
+    options = train(data, "--set", "train.checkpoint_every=2")
+    process = start(*options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path)
+    try:
+        wait_for_steps(process, out, 3)
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    done = json.loads(printed.splitlines()[-1])["steps"]
+    assert (out / f"checkpoint-{done:08d}" / "model" / "model.safetensors").is_file()
+    assert ondevice(*options, "--steps", done + 2, "--out", out, "--resume").code == 0
+    assert ondevice(*options, "--steps", done + 2, "--out", straight).code == 0
+    assert weights(out / "model") == weights(straight / "model")
+
+
+def test_every_step_says_what_ran_beside_what(ondevice, tmp_path) -> None:
+    data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
+    done = ondevice(*train(data, "--steps", 3, "--out", out))
+    assert done.code == 0 and "bound by" in done.err and "hiding factor" in done.err
+    steps = [entry.event for entry in read_log(out / "events.jsonl").entries if entry.event.kind == "step"]
+    assert steps[0].overlap is None and steps[2].overlap["backward_s"] > 0
+    figures = ondevice(*train(data, "--steps", 3, "--out", tmp_path / "again", "--json")).json
+    assert figures["overlap"]["bound"] in ("compute", "update", "h2d", "d2h")
+
+
+def test_an_accelerator_that_is_too_small_is_no_traceback(ondevice, tmp_path, monkeypatch) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CpuDevice, "empty", full)
+        refused = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "a"))
+    assert refused.code == 8 and "method.window" in refused.err and "2.00 GiB" in refused.err
+    monkeypatch.setattr(Llama, "block", full)
+    refused = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "b"))
+    assert refused.code == 8 and "2 rows of" in refused.err and "micro_batch_size" in refused.err

@@ -12,6 +12,7 @@ import torch
 from ondevice.errors import CheckpointError, ConfigError
 from ondevice.methods.session import StepResult
 from ondevice.models.save import save_weights
+from ondevice.offload.device import memory_errors
 from ondevice.offload.engine import OffloadEngine
 from ondevice.offload.ranks import SINGLE, Ranks, join
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
     from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.models import LoadedModel
+
+
+WINDOW_HINT = "method.window: 2, method.vocabulary_chunks: 4; `ondevice plan` lists what each part needs"
+STEP_HINT = "method.micro_batch_size: 1, method.loss_chunk_tokens: 512; `ondevice plan` lists what each part needs"
 
 
 class OffloadSession:
@@ -30,7 +35,8 @@ class OffloadSession:
 
     def __init__(self, loaded: LoadedModel, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE) -> None:
         self.loaded, self.config, self.ranks = loaded, config, ranks
-        self.engine = OffloadEngine(loaded.family, config, device, ranks)
+        with memory_errors("the window of layers and the output head", WINDOW_HINT):
+            self.engine = OffloadEngine(loaded.family, config, device, ranks)
         self.backend = f"torch-{self.engine.where.type}"
         self.steps_done = 0
         self.unwritten: Counter[str] = Counter()
@@ -38,9 +44,11 @@ class OffloadSession:
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One AdamW step; its last updates run on while the next step begins."""
-        loss = self.engine.step(ids, labels, self.steps_done, learning_rate)
+        with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", STEP_HINT):
+            loss = self.engine.step(ids, labels, self.steps_done, learning_rate)
         self.steps_done += 1
-        return StepResult(loss, (loss,))
+        overlap = self.engine.overlap
+        return StepResult(loss, (loss,), overlap=None if overlap is None else overlap.to_dict())
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
