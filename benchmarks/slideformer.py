@@ -267,9 +267,10 @@ def main() -> None:
         except Exception as error:
             bench.add({"shape": shape, "batch": None, "variant": None, "error": reason(error)})
         om.release(args.device)
-    copies = {f"copy_{name}_bytes_per_s": rate for name, rate in bench.copies.items()}
-    rates = {"copies": copies, "update_parameters_per_s": bench.updates}
-    finish("slideformer", bench.rows, args, COLUMNS, title="SlideFormer: steps per variant", notes=NOTES, **rates)
+    copies = ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in bench.copies.items())
+    updates = ", ".join(f"{kind} {rate / 1e9:.2f} G parameters/s" for kind, rate in bench.updates.items())
+    notes = [*NOTES, f"Calibration: copies {copies}; update alone {updates}."]
+    finish("slideformer", bench.rows, args, COLUMNS, title="SlideFormer: steps per variant", notes=notes)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,10 @@ class OffloadConfig(Section):
     window: int = Field(default=3, ge=2)
     """Layers on the accelerator at once."""
 
+    resident_layers: int = Field(default=0, ge=0)
+    """The first so many layers keep their masters and moments on the accelerator and are updated there: 14 bytes a
+    parameter of its memory, for a shorter boundary between steps and less work on the host."""
+
     gradient_buffers: int = Field(default=4, ge=2)
     """Layers whose gradients wait in host memory for their update. More of them hide a slow update behind the next
     forward pass, too."""

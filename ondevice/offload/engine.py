@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ondevice.errors import DataError
+from ondevice.errors import ConfigError, DataError
 from ondevice.nn.cross_entropy import IGNORE
 from ondevice.offload.activations import Activations
 from ondevice.offload.device import open_device
@@ -52,6 +52,7 @@ class OffloadEngine:
 
     def __init__(self, family: Family, config: OffloadConfig, device: str, ranks: Ranks = SINGLE) -> None:
         self.ranks, self.config, self.where = ranks, config, torch.device(device)
+        _check(config, ranks)
         self.device = open_device(device)
         liger = use_liger(config, self.device.type)
         self.kernels = "liger" if liger and patch_layers(family) else "torch"
@@ -153,6 +154,17 @@ class OffloadEngine:
     def _split(self, ids: np.ndarray) -> list[slice]:
         size = self.config.micro_batch_size or len(ids)
         return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
+
+
+def _check(config: OffloadConfig, ranks: Ranks) -> None:
+    """Settings that exclude each other."""
+    exact = config.max_grad_norm is not None and config.clip == "global"
+    if config.resident_layers and (exact or not ranks.single):
+        raise ConfigError(
+            "layers that stay on the accelerator are updated at once, before a global norm is known or summed",
+            expected="resident_layers: 0, or clip: previous or layer in one process",
+            received=f"resident_layers: {config.resident_layers}",
+        )
 
 
 def host_threads(device: str, ranks: int = 1) -> int:

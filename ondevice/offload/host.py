@@ -15,6 +15,7 @@ from torch import Tensor
 from ondevice.errors import CheckpointError, MissingPackageError
 from ondevice.offload.disk import moments_bytes, moments_in
 from ondevice.offload.ranks import SINGLE, Arrays, Ranks
+from ondevice.offload.resident import Resident
 from ondevice.offload.storage import buffer
 from ondevice.runtime_ops import layer_adam
 from ondevice.runtime_ops import rows as row_ops
@@ -60,12 +61,17 @@ class HostStore:
         self, units: Units, config: OffloadConfig, device: Device, disk: DiskMoments | None, ranks: Ranks = SINGLE
     ) -> None:
         self.units, self.device, self.disk, self.ranks = units, device, disk, ranks
-        self.owned = tuple(unit for unit in units.all if ranks.owns(unit))
+        kept = units.layers[: config.resident_layers]
+        self.owned = tuple(unit for unit in units.all if ranks.owns(unit) and unit not in kept)
         self.dtype = DTYPES[config.compute]
         self.native = native(config)
         self.split = self.native and self.dtype == torch.bfloat16
         self.converted: list[tuple[Tensor, Event | None]] = []
         self.turn = 0
+        self.resident = Resident(kept, device, self.dtype, self.split)
+        for unit in kept:
+            self.resident.take(unit)
+            release(unit, self.dtype)
         self.states = {unit.index: self._take(unit, config.moments) for unit in self.owned}
         for unit in units.all:
             release(unit, self.dtype)
@@ -132,7 +138,10 @@ class HostStore:
         """Those of `arrays` that `weights` is made of."""
         part = "high" if self.split else "master"
         states = ((unit, self.states[unit.index]) for unit in self.owned)
-        return {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
+        found = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
+        for unit in self.resident.units:
+            found |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
+        return found
 
     def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every parameter by name, out of the `flats` or `arrays` of all ranks: bfloat16 as computed with in split
@@ -147,9 +156,11 @@ class HostStore:
     def masters(self) -> dict[str, Tensor]:
         """Every parameter of this rank's units by name in float32, as copies."""
         found = {}
-        for unit in self.owned:
-            state = self.states[unit.index]
-            if state.high is not None and state.low is not None:
+        for unit in (*self.owned, *self.resident.units):
+            state = self.states.get(unit.index)
+            if state is None:
+                flat = self.resident.master(unit)
+            elif state.high is not None and state.low is not None:
                 flat = layer_adam.merge(state.high, state.low, self.moments(unit))
             else:
                 flat = self._master(state)
@@ -158,13 +169,18 @@ class HostStore:
         return found
 
     def arrays(self) -> dict[str, Tensor]:
-        """Everything a resume needs of this rank's units, as views."""
+        """Everything a resume needs of this rank's units, as views; of those on the accelerator, copies."""
         found = {}
-        for unit in self.owned:
-            state = self.states[unit.index]
-            parts = {"master": state.master, "high": state.high, "low": state.low, **self.moments(unit).tensors()}
-            found |= {f"{part}/{unit.key}": tensor for part, tensor in parts.items() if tensor is not None}
+        for unit in (*self.resident.units, *self.owned):
+            found |= {f"{part}/{unit.key}": tensor for part, tensor in self._parts(unit).items()}
         return found
+
+    def _parts(self, unit: Unit) -> dict[str, Tensor]:
+        state = self.states.get(unit.index)
+        if state is None:
+            return self.resident.arrays(unit)
+        parts = {"master": state.master, "high": state.high, "low": state.low, **self.moments(unit).tensors()}
+        return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
     def load(self, arrays: Arrays) -> None:
         """Take back what `arrays` gave, bfloat16 as uint16.
@@ -172,12 +188,9 @@ class HostStore:
         Raises:
             CheckpointError: naming the first array that is missing or of another size or type.
         """
-        for unit in self.owned:
-            key, moments, state = unit.key, self.moments(unit), self.states[unit.index]
-            parts = {"master": state.master, "high": state.high, "low": state.low, **moments.tensors()}
+        for unit in (*self.owned, *self.resident.units):
+            key, parts = unit.key, self._parts(unit)
             for part, tensor in parts.items():
-                if tensor is None:
-                    continue
                 target = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
                 value = arrays.get(f"{part}/{key}")
                 if value is None or value.shape != tuple(target.shape) or value.dtype != target.numpy().dtype:
@@ -188,8 +201,11 @@ class HostStore:
                         hint="resume with the settings, and on a machine with the compiler, that wrote it",
                     )
                 target.copy_(torch.from_numpy(value))
-            if self.disk is not None and self.disk.holds(unit):
-                self.disk.put(unit, moments)
+            if unit.index not in self.states:
+                self.resident.load(unit, arrays)
+            elif self.disk is not None and self.disk.holds(unit):
+                fields = {name: tensor for name, tensor in parts.items() if name not in ("master", "high", "low")}
+                self.disk.put(unit, layer_adam.Moments(self.states[unit.index].moments.kind, **fields))
 
     @property
     def bytes(self) -> int:

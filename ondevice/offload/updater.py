@@ -135,6 +135,26 @@ class Updater:
         else:
             send()
 
+    def submit_norm(self, unit: Unit, event: Event, square: Tensor) -> None:
+        """Note the squared norm of a unit that the accelerator updates, once it is here at `event`."""
+        now = self.now
+
+        def run() -> None:
+            now.squares[unit.index] = float(square)
+
+        self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
+
+    def scale(self, square: Tensor) -> Tensor:
+        """What the gradients of a unit with this squared norm, a tensor on the accelerator, are multiplied by."""
+        own, limit = square.sqrt(), self.config.max_grad_norm or 0.0
+        if self.config.clip == "layer":
+            norm = own
+        elif not self.now.before:
+            norm = own * math.sqrt(len(self.units.all))
+        else:
+            norm = own.clamp(min=math.sqrt(math.fsum(self.now.before.values())))
+        return (limit / (norm + 1e-6)).clamp(max=1.0)
+
     def submit_rows(self, rows: Tensor, gradient: Tensor, event: Event) -> None:
         """The embedding's gradient: int64 [R] and [R, hidden]; held until the next batch says what it reads."""
         self.rows = (rows, gradient, event, self.now)
@@ -162,11 +182,14 @@ class Updater:
         if self.config.max_grad_norm is None or self.config.clip != "previous":
             return {}
         squares = self.now.squares
-        return {f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)]).double() for u in self.store.owned}
+        return {f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)]).double() for u in self._kept()}
+
+    def _kept(self) -> tuple[Unit, ...]:
+        return (*self.store.owned, *self.store.resident.units)
 
     def restore_norms(self, arrays: Any) -> None:
         """Take back what `norms` gave."""
-        found = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self.store.owned)}
+        found = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self._kept())}
         squares = {index: float(value[0]) for index, value in found.items() if value is not None}
         self.now = replace(self.now, squares=squares if any(squares.values()) else {})
 

@@ -64,6 +64,7 @@ class Window:
         largest = max(unit.numel for unit in units.layers)
         self.layers = [Slot(device.empty(largest, dtype)) for _ in range(min(config.window, len(units.layers)))]
         self.gradients = [Slot(device.empty(largest, dtype)) for _ in range(2)]
+        self.resident = [Slot(store.resident.states[unit.index].memory) for unit in store.resident.units]
         self.rest = Slot(device.empty(units.rest.numel, dtype))
         self.rest_gradient = Slot(device.empty(units.rest.numel, dtype))
         vocabulary, self.width = units.head.pieces[0].shape
@@ -81,7 +82,7 @@ class Window:
     def fetch_layer(self, i: int) -> None:
         """Ask for layer `i`, unless its unit holds it."""
         at = i % len(self.layers)
-        if self.held[at] != i:
+        if i >= len(self.resident) and self.held[at] != i:
             self.held[at] = i
             self._fetch(self.units.layers[i], self.layers[at], slice(0, self.units.layers[i].numel))
 
@@ -91,7 +92,7 @@ class Window:
 
     def layer(self, i: int) -> Slot:
         """The unit of layer `i`; computations that follow run once it is there."""
-        return self.arrive(self.layers[i % len(self.layers)])
+        return self.resident[i] if i < len(self.resident) else self.arrive(self.layers[i % len(self.layers)])
 
     def fetch_rest(self) -> None:
         self._fetch(self.units.rest, self.rest, slice(0, self.units.rest.numel))
@@ -121,9 +122,12 @@ class Window:
         return slot
 
     def send_layer(self, i: int, slot: Slot) -> None:
-        """Let the gradients of layer `i` leave, then update it."""
+        """Let the gradients of layer `i` leave, then update it; or update it where it is."""
         unit = self.units.layers[i]
         norm = self._norm(unit.index, slot.memory[: unit.numel])
+        if i < len(self.resident):
+            self._update_here(unit, slot, norm)
+            return
         computed = self.device.record("compute")  # after the norm, which leaves with the gradients
 
         def run() -> Event:
@@ -132,6 +136,26 @@ class Window:
             buffer = self.updater.acquire(f"waiting for host memory for the gradients of {unit.name}")
             event = self.moves.take(unit, buffer[: unit.numel], slot.memory[: unit.numel], computed, norm)
             self.updater.submit(unit, buffer, event, None if norm is None else norm[1], pooled=True)
+            return event
+
+        slot.task = self.worker.submit(unit.name, run)
+
+    def _update_here(self, unit: Unit, slot: Slot, norm: tuple[Tensor | None, Tensor] | None) -> None:
+        started, scale = self.device.record("compute"), None
+        if norm is not None and norm[0] is not None:
+            scale = self.updater.scale(norm[0])
+        self.store.resident.update(unit, slot.memory[: unit.numel], self.updater.now.adam, scale)
+        computed = self.device.record("compute")
+        self.moves.timeline.span("backward", f"{unit.name} update", started, computed)
+        if norm is None or norm[0] is None:
+            return
+        square, target = norm[0], norm[1]
+
+        def run() -> Event:
+            self.device.hold("d2h", computed)
+            self.device.copy("d2h", target, square)
+            event = self.device.record("d2h")
+            self.updater.submit_norm(unit, event, target)
             return event
 
         slot.task = self.worker.submit(unit.name, run)

@@ -34,12 +34,14 @@ def open_engine(config: dict[str, Any], family: str = "llama", **sizes: Any) -> 
 
 
 def batches(count: int, rows: int = 5, length: int = 9, vocab: int = 260, seed: int = 0) -> list[Batch]:
-    """Random ids with repeats; the prompt's labels are -100, and those of padded ends, of other lengths each row."""
+    """Random ids with repeats; the prompt's labels are -100, and those of padded ends, of other lengths each row. The
+    last row begins with padding, too, and so that has a gradient."""
     random = np.random.default_rng(seed)
     made = []
     for _ in range(count):
         ids = random.integers(0, vocab, (rows, length))
         ids[:, 1::3] = ids[:, :1]
+        ids[-1, 0] = 256
         labels = ids.copy()
         labels[:, : length // 4] = -100
         for row in range(rows):

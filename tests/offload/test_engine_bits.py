@@ -12,6 +12,9 @@ pytest.importorskip("transformers")
 from hypothesis import HealthCheck, Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
+from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.offload.config import OffloadConfig  # noqa: E402
+from ondevice.offload.engine import OffloadEngine  # noqa: E402
 from ondevice.offload.units import cut  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.offload.reference import (  # noqa: E402
@@ -101,6 +104,19 @@ def test_random_settings_and_batches_of_changing_shape(
     held_against(config, family, sizes, data)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_padding_row_learns_from_the_head_alone(tied: bool) -> None:
+    """As `nn.Embedding` with a `padding_idx` does, which `load_model` takes away; the last row begins with it."""
+    reference, loaded, data = InMemory({}, layers=2, tied=tied), tiny_model(layers=2, tied=tied), batches(3)
+    start = reference.masters["model.embed_tokens.weight"][256].clone()
+    reference.family.embedding.padding_idx = loaded.family.embedding.padding_idx = 256
+    engine = OffloadEngine(loaded.family, OffloadConfig(optimizer="torch", timeout_s=20), "cpu")
+    assert run(engine, data) == run_reference(reference, data)
+    assert differing(engine.store.masters(), reference.masters) == []
+    assert torch.equal(reference.masters["model.embed_tokens.weight"][256], start) != tied
+    engine.close()
+
+
 def test_the_layout_of_adamw_shows_in_the_tails_alone() -> None:
     """torch's fused kernel computes what is left of an array after whole vectors by other instructions, so an array of
     its own and a place in a flat one may differ in the last bit; all other elements are the same."""
@@ -140,6 +156,7 @@ def take_state(engine: Any, reference: InMemory, step: int) -> None:
         reference.masters[name].copy_(value)
     for unit, flat in zip(engine.units.all, reference.flat, strict=True):
         moments = engine.store.moments(unit)
+        assert moments.m.shape == flat.shape  # torch's kernel does not look
         state = {"exp_avg": moments.m, "exp_avg_sq": moments.v.abs(), "step": torch.tensor(float(step))}
         reference.optimizer.state[flat] = {name: value.clone() for name, value in state.items()}
 

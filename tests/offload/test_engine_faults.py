@@ -26,7 +26,7 @@ from ondevice.offload.storage import BLOCK_BYTES  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.offload.reference import batches, open_engine, run  # noqa: E402
 
-SOON_S = 3.0
+SOON_S = 5.0
 LAYERS = 4
 
 

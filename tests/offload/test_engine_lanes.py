@@ -31,7 +31,7 @@ CONFIGS: list[dict[str, Any]] = [
 def test_late_copies_give_the_same_bits(
     config: dict[str, Any], family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, data = {"layers": 4, "tied": tied}, batches(3, rows=3)
+    sizes, data = {"layers": 6, "tied": tied}, batches(3, rows=3)
     losses, masters = outcome(config, family, sizes, data)
     device = LateDevice()
     monkeypatch.setattr(engine_module, "open_device", lambda name: device)

@@ -28,14 +28,17 @@ def memory(
     kept = dims.layers * batch_size * length_tokens if config.activations == "device" else ACTIVATION_SLOTS * tokens
     chunk = min(tokens, config.loss_chunk_tokens)
     residual = batch_size * length_tokens * dims.hidden * item
-    return {
+    resident = min(config.resident_layers, dims.layers) * dims.block_parameters
+    parts = {
         "window": slots * dims.block_parameters * item,
         "head": tables * part * dims.hidden * item,
         "noise": 0,
         "kept inputs": kept * dims.hidden * item,
         "activations": backward_bytes(dims, rows, length_tokens, item) // dims.layers + 3 * residual,
         "logits": chunk * part * (8 + item),
+        "resident layers": resident * (12 + item),
     }
+    return {part: size for part, size in parts.items() if size or part == "noise"}
 
 
 def host_memory(dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int) -> dict[str, int]:
@@ -44,10 +47,11 @@ def host_memory(dims: ModelDims, config: SlideformerConfig, batch_size: int, len
     exact = config.clip == "global" and config.max_grad_norm is not None
     waiting = dims.layers if exact else min(config.gradient_buffers, dims.layers)
     table, layers = dims.vocab * dims.hidden, dims.layers * dims.block_parameters
+    resident = min(config.resident_layers, dims.layers) * dims.block_parameters
     on_disk = config.disk_fraction * (STATE_BYTES[config.moments] - 4) * dims.parameters
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
     parts = {
-        "masters and moments": int(STATE_BYTES[config.moments] * dims.parameters - on_disk),
+        "masters and moments": int(STATE_BYTES[config.moments] * (dims.parameters - resident) - on_disk),
         "disk staging": int(3 * (STATE_BYTES[config.moments] - 4) * max(table, layers // dims.layers))
         * (config.disk_fraction > 0),
         "gradients": (waiting * dims.block_parameters + (1 if dims.tied else 2) * table) * item,
