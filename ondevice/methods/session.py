@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class StepResult:
     loss: float
     losses: tuple[float, ...]
     projected_gradients: tuple[float, ...] = ()
-    overlap: dict[str, Any] | None = None
+    overlap: dict[str, Any] | None = field(default=None, compare=False)
 
 
 class Evaluator(Protocol):

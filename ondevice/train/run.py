@@ -251,6 +251,8 @@ class Run:
         state = self.session.state()
         saving = Saving(self.done, time.perf_counter())
         written = getattr(self.session, "written", None)
+        if written is not None:
+            self.session.hold()  # type: ignore[attr-defined]
 
         def save() -> None:
             try:

@@ -59,17 +59,17 @@ class OffloadSession:
         raise ConfigError("a first-order run has no projected gradients to replay", hint="resume from its checkpoint")
 
     def state(self) -> dict[str, np.ndarray]:
-        """Masters and moments as they lie in host memory, views; bfloat16 as uint16.
-
-        A unit is not updated before `written` has named all its arrays, so they can be written beside the next step.
-        """
+        """Masters and moments as they lie in host memory, views that the next step changes; bfloat16 as uint16."""
         self.engine.flush()
         arrays = self.ranks.collect(self.engine.store.arrays() | self.engine.updater.norms())
         arrays = self.arrays = dict(reversed(arrays.items()))  # what the next step updates first comes first
-        self.engine.updater.keep({name.partition("/")[2] for name in arrays})
         self.unwritten = Counter(name.partition("/")[2] for name in arrays)
         found = {name: _as_numpy(tensor) for name, tensor in arrays.items()}
         return {**found, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
+
+    def hold(self) -> None:
+        """Update no unit before `written` has named all its arrays: the last `state` is written beside the steps."""
+        self.engine.updater.keep(set(self.unwritten))
 
     def written(self, name: str | None) -> None:
         """The array `name` of `state` has been read, or None: nothing of it will be read any more."""
