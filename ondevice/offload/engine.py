@@ -98,13 +98,13 @@ class OffloadEngine:
         if not count:
             raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
         self._open()
-        self.updater.begin(step, learning_rate)
+        self.updater.clipping.begin(step, learning_rate)
         every, rows = ids, self.ranks.share(len(ids))
         ids, labels = ids[rows], labels[rows]
         parts = self._split(ids)
         h = self.passes.forward(ids, parts, keep=True, every=every)
         if not self.ranks.single:
-            self.transfers.submit("the norms of the last step", self.updater.share_norms)
+            self.transfers.submit("the norms of the last step", self.updater.clipping.share)
         gradients, total = self.passes.head(h, [labels[part] for part in parts], 1.0 / count)
         summed = self.window.send_total(total.reshape(1), self.total)
         self.passes.backward(gradients, ids, parts)

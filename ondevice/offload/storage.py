@@ -7,14 +7,11 @@ the record, never wrong weights. Page caches are bypassed where the file system 
 
 from __future__ import annotations
 
-import hashlib
 import queue
-import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -36,45 +33,13 @@ from ondevice.offload.gds import (
     reserve,
     round_up,
 )
+from ondevice.offload.records import Job
 
 __all__ = ["BLOCK_BYTES", "PIECE_BYTES", "TierFile", "buffer", "checksum"]
 
 PIECE_BYTES = 8 << 20
 """One request; a record's pieces are spread over the threads, so that the drive has several to work on."""
-_TRAILER = struct.Struct("<8sIIQQ16s")
-_FIELDS = ("magic", "version", "record number", "generation", "payload length in bytes", "payload checksum")
-_MAGIC, _VERSION = b"ODTIER\r\n", 1
 _RESUME = "resume from the last checkpoint"
-
-
-@dataclass(eq=False)
-class _Job:
-    """One read or write of one record. `ready` is when the GPU is done with the payload; `left` counts pieces."""
-
-    record: int
-    payload: torch.Tensor
-    write: bool
-    ready: torch.cuda.Event | None
-    future: Future[None] = field(default_factory=Future)
-    trailer: torch.Tensor = field(default_factory=lambda: buffer(BLOCK_BYTES, pin=False))
-    checksums: dict[int, bytes] = field(default_factory=dict)
-    generation: int = 0
-    left: int = 0
-    error: BaseException | None = None
-
-    def seal(self, payload_bytes: int) -> bytes:
-        """The trailer block that belongs to what was moved."""
-        pieces = b"".join(self.checksums[start] for start in sorted(self.checksums))
-        digest = hashlib.blake2b(pieces, digest_size=16).digest()
-        fields = _TRAILER.pack(_MAGIC, _VERSION, self.record, self.generation, payload_bytes, digest)
-        return fields.ljust(BLOCK_BYTES, b"\0")
-
-    def resolve(self, error: BaseException | None) -> None:
-        """Give the future its result, unless it has one: `close` was faster, or its owner cancelled it."""
-        try:
-            self.future.set_result(None) if error is None else self.future.set_exception(error)
-        except InvalidStateError:
-            pass
 
 
 class TierFile:
@@ -126,7 +91,7 @@ class TierFile:
             message = f"{self.path}: not the offload file that was kept"
             raise StorageError(message, expected=f"{self._starts[-1]} bytes", received=f"{found} bytes")
         self._generations = list(generations or [0] * len(self._sizes))
-        self._lines: list[deque[_Job]] = [deque() for _ in self._sizes]
+        self._lines: list[deque[Job]] = [deque() for _ in self._sizes]
         self._reads, self._writes = Meter(), Meter()
         self._changed = threading.Condition()
         self._timeout_s = timeout_s
@@ -236,7 +201,7 @@ class TierFile:
             self._drive.prepare_gpu()
             ready = torch.cuda.Event()
             ready.record(torch.cuda.current_stream(tensor.device))
-        job = _Job(record, tensor[:wanted], write, ready)
+        job = Job(record, tensor[:wanted], write, ready)
         with self._changed:
             if self._closed:
                 raise StorageError(f"{self.path}: record {record}: the file is closed")
@@ -250,7 +215,7 @@ class TierFile:
             if not self._abandoned:
                 task()
 
-    def _begin(self, job: _Job) -> None:
+    def _begin(self, job: Job) -> None:
         """First in its record's line: check, and cut it into pieces for all threads."""
         runs = job.future.set_running_or_notify_cancel()
         with self._changed:
@@ -268,7 +233,7 @@ class TierFile:
         for start, end in zip(starts, [*starts[1:], stop]):
             self._tasks.put(partial(self._piece, job, start, end))
 
-    def _piece(self, job: _Job, start: int, stop: int) -> None:
+    def _piece(self, job: Job, start: int, stop: int) -> None:
         try:
             if job.error is None:
                 self._move(job, start, stop)
@@ -285,7 +250,7 @@ class TierFile:
             job.error = error
         self._end(job)
 
-    def _move(self, job: _Job, start: int, stop: int) -> None:
+    def _move(self, job: Job, start: int, stop: int) -> None:
         """Bytes `start` to `stop` of the record; those behind the payload are the trailer."""
         behind = start >= len(job.payload)
         piece = job.trailer if behind else job.payload[start:stop]
@@ -305,21 +270,17 @@ class TierFile:
         if not job.write and not behind:
             job.checksums[start] = checksum(piece)
 
-    def _finish(self, job: _Job) -> None:
+    def _finish(self, job: Job) -> None:
         """All pieces moved: write the trailer, or check the one that was read."""
         block, size = job.seal(self._sizes[job.record]), len(job.payload)
         if job.write:
             job.trailer.numpy()[:] = np.frombuffer(block, np.uint8)
             return self._move(job, size, size + BLOCK_BYTES)
-        found = job.trailer.numpy().tobytes()
-        for name, expected, received in zip(_FIELDS, _TRAILER.unpack_from(block), _TRAILER.unpack_from(found)):
-            if expected != received:
-                show = [value.hex() if isinstance(value, bytes) else value for value in (expected, received)]
-                raise self._error(job, f"came back damaged or not as last written: its {name}", *show, offset=size)
-        if found != block:
-            raise self._error(job, "came back with a damaged trailer", offset=size)
+        problem = job.compare(block)
+        if problem is not None:
+            raise self._error(job, *problem, offset=size)
 
-    def _end(self, job: _Job) -> None:
+    def _end(self, job: Job) -> None:
         with self._changed:
             self._meter(job).run(-1)
         job.resolve(job.error)
@@ -330,13 +291,13 @@ class TierFile:
                 self._tasks.put(partial(self._begin, line[0]))
             self._changed.notify_all()
 
-    def _meter(self, job: _Job) -> Meter:
+    def _meter(self, job: Job) -> Meter:
         return self._writes if job.write else self._reads
 
-    def _error(self, job: _Job, what: str, expected: Any = None, received: Any = None, *, offset: int) -> StorageError:
+    def _error(self, job: Job, what: str, expected: Any = None, received: Any = None, *, offset: int) -> StorageError:
         place = f"{self.path}: record {job.record} at byte {self._starts[job.record] + offset} of the file"
         return StorageError(f"{place} {what}", expected=expected, received=received, hint=_RESUME)
 
 
-def _done(job: _Job) -> str:
+def _done(job: Job) -> str:
     return "written" if job.write else "read"

@@ -7,16 +7,15 @@ embedding the rows that the next batch reads come first, all others when there i
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ondevice.offload.clipping import Clipping, Step
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import TILE, AdamStep, layer_adam, torch_adam
 
@@ -31,15 +30,6 @@ if TYPE_CHECKING:
 
 FIRST = -3
 """Priority of the rows that the next batch reads."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step: AdamW's settings, and the squared gradient norms by unit, of this step and the one before."""
-
-    adam: AdamStep
-    squares: dict[int, float]
-    before: dict[int, float]
 
 
 class Updater:
@@ -59,10 +49,10 @@ class Updater:
     ) -> None:
         self.units, self.store, self.config, self.device = units, store, config, device
         self.worker, self.watch, self.timeline, self.threads, self.disk = worker, watch, timeline, threads, disk
-        self.now = Step(AdamStep(learning_rate=0.0), {}, {})
+        self.clipping = Clipping(config, store)
         self.ranks, largest = store.ranks, max(unit.numel for unit in units.layers)
         layers = sum(unit.kind == "layer" for unit in store.owned)
-        held = layers if self._exact else min(config.gradient_buffers, layers)
+        held = layers if self.clipping.exact else min(config.gradient_buffers, layers)
         self.free = [device.pinned(largest, store.dtype) for _ in range(held)]
         self.freed = threading.Condition()
         size = {unit.kind: unit.numel for unit in store.owned}
@@ -77,16 +67,6 @@ class Updater:
         self.bytes = sum(t.numel() * t.element_size() for t in (*self.free, self.rest, self.table))
         self.bytes += 0 if self.scratch is None else self.scratch.numel() * self.scratch.element_size()
         self.bytes += 0 if units.tied else self.embedding.numel() * self.embedding.element_size()
-
-    @property
-    def _exact(self) -> bool:
-        return self.config.max_grad_norm is not None and self.config.clip == "global"
-
-    def begin(self, step: int, learning_rate: float) -> None:
-        """The updates of step `step` (from 0) follow."""
-        c = self.config
-        adam = AdamStep(learning_rate, c.beta1, c.beta2, c.eps, c.weight_decay, step + 1)
-        self.now = Step(adam, {}, self.now.squares)
 
     def acquire(self, doing: str) -> Tensor:
         """A free gradient buffer of a layer; waits for an update to give one back."""
@@ -111,7 +91,7 @@ class Updater:
 
     def submit(self, unit: Unit, gradient: Tensor, event: Event, square: Tensor | None, pooled: bool) -> None:
         """Update `unit` once its gradient is here at `event`; `square` is its squared norm, on the host by then."""
-        now = self.now
+        now = self.clipping.now
         if self.disk is not None:
             self.disk.prefetch(unit)
 
@@ -121,7 +101,7 @@ class Updater:
 
         def run() -> None:
             arrived()
-            self._update(unit, gradient[: unit.numel], self._clipped(now, unit))
+            self._update(unit, gradient[: unit.numel], self.clipping.apply(now, unit))
             if pooled:
                 with self.freed:
                     self.free.append(gradient)
@@ -130,38 +110,27 @@ class Updater:
         def send() -> None:
             self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
 
-        if self._exact:
+        if self.clipping.exact:
             self.waiting.append((event, arrived, send))
         else:
             send()
 
     def submit_norm(self, unit: Unit, event: Event, square: Tensor) -> None:
         """Note the squared norm of a unit that the accelerator updates, once it is here at `event`."""
-        now = self.now
+        now = self.clipping.now
 
         def run() -> None:
             now.squares[unit.index] = float(square)
 
         self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
 
-    def scale(self, square: Tensor) -> Tensor:
-        """What the gradients of a unit with this squared norm, a tensor on the accelerator, are multiplied by."""
-        own, limit = square.sqrt(), self.config.max_grad_norm or 0.0
-        if self.config.clip == "layer":
-            norm = own
-        elif not self.now.before:
-            norm = own * math.sqrt(len(self.units.all))
-        else:
-            norm = own.clamp(min=math.sqrt(math.fsum(self.now.before.values())))
-        return (limit / (norm + 1e-6)).clamp(max=1.0)
-
     def submit_rows(self, rows: Tensor, gradient: Tensor, event: Event) -> None:
         """The embedding's gradient: int64 [R] and [R, hidden]; held until the next batch says what it reads."""
-        self.rows = (rows, gradient, event, self.now)
+        self.rows = (rows, gradient, event, self.clipping.now)
 
     def end_backward(self) -> None:
         """Every gradient of the step is on its way; with exact clipping the updates begin here."""
-        if not self._exact:
+        if not self.clipping.exact:
             return
         waiting, self.waiting = self.waiting, []
         if self.rows is not None:
@@ -170,34 +139,11 @@ class Updater:
             event.wait()
             arrived()
         if not self.ranks.single:
-            merged = self.ranks.merge(self.now.squares, len(self.units.all))
-            self.now.squares.clear()  # the order of the sum is the same on all ranks
-            self.now.squares.update(merged)
+            merged = self.ranks.merge(self.clipping.now.squares, len(self.units.all))
+            self.clipping.now.squares.clear()  # the order of the sum is the same on all ranks
+            self.clipping.now.squares.update(merged)
         for _, _, send in waiting:
             send()
-
-    def norms(self) -> dict[str, Tensor]:
-        """The last step's squared norms of the units that are kept here, for a checkpoint; nothing where no later
-        step reads them."""
-        if self.config.max_grad_norm is None or self.config.clip != "previous":
-            return {}
-        squares = self.now.squares
-        return {f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)]).double() for u in self._kept()}
-
-    def _kept(self) -> tuple[Unit, ...]:
-        return (*self.store.owned, *self.store.resident.units)
-
-    def restore_norms(self, arrays: Any) -> None:
-        """Take back what `norms` gave."""
-        found = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self._kept())}
-        squares = {index: float(value[0]) for index, value in found.items() if value is not None}
-        self.now = replace(self.now, squares=squares if any(squares.values()) else {})
-
-    def share_norms(self) -> None:
-        """Let all ranks know the last step's norms, where clipping needs them; its updates are done by now."""
-        if self.config.max_grad_norm is not None and self.config.clip == "previous":
-            before = self.ranks.merge(self.now.before, len(self.units.all))
-            self.now = replace(self.now, before=before if any(before.values()) else {})
 
     def read_rows(self, needed: Tensor | None) -> Task | None:
         """Update the embedding: the rows `needed` (sorted) at once, the others later; None: all at once.
@@ -209,7 +155,7 @@ class Updater:
             return self.pending.get(self.units.embedding.index)
         held, unit = self.rows, self.units.embedding
         rows, now = held[0], held[3]
-        merged = self._exact
+        merged = self.clipping.exact
         width = unit.pieces[0].shape[1]
         tiled = self.config.moments == "int8" and width % TILE != 0
         if not self.store.native or tiled or (self.disk and self.disk.holds(unit)):
@@ -218,7 +164,7 @@ class Updater:
         def first() -> None:
             if not merged:
                 self._merge(*held)
-            self._update(unit, self.embedding, self._clipped(now, unit), needed, width)
+            self._update(unit, self.embedding, self.clipping.apply(now, unit), needed, width)
             if needed is None:
                 self._cleared(rows, width)
 
@@ -229,7 +175,7 @@ class Updater:
             others[needed] = False
 
             def second() -> None:
-                self._update(unit, self.embedding, self._clipped(now, unit), others.nonzero()[:, 0], width)
+                self._update(unit, self.embedding, self.clipping.apply(now, unit), others.nonzero()[:, 0], width)
                 self._cleared(rows, width)
 
             self.pending[unit.index] = self.worker.submit(
@@ -268,21 +214,6 @@ class Updater:
     def _cleared(self, rows: Tensor, width: int) -> None:
         if not self.units.tied:
             row_ops.clear(self.embedding.view(-1, width), rows, self.threads)
-
-    def _clipped(self, now: Step, unit: Unit) -> AdamStep:
-        limit = self.config.max_grad_norm
-        if limit is None:
-            return now.adam
-        own = math.sqrt(now.squares.get(unit.index, 0.0))
-        if self.config.clip == "layer":
-            norm = own
-        elif self._exact:
-            norm = math.sqrt(math.fsum(now.squares.values()))
-        elif not now.before:
-            norm = own * math.sqrt(len(self.units.all))
-        else:
-            norm = max(own, math.sqrt(math.fsum(now.before.values())))
-        return replace(now.adam, grad_scale=min(1.0, limit / (norm + 1e-6)))
 
     def _update(self, unit: Unit, gradient: Tensor, adam: AdamStep, rows: Tensor | None = None, width: int = 0) -> None:
         kept = self.kept.get(unit.key)

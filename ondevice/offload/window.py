@@ -143,8 +143,8 @@ class Window:
     def _update_here(self, unit: Unit, slot: Slot, norm: tuple[Tensor | None, Tensor] | None) -> None:
         started, scale = self.device.record("compute"), None
         if norm is not None and norm[0] is not None:
-            scale = self.updater.scale(norm[0])
-        self.store.resident.update(unit, slot.memory[: unit.numel], self.updater.now.adam, scale)
+            scale = self.updater.clipping.scale(norm[0])
+        self.store.resident.update(unit, slot.memory[: unit.numel], self.updater.clipping.now.adam, scale)
         computed = self.device.record("compute")
         self.moves.timeline.span("backward", f"{unit.name} update", started, computed)
         if norm is None or norm[0] is None:

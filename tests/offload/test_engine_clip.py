@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ondevice.offload.clipping import Clipping  # noqa: E402
 from ondevice.offload.units import cut  # noqa: E402
 from ondevice.offload.updater import Updater  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
@@ -96,14 +97,14 @@ def run_at(config: dict[str, Any], tied: bool, data: list[Any]) -> Any:
 def test_global_is_torchs_clip_grad_norm(tied: bool, compute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One scale for all units, that of `clip_grad_norm_` on the gradients in memory: its sums round otherwise."""
     reference, scales = InMemory({"compute": compute}, layers=3, tied=tied), []
-    clipped = Updater._clipped
+    clipped = Clipping.apply
 
     def seen(self: Any, now: Any, unit: Any) -> Any:
         adam = clipped(self, now, unit)
         scales.append(adam.grad_scale)
         return adam
 
-    monkeypatch.setattr(Updater, "_clipped", seen)
+    monkeypatch.setattr(Clipping, "apply", seen)
     (batch,) = batches(1)
     _, gradients = reference.gradients(*batch)
     for name, gradient in gradients.items():

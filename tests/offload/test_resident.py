@@ -46,10 +46,10 @@ def test_a_state_goes_through_arrays(config: dict[str, Any], request: Any) -> No
         request.addfinalizer(engine.close)
     expected = run(straight, data)
     losses = run(first, data[:3])
-    arrays = first.store.arrays() | first.updater.norms()
+    arrays = first.store.arrays() | first.updater.clipping.norms()
     held = {name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy() for name, t in arrays.items()}
     second.store.load(held)
-    second.updater.restore_norms(held)
+    second.updater.clipping.restore(held)
     losses += [second.step(*batch, step, 1e-2 / (1 + step / 10)) for step, batch in enumerate(data) if step >= 3]
     second.flush()
     assert losses == expected

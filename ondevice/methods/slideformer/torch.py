@@ -61,7 +61,7 @@ class OffloadSession:
     def state(self) -> dict[str, np.ndarray]:
         """Masters and moments as they lie in host memory, views that the next step changes; bfloat16 as uint16."""
         self.engine.flush()
-        arrays = self.ranks.collect(self.engine.store.arrays() | self.engine.updater.norms())
+        arrays = self.ranks.collect(self.engine.store.arrays() | self.engine.updater.clipping.norms())
         arrays = self.arrays = dict(reversed(arrays.items()))  # what the next step updates first comes first
         self.unwritten = Counter(name.partition("/")[2] for name in arrays)
         found = {name: _as_numpy(tensor) for name, tensor in arrays.items()}
@@ -96,7 +96,7 @@ class OffloadSession:
                 if done is None:
                     raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
                 self.engine.store.load(arrays)
-                self.engine.updater.restore_norms(arrays)
+                self.engine.updater.clipping.restore(arrays)
                 self.steps_done = int(done[0])
             except CheckpointError as error:
                 problem = error

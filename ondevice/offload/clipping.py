@@ -1,0 +1,102 @@
+"""Clipping while updates overlap with the backward pass: which norm each unit's gradients are divided by.
+
+`OffloadConfig.clip` states the three rules. Norms are squared and by unit, so that they add up whatever the order in
+which units arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ondevice.runtime_ops.layer_adam import AdamStep
+
+if TYPE_CHECKING:
+    from ondevice.offload.config import OffloadConfig
+    from ondevice.offload.host import HostStore
+    from ondevice.offload.units import Unit
+
+TINY = 1e-6
+"""Added to a norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: AdamW's settings, and the squared gradient norms by unit, of this step and the one before."""
+
+    adam: AdamStep
+    squares: dict[int, float]
+    before: dict[int, float]
+
+
+class Clipping:
+    """The running step and its norms."""
+
+    def __init__(self, config: OffloadConfig, store: HostStore) -> None:
+        self.limit, self.rule, self.store = config.max_grad_norm, config.clip, store
+        self.config, self.count = config, len(store.units.all)
+        self.now = Step(AdamStep(learning_rate=0.0), {}, {})
+
+    @property
+    def exact(self) -> bool:
+        """Whether updates wait for the norm of the whole gradient."""
+        return self.limit is not None and self.rule == "global"
+
+    def begin(self, step: int, learning_rate: float) -> None:
+        """The updates of step `step` (from 0) follow."""
+        c = self.config
+        adam = AdamStep(learning_rate, c.beta1, c.beta2, c.eps, c.weight_decay, step + 1)
+        self.now = Step(adam, {}, self.now.squares)
+
+    def apply(self, now: Step, unit: Unit) -> AdamStep:
+        """AdamW's settings for a unit whose norm is in `now`."""
+        if self.limit is None:
+            return now.adam
+        own = math.sqrt(now.squares.get(unit.index, 0.0))
+        if self.rule == "layer":
+            norm = own
+        elif self.exact:
+            norm = math.sqrt(math.fsum(now.squares.values()))
+        elif not now.before:
+            norm = own * math.sqrt(self.count)
+        else:
+            norm = max(own, math.sqrt(math.fsum(now.before.values())))
+        return replace(now.adam, grad_scale=min(1.0, self.limit / (norm + TINY)))
+
+    def scale(self, square: Tensor) -> Tensor:
+        """The factor of a unit whose squared norm is a tensor on the accelerator."""
+        own = square.sqrt()
+        if self.rule == "layer":
+            norm = own
+        elif not self.now.before:
+            norm = own * math.sqrt(self.count)
+        else:
+            norm = own.clamp(min=math.sqrt(math.fsum(self.now.before.values())))
+        return ((self.limit or 0.0) / (norm + TINY)).clamp(max=1.0)
+
+    def norms(self) -> dict[str, Tensor]:
+        """The last step's squared norms of the units that are kept here, for a checkpoint; nothing where no later
+        step reads them."""
+        if self.limit is None or self.rule != "previous":
+            return {}
+        squares = self.now.squares
+        return {f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)]).double() for u in self._kept()}
+
+    def restore(self, arrays: Any) -> None:
+        """Take back what `norms` gave."""
+        found = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self._kept())}
+        squares = {index: float(value[0]) for index, value in found.items() if value is not None}
+        self.now = replace(self.now, squares=squares if any(squares.values()) else {})
+
+    def share(self) -> None:
+        """Let all ranks know the last step's norms, where the rule needs them; its updates are done by now."""
+        if self.limit is not None and self.rule == "previous":
+            before = self.store.ranks.merge(self.now.before, self.count)
+            self.now = replace(self.now, before=before if any(before.values()) else {})
+
+    def _kept(self) -> tuple[Unit, ...]:
+        return (*self.store.owned, *self.store.resident.units)
