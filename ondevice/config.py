@@ -62,7 +62,8 @@ class ModelConfig(Section):
     """Hub revision: a branch, a tag or a commit."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of the frozen weights and activations; trained tensors stay in float32."""
+    """Precision of weights and activations; adapters stay in float32. `full` and `mezo` train the weights in it:
+    small updates vanish in bfloat16, where `slideformer` keeps float32 masters."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where eager PyTorch runs; `auto` takes CUDA when there is a device."""
