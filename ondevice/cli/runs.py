@@ -195,7 +195,7 @@ def _finish(trained: Any, json: bool, again: str) -> None:
         shown = {
             key: value
             for key, value in values.items()
-            if key not in ("evaluation", "interrupted") and value is not None
+            if key not in ("evaluation", "interrupted", "overlap") and value is not None
         }
         shown["peak_memory_bytes"] = mebibytes(values["peak_memory_bytes"])
         if values["evaluation"]:
