@@ -1,6 +1,6 @@
 """One step of the offload engine as a picture: what computation, copies and updates did, and when.
 
-    python -m benchmarks.offload_timeline SPANS.json OUT.png
+    python -m benchmarks._offload_timeline SPANS.json OUT.png
 
 SPANS.json is `--trace`'s of benchmarks/slideformer.py. Spans of the step before that reach into this one are lighter.
 """
