@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._programs import SEED, SMOLLM, recall, remember, settled
-from benchmarks.common import ROOT, interleaved
+from benchmarks._programs import SEED, SMOLLM, recall, remember
+from benchmarks.common import ROOT, interleaved, settled
 
 
 @dataclass(frozen=True, eq=True)

@@ -6,8 +6,6 @@ python -m benchmarks._programs --lower FOLDER SPEC      SPEC is JSON, see `Spec`
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import os
 import subprocess
@@ -121,16 +119,6 @@ def remember(folder: Path, key: str, found: dict[str, Any]) -> dict[str, Any]:
     beside.write_text(json.dumps(known, indent=1))
     os.replace(beside, folder / "measurements.json")
     return known
-
-
-def settled(read: Any) -> int:
-    """Memory once the allocator has given back what is free."""
-    gc.collect()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except OSError:
-        pass  # no glibc: its heap is measured as it is
-    return read()
 
 
 def author(spec: Spec) -> tuple[Any, Any]:

@@ -12,7 +12,9 @@ A benchmark is `benchmarks/<name>.py`, run as `python -m benchmarks.<name>`:
 from __future__ import annotations
 
 import argparse
+import ctypes
 import datetime
+import gc
 import json
 import os
 import platform
@@ -215,3 +217,13 @@ def _cpu() -> str:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def settled(read: Any) -> int:
+    """Memory once the allocator has given back what is free."""
+    gc.collect()
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except OSError:
+        pass  # no glibc: its heap is measured as it is
+    return read()

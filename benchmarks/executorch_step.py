@@ -33,10 +33,9 @@ from benchmarks._programs import (
     load_kernels,
     recall,
     remember,
-    settled,
     wanted,
 )
-from benchmarks.common import RESULTS, finish, interleaved, machine_info, median, parse_args, write_result
+from benchmarks.common import RESULTS, finish, interleaved, machine_info, median, parse_args, settled, write_result
 
 NEEDS = ("executorch",)
 NAME = "executorch_step"

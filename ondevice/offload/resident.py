@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ondevice.runtime_ops.layer_adam import HostState, Moments, merge, split_
+from ondevice.runtime_ops.layer_adam import Moments, merge, split_, torch_step
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Device
-    from ondevice.offload.ranks import Arrays
     from ondevice.offload.units import Unit
     from ondevice.runtime_ops.layer_adam import AdamStep
 
@@ -60,21 +59,7 @@ class Resident:
             wide = gradient[part].float()
             if scale is not None:
                 wide = wide * scale
-            torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-                [state.master[part]],
-                [wide],
-                [state.m[part]],
-                [state.v[part]],
-                [],
-                [torch.full((), float(adam.step), device=wide.device)],
-                lr=adam.learning_rate,
-                beta1=adam.beta1,
-                beta2=adam.beta2,
-                weight_decay=adam.weight_decay,
-                eps=adam.eps,
-                amsgrad=False,
-                maximize=False,
-            )
+            torch_step(state.master[part], wide, state.m[part], state.v[part], adam)
         state.memory.copy_(state.master)
 
     def master(self, unit: Unit) -> Tensor:
@@ -95,17 +80,10 @@ class Resident:
         split_(master, high, low, moments)
         return {"high": high, "low": low, **moments.tensors()}
 
-    def load(self, unit: Unit, arrays: Arrays) -> None:
-        """Take back what `arrays` gave, bfloat16 as uint16; `HostStore.load` has checked it."""
-        state, found = self.states[unit.index], {}
-        for part, like in self.arrays(unit).items():
-            value = arrays.get(f"{part}/{unit.key}")
-            found[part] = torch.from_numpy(value).view(like.dtype) if value is not None else like
-        moments = Moments("float32", found["m"], found["v"])
-        given = HostState(found.get("master"), found.get("high"), found.get("low"), moments)
-        if given.master is None and given.high is not None and given.low is not None:
-            given.master = merge(given.high, given.low, moments)
-        if given.master is not None:
-            state.memory.copy_(state.master.copy_(given.master))
+    def load(self, unit: Unit, parts: dict[str, Tensor]) -> None:
+        """Take back what `arrays` gave; float32, bfloat16 and uint16 on the host."""
+        state, moments = self.states[unit.index], Moments("float32", parts["m"], parts["v"])
+        master = merge(parts["high"], parts["low"], moments) if self.split else parts["master"]
+        state.memory.copy_(state.master.copy_(master))
         state.m.copy_(moments.m)
         state.v.copy_(moments.v.abs())

@@ -105,10 +105,6 @@ class Worker:
             self.changed.notify()
         return task
 
-    def idle(self) -> bool:
-        with self.changed:
-            return not self.tasks
-
     def close(self, timeout_s: float = 10.0) -> bool:
         """Let the thread end after the running task; False if it does not, and dies with the process."""
         with self.changed:
