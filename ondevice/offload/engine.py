@@ -105,6 +105,8 @@ class OffloadEngine:
         h = self.passes.forward(ids, parts, keep=True, every=every)
         if not self.ranks.single:
             self.transfers.submit("the norms of the last step", self.updater.clipping.share)
+        for unit in self.store.resident.units:  # no fetch waits for their norms, which clipping needs from here on
+            self.updater.wait(unit)
         gradients, total = self.passes.head(h, [labels[part] for part in parts], 1.0 / count)
         summed = self.window.send_total(total.reshape(1), self.total)
         self.passes.backward(gradients, ids, parts)
