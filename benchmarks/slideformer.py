@@ -5,7 +5,7 @@
 A value is the wall time from one step's end to the next one's, in a run of consecutive steps that began with others.
 Variants take turns. Weights and tokens are random; every token is labelled. `bound_s` is the least that a step can
 take: max(8PT/F, bytes in / B, bytes out / B, P / M), with F the resident step's rate, B of pinned copies and M of the
-update alone, all measured here.
+update alone, all measured here; P/M counts what the host updates.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ class Bench:
         bounds = {
             "h2d": last.h2d_bytes / self.copies["h2d"],
             "d2h": last.d2h_bytes / self.copies["d2h"],
-            "update": parameters / self.updates[om.sliding_moments(one.name)],
+            "update": sum(unit.parameters for unit in engine.store.owned) / self.updates[om.sliding_moments(one.name)],
         } | ({"compute": beside} if beside else {})
         by = max(bounds, key=lambda name: bounds[name])
         row |= {"bounds_s": bounds, "bound_s": bounds[by], "bound_by": by, "of_bound": bounds[by] / step_s}

@@ -59,7 +59,7 @@ class OffloadEngine:
         self.units = units = cut(family)
         self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
         self.last: Task | None = None
-        self.began: float | None = None
+        self.began: float | None = None  # of the last pass, if it was a step's
         self.overlap: Overlap | None = None
         self.spans: Spans = []
         self.disk = open_disk(units, config, self.timeline, ranks)
@@ -97,7 +97,7 @@ class OffloadEngine:
         count = int((labels[:, 1:] != IGNORE).sum())
         if not count:
             raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
-        self._open()
+        self._open(True)
         self.updater.clipping.begin(step, learning_rate)
         every, rows = ids, self.ranks.share(len(ids))
         ids, labels = ids[rows], labels[rows]
@@ -117,7 +117,7 @@ class OffloadEngine:
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
-        self._open()
+        self._open(False)
         parts = self._split(ids)
         nll = self.passes.score(self.passes.forward(ids, parts, False, ids), [labels[part] for part in parts])
         return nll.cpu().numpy(), (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
@@ -141,17 +141,17 @@ class OffloadEngine:
             self.disk.close()
             self.device.close()
 
-    def _open(self) -> None:
-        """Begin a pass, once the last step has been put into the queues; take its spans."""
+    def _open(self, step: bool) -> None:
+        """Begin a pass, once the last one has been put into the queues; take its spans if it was a step's."""
         self.watch.check()
         if self.last is not None:
             self.last.wait()
             self.last = None
         now = time.perf_counter()
+        spans = self.timeline.take()
         if self.began is not None:
-            self.spans = self.timeline.take()
-            self.overlap = overlap(self.spans, now - self.began)
-        self.began = now
+            self.spans, self.overlap = spans, overlap(spans, now - self.began)
+        self.began = now if step else None
 
     def _split(self, ids: np.ndarray) -> list[slice]:
         size = self.config.micro_batch_size or len(ids)

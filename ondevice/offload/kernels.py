@@ -6,6 +6,7 @@ Attention is PyTorch's scaled_dot_product_attention in both, which is FlashAtten
 from __future__ import annotations
 
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ from ondevice.nn.cross_entropy import IGNORE
 if TYPE_CHECKING:
     from ondevice.models import Family
     from ondevice.offload.config import OffloadConfig
+
+ROTARY = "apply_rotary_pos_emb"
 
 
 def use_liger(config: OffloadConfig, device: str) -> bool:
@@ -43,8 +46,24 @@ def patch_layers(family: Family) -> bool:
     function = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.get(family.model_type)
     if function is None:
         return False
+    module: Any = sys.modules[type(family.model).__module__]
+    before = dict(vars(module))
     function(model=family.model, cross_entropy=False, fused_linear_cross_entropy=False)
+    for name, plain in before.items():  # liger also replaces what models made later are built of, on the CPU too
+        liger = getattr(module, name)
+        if liger is not plain:
+            setattr(module, name, _rotary(liger, getattr(plain, "plain", plain)) if name == ROTARY else plain)
     return True
+
+
+def _rotary(liger: Any, plain: Any) -> Any:
+    """A family's function that every model of this process calls: liger's on a GPU, its own on the CPU."""
+
+    def rotary(q: Tensor, *arguments: Any, **options: Any) -> Any:
+        return (liger if q.is_cuda else plain)(q, *arguments, **options)
+
+    rotary.plain = plain  # pyright: ignore[reportFunctionMemberAccess]
+    return rotary
 
 
 class LigerLoss:

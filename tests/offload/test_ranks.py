@@ -34,8 +34,8 @@ pytestmark = needs_gloo
 
 
 def environment(**values: object) -> dict[str, str]:
-    root = Path(__file__).resolve().parents[2]
-    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in values.items()}}
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in values.items()}}
 
 
 def free_port() -> int:

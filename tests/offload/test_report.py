@@ -164,3 +164,15 @@ def test_threads_lose_no_span() -> None:
         found += timeline.take()
     found += timeline.take()
     assert len(found) == 3 * 5000
+
+
+def test_an_evaluation_does_not_hide_the_step_before_it(engine: Any) -> None:
+    opened, _ = traced(engine, {}, layers=2)
+    ids, labels = batches(1, rows=3)[0]
+    opened.evaluate(ids, labels)
+    step = opened.overlap
+    opened.step(ids, labels, 3, 1e-3)
+    assert opened.overlap is step and step.backward_s > 0
+    opened.flush()
+    opened.step(ids, labels, 4, 1e-3)
+    assert opened.overlap is not step and opened.overlap.backward_s > 0
