@@ -34,7 +34,10 @@ LARGEST_BATCH = 1024
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine does: operations, bytes and parameters a second; a rate that is not needed is None."""
+    """What this machine does: operations, bytes and parameters a second; a rate that is not needed is None.
+
+    A simulated bus (`bus_limit_gb_per_s`) is in those of the copies.
+    """
 
     flops_s: float
     h2d_bytes_s: float | None
@@ -88,7 +91,8 @@ def calibrate(config: OffloadConfig, device: str) -> Rates:
         with tempfile.TemporaryDirectory(dir=config.disk_folder) as folder:
             disk = _disk_rate(Path(folder))
     opened.close()
-    return Rates(flops, h2d, d2h, parameters, disk)
+    limit = config.bus_limit_gb_per_s
+    return Rates(flops, _limited(h2d, limit), _limited(d2h, limit), parameters, disk)
 
 
 def predict(
@@ -144,15 +148,20 @@ def _update(config: OffloadConfig, kind: str) -> Any:
     threads = config.threads or host_threads(kind)
     held = moments_in(buffer(moments_bytes(count, config.moments), pin=False), count, config.moments)
     gradient, adam = torch.zeros(count, dtype=dtype), AdamStep(learning_rate=1e-5)
-    if native(config) and dtype == torch.bfloat16:
+    if native(config, config.moments) and dtype == torch.bfloat16:
         halves = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.uint16)
         state = HostState(None, *halves, held)
     else:
         state = HostState(torch.zeros(count), None, None, held)
-    if native(config):
+    if native(config, config.moments):
         return lambda: layer_adam(gradient, state, adam, threads=threads)
     scratch, converted = torch.zeros(count), torch.zeros(count, dtype=dtype)
     return lambda: (torch_adam(gradient, state, adam, scratch), converted.copy_(scratch))
+
+
+def _limited(measured: float | None, gb_per_s: float | None) -> float | None:
+    """Bytes a second of a copy; where only the limit is known, as beside a CPU, that."""
+    return min((rate for rate in (measured, gb_per_s and gb_per_s * 1e9) if rate), default=None)
 
 
 def _disk_rate(folder: Path) -> float:

@@ -16,9 +16,9 @@ from torch import Tensor
 from ondevice.runtime_ops.layer_adam import AdamStep
 
 if TYPE_CHECKING:
-    from ondevice.offload.config import OffloadConfig
-    from ondevice.offload.host import HostStore
-    from ondevice.offload.units import Unit
+    from ondevice.offload.config import EngineConfig
+    from ondevice.offload.ranks import Ranks
+    from ondevice.offload.units import Unit, Units
 
 TINY = 1e-6
 """Added to a norm before the division, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -36,9 +36,10 @@ class Step:
 class Clipping:
     """The running step and its norms."""
 
-    def __init__(self, config: OffloadConfig, store: HostStore) -> None:
-        self.limit, self.rule, self.store = config.max_grad_norm, config.clip, store
-        self.config, self.count = config, len(store.units.all)
+    def __init__(self, config: EngineConfig, units: Units, ranks: Ranks) -> None:
+        self.limit, self.rule, self.ranks = config.max_grad_norm, config.clip, ranks
+        self.config, self.count = config, len(units.all)
+        self.owned = tuple(unit for unit in units.all if ranks.owns(unit))
         self.now = Step(AdamStep(learning_rate=0.0), {}, {})
 
     @property
@@ -84,19 +85,16 @@ class Clipping:
         if self.limit is None or self.rule != "previous":
             return {}
         squares = self.now.squares
-        return {f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)]).double() for u in self._kept()}
+        return {f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)]).double() for u in self.owned}
 
     def restore(self, arrays: Any) -> None:
         """Take back what `norms` gave."""
-        found = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self._kept())}
+        found = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self.owned)}
         squares = {index: float(value[0]) for index, value in found.items() if value is not None}
         self.now = replace(self.now, squares=squares if any(squares.values()) else {})
 
     def share(self) -> None:
         """Let all ranks know the last step's norms, where the rule needs them; its updates are done by now."""
         if self.limit is not None and self.rule == "previous":
-            before = self.store.ranks.merge(self.now.before, self.count)
+            before = self.ranks.merge(self.now.before, self.count)
             self.now = replace(self.now, before=before if any(before.values()) else {})
-
-    def _kept(self) -> tuple[Unit, ...]:
-        return (*self.store.owned, *self.store.resident.units)

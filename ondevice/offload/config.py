@@ -1,4 +1,4 @@
-"""Settings of the offload engine; the methods that use it add their own."""
+"""Settings of the offload engines; the methods that use them add their own."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pydantic import Field
 from ondevice.config import Section
 
 
-class OffloadConfig(Section):
-    """How layers, gradients and optimizer states are spread over accelerator, host memory and disk."""
+class EngineConfig(Section):
+    """What every method that offloads has in common: precision, AdamW on the host, how a batch passes the layers."""
 
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of weights, activations and gradients where they are computed; masters are float32."""
@@ -19,9 +19,6 @@ class OffloadConfig(Section):
     optimizer: Literal["auto", "native", "torch"] = "auto"
     """AdamW on the host: one fused C++ pass, or torch's with separate conversions. `auto` takes the first
     where there is a C++ compiler."""
-
-    moments: Literal["float32", "bfloat16", "int8"] = "float32"
-    """AdamW's moments: 8, 4 or 2 bytes a parameter. Fewer bytes make a faster update, too."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
@@ -46,6 +43,28 @@ class OffloadConfig(Section):
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Rows that pass through a layer at once; a batch of more is accumulated, layer by layer."""
 
+    loss_chunk_tokens: int = Field(default=2048, ge=1)
+    """Tokens whose logits exist at once."""
+
+    kernels: Literal["auto", "torch", "liger"] = "auto"
+    """Norm, rotary embedding and MLP of the layers: liger-kernel's on a GPU where it is installed, or PyTorch's."""
+
+    threads: int | None = Field(default=None, ge=1)
+    """Threads of the update; None leaves two processors to the rest."""
+
+    timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait for a transfer or an update before the step gives up."""
+
+    bus_limit_gb_per_s: float | None = Field(default=None, gt=0)
+    """Simulated bus: no direction moves more than this many GB/s; None is the real one."""
+
+
+class OffloadConfig(EngineConfig):
+    """How layers, gradients and optimizer states are spread over accelerator, host memory and disk."""
+
+    moments: Literal["float32", "bfloat16", "int8"] = "float32"
+    """AdamW's moments: 8, 4 or 2 bytes a parameter. Fewer bytes make a faster update, too."""
+
     window: int = Field(default=3, ge=2)
     """Layers on the accelerator at once."""
 
@@ -66,18 +85,6 @@ class OffloadConfig(Section):
     disk_folder: Path | None = None
     """Folder of those files, on a local disk; None: a temporary folder."""
 
-    loss_chunk_tokens: int = Field(default=2048, ge=1)
-    """Tokens whose logits exist at once."""
-
     vocabulary_chunks: int = Field(default=1, ge=1)
     """Parts of the output head that are on the accelerator one after the other; more than one computes the logits
     twice."""
-
-    kernels: Literal["auto", "torch", "liger"] = "auto"
-    """Norm, rotary embedding and MLP of the layers: liger-kernel's on a GPU where it is installed, or PyTorch's."""
-
-    threads: int | None = Field(default=None, ge=1)
-    """Threads of the update; None leaves two processors to the rest."""
-
-    timeout_s: float = Field(default=600.0, gt=0)
-    """Longest wait for a transfer or an update before the step gives up."""

@@ -5,10 +5,14 @@ Untested beyond NVIDIA: on AMD, `torch.cuda` is HIP and the same calls exist.
 
 from __future__ import annotations
 
+import statistics
+import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from functools import cache
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +21,13 @@ from ondevice.errors import DoesNotFitError
 from ondevice.offload.storage import buffer
 
 Lane = Literal["compute", "h2d", "d2h"]
+BUS: tuple[Lane, ...] = ("h2d", "d2h")
+SPIN_CYCLES = 50_000_000
+MEASURED_BYTES = 64 << 20
+SHORTEST_S = 5e-6
+"""Less than a spinning kernel's start."""
+LEARNED_S = 2e-3
+"""A slow copy that takes so long says what the rates are now; in shorter ones the starts count too much."""
 
 
 class Event(Protocol):
@@ -135,6 +146,11 @@ class _CudaEvent:
     def wait(self) -> None:
         self.event.synchronize()
 
+    def since(self, event: _CudaEvent) -> float:
+        """Seconds from `event`, both reached, at least the timer's 1 us; `Device.seconds` has fewer digits the longer a
+        run is."""
+        return max(1e-6, event.event.elapsed_time(self.event) / 1000)
+
 
 class CudaDevice:
     """Two copy streams beside the current one."""
@@ -154,7 +170,7 @@ class CudaDevice:
             self.base.wait()
         self.base_s = time.perf_counter()
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, lane: Lane) -> _CudaEvent:
         return _CudaEvent(self.streams[lane])
 
     def hold(self, lane: Lane, event: Any) -> None:
@@ -198,6 +214,98 @@ class CudaDevice:
         self.synchronize()
 
 
+class _SlowBus:
+    """`device`, whose copies over the bus take their time; here they block the caller, as all of a CPU's do.
+
+    One copy after the other in each direction, whichever threads they are from.
+    """
+
+    def __init__(self, device: Device, gb_per_s: float) -> None:
+        self.device, self.bytes_s = device, gb_per_s * 1e9
+        self.locks = {lane: threading.Lock() for lane in BUS}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None:
+        if lane not in self.locks:
+            self.device.copy(lane, target, source)
+            return
+        with self.locks[lane]:
+            self._copy(lane, target, source, source.numel() * source.element_size())
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, size_bytes: int) -> None:
+        end_s = time.perf_counter() + size_bytes / self.bytes_s
+        self.device.copy(lane, target, source)
+        missing_s = end_s - time.perf_counter()
+        if missing_s > 0:
+            time.sleep(missing_s)
+
+
+class _SlowCudaBus(_SlowBus):
+    """A kernel spins in the lane for the time that is missing; the calling thread goes on.
+
+    Its length is set before the copy runs, by the last copies' rates: under load the clock falls, and host memory is
+    shared with the update.
+    """
+
+    device: CudaDevice
+
+    def __init__(self, device: CudaDevice, gb_per_s: float) -> None:
+        super().__init__(device, gb_per_s)
+        rates, cycles_s = _measured(device.index)
+        self.rates: dict[Lane, deque[float]] = {lane: deque([rates[lane]], 9) for lane in BUS}
+        self.cycles_s: dict[Lane, deque[float]] = {lane: deque([cycles_s], 9) for lane in BUS}
+        self.running: dict[Lane, deque[Any]] = {lane: deque() for lane in BUS}
+        # The spinning kernel comes before the blocks of a matrix product that wait for a place.
+        device.streams |= {lane: torch.cuda.Stream(device.device, priority=-1) for lane in BUS}
+
+    def _copy(self, lane: Lane, target: Tensor, source: Tensor, size_bytes: int) -> None:
+        self._learn(lane)
+        started = self.device.record(lane)
+        self.device.copy(lane, target, source)
+        copied = self.device.record(lane)
+        whole_s, cycles = size_bytes / self.bytes_s, 0
+        missing_s = whole_s - size_bytes / statistics.median(self.rates[lane])
+        if missing_s > SHORTEST_S:
+            cycles = int(missing_s * statistics.median(self.cycles_s[lane]))
+            with self.device.on(lane):
+                torch.cuda._sleep(cycles)
+        if whole_s > LEARNED_S:
+            self.running[lane].append((started, copied, self.device.record(lane), size_bytes, cycles))
+
+    def _learn(self, lane: Lane) -> None:
+        """Rates of the copies and spins that have ended; the median leaves out those that the host put in late."""
+        running = self.running[lane]
+        while running and running[0][2].done():
+            started, copied, ended, size_bytes, cycles = running.popleft()
+            self.rates[lane].append(size_bytes / copied.since(started))
+            if cycles:
+                self.cycles_s[lane].append(cycles / ended.since(copied))
+
+
+@cache
+def _measured(index: int) -> tuple[dict[Lane, float], float]:
+    """Bytes a second of the real bus by lane, and cycles a second of a spinning kernel; once a process and GPU."""
+    device = CudaDevice(index)
+    host, there = device.pinned(MEASURED_BYTES, torch.uint8), device.empty(MEASURED_BYTES, torch.uint8)
+
+    def seconds(lane: Lane, run: Callable[[], None]) -> float:
+        run()  # the clock rises, and the bus wakes up
+        started = device.record(lane)
+        run()
+        ended = device.record(lane)
+        ended.wait()
+        return ended.since(started)
+
+    with device.on("h2d"):
+        cycles_s = SPIN_CYCLES / seconds("h2d", lambda: torch.cuda._sleep(SPIN_CYCLES))
+    device.synchronize()
+    h2d_s = seconds("h2d", lambda: device.copy("h2d", there, host))
+    d2h_s = seconds("d2h", lambda: device.copy("d2h", host, there))
+    return {"h2d": MEASURED_BYTES / h2d_s, "d2h": MEASURED_BYTES / d2h_s}, cycles_s
+
+
 @contextmanager
 def memory_errors(doing: str, hint: str) -> Iterator[None]:
     """Turn the accelerator's running out of memory into an error that says what to change.
@@ -216,3 +324,15 @@ def open_device(name: str) -> Device:
     """`cpu`, or `cuda` with an optional index."""
     device = torch.device(name)
     return CpuDevice() if device.type == "cpu" else CudaDevice(device.index)
+
+
+def throttled(device: Device, gb_per_s: float | None) -> Device:
+    """A device just opened, with a simulated bus: a copy in lane "h2d" or "d2h" takes at least bytes / (gb_per_s * 1e9)
+    seconds in its lane, each direction by itself. None gives the device itself.
+
+    On CUDA a copy is right within some percent from about 1 MB on; a smaller one may be faster than the limit says.
+    """
+    if gb_per_s is None:
+        return device
+    slow = _SlowCudaBus(device, gb_per_s) if isinstance(device, CudaDevice) else _SlowBus(device, gb_per_s)
+    return cast("Device", slow)

@@ -18,7 +18,7 @@ import torch
 from ondevice.errors import ConfigError, DataError
 from ondevice.nn.cross_entropy import IGNORE
 from ondevice.offload.activations import Activations
-from ondevice.offload.device import open_device
+from ondevice.offload.device import open_device, throttled
 from ondevice.offload.disk import open_disk
 from ondevice.offload.host import HostStore
 from ondevice.offload.kernels import patch_layers, use_liger
@@ -53,7 +53,7 @@ class OffloadEngine:
     def __init__(self, family: Family, config: OffloadConfig, device: str, ranks: Ranks = SINGLE) -> None:
         self.ranks, self.config, self.where = ranks, config, torch.device(device)
         _check(config, ranks)
-        self.device = open_device(device)
+        self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
         liger = use_liger(config, self.device.type)
         self.kernels = "liger" if liger and patch_layers(family) else "torch"
         self.units = units = cut(family)
@@ -72,7 +72,10 @@ class OffloadEngine:
 
     def _allocate(self, family: Family, liger: bool) -> None:
         config, ranks = self.config, self.ranks
-        self.store = HostStore(self.units, config, self.device, self.disk.moments, ranks)
+        self.store = HostStore(
+            self.units, config, self.device, self.disk.moments, ranks, self.units.layers[: config.resident_layers],
+            config.moments,
+        )  # fmt: skip
         if not ranks.single:
             for worker in (self.transfers, self.updates):
                 worker.submit("its device", self.device.enter)
@@ -81,7 +84,8 @@ class OffloadEngine:
         self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
         self.window = Window(*shared, self.transfers, self.updater)
         self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
-        self.passes = Passes(family, *shared, self.window, self.updater, self.activations, self.where, liger)
+        ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
+        self.passes = Passes(family, *ahead, self.where, liger)
         self.total = self.device.pinned(1, torch.float32)
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
@@ -133,7 +137,7 @@ class OffloadEngine:
     @property
     def host_bytes(self) -> int:
         """Host memory of the engine: states, gradient and conversion buffers, activations."""
-        return self.store.bytes + self.updater.bytes + self.activations.bytes + self.passes.bytes
+        return self.store.bytes + self.updater.bytes + self.activations.bytes + self.window.bytes
 
     def close(self) -> None:
         """End the threads and unlock the host memory; a hanging thread is left to die with the process."""
@@ -150,7 +154,7 @@ class OffloadEngine:
         now = time.perf_counter()
         spans = self.timeline.take()
         if self.began is not None:
-            self.spans, self.overlap = spans, overlap(spans, now - self.began)
+            self.spans, self.overlap = spans, overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
         self.began = now if step else None
 
     def _split(self, ids: np.ndarray) -> list[slice]:

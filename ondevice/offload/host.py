@@ -7,7 +7,7 @@ accelerator is converted into one of two buffers that all units share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from ondevice.runtime_ops import layer_adam
 from ondevice.runtime_ops import rows as row_ops
 
 if TYPE_CHECKING:
-    from ondevice.offload.config import OffloadConfig
+    from ondevice.offload.config import EngineConfig
     from ondevice.offload.device import Device, Event
     from ondevice.offload.disk import DiskMoments
-    from ondevice.offload.units import Unit, Units
+    from ondevice.offload.units import Unit
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -36,7 +36,7 @@ def release(unit: Unit, dtype: torch.dtype) -> None:
         piece.parameter.data = torch.empty(0, dtype=dtype)
 
 
-def native(config: OffloadConfig) -> bool:
+def native(config: EngineConfig, moments: str = "float32") -> bool:
     """Whether the update is the C++ pass.
 
     Raises:
@@ -45,7 +45,7 @@ def native(config: OffloadConfig) -> bool:
     if config.optimizer == "torch":
         return False
     found = layer_adam.available()
-    if not found and (config.optimizer == "native" or config.moments != "float32"):
+    if not found and (config.optimizer == "native" or moments != "float32"):
         raise MissingPackageError(
             "the fused update needs a C++ compiler, and none was found",
             expected="g++ or clang++",
@@ -54,17 +54,25 @@ def native(config: OffloadConfig) -> bool:
     return found
 
 
+class Listed(Protocol):
+    """Units, of a whole model or of what is trained of it."""
+
+    @property
+    def all(self) -> tuple[Unit, ...]: ...
+
+
 class HostStore:
-    """Masters and moments of the units that this rank owns; takes the values out of the model's parameters."""
+    """Masters and moments of the units that this rank owns, but for `kept`, which stay on the accelerator; takes the
+    values out of the model's parameters."""
 
     def __init__(
-        self, units: Units, config: OffloadConfig, device: Device, disk: DiskMoments | None, ranks: Ranks = SINGLE
-    ) -> None:
+        self, units: Listed, config: EngineConfig, device: Device, disk: DiskMoments | None = None,
+        ranks: Ranks = SINGLE, kept: tuple[Unit, ...] = (), moments: str = "float32",
+    ) -> None:  # fmt: skip
         self.units, self.device, self.disk, self.ranks = units, device, disk, ranks
-        kept = units.layers[: config.resident_layers]
         self.owned = tuple(unit for unit in units.all if ranks.owns(unit) and unit not in kept)
         self.dtype = DTYPES[config.compute]
-        self.native = native(config)
+        self.native = native(config, moments)
         self.split = self.native and self.dtype == torch.bfloat16
         self.converted: list[tuple[Tensor, Event | None]] = []
         self.turn = 0
@@ -72,7 +80,7 @@ class HostStore:
         for unit in kept:
             self.resident.take(unit)
             release(unit, self.dtype)
-        self.states = {unit.index: self._take(unit, config.moments) for unit in self.owned}
+        self.states = {unit.index: self._take(unit, moments) for unit in self.owned}
         for unit in units.all:
             release(unit, self.dtype)
         if self.dtype == torch.bfloat16 and not self.split:

@@ -17,12 +17,12 @@ from ondevice.nn.cross_entropy import IGNORE
 
 if TYPE_CHECKING:
     from ondevice.models import Family
-    from ondevice.offload.config import OffloadConfig
+    from ondevice.offload.config import EngineConfig
 
 ROTARY = "apply_rotary_pos_emb"
 
 
-def use_liger(config: OffloadConfig, device: str) -> bool:
+def use_liger(config: EngineConfig, device: str) -> bool:
     """Whether liger-kernel is taken.
 
     Raises:

@@ -11,17 +11,16 @@ from torch import Tensor
 
 from ondevice.offload import loss
 from ondevice.offload.kernels import LigerLoss
-from ondevice.offload.window import Slot, bind
+from ondevice.offload.window import Slot
 
 if TYPE_CHECKING:
     from ondevice.models import Family
     from ondevice.offload.activations import Activations
-    from ondevice.offload.config import OffloadConfig
+    from ondevice.offload.config import EngineConfig
     from ondevice.offload.device import Device, Event
-    from ondevice.offload.host import HostStore
+    from ondevice.offload.lsp.held import Held
     from ondevice.offload.report import Timeline
     from ondevice.offload.units import Units
-    from ondevice.offload.updater import Updater
     from ondevice.offload.window import Window
 
 AHEAD = 3
@@ -35,29 +34,21 @@ class Passes:
         self,
         family: Family,
         units: Units,
-        store: HostStore,
-        config: OffloadConfig,
+        config: EngineConfig,
         device: Device,
         timeline: Timeline,
-        window: Window,
-        updater: Updater,
+        window: Window | Held,
         activations: Activations,
         where: torch.device,
         liger: bool,
     ) -> None:
-        self.family, self.units, self.store, self.config = family, units, store, config
-        self.device, self.timeline, self.window, self.updater = device, timeline, window, updater
+        self.family, self.units, self.config = family, units, config
+        self.device, self.timeline, self.window, self.dtype = device, timeline, window, window.dtype
         self.activations, self.where, self.liger = activations, where, liger
         self.queue: deque[Event] = deque()
-        self.entering, self.leaving = (device.pinned(0, store.dtype) for _ in range(2))
-        self.layers, self.ranks = len(units.layers), store.ranks
+        self.layers = len(units.layers)
         self.unique = np.zeros(0, dtype=np.int64)
         self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def bytes(self) -> int:
-        """Host memory for the embedding's rows, in and out."""
-        return sum(t.numel() * t.element_size() for t in (self.entering, self.leaving))
 
     @torch.no_grad()
     def forward(self, ids: np.ndarray, parts: list[slice], keep: bool, every: np.ndarray) -> list[Tensor]:
@@ -72,14 +63,14 @@ class Passes:
         for i in range(len(window.layers)):
             window.fetch_layer(i)
         entered = self._pick(ids, entering)
-        bind(self.units.rest, window.arrive(window.rest).memory)
+        window.bind(self.units.rest, window.arrive(window.rest))
         h = [self.family.place(entered[part]) for part in parts]
         if keep:
             self.activations.begin(self.layers, len(parts), h[0])
         position = self._positions(ids.shape[1])
         for i, unit in enumerate(self.units.layers):
             slot = window.layer(i)
-            bind(unit, slot.memory)
+            window.bind(unit, slot)
             started = self._start()
             for m, part in enumerate(h):
                 if keep:
@@ -104,7 +95,7 @@ class Passes:
         """Gradients of the last layer's outputs, and the summed loss; the head's own gradients leave."""
         leaving = self.window.arrive(self.window.rest_gradient)
         leaving.memory.zero_()
-        bind(self.units.rest, self.window.rest.memory, leaving.memory)
+        self.window.bind(self.units.rest, self.window.rest, leaving)
         entered = [part.detach().requires_grad_(True) for part in h]
         normed = [self.family.final_norm(part) for part in entered]
         started = self._start()
@@ -127,7 +118,7 @@ class Passes:
         for i, unit in reversed(list(enumerate(self.units.layers))):
             window.fetch_layer(i)
             slot, leaving = window.layer(i), window.layer_gradient(i)
-            bind(unit, slot.memory, leaving.memory)
+            window.bind(unit, slot, leaving)
             started = self._start()
             for m in micro:
                 entered = activations.load(i, m, tuple(gradients[m].shape)).detach().requires_grad_(True)
@@ -149,14 +140,7 @@ class Passes:
     def _ask(self, every: np.ndarray) -> Slot:
         """The embedding's rows that all ranks read, each once, from its owner; before the layers."""
         self.unique = np.unique(every)
-        rows = torch.from_numpy(self.unique)
-        task, host = self.updater.read_rows(rows), None
-        if self.ranks.owns(self.units.embedding):
-            size = rows.numel() * self.family.dims.hidden
-            if self.entering.numel() < size:
-                self.entering = self.device.pinned(size, self.store.dtype)
-            host = self.entering[:size].view(rows.numel(), -1)
-        return self.window.fetch_rows(rows, task, host, every.size)
+        return self.window.fetch_rows(torch.from_numpy(self.unique), every.size)
 
     def _pick(self, ids: np.ndarray, shared: Slot) -> Tensor:
         """This rank's rows out of those of all, [B, T, hidden]."""
@@ -168,7 +152,7 @@ class Passes:
         """Gradient of the embedding: one row for each token that occurs, summed over where it does."""
         unique, inverse = self.unique, np.searchsorted(self.unique, ids)
         width, rows = self.family.dims.hidden, len(unique)
-        found = torch.zeros(rows, width, dtype=self.store.dtype, device=self.where)
+        found = torch.zeros(rows, width, dtype=self.dtype, device=self.where)
         for part, gradient in zip(parts, gradients, strict=True):
             entered = torch.zeros_like(gradient).requires_grad_(True)
             placed = self.family.place(entered)
@@ -180,11 +164,7 @@ class Passes:
         padding = self.family.embedding.padding_idx
         if padding is not None:
             found[torch.from_numpy(unique == padding).to(self.where)] = 0
-        owned = self.ranks.owns(self.units.embedding)
-        if owned and self.leaving.numel() < found.numel():
-            self.leaving = self.device.pinned(found.numel(), self.store.dtype)
-        host = self.leaving[: found.numel()].view(rows, width) if owned else None
-        self.window.send_rows(torch.from_numpy(unique), found, host)
+        self.window.send_rows(torch.from_numpy(unique), found)
 
     def _scores(self, normed: list[Tensor], labels: list[np.ndarray], scale: float) -> list[loss.ChunkedLoss]:
         """Each position paired with the label of the next token."""
@@ -230,7 +210,7 @@ class Passes:
     def _positions(self, length: int) -> tuple[Tensor, Tensor]:
         """The family's, kept: making them waits for the accelerator."""
         if length not in self.kept_positions:
-            self.kept_positions = {length: self.family.positions(length, self.where, self.store.dtype)}
+            self.kept_positions = {length: self.family.positions(length, self.where, self.dtype)}
         return self.kept_positions[length]
 
     def _upload(self, values: np.ndarray) -> Tensor:

@@ -27,6 +27,7 @@ class Overlap:
         idle_s: wall time in which the accelerator computed nothing.
         hiding_factor: backward_s / (d2h_s + update_s) (SlideFormer section 3.1); 1 and more hides the update.
         bound: the lane that was busy longest; an update's wait for the disk counts as `disk`.
+        simulated_gb_per_s: GB/s of a simulated bus (`bus_limit_gb_per_s`); None is the real one.
     """
 
     forward_s: float
@@ -41,6 +42,7 @@ class Overlap:
     h2d_bytes: int
     d2h_bytes: int
     bound: str
+    simulated_gb_per_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,7 +87,7 @@ class Timeline:
         return ended
 
 
-def overlap(spans: Spans, wall_s: float) -> Overlap:
+def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None) -> Overlap:
     """Sum up the spans of one step."""
     busy: dict[str, float] = dict.fromkeys(LANES, 0.0)
     sizes = {"h2d": 0, "d2h": 0}
@@ -110,6 +112,7 @@ def overlap(spans: Spans, wall_s: float) -> Overlap:
         h2d_bytes=sizes["h2d"],
         d2h_bytes=sizes["d2h"],
         bound=max(groups, key=lambda lane: groups[lane]),
+        simulated_gb_per_s=simulated_gb_per_s,
     )
 
 

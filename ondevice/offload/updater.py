@@ -49,7 +49,7 @@ class Updater:
     ) -> None:
         self.units, self.store, self.config, self.device = units, store, config, device
         self.worker, self.watch, self.timeline, self.threads, self.disk = worker, watch, timeline, threads, disk
-        self.clipping = Clipping(config, store)
+        self.clipping = Clipping(config, units, store.ranks)
         self.ranks, largest = store.ranks, max(unit.numel for unit in units.layers)
         layers = sum(unit.kind == "layer" for unit in store.owned)
         held = layers if self.clipping.exact else min(config.gradient_buffers, layers)

@@ -59,7 +59,8 @@ class Window:
         updater: Updater,
     ) -> None:
         self.units, self.store, self.updater, self.device = units, store, updater, device
-        self.worker, self.ranks, dtype = worker, store.ranks, store.dtype
+        self.worker, self.ranks = worker, store.ranks
+        self.dtype = dtype = store.dtype
         self.moves = Moves(device, timeline, store.ranks)
         largest = max(unit.numel for unit in units.layers)
         self.layers = [Slot(device.empty(largest, dtype)) for _ in range(min(config.window, len(units.layers)))]
@@ -78,6 +79,16 @@ class Window:
         self.clipping = config.max_grad_norm is not None
         self.leaving: Task | None = None
         self.entering: Slot | None = None
+        self.rows_in, self.rows_out = (device.pinned(0, dtype) for _ in range(2))
+
+    @property
+    def bytes(self) -> int:
+        """Host memory for the embedding's rows, in and out."""
+        return sum(t.numel() * t.element_size() for t in (self.rows_in, self.rows_out))
+
+    def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
+        """Let the model's parameters of `unit` be what `slot` holds."""
+        bind(unit, slot.memory, None if gradient is None else gradient.memory)
 
     def fetch_layer(self, i: int) -> None:
         """Ask for layer `i`, unless its unit holds it."""
@@ -196,8 +207,13 @@ class Window:
 
         slot.task = self.worker.submit(unit.name, run)
 
-    def send_rows(self, rows: Tensor, gradient: Tensor, host: Tensor | None) -> None:
-        """The embedding's gradient: int64 [R], [R, hidden], and where it goes on its owner's host."""
+    def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
+        """Let the embedding's gradient go to its owner: int64 [R], [R, hidden]."""
+        host = None
+        if self.ranks.owns(self.units.embedding):
+            if self.rows_out.numel() < gradient.numel():
+                self.rows_out = self.device.pinned(gradient.numel(), self.dtype)
+            host = self.rows_out[: gradient.numel()].view(gradient.shape)
         unit, computed = self.units.embedding, self.device.record("compute")
 
         def run() -> None:
@@ -224,10 +240,15 @@ class Window:
 
         slot.task = self.worker.submit(unit.name, run)
 
-    def fetch_rows(self, rows: Tensor, updated: Task | None, host: Tensor | None, most: int) -> Slot:
-        """Rows of the embedding for all ranks: int64 [R], at most `most`; its owner reads them into `host`
-        [R, hidden] after `updated`."""
+    def fetch_rows(self, rows: Tensor, most: int) -> Slot:
+        """Rows of the embedding for all ranks: int64 [R], at most `most`; its owner reads them once they are
+        updated."""
         unit, width = self.units.embedding, self.units.embedding.pieces[0].shape[1]
+        updated, host, size = self.updater.read_rows(rows), None, rows.numel() * width
+        if self.ranks.owns(unit):
+            if self.rows_in.numel() < size:
+                self.rows_in = self.device.pinned(size, self.dtype)
+            host = self.rows_in[:size].view(-1, width)
         if self.entering is None or self.entering.memory.numel() < most * width:
             self.entering = Slot(self.device.empty(most * width, self.store.dtype))
         slot, target = self.entering, self.entering.memory[: len(rows) * width].view(-1, width)

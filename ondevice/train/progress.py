@@ -133,7 +133,9 @@ def describe_overlap(overlap: dict[str, Any]) -> str:
     lanes = ("forward", "backward", "h2d", "d2h", "update", "disk")
     busy = ", ".join(f"{lane} {overlap[f'{lane}_s']:.3g}" for lane in lanes if overlap[f"{lane}_s"])
     factor, idle = float(overlap["hiding_factor"]), overlap["idle_s"] / max(overlap["wall_s"], 1e-9)
-    return f"bound by {overlap['bound']} (s: {busy}); hiding factor {factor:.2f}, no computation {idle:.0%} of the time"
+    text = f"bound by {overlap['bound']} (s: {busy}); hiding factor {factor:.2f}, no computation {idle:.0%} of the time"
+    limit = overlap.get("simulated_gb_per_s")  # logs of before have none
+    return text if limit is None else f"{text}; simulated bus of {limit:g} GB/s"
 
 
 def mebibytes(count: int) -> str:

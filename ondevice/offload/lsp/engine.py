@@ -1,0 +1,282 @@
+"""The engine of LSP-Offload: weights stay where they are, and P^T G Q goes to the host and comes back as a change.
+
+It runs the passes of the layer-sliding engine over `Held`, with the gradients' way to the host and back in `Updates`.
+Every `check_every` steps the projectors of each matrix are looked at as its first gradient is there, and replaced where
+their bias is too large; the moments move into the new subspace, the change so far into the base.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ondevice.errors import DataError
+from ondevice.nn.cross_entropy import IGNORE
+from ondevice.offload.activations import Activations
+from ondevice.offload.device import open_device, throttled
+from ondevice.offload.engine import host_threads
+from ondevice.offload.host import DTYPES, HostStore, release
+from ondevice.offload.kernels import patch_layers, use_liger
+from ondevice.offload.lsp.bases import Base, OnHost, Quantised, Resident, rounded
+from ondevice.offload.lsp.held import Held, view
+from ondevice.offload.lsp.linear import attach, detach, is_linear
+from ondevice.offload.lsp.matrix import Look, Matrix, Scratch, carried
+from ondevice.offload.lsp.part import Older, Part, split, widen
+from ondevice.offload.lsp.updates import Updates
+from ondevice.offload.passes import Passes
+from ondevice.offload.report import Overlap, Spans, Timeline, overlap
+from ondevice.offload.units import Piece, Unit, cut
+from ondevice.offload.window import Slot
+from ondevice.offload.worker import Watch
+from ondevice.runtime_ops.generator import stream_key
+
+if TYPE_CHECKING:
+    from ondevice.models import Family
+    from ondevice.offload.lsp.config import LspEngineConfig
+
+FOLD = 2
+"""The generator's query that a fold's chances are drawn from."""
+
+
+@dataclass(frozen=True)
+class _Exact:
+    """What is trained as it is, of all units that have something of the kind."""
+
+    all: tuple[Unit, ...]
+
+
+class LspEngine:
+    """AdamW steps in learned subspaces of a model whose optimizer states are on the host.
+
+    Args:
+        family: the model on the CPU; its parameters' values move into the engine.
+        config: of projectors, schedule and memory.
+        device: `cpu`, `cuda` or `cuda:N`.
+        seed: of the projectors.
+
+    Attributes:
+        looks: what the last look at each matrix's bias found, by parameter name.
+
+    Raises:
+        DoesNotFitError: host memory cannot be locked.
+        MissingPackageError: bitsandbytes, liger-kernel or a compiler is asked for and not there.
+    """
+
+    def __init__(self, family: Family, config: LspEngineConfig, device: str, seed: int = 0) -> None:
+        self.family, self.config, self.seed, self.where = family, config, seed, torch.device(device)
+        self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
+        liger = use_liger(config, self.device.type)
+        self.kernels = "liger" if liger and patch_layers(family) else "torch"
+        self.units, self.dtype = cut(family), DTYPES[config.compute]
+        self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
+        self.looks: dict[str, Look]
+        self.began: float | None = None
+        self.overlap: Overlap | None = None
+        self.spans: Spans = []
+        self.parts, self.looks = self._parts(), {}
+        matrices = any(part.matrices for part in self.parts)
+        self.base = self._base() if matrices else None
+        self.tables, self.exact = self._copies()
+        kept = tuple(part.exact for part in self.parts if part.exact.numel)
+        self.store = HostStore(_Exact(kept), config, self.device)
+        for unit in self.units.all:
+            release(unit, self.dtype)
+        shared = (self.units, self.parts)
+        threads = config.threads or host_threads(self.device.type)
+        self.updates = Updates(*shared, self.store, config, self.device, self.timeline, self.watch, threads)
+        self.held = Held(*shared, self.base, self.tables, self.exact, config, self.device, self.dtype, self.updates)
+        self.activations = Activations(self.device, self.timeline, config.activations, None)
+        ahead = (self.units, config, self.device, self.timeline, self.held, self.activations)
+        self.passes = Passes(family, *ahead, self.where, liger)
+        self.total = self.device.pinned(1, torch.float32)
+        self._attach()
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
+        """One AdamW step on int64 [B, T]; gives the mean loss, nats a labelled token.
+
+        Returns before the last answers are there; what comes next waits for what it needs.
+
+        Raises:
+            DataError: no token of the batch is labelled.
+            TrainingError: a thread died or hangs; the message names the layer.
+        """
+        count = int((labels[:, 1:] != IGNORE).sum())
+        if not count:
+            raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
+        self._open(True)
+        if self.updates.after:
+            self.updates.flush()
+        self.updates.clipping.begin(step, learning_rate)
+        self._watch(step)
+        parts = self._split(ids)
+        h = self.passes.forward(ids, parts, keep=True, every=ids)
+        gradients, total = self.passes.head(h, [labels[part] for part in parts], 1.0 / count)
+        known = self.held.send_total(total.reshape(1), self.total)
+        self.passes.backward(gradients, ids, parts)
+        self.updates.end_backward()
+        known().wait()
+        return float(self.total) / count
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
+        self._open(False)
+        parts = self._split(ids)
+        nll = self.passes.score(self.passes.forward(ids, parts, False, ids), [labels[part] for part in parts])
+        return nll.cpu().numpy(), (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
+
+    def flush(self) -> None:
+        """Wait for every answer and take it."""
+        self.updates.flush()
+        for part in self.parts:
+            self.held.settle(part)
+        self.device.synchronize()
+        self.watch.check()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the engine: moments, exact parameters, gradients and answers, and weights that slide."""
+        base = self.base.bytes if isinstance(self.base, OnHost) else 0
+        return self.store.bytes + self.updates.bytes + self.activations.bytes + base
+
+    @torch.no_grad()
+    def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Every parameter by name, on the host; call `flush` before."""
+        found = {}
+        masters = self.store.masters()
+        for part in self.parts:
+            for piece in part.unit.pieces:
+                if piece.name in masters:
+                    found[piece.name] = masters[piece.name].to(dtype)
+            base = self._whole(part) if part.matrices else self.total
+            for piece, matrix, offset in part.matrices:
+                weight = view(base, piece).float()
+                found[piece.name] = part.effective(matrix, offset, weight, weight).to(dtype).cpu()
+        return found
+
+    def base_of(self, part: Part) -> Tensor:
+        """What a part's changes are added to, flat on the host, for a checkpoint."""
+        if part.unit.kind == "layer" and self.base is not None:
+            return self.base.flat(part.unit)
+        return self.tables[part.unit.index].view(-1).cpu()
+
+    def put_base(self, part: Part, flat: Tensor) -> None:
+        """Take back what `base_of` gave, bfloat16 as uint16."""
+        part.folded = True
+        target = flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16)
+        if part.unit.kind == "layer" and self.base is not None:
+            self.base.load(part.unit, target)
+        else:
+            self.tables[part.unit.index].view(-1).copy_(target)
+
+    def put_exact(self, part: Part) -> None:
+        """Let the accelerator have what the host holds of the parameters that are trained as they are."""
+        if part.exact.numel:
+            self.exact[part.unit.index].copy_(self.store.outgoing(part.exact, slice(0, part.exact.numel)))
+
+    def close(self) -> None:
+        """End the threads and give the model's modules their own forward passes back."""
+        for module in self.attached:
+            detach(module)
+        if self.updates.close():
+            self.device.close()
+
+    def _parts(self) -> list[Part]:
+        config, scratch = self.config if self.config.project else None, Scratch()
+        numbers = {name: number for number, (name, _) in enumerate(self.family.model.named_parameters())}
+        where = (self.device, self.where)
+        return [split(unit, config, self.seed, numbers, *where, scratch) for unit in self.units.all]
+
+    def _base(self) -> Base:
+        layers, kind = self.units.layers, self.config.weights
+        if kind == "host":
+            return OnHost(layers, self.device, self.timeline, self.dtype)
+        if kind in ("int8", "nf4"):
+            return Quantised(layers, self.where, self.dtype, kind)
+        return Resident(layers, self.device, self.dtype, torch.float32 if kind == "float32" else self.dtype)
+
+    def _copies(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """On the accelerator in the compute dtype, by unit: projected tables, and what is trained as it is, flat."""
+        tables, exact = {}, {}
+        for part in self.parts:
+            index = part.unit.index
+            if part.matrices and part.unit.kind != "layer":
+                tables[index] = part.unit.pieces[0].parameter.detach().to(self.where, self.dtype, copy=True)
+            exact[index] = self.device.empty(part.exact.numel, self.dtype)
+            for piece in part.exact.pieces:
+                view(exact[index], piece).copy_(piece.parameter.detach())
+        return tables, exact
+
+    def _whole(self, part: Part) -> Tensor:
+        """The unit's base, flat, in the compute dtype."""
+        if part.unit.kind != "layer" or self.base is None:
+            return self.tables[part.unit.index].view(-1)
+        slot = Slot(self.device.empty(part.unit.numel, self.dtype))
+        return self.base.source(part.unit, slot)
+
+    def _attach(self) -> None:
+        """Let the layers' projected weights be seen by their matrices; tables are handled whole."""
+        matrices = {id(piece.parameter): matrix for part in self.parts for piece, matrix, _ in part.matrices}
+        layers = [m for i in range(len(self.units.layers)) for m in self.family.layer(i).modules() if is_linear(m)]
+        self.attached = [module for module in layers if id(module.weight) in matrices]
+        for module in self.attached:
+            attach(module, matrices[id(module.weight)])
+
+    def _watch(self, step: int) -> None:
+        """Let every matrix look at its bias in this step, if it is one for it."""
+        due = step % self.config.check_every == 0
+        for part in self.parts:
+            for piece, matrix, offset in part.matrices:
+                matrix.watch = partial(self._look, part, piece, offset) if due else None
+
+    @torch.no_grad()
+    def _look(self, part: Part, piece: Piece, offset: int, matrix: Matrix, gradient: Tensor) -> None:
+        """See the bias on a gradient; with other projectors the change goes into the base, and moments are carried.
+        The host is at rest for this unit: its forward pass has waited for its last update."""
+        old = Older(matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone())
+        found = self.looks[matrix.name] = matrix.refresh(gradient)
+        if found.carry is None:
+            return
+        change = part.changes(matrix, offset)
+        if change.any():
+            self._fold(part, piece, matrix, old)
+            change.zero_()
+        span = slice(offset, offset + matrix.numel)
+        m, v = (moment[span] for moment in (part.moments.m, part.moments.v))
+        moved = carried(m.view(matrix.sizes).to(self.where), v.view(matrix.sizes).to(self.where), found.carry)
+        for moment, value in zip((m, v), moved, strict=True):
+            moment.copy_(value.reshape(-1))
+
+    def _fold(self, part: Part, piece: Piece, matrix: Matrix, old: Older) -> None:
+        """Let the base have what the old projectors gave, or keep them beside it."""
+        layer = part.unit.kind == "layer"
+        if layer and self.base is not None and not self.base.folds:
+            part.older.setdefault(matrix.number, []).append(old)
+            return
+        weight = view(self._whole(part), piece).float()
+        widen(old, weight, matrix.scratch, 1 / part.decay)
+        part.folded, seed = True, stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
+        if layer and self.base is not None:
+            self.base.fold(part.unit, piece, weight, seed)
+        else:
+            rounded(self.tables[part.unit.index].view(-1), weight.view(-1), seed)
+
+    def _open(self, step: bool) -> None:
+        """Begin a pass; take the spans of the last if it was a step's, and plan this one's schedule by them."""
+        self.watch.check()
+        now, spans = time.perf_counter(), self.timeline.take()
+        if self.began is not None:
+            seen = self.overlap = overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
+            self.spans, layers = spans, len(self.units.layers)
+            lanes = {"offload": seen.d2h_s, "upload": seen.h2d_s, "update": seen.update_s}
+            self.updates.plan(seen.backward_s, {lane: s / layers for lane, s in lanes.items()}, layers)
+        self.began = now if step else None
+
+    def _split(self, ids: np.ndarray) -> list[slice]:
+        size = self.config.micro_batch_size or len(ids)
+        return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
