@@ -137,8 +137,8 @@ class Lsp:
 
     @torch.no_grad()
     def finish_look(self) -> bool:
-        """After a backward pass that looked at matrices: look at those whose gradient autograd made, too, as `step` would,
-        and add the figures to `looks`. False where there was no look."""
+        """After a backward pass that looked at matrices: look at those whose gradient autograd made, too, as `step`
+        would, and add the figures to `looks`. False where there was no look."""
         if self.optimizer.count % self.every:
             return False
         for p, matrix in self.matrices:
@@ -186,8 +186,9 @@ class Lsp:
             yield from (m, v)
             for side in (matrix.left, matrix.right) if matrix is not None else ():
                 yield from (t for t in (side.positions, side.values) if t is not None)
-        if self.matrices:
-            yield from self.matrices[0][1].scratch.sides.values()
+        groups = [matrix.group for _, matrix in self.matrices]
+        yield from (t for group in groups for pair in group.known.values() for t in pair)
+        yield from {id(t): t for group in groups for t in group.plane.memory.values()}.values()
 
 
 def open_method(name: str, run: Trained, seed: int, projectors: ProjectorConfig, rank: int, refresh: int) -> Method:

@@ -15,6 +15,8 @@ from benchmarks import _offload_peers as peers
 from ondevice.offload import device as offload_device
 from ondevice.offload.config import OffloadConfig
 from ondevice.offload.engine import OffloadEngine
+from ondevice.offload.lsp.config import LspEngineConfig
+from ondevice.offload.lsp.engine import LspEngine
 
 
 class Pinned:
@@ -53,6 +55,17 @@ class Sliding:
         self.engine.close()
 
 
+class Lsp(Sliding):
+    """LSP-Offload, or with names that begin with `zero` its engine without projectors: whole gradients."""
+
+    def __init__(self, shape: str, block: torch.Tensor, device: str, name: str, options: dict[str, Any]) -> None:
+        settings = {"kernels": "torch", "timeout_s": 120.0, **options}
+        if name.startswith("zero"):
+            settings |= {"project": False, "schedule": "layerwise" if name == "zero-layerwise" else "zero"}
+        self.engine: Any = LspEngine(om.make_family(shape, block), LspEngineConfig(**settings), device)
+        self.number = 0
+
+
 class Live:
     """A variant in memory, and what it takes of it: what others hold is not counted."""
 
@@ -72,6 +85,8 @@ class Live:
 
     def _build(self, device: str, shape: str, block: torch.Tensor, options: dict[str, Any]) -> Any:
         liger = options.get("kernels") == "liger"
+        if self.name.startswith(("lsp", "zero")):
+            return Lsp(shape, block, device, self.name, options)
         if self.name.startswith("slideformer"):
             return Sliding(shape, block, device, self.name, options)
         if self.name.startswith("resident"):

@@ -21,11 +21,16 @@ from ondevice.runtime_ops import layer_adam as la
 FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
 )  # fmt: skip
+NAMES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}
 SHAPES: dict[str, tuple[str, tuple[int, ...], bool]] = {
     "Qwen2.5-1.5B": ("qwen2", (1536, 8960, 28, 12, 2, 151936), True),
     "Qwen2.5-7B": ("qwen2", (3584, 18944, 28, 28, 4, 152064), False),
     "Qwen2.5-14B": ("qwen2", (5120, 13824, 48, 40, 8, 152064), False),
     "Llama-3.1-8B": ("llama", (4096, 14336, 32, 32, 8, 128256), False),
+    "Llama2-7B": ("llama", (4096, 11008, 32, 32, 32, 32000), False),
+    "GPT2-774M": ("gpt2", (1280, 5120, 36, 20, 20, 50257), True),
+    "GPT2-1.3B": ("gpt2", (1600, 6400, 40, 25, 25, 50257), True),
+    "tiny-gpt2": ("gpt2", (64, 256, 3, 2, 2, 512), True),
     "tiny": ("qwen2", (64, 128, 5, 4, 2, 512), False),
     "tiny-tied": ("llama", (64, 128, 5, 4, 2, 512), True),
 }
@@ -37,7 +42,11 @@ def model_config(shape: str) -> tuple[type[Family], Any]:
     model_type, sizes, tied = SHAPES[shape]
     family = family_for(model_type, shape)
     fields: dict[str, Any] = dict(zip(FIELDS, sizes, strict=True))
-    fields |= {"tie_word_embeddings": tied, "attn_implementation": "sdpa", "max_position_embeddings": 32768}
+    fields |= {
+        "tie_word_embeddings": tied,
+        "attn_implementation": "sdpa",
+        "max_position_embeddings": 1024 if model_type == "gpt2" else 32768,
+    }
     return family, family.tiny_config(**fields)
 
 
@@ -63,13 +72,14 @@ def make_family(
     import transformers
 
     family_class, config = model_config(shape)
-    name = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[family_class.model_type]
+    name = NAMES[family_class.model_type]
     with torch.device("meta"):
         model: Any = getattr(transformers, name)(config)
     fill(model, block, dtype, device)
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)
-    if torch.device(device).type != "cpu":
-        model.model.rotary_emb.to(device)
+    if family_class.model_type != "gpt2":
+        model.model.rotary_emb = type(model.model.rotary_emb)(config)
+        if torch.device(device).type != "cpu":
+            model.model.rotary_emb.to(device)
     model.eval()
     family = family_class(model)
     if liger:
@@ -85,7 +95,7 @@ def fill(model: Any, block: Tensor, dtype: torch.dtype, device: str) -> None:
     for name, parameter in list(model.named_parameters()):
         parent, _, leaf = name.rpartition(".")
         module = model.get_submodule(parent)
-        if leaf == "bias" or "norm" in parent.rpartition(".")[2]:
+        if leaf == "bias" or "norm" in parent.rpartition(".")[2] or parent.rpartition(".")[2].startswith("ln_"):
             value = torch.full(parameter.shape, float(leaf != "bias"), dtype=dtype, device=device)
         else:
             number += 1
@@ -94,7 +104,7 @@ def fill(model: Any, block: Tensor, dtype: torch.dtype, device: str) -> None:
             value = block[offset : offset + parameter.numel()].view(parameter.shape).to(device=device, dtype=dtype)
         module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
     if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+        model.lm_head.weight = model.get_input_embeddings().weight
 
 
 class Batches:

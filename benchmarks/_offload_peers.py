@@ -39,7 +39,9 @@ class Resident:
             shared = kind == "resident_window" and unit.kind == "layer" and unit.index > 0
             self.memory[unit.index] = self.memory[0] if shared else self._load(unit)
             bind(unit, self.memory[unit.index])
-        family.model.model.rotary_emb.to(device)
+        rotary = getattr(getattr(family.model, "model", None), "rotary_emb", None)
+        if rotary is not None:
+            rotary.to(device)
         self.known = torch.zeros(1, pin_memory=torch.device(device).type == "cuda")
         if self.adamw:
             self.states = {

@@ -105,16 +105,15 @@ def parse_rates(text: str, methods: list[str]) -> dict[str, list[float]]:
 def settings(args: Any, tasks: dict[str, Task], half: bool) -> str:
     """What the table's figures depend on, as one paragraph."""
     left = [f"{t.name} {len(t.train.problems)} + {len(t.valid.problems)}" for t in tasks.values() if t.train.problems]
-    text = f"{args.model}, float32 weights, {'bfloat16' if half else 'float32'} passes, batches of {args.batch_size} "
+    passes = "bfloat16" if half else "float32"
+    text = f"{args.model}, float32 weights, {passes} passes, batches of {args.batch_size} rows of at most "
+    text += f"{MAX_TOKENS} tokens, constant rates. LSP: s = {args.subspace}, d = {args.nonzeros}, a look every "
     text += (
-        f"rows of at most {MAX_TOKENS} tokens, constant rates. LSP: s = {args.subspace}, d = {args.nonzeros}, a look "
+        f"{args.check_every} steps, threshold {args.threshold}; bias is the mean over all matrices, one value a look. "
     )
-    text += (
-        f"every {args.check_every} steps, threshold {args.threshold}; figures of bias are means over all matrices, one "
-    )
-    text += f"value a look. GaLore: rank {args.rank}, anew every {args.refresh} steps, alpha 0.25 (galore-4: 4), "
-    text += f"embedding and norms by AdamW. LoRA: rank {args.rank} on the blocks' linear layers. Seconds a step are "
-    text += "without evaluations, with looks and decompositions; LSP is the reference in memory, not the engine."
+    text += f"GaLore: rank {args.rank}, anew every {args.refresh} steps, alpha 0.25 (galore-4: 4), embedding and norms "
+    text += f"by AdamW. LoRA: rank {args.rank} on the blocks' linear layers. Seconds a step are without evaluations, "
+    text += "with looks and decompositions; LSP is the reference in memory, not the engine."
     return text + (f" Rows left out as too long (training + validation): {', '.join(left)}." if left else "")
 
 

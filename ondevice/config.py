@@ -34,9 +34,10 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str) -> Conf
     for item in error.errors():
         path = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            known = sorted(_known_keys(model))
-            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-            problems.append(f"{where}: unknown key '{path}'" + (f", did you mean '{near[0]}'?" if near else ""))
+            known, key = _known_keys(model), str(item["loc"][-1])
+            near = difflib.get_close_matches(key, sorted(known), n=1)
+            guess = f", did you mean '{near[0]}'?" if near else ""
+            problems.append(f"{where}: unknown key '{path}'" + (", which others have" if key in known else guess))
         else:
             problems.append(f"{where}: '{path}': {item['msg']} (received {item['input']!r})")
     hint = "`ondevice config schema` lists every key with its meaning"

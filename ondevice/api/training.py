@@ -11,7 +11,7 @@ from ondevice.api.opening import artifact_tokenizer, read_dataset, resolve_devic
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.errors import ConfigError
-from ondevice.methods.registry import OFFLOADING, open_session
+from ondevice.methods.registry import OFFLOADING, RANKED, open_session
 from ondevice.train import events
 from ondevice.train.evaluate import EvalResult, evaluate_dataset
 from ondevice.train.history import RunResult
@@ -153,10 +153,10 @@ def ranks_of(config: RunConfig) -> tuple[int, int]:
     from ondevice.offload.ranks import asked, check_rows
 
     rank, world = asked()
-    if world > 1 and config.method.name not in OFFLOADING:
+    if world > 1 and config.method.name not in RANKED:
         raise ConfigError(
             f"method {config.method.name} trains in one process",
-            expected=f"under torchrun: {', '.join(OFFLOADING)}",
+            expected=f"under torchrun: {', '.join(RANKED)}",
             hint="run `ondevice train` without torchrun",
         )
     check_rows(config.train.batch_size, world)

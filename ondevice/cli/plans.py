@@ -23,9 +23,10 @@ def plan(
     max_length: common.MaxLength = None,
     quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w (with --exported).")] = None,
     queries: common.Queries = None,
+    bus_limit: common.BusLimit = None,
     settings: common.Settings = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine for ten seconds (slideformer).")
+        bool, typer.Option("--calibrate", help="Measure this machine for ten seconds (slideformer, lsp).")
     ] = False,
     force: common.Force = False,
     json: common.Json = False,
@@ -33,8 +34,9 @@ def plan(
     """Memory by part before anything is loaded, and whether it fits the device."""
     from ondevice.api.runfile import RunConfig
     from ondevice.plan.estimate import plan as make_plan
-    from ondevice.plan.offload import describe, predict_step
+    from ondevice.plan.offload import describe, measure, predict_step
     from ondevice.plan.render import render
+    from ondevice.plan.subspace import recommend
 
     run_config = RunConfig.load(
         config,
@@ -48,6 +50,7 @@ def plan(
             export__lengths_tokens=None if max_length is None else [max_length],
             export__quantize=quantize,
             method__queries=queries,
+            method__bus_limit_gb_per_s=bus_limit,
         ),
     )
     estimate = make_plan(
@@ -61,12 +64,16 @@ def plan(
         device=device,
         device_file=device_file,
     )
-    predicted = predict_step(estimate) if calibrate else None
+    rates = measure(estimate) if calibrate else None
+    found = {} if rates is None else {"offload": predict_step(estimate, rates)}
+    if run_config.method.name == "lsp":
+        found["recommendation"] = recommend(estimate, rates)
     if json:
-        print_json(estimate.to_dict() | ({"offload": predicted} if predicted else {}))
+        print_json(estimate.to_dict() | found)
     else:
         out.print(render(estimate))
-        for line in describe(predicted) if predicted else ():
+        lines = describe(found["offload"]) if "offload" in found else []
+        for line in [*lines, *found.get("recommendation", {}).get("sentences", ())]:
             out.print(line)
     if not estimate.fits and not force:
         raise typer.Exit(DoesNotFitError.exit_code)

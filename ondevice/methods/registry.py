@@ -11,6 +11,7 @@ from ondevice.config import Section
 from ondevice.errors import ConfigError
 from ondevice.methods.full.config import FullConfig
 from ondevice.methods.lora.config import LoraConfig, LoraFaConfig
+from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.mezo.config import MezoConfig
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.slideformer.config import SlideformerConfig
@@ -26,6 +27,7 @@ CONFIGS: dict[str, type[Section]] = {
     "lora-fa": LoraFaConfig,
     "full": FullConfig,
     "slideformer": SlideformerConfig,
+    "lsp": LspConfig,
 }
 MODULES = {
     "prge": "prge.session",
@@ -34,12 +36,16 @@ MODULES = {
     "lora-fa": "lora.torch",
     "full": "full.torch",
     "slideformer": "slideformer.torch",
+    "lsp": "lsp.torch",
 }
-OFFLOADING = ("slideformer",)
-"""Methods whose model stays on the host; only what is computed is on the accelerator."""
+OFFLOADING = ("slideformer", "lsp")
+"""Methods with an engine of their own: they load the model on the host, and compute on a device that they are told."""
+RANKED = ("slideformer",)
+"""Methods that several processes can train together, under `torchrun`."""
 
 MethodConfig = Annotated[
-    PrgeConfig | MezoConfig | LoraConfig | LoraFaConfig | FullConfig | SlideformerConfig, Field(discriminator="name")
+    PrgeConfig | MezoConfig | LoraConfig | LoraFaConfig | FullConfig | SlideformerConfig | LspConfig,
+    Field(discriminator="name"),
 ]
 """Any method's settings; `name` says which."""
 

@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ondevice.models import ModelDims
+    from ondevice.offload.config import EngineConfig
+
+INPUTS_ON_THE_WAY = 3
+"""Inputs of layers that are on the accelerator at once where the others are on the host."""
 
 
 def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_bytes: int) -> int:
@@ -45,3 +49,25 @@ def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int) -> int:
     """
     tile = -(-dims.vocab // loss_tiles)
     return tokens * (3 * tile + 4 * dims.hidden) * 4
+
+
+def passes_bytes(
+    dims: ModelDims, config: EngineConfig, place: str, batch_size: int, length_tokens: int, vocab: int
+) -> dict[str, int]:
+    """What the passes of the offload engines hold on the accelerator, by part: inputs of the layers, one layer's
+    activations, logits.
+
+    Args:
+        place: where the inputs are; `device` keeps all of them there.
+        vocab: columns of the logits that exist at once.
+    """
+    item = 2 if config.compute == "bfloat16" else 4
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens = rows * length_tokens
+    kept = dims.layers * batch_size * length_tokens if place == "device" else INPUTS_ON_THE_WAY * tokens
+    residual = batch_size * length_tokens * dims.hidden * item
+    return {
+        "kept inputs": kept * dims.hidden * item,
+        "activations": backward_bytes(dims, rows, length_tokens, item) // dims.layers + 3 * residual,
+        "logits": min(tokens, config.loss_chunk_tokens) * vocab * (8 + item),
+    }

@@ -186,7 +186,7 @@ class Gpt2(Family):
 def _refuse_replacing(target: str) -> NoReturn:
     raise ModelError(
         "the layers of a gpt2 model carry no adapter and no quantised weights: they are Conv1D, not nn.Linear",
-        expected="method full, mezo or slideformer, which train the model's own parameters",
+        expected="method full, mezo, slideformer or lsp, which train the model's own parameters",
         received=f"linear layer {target}",
         hint="choose one of these methods, or a model of another family for adapters",
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ondevice.offload.config import OffloadConfig
 from ondevice.offload.device import open_device
 from ondevice.offload.disk import moments_bytes, moments_in
 from ondevice.offload.engine import host_threads
@@ -23,7 +25,7 @@ from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, tor
 
 if TYPE_CHECKING:
     from ondevice.models import ModelDims
-    from ondevice.offload.config import OffloadConfig
+    from ondevice.offload.config import EngineConfig
 
 COPY_BYTES = 256 << 20
 MATRIX = 4096
@@ -69,7 +71,7 @@ class Prediction:
         return asdict(self)
 
 
-def calibrate(config: OffloadConfig, device: str) -> Rates:
+def calibrate(config: EngineConfig, device: str) -> Rates:
     """Measure matrix products, copies, the update and, where it is used, the disk; about ten seconds.
 
     Args:
@@ -87,7 +89,7 @@ def calibrate(config: OffloadConfig, device: str) -> Rates:
         d2h = COPY_BYTES / _best(lambda: (opened.copy("d2h", host, there), opened.synchronize()))
     parameters = UPDATE_NUMEL / _best(_update(config, opened.type))
     disk = None
-    if config.disk_fraction > 0:
+    if isinstance(config, OffloadConfig) and config.disk_fraction > 0:
         with tempfile.TemporaryDirectory(dir=config.disk_folder) as folder:
             disk = _disk_rate(Path(folder))
     opened.close()
@@ -95,19 +97,16 @@ def calibrate(config: OffloadConfig, device: str) -> Rates:
     return Rates(flops, _limited(h2d, limit), _limited(d2h, limit), parameters, disk)
 
 
-def predict(
-    dims: ModelDims, config: OffloadConfig, rates: Rates, flops: float, batch_size: int, length_tokens: int
-) -> Prediction:
-    """A step of [batch_size, length_tokens] that takes `flops` operations."""
-    lanes = _lanes(dims, config, rates, flops, batch_size, length_tokens)
+def predict(lanes_at: Callable[[int], dict[str, float]], batch_size: int) -> Prediction:
+    """A step of `batch_size` rows; `lanes_at` gives seconds by lane of any number of rows, as `lanes_of` does."""
+    lanes = lanes_at(batch_size)
     longest = max(lanes, key=lambda lane: lanes[lane])
     rest = max(value for lane, value in lanes.items() if lane != "compute")
     smallest = next(
         (
             rows
             for rows in range(1, LARGEST_BATCH + 1)
-            if (found := _lanes(dims, config, rates, flops * rows / batch_size, rows, length_tokens))["compute"]
-            >= max(value for lane, value in found.items() if lane != "compute")
+            if (found := lanes_at(rows))["compute"] >= max(value for lane, value in found.items() if lane != "compute")
         ),
         None,
     )
@@ -125,9 +124,10 @@ def predict(
     )
 
 
-def _lanes(
+def lanes_of(
     dims: ModelDims, config: OffloadConfig, rates: Rates, flops: float, rows: int, length_tokens: int
 ) -> dict[str, float]:
+    """Seconds by lane of a layer-sliding step of [rows, length_tokens] that takes `flops` operations."""
     item = DTYPES[config.compute].itemsize
     kept = dims.layers * rows * length_tokens * dims.hidden * item * (config.activations != "device")
     moved = dims.parameters * item
@@ -142,18 +142,19 @@ def _lanes(
     }
 
 
-def _update(config: OffloadConfig, kind: str) -> Any:
+def _update(config: EngineConfig, kind: str) -> Any:
     """One update of `UPDATE_NUMEL` parameters as the engine does it."""
     count, dtype = UPDATE_NUMEL, DTYPES[config.compute]
+    moments = config.moments if isinstance(config, OffloadConfig) else "float32"
     threads = config.threads or host_threads(kind)
-    held = moments_in(buffer(moments_bytes(count, config.moments), pin=False), count, config.moments)
+    held = moments_in(buffer(moments_bytes(count, moments), pin=False), count, moments)
     gradient, adam = torch.zeros(count, dtype=dtype), AdamStep(learning_rate=1e-5)
-    if native(config, config.moments) and dtype == torch.bfloat16:
+    if native(config, moments) and dtype == torch.bfloat16:
         halves = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.uint16)
         state = HostState(None, *halves, held)
     else:
         state = HostState(torch.zeros(count), None, None, held)
-    if native(config, config.moments):
+    if native(config, moments):
         return lambda: layer_adam(gradient, state, adam, threads=threads)
     scratch, converted = torch.zeros(count), torch.zeros(count, dtype=dtype)
     return lambda: (torch_adam(gradient, state, adam, scratch), converted.copy_(scratch))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ondevice.methods.lsp.sizes import extra
+
 if TYPE_CHECKING:
     from ondevice.models import ModelDims
     from ondevice.plan.devices import Device
@@ -31,6 +33,12 @@ def forward_flops(dims: ModelDims, rows: float, length_tokens: int, layers: int 
     return (dims.layers if layers is None else layers) * (2.0 * tokens * matrices + attention)
 
 
+def recomputed_flops(dims: ModelDims, batch_size: int, length_tokens: int) -> float:
+    """Of first-order training of all parameters where the backward pass computes each layer again."""
+    head = 2.0 * batch_size * length_tokens * dims.vocab * dims.hidden
+    return 4 * forward_flops(dims, batch_size, length_tokens) + 3 * head
+
+
 def step_cost(
     dims: ModelDims, method: Any, batch_size: int, length_tokens: int, weights: int, quantize: str = "none"
 ) -> StepCost:
@@ -55,6 +63,9 @@ def step_cost(
     # The tiled loss computes the logits a second time in backward; only full training needs weight gradients.
     if method.name == "slideformer":  # a layer's forward pass runs twice; the head's logits once
         return StepCost(4 * forward + 3 * head * (1 if method.vocabulary_chunks == 1 else 4 / 3), 3 * weights)
+    if method.name == "lsp":
+        more = extra(dims, method, batch_size, length_tokens).flops
+        return StepCost(recomputed_flops(dims, batch_size, length_tokens) + more, 3 * weights)
     if method.name == "full":
         return StepCost(3 * forward + 4 * head, 3 * weights + 8 * weights)
     return StepCost(2 * forward + 3 * head, 2 * weights)

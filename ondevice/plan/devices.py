@@ -54,6 +54,9 @@ class DeviceEntry(Section):
     bandwidth_gb_s: float | None = Field(default=None, gt=0)
     """Bandwidth of its memory, 1e9 bytes a second."""
 
+    bus_gb_s: float | None = Field(default=None, gt=0)
+    """Copies between host and accelerator in one direction, 1e9 bytes a second, as measured with pinned memory."""
+
     tflops: dict[Literal["float32", "float16", "bfloat16"], float] = Field(default_factory=dict)
     """Peak of dense matrix products by dtype, 1e12 operations a second."""
 
@@ -71,7 +74,8 @@ class Device:
     Attributes:
         memory_bytes: physical memory.
         usable_bytes: what one training process may use, by `rule`.
-        bandwidth_bytes_s: bytes a second that a step reaches, None where not known.
+        bandwidth_bytes_s: bytes a second that a step reaches, None where not known; `bus_bytes_s` the same of copies
+            between host and accelerator, in one direction.
         flops_s: operations a second that a step reaches, by dtype; empty where not known.
     """
 
@@ -83,6 +87,7 @@ class Device:
     rule: str
     torch_device: str = "cpu"
     bandwidth_bytes_s: float | None = None
+    bus_bytes_s: float | None = None
     flops_s: dict[str, float] = field(default_factory=dict)
     cores: int | None = None
 
@@ -171,7 +176,7 @@ def _rates(entry: DeviceEntry | None) -> dict[str, Any]:
         return {}
     bandwidth = entry.bandwidth_gb_s and entry.bandwidth_gb_s * 1e9 * entry.sustained
     flops = {dtype: rate * 1e12 * entry.sustained for dtype, rate in entry.tflops.items()}
-    return {"bandwidth_bytes_s": bandwidth, "flops_s": flops}
+    return {"bandwidth_bytes_s": bandwidth, "bus_bytes_s": entry.bus_gb_s and entry.bus_gb_s * 1e9, "flops_s": flops}
 
 
 def _this(name: str, entries: Iterable[DeviceEntry]) -> Device:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ondevice.errors import ConfigError
 from ondevice.exporters.base import ExportConfig
+from ondevice.methods.lsp.memory import kept_bytes
 from ondevice.methods.registry import MODULES, OFFLOADING
 from ondevice.plan.cost import step_cost, step_seconds
 from ondevice.plan.devices import Device, find_device
@@ -35,6 +36,11 @@ BASELINE_BYTES = {
 """The process before a model is loaded. Measured as anonymous memory on Linux x86-64: Python with torch 2.13,
 transformers and peft; Python with ExecuTorch 1.4. On CUDA: the context and the libraries' workspaces on the
 GPU. The app's is an assumption: a plain Android app."""
+
+HOME = {
+    "slideformer": "the model is in host memory; the accelerator holds a window of its layers",
+    "lsp": "AdamW's moments are in host memory; the weights are where method.weights says",
+}
 
 
 @dataclass(frozen=True)
@@ -202,7 +208,9 @@ def plan_request(name: str, request: Request) -> Plan:
             else:
                 host["runtime"] = BASELINE_BYTES["torch", "cpu"]
                 host_usable = find_device("this-cpu").usable_bytes if device.name.startswith("this") else None
-                notes.append("the model is in host memory; the accelerator holds a window of its layers")
+                notes.append(HOME[method.name])
+    if method.name == "lsp" and (more := kept_bytes(dims, method)):
+        notes.append(f"each time that all projectors are replaced, {more / MIB:,.0f} MiB more stay on the accelerator")
     parts = {
         "weights": place.resident,
         "packed weights": place.packed,
@@ -214,7 +222,8 @@ def plan_request(name: str, request: Request) -> Plan:
     }
     parts = {part: size for part, size in parts.items() if size}
     cost = step_cost(dims, method, request.batch_size, request.length_tokens, weights.total)
-    seconds, basis = step_seconds(cost, device, request.dtype)
+    computed = getattr(method, "compute", request.dtype)
+    seconds, basis = step_seconds(cost, device, computed if computed in device.flops_s else request.dtype)
     return Plan(
         model=name,
         parts=parts,

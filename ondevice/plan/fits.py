@@ -40,7 +40,7 @@ def _fewer_queries(request: Request) -> Request | None:
 
 
 def _forward_only(request: Request) -> Request | None:
-    if request.method.name not in ("full", "lora", "lora-fa", "slideformer"):
+    if request.method.name not in ("full", "lora", "lora-fa", *OFFLOADING):
         return None
     prge = method_config("prge")
     adapts = all(target in request.dims.linear_shapes for target in prge.targets)
@@ -61,9 +61,23 @@ def _quantized(request: Request) -> Request | None:
 
 
 def _eight_bit_moments(request: Request) -> Request | None:
-    if request.method.name not in OFFLOADING or request.method.moments == "int8":
+    if getattr(request.method, "moments", "int8") == "int8":
         return None
     return replace(request, method=request.method.model_copy(update={"moments": "int8"}))
+
+
+def _smaller_weights(request: Request) -> Request | None:
+    method = request.method
+    if method.name != "lsp" or not method.project or method.weights not in ("compute", "float32"):
+        return None
+    return replace(request, method=method.model_copy(update={"weights": "nf4"}))
+
+
+def _weights_on_the_host(request: Request) -> Request | None:
+    method = request.method
+    if method.name != "lsp" or not method.project or method.weights == "host":
+        return None
+    return replace(request, method=method.model_copy(update={"weights": "host"}))
 
 
 CHANGES: tuple[tuple[str, Change], ...] = (
@@ -74,7 +88,13 @@ CHANGES: tuple[tuple[str, Change], ...] = (
     ("--dtype bfloat16", _half_precision),
     ("--quantize q4", _quantized),
     ("method.moments: int8", _eight_bit_moments),
+    ("method.weights: nf4", _smaller_weights),
+    ("method.weights: host", _weights_on_the_host),
 )
+HOST_HINTS = {
+    "slideformer": "method.moments: bfloat16 or int8, method.disk_fraction: 1",
+    "lsp": "method.weights: compute or nf4, method.activations: device, a smaller method.subspace",
+}
 
 
 def alternatives(plan: Plan) -> list[tuple[str, Plan]]:
@@ -120,7 +140,7 @@ def ensure_fits(plan: Plan, force: bool = False) -> None:
             f"{plan.model} with {plan.request.method.name} does not fit the host's memory; biggest parts: {listed}",
             expected=f"at most {size_text(plan.host_usable_bytes)}",
             received=size_text(plan.host_total_bytes),
-            hint="method.moments: bfloat16 or int8, method.disk_fraction: 1, --force to run anyway",
+            hint=f"{HOST_HINTS[plan.request.method.name]}, --force to run anyway",
         )
     raise DoesNotFitError(
         f"{plan.model} with {plan.request.method.name} does not fit {device.name}; biggest parts: {listed}",

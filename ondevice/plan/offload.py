@@ -1,18 +1,22 @@
-"""The step of an offloading method predicted from ten seconds of measurement on this machine."""
+"""The step of an offloading method predicted from ten seconds of measurement on this machine, and what to set."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ondevice.errors import ConfigError
 from ondevice.methods.registry import OFFLOADING
+from ondevice.plan import subspace
 
 if TYPE_CHECKING:
+    from ondevice.offload.calibrate import Rates
     from ondevice.plan.estimate import Plan
 
 
-def predict_step(plan: Plan) -> dict[str, Any]:
-    """Measured rates, seconds a step by lane, and the smallest batch that hides the update.
+def measure(plan: Plan) -> Rates:
+    """The rates of this machine.
 
     Raises:
         ConfigError: the method does not offload, or the plan is for another machine.
@@ -22,13 +26,24 @@ def predict_step(plan: Plan) -> dict[str, Any]:
         raise ConfigError("--calibrate is for methods that offload", expected=", ".join(OFFLOADING))
     if not request.device.name.startswith("this"):
         raise ConfigError("--calibrate measures this machine", expected="--device this", received=request.device.name)
-    from dataclasses import asdict
+    from ondevice.offload.calibrate import calibrate
 
-    from ondevice.offload.calibrate import calibrate, predict
+    return calibrate(request.method, request.device.torch_device)
 
-    rates = calibrate(request.method, request.device.torch_device)
-    found = predict(request.dims, request.method, rates, plan.flops, request.batch_size, request.length_tokens)
-    return {"rates": asdict(rates), **found.to_dict()}
+
+def predict_step(plan: Plan, rates: Rates) -> dict[str, Any]:
+    """Measured rates, seconds a step by lane, and the smallest batch that hides the update."""
+    from ondevice.offload.calibrate import lanes_of, predict
+
+    request, flops = plan.request, plan.flops / plan.request.batch_size
+    if request.method.name == "lsp":
+        lanes_at = partial(subspace.lanes, request, rates)
+    else:
+
+        def lanes_at(rows: int) -> dict[str, float]:
+            return lanes_of(request.dims, request.method, rates, flops * rows, rows, request.length_tokens)
+
+    return {"rates": asdict(rates), **predict(lanes_at, request.batch_size).to_dict()}
 
 
 def describe(found: dict[str, Any]) -> list[str]:

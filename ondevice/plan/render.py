@@ -34,6 +34,15 @@ MEANING = {
     "resident layers": "masters and moments of layers on the accelerator",
     "disk staging": "moments on their way from and to the disk",
     "gradients": "waiting for their update",
+    "exact parameters": "what no subspace is for: norms, biases, small matrices",
+    "tables": "embedding and head, where they are trained in a subspace",
+    "projectors": "positions and values of the subspaces",
+    "dense projectors": "one of each side, shared by all matrices",
+    "changes": "of the weights, in their subspaces, and the answers",
+    "gradients on the way": "of a few layers and of the tables",
+    "a look": "learning one matrix' projectors, every check_every steps",
+    "answers": "steps in the subspaces, to the accelerator",
+    "weights on the host": "of the layers, sliding through the accelerator",
 }
 
 

@@ -11,7 +11,7 @@ import yaml
 from tests.cli.command import classes, write_rows
 
 
-@pytest.mark.parametrize("method", ["prge", "mezo", "lora", "lora-fa", "full"])
+@pytest.mark.parametrize("method", ["prge", "mezo", "lora", "lora-fa", "full", "lsp"])
 def test_what_config_show_prints_satisfies_the_schema(method, ondevice) -> None:
     schema = json.loads(ondevice("config", "schema").out)
     jsonschema.Draft202012Validator.check_schema(schema)

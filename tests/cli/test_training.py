@@ -11,7 +11,7 @@ from ondevice.artifact.adapter import load_adapter
 from ondevice.train.log import read_log
 from tests.cli.command import classes, tiny, write_rows
 
-METHODS = ("prge", "mezo", "lora", "lora-fa", "full", "slideformer")
+METHODS = ("prge", "mezo", "lora", "lora-fa", "full", "slideformer", "lsp")
 FIGURES = {"final_loss", "steps", "peak_memory_bytes", "step_time_s"}
 
 
@@ -27,7 +27,7 @@ def test_training_ends_with_one_json_object(method, ondevice, tmp_path) -> None:
     figures = done.json
     assert figures.keys() >= FIGURES and figures["steps"] == 3 and not figures["interrupted"]
     assert 0 < figures["final_loss"] < 20 and figures["step_time_s"] > 0 and figures["peak_memory_bytes"] > 10**7
-    trains_all = method in ("mezo", "full", "slideformer")
+    trains_all = method in ("mezo", "full", "slideformer", "lsp")
     assert (figures["adapter"] is None) == trains_all and (figures["model"] is not None) == trains_all
     if trains_all:
         result = ondevice("eval", figures["model"], "--data", data, "--json")

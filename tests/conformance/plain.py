@@ -101,7 +101,7 @@ class PlainFirstOrder:
         self.optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=config.weight_decay, foreach=False)
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        if self.config.name in ("full", "slideformer"):
+        if self.config.name in ("full", "slideformer", "lsp"):
             return self.leaves
         scale, weights = self.config.alpha / self.config.rank, {}
         for name in self.leaves:

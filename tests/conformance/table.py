@@ -45,8 +45,10 @@ class Row:
 
 
 STEPS = 6
-LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "full": 1e-3, "slideformer": 1e-3}
+LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "full": 1e-3}
+LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3}
 BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
+WHOLE = "float32 and bfloat16; AdamW itself where the subspace is as large as the matrices"
 EAGER = (
     Row("prge", "torch-cpu"),
     Row("prge", "torch-cpu", settings={"noise": "rademacher", "top_layers": 1}, **BIAS),
@@ -70,6 +72,8 @@ EAGER = (
         family="gpt2",
         adapter_error=1e-3,
     ),
+    Row("lsp", "torch-cpu", WHOLE, adapter_error=1e-3),
+    Row("lsp", "torch-cpu", WHOLE, {"schedule": "zero"}, adapter_error=1e-3, **BIAS),
 )
 CUDA = tuple(
     Row(method, "torch-cuda", loss_error=1e-5, gradient_error=2e-2, adapter_error=error, claimed=claimed)
@@ -79,7 +83,8 @@ CUDA = tuple(
         ("lora", 1e-3, True),
         ("lora-fa", 1e-3, True),
         ("full", 2e-3, True),
-        ("slideformer", 2e-3, False),
+        ("slideformer", 2e-3, True),
+        ("lsp", 2e-3, False),
     )
 )
 PROGRAMS = (

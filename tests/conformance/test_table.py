@@ -29,6 +29,7 @@ DEFAULTS = {
     "lora-fa": {"rank": 4},
     "full": {},
     "slideformer": {"compute": "float32"},
+    "lsp": {"compute": "float32", "subspace": 1024},
 }
 ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.backend == "torch-cuda" else []) for row in TABLE]
 

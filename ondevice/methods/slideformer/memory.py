@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.methods.sizes import backward_bytes
+from ondevice.methods.sizes import passes_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 STATE_BYTES = {"float32": 12.0, "bfloat16": 8.0, "int8": 6.0625}
 """Master and moments, bytes a parameter, by `moments`."""
 GRADIENT_SLOTS = 2
-ACTIVATION_SLOTS = 3
 
 
 def memory(
@@ -21,21 +20,15 @@ def memory(
 ) -> dict[str, int]:
     """Peak bytes by part on the accelerator: the window of layers, the head, and one layer's activations."""
     item = 2 if config.compute == "bfloat16" else 4
-    rows = min(batch_size, config.micro_batch_size or batch_size)
-    tokens, part = rows * length_tokens, -(-dims.vocab // config.vocabulary_chunks)
+    part = -(-dims.vocab // config.vocabulary_chunks)
     slots = min(config.window, dims.layers) + GRADIENT_SLOTS
     tables = 2 * min(2, config.vocabulary_chunks)
-    kept = dims.layers * batch_size * length_tokens if config.activations == "device" else ACTIVATION_SLOTS * tokens
-    chunk = min(tokens, config.loss_chunk_tokens)
-    residual = batch_size * length_tokens * dims.hidden * item
     resident = min(config.resident_layers, dims.layers) * dims.block_parameters
     parts = {
         "window": slots * dims.block_parameters * item,
         "head": tables * part * dims.hidden * item,
         "noise": 0,
-        "kept inputs": kept * dims.hidden * item,
-        "activations": backward_bytes(dims, rows, length_tokens, item) // dims.layers + 3 * residual,
-        "logits": chunk * part * (8 + item),
+        **passes_bytes(dims, config, config.activations, batch_size, length_tokens, part),
         "resident layers": resident * (12 + item),
     }
     return {part: size for part, size in parts.items() if size or part == "noise"}

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ondevice.errors import CheckpointError, ConfigError
-from ondevice.methods.session import StepResult
+from ondevice.errors import CheckpointError
+from ondevice.methods.offloading import EngineSession, as_numpy, steps_of
 from ondevice.models.save import save_weights
 from ondevice.offload.device import memory_errors
 from ondevice.offload.engine import OffloadEngine
 from ondevice.offload.ranks import SINGLE, Ranks, join
 
 if TYPE_CHECKING:
-    from ondevice.artifact.adapter import Adapter
     from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.models import LoadedModel
 
@@ -26,37 +25,18 @@ WINDOW_HINT = "method.window: 2, method.vocabulary_chunks: 4; `ondevice plan` li
 STEP_HINT = "method.micro_batch_size: 1, method.loss_chunk_tokens: 512; `ondevice plan` lists what each part needs"
 
 
-class OffloadSession:
+class OffloadSession(EngineSession):
     """AdamW over all parameters of a model that need not fit the accelerator; see `Session`."""
 
-    batch_size = eval_batch_size = None
-    lengths_tokens = None
-    generator_backend = "none"
+    engine: OffloadEngine
+    step_hint = STEP_HINT
 
     def __init__(self, loaded: LoadedModel, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE) -> None:
-        self.loaded, self.config, self.ranks = loaded, config, ranks
+        self.ranks = ranks
         with memory_errors("the window of layers and the output head", WINDOW_HINT):
-            self.engine = OffloadEngine(loaded.family, config, device, ranks)
-        self.backend = f"torch-{self.engine.where.type}"
-        self.steps_done = 0
+            super().__init__(loaded, config, OffloadEngine(loaded.family, config, device, ranks))
         self.unwritten: Counter[str] = Counter()
         self.arrays: dict[str, torch.Tensor] = {}
-
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One AdamW step; its last updates run on while the next step begins."""
-        with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", STEP_HINT):
-            loss = self.engine.step(ids, labels, self.steps_done, learning_rate)
-        self.steps_done += 1
-        overlap = self.engine.overlap
-        return StepResult(loss, (loss,), overlap=None if overlap is None else overlap.to_dict())
-
-    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
-        return self.engine.evaluate(ids, labels)
-
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
-        """A first-order step cannot be rebuilt from scalars."""
-        raise ConfigError("a first-order run has no projected gradients to replay", hint="resume from its checkpoint")
 
     def state(self) -> dict[str, np.ndarray]:
         """Masters and moments as they lie in host memory, views that the next step changes; bfloat16 as uint16."""
@@ -64,7 +44,7 @@ class OffloadSession:
         arrays = self.ranks.collect(self.engine.store.arrays() | self.engine.updater.clipping.norms())
         arrays = self.arrays = dict(reversed(arrays.items()))  # what the next step updates first comes first
         self.unwritten = Counter(name.partition("/")[2] for name in arrays)
-        found = {name: _as_numpy(tensor) for name, tensor in arrays.items()}
+        found = {name: as_numpy(tensor) for name, tensor in arrays.items()}
         return {**found, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
 
     def hold(self) -> None:
@@ -91,13 +71,11 @@ class OffloadSession:
         self.engine.flush()
         problem: Exception | None = None
         with self.ranks.lent(state) as arrays:
-            done = arrays.get("optimizer_step")
             try:
-                if done is None:
-                    raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
+                done = steps_of(arrays.get("optimizer_step"))
                 self.engine.store.load(arrays)
                 self.engine.updater.clipping.restore(arrays)
-                self.steps_done = int(done[0])
+                self.steps_done = done
             except CheckpointError as error:
                 problem = error
         self.ranks.agree(problem)
@@ -107,22 +85,6 @@ class OffloadSession:
         self.engine.flush()
         flats = self.ranks.collect(self.engine.store.flats())
         return self.engine.store.weights(flats) if self.ranks.rank == 0 else {}
-
-    def adapter(self) -> Adapter | None:
-        """None: the model itself is what was trained."""
-        return None
-
-    def load_adapter(self, adapter: Adapter) -> None:
-        """Full fine-tuning takes no adapter."""
-        raise ConfigError(f"method {self.config.name} trains the whole model and takes no adapter")
-
-    def close(self) -> None:
-        """End the engine's threads; host memory is unlocked."""
-        self.engine.close()
-
-
-def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def open_session(loaded: LoadedModel, config: Any, seed: int, device: str = "cpu") -> OffloadSession:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ondevice.errors import ModelError
 from ondevice.offload.lsp.config import ProjectorConfig
 from ondevice.offload.lsp.linear import attach, detach, is_linear
-from ondevice.offload.lsp.matrix import Look, Matrix, Scratch, carried
+from ondevice.offload.lsp.matrix import Group, Look, Matrix, Plane, carried
 from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
 
 
@@ -50,13 +50,13 @@ class LspAdamW:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ModelError("no parameter of the model requires a gradient", expected="at least one")
-        scratch = Scratch()
+        plane = Plane()
         self.entries: list[tuple[nn.Parameter, Matrix | None, Tensor, Tensor]] = []
         matrices: dict[int, Matrix] = {}
         for number, (name, p) in enumerate(trained.items()):
             matrix = None
             if is_projected(tuple(p.shape), config.subspace):
-                matrix = Matrix(name, (p.shape[0], p.shape[1]), number, config, seed, p.device, scratch)
+                matrix = Matrix(name, (p.shape[0], p.shape[1]), number, config, seed, Group(plane, p.device))
                 matrix.gradient = torch.zeros(matrix.sizes, device=p.device)
                 matrices[id(p)] = matrix
             sizes = tuple(p.shape) if matrix is None else matrix.sizes
@@ -91,7 +91,7 @@ class LspAdamW:
                 settings = {**self.adam, "weight_decay": 0.0}
                 torch_step(change, gradient, m, v, AdamStep(1.0, **settings, step=self.count))
                 decay = 1 - learning_rate * self.adam["weight_decay"]
-                matrix.effective(p.data, change * learning_rate, decay, p.data)
+                matrix.effective(p.data, (change * learning_rate).to(p.dtype), decay, p.data)
                 gradient.zero_()
             p.grad = None
         self._watch()
@@ -113,7 +113,7 @@ class LspAdamW:
             found = self.looks[matrix.name] = matrix.refresh(gradient)
             if found.carry is not None:
                 m, v = moments[matrix.number]
-                for old, new in zip((m, v), carried(m, v, found.carry), strict=True):
+                for old, new in zip((m, v), carried(m, v, found), strict=True):
                     old.copy_(new)
 
         for _, matrix, m, v in self.entries:

@@ -72,7 +72,7 @@ class Resident:
         rounded(_part(self.memory[unit.index], piece), weight.view(-1), seed)
 
     def flat(self, unit: Unit) -> Tensor:
-        return self.memory[unit.index].cpu()
+        return self.memory[unit.index].to("cpu", copy=True)
 
     def load(self, unit: Unit, flat: Tensor) -> None:
         self.memory[unit.index].copy_(flat)

@@ -26,7 +26,7 @@ from ondevice.offload.kernels import patch_layers, use_liger
 from ondevice.offload.lsp.bases import Base, OnHost, Quantised, Resident, rounded
 from ondevice.offload.lsp.held import Held, view
 from ondevice.offload.lsp.linear import attach, detach, is_linear
-from ondevice.offload.lsp.matrix import Look, Matrix, Scratch, carried
+from ondevice.offload.lsp.matrix import Look, Matrix, Plane, carried
 from ondevice.offload.lsp.part import Older, Part, split, widen
 from ondevice.offload.lsp.updates import Updates
 from ondevice.offload.passes import Passes
@@ -155,15 +155,15 @@ class LspEngine:
                     found[piece.name] = masters[piece.name].to(dtype)
             base = self._whole(part) if part.matrices else self.total
             for piece, matrix, offset in part.matrices:
-                weight = view(base, piece).float()
-                found[piece.name] = part.effective(matrix, offset, weight, weight).to(dtype).cpu()
+                weight = view(base, piece).to(torch.float32, copy=True)
+                found[piece.name] = part.effective(matrix, part.changes(matrix, offset), weight, weight).to(dtype).cpu()
         return found
 
     def base_of(self, part: Part) -> Tensor:
         """What a part's changes are added to, flat on the host, for a checkpoint."""
         if part.unit.kind == "layer" and self.base is not None:
             return self.base.flat(part.unit)
-        return self.tables[part.unit.index].view(-1).cpu()
+        return self.tables[part.unit.index].view(-1).to("cpu", copy=True)
 
     def put_base(self, part: Part, flat: Tensor) -> None:
         """Take back what `base_of` gave, bfloat16 as uint16."""
@@ -187,10 +187,10 @@ class LspEngine:
             self.device.close()
 
     def _parts(self) -> list[Part]:
-        config, scratch = self.config if self.config.project else None, Scratch()
+        config, plane = self.config if self.config.project else None, Plane()
         numbers = {name: number for number, (name, _) in enumerate(self.family.model.named_parameters())}
         where = (self.device, self.where)
-        return [split(unit, config, self.seed, numbers, *where, scratch) for unit in self.units.all]
+        return [split(unit, config, self.seed, numbers, *where, plane) for unit in self.units.all]
 
     def _base(self) -> Base:
         layers, kind = self.units.layers, self.config.weights
@@ -213,9 +213,11 @@ class LspEngine:
         return tables, exact
 
     def _whole(self, part: Part) -> Tensor:
-        """The unit's base, flat, in the compute dtype."""
+        """The unit's base, flat, in the compute dtype or in float32; where it stays, if that is on the accelerator."""
         if part.unit.kind != "layer" or self.base is None:
             return self.tables[part.unit.index].view(-1)
+        if isinstance(self.base, Resident):
+            return self.base.memory[part.unit.index]
         slot = Slot(self.device.empty(part.unit.numel, self.dtype))
         return self.base.source(part.unit, slot)
 
@@ -248,7 +250,7 @@ class LspEngine:
             change.zero_()
         span = slice(offset, offset + matrix.numel)
         m, v = (moment[span] for moment in (part.moments.m, part.moments.v))
-        moved = carried(m.view(matrix.sizes).to(self.where), v.view(matrix.sizes).to(self.where), found.carry)
+        moved = carried(m.view(matrix.sizes).to(self.where), v.view(matrix.sizes).to(self.where), found)
         for moment, value in zip((m, v), moved, strict=True):
             moment.copy_(value.reshape(-1))
 
@@ -259,7 +261,7 @@ class LspEngine:
             part.older.setdefault(matrix.number, []).append(old)
             return
         weight = view(self._whole(part), piece).float()
-        widen(old, weight, matrix.scratch, 1 / part.decay)
+        widen(old, weight, 1 / part.decay)
         part.folded, seed = True, stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
         if layer and self.base is not None:
             self.base.fold(part.unit, piece, weight, seed)

@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from ondevice.offload.units import Piece, Unit, Units
 
 
-class GradientSlot(Slot):
-    """Memory of one gradient that leaves; changes are summed in float32 first."""
-
-    def __init__(self, memory: Tensor, sums: Tensor) -> None:
-        super().__init__(memory)
-        self.sums = sums
-
-
 class Held:
     """Slots for layers and for the head's weights, and gradients; see `Window` for what `Passes` asks of it."""
 
@@ -60,9 +52,8 @@ class Held:
         self.head_gradient = Slot(device.empty(vocabulary * self.width, dtype))
         self.entering: Slot | None = None
 
-    def _slot(self, parts: list[Part]) -> GradientSlot:
-        numel, narrow = max(p.numel for p in parts), max(p.narrow for p in parts)
-        return GradientSlot(self.device.empty(numel, self.dtype), self.device.empty(narrow, torch.float32))
+    def _slot(self, parts: list[Part]) -> Slot:
+        return Slot(self.device.empty(max(part.numel for part in parts), self.dtype))
 
     def settle(self, part: Part) -> None:
         """Take the answer to the part's last gradient, if there is one; computations that follow see it."""
@@ -97,24 +88,24 @@ class Held:
         if self.base is None or self.held[at] == i:
             return slot
         self.held[at] = i
-        source = self.base.source(unit, slot)
+        source, change = self.base.source(unit, slot), part.change.to(self.dtype)
         for piece, matrix, offset in part.matrices:
-            part.effective(matrix, offset, view(source, piece), view(slot.memory, piece))
-        for piece in part.exact.pieces:
-            whole = next(other for other in unit.pieces if other.name == piece.name)
-            view(slot.memory, whole).copy_(view(self.exact[unit.index], piece))
+            own = part.changes(matrix, offset, change)
+            part.effective(matrix, own, view(source, piece), view(slot.memory, piece))
         return slot
 
     def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
         """Let the model's parameters of `unit` be what `slot` holds; exact ones have their gradients in `gradient`."""
         part = self.parts_of[unit.index]
-        for piece in unit.pieces:
-            piece.parameter.grad = None
+        for piece, _, _ in part.matrices:
             piece.parameter.data = view(slot.memory, piece)
             piece.parameter.requires_grad_(False)
-        for piece in part.exact.pieces if gradient is not None else ():
-            piece.parameter.requires_grad_(True)
-            piece.parameter.grad = view(gradient.memory[part.narrow :], piece) if gradient is not None else None
+        for piece in part.exact.pieces:
+            piece.parameter.grad = None
+            piece.parameter.data = view(self.exact[unit.index], piece)
+            piece.parameter.requires_grad_(gradient is not None)
+            if gradient is not None:
+                piece.parameter.grad = view(gradient.memory[part.narrow :], piece)
 
     def fetch_rest(self) -> None:
         return
@@ -137,16 +128,16 @@ class Held:
         self.settle(table)
         if self.base is None or not table.matrices:
             return self.head, self.exact[table.unit.index].view(-1, self.width)
-        out = self.head.memory.view(-1, self.width)
-        _, matrix, offset = table.matrices[0]
-        return self.head, table.effective(matrix, offset, self.tables[table.unit.index], out)
+        out, (_, matrix, offset) = self.head.memory.view(-1, self.width), table.matrices[0]
+        change = table.changes(matrix, offset).to(self.dtype)
+        return self.head, table.effective(matrix, change, self.tables[table.unit.index], out)
 
     def head_gradient_part(self, part: int) -> tuple[Slot, Tensor]:
         """Zeroed memory for the head's gradient."""
         slot = self.arrive(self.head_gradient)
         return slot, slot.memory.zero_().view(-1, self.width)
 
-    def layer_gradient(self, i: int) -> GradientSlot:
+    def layer_gradient(self, i: int) -> Slot:
         """Zeroed memory for what layer `i` sends."""
         slot = self.gradients[i % len(self.gradients)]
         self._begin(self.parts_of[self.units.layers[i].index], slot)
@@ -172,7 +163,7 @@ class Held:
         at, out = self._rows(rows), self.entering.memory[: rows.numel() * width].view(-1, width)
         if part.matrices:
             _, matrix, offset = part.matrices[0]
-            change, table = part.changes(matrix, offset), self.tables[part.unit.index]
+            change, table = part.changes(matrix, offset).to(self.dtype), self.tables[part.unit.index]
             out.copy_(matrix.effective_rows(table[at], at, change, part.decay))
         else:
             out.copy_(self.exact[part.unit.index].view(-1, width)[at])
@@ -206,15 +197,12 @@ class Held:
             part.matrices[0][1].collect_whole(whole.memory.view(-1, self.width))
         self._send(part, leaving if part.matrices else whole)
 
-    def _begin(self, part: Part, slot: GradientSlot) -> None:
+    def _begin(self, part: Part, slot: Slot) -> None:
         self.arrive(slot).memory.zero_()
-        slot.sums.zero_()
         for _, matrix, offset in part.matrices:
-            matrix.gradient = slot.sums[offset : offset + matrix.numel].view(matrix.sizes)
+            matrix.gradient = slot.memory[offset : offset + matrix.numel].view(matrix.sizes)
 
     def _send(self, part: Part, slot: Slot) -> None:
-        if isinstance(slot, GradientSlot) and part.narrow:
-            slot.memory[: part.narrow].copy_(slot.sums[: part.narrow])
         norm = square(slot.memory[: part.numel]) if self.config.max_grad_norm is not None else None
         self.updates.send(part, slot, self.exact[part.unit.index], norm)
 

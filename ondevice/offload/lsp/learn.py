@@ -49,11 +49,12 @@ def relative_bias(left: Projector, right: Projector, gradient: Tensor) -> float:
     p, q = left.dense(torch.float32), right.dense(torch.float32)
     middle = p.T @ (gradient @ q.to(gradient.dtype)).float()
     found = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum() - 2 * _square(middle)
-    return max(0.0, float(found) / whole + 1.0) ** 0.5
+    value = float(found) / whole + 1.0
+    return 0.0 if value < 0 else value**0.5
 
 
 def learn(
-    left: Projector, right: Projector, gradient: Tensor, rounds: int = 4, steps: int = 6, gamma: float = 1e-3
+    left: Projector, right: Projector, gradient: Tensor, rounds: int = 2, steps: int = 6, gamma: float = 1e-3
 ) -> Learned:
     """Better values for `left` and `right`, at the same positions.
 
@@ -97,22 +98,21 @@ def _side(
     q = held.dense(torch.float32)
     outer, gram = (gradient @ q.to(gradient.dtype)).float(), q.T @ q  # Y [m, s], D [s, s]
     values, penalty = side.values, gamma / side.rows
-    slope: Tensor | None = None
-    direction = torch.zeros_like(values)
+    slope, direction = torch.zeros_like(values), torch.zeros_like(values)
     for _ in range(steps):
         p = replace(side, values=values).dense(torch.float32)
         s, c = p.T @ outer, p.T @ p
         sd = s @ gram
         full = 2 * ((p @ sd - outer) @ s.T + outer @ (c @ sd - s).T)
         new = full.gather(1, side.positions) / whole + 2 * penalty * values
-        turn = 0.0 if slope is None else float((new * (new - slope)).sum() / _square(slope))
-        slope, direction = new, max(0.0, turn) * direction - new
-        if float((direction * new).sum()) >= 0:
-            direction = -new
+        turn = ((new * (new - slope)).sum() / _square(slope).clamp(min=1e-30)).clamp(min=0.0)  # Polak and Ribiere
+        direction = turn * direction - new
+        slope, direction = new, torch.where((direction * new).sum() < 0, direction, -new)
         along = _along(p, replace(side, values=direction).dense(torch.float32), outer, gram, s, c)
         shrink = (_square(values), 2 * (values * direction).sum(), _square(direction))
-        poly = np.array(along.tolist()) / whole
-        poly[:3] += penalty * np.array(torch.stack(shrink).double().tolist())
+        known = np.array(torch.stack((*along, *shrink)).tolist())  # the one wait for the accelerator
+        poly = known[:5] / whole
+        poly[:3] += penalty * known[5:]
         poly[0] += 1.0 + other
         if not losses:
             losses.append(float(poly[0]))
@@ -124,19 +124,18 @@ def _side(
     return replace(side, values=values)
 
 
-def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tensor) -> Tensor:
-    """Coefficients, float64 [5], of tr(C S D S^T) - 2 ||S||^2 at P + x E: a polynomial in x."""
+def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """Five coefficients, from the constant up, of tr(C S D S^T) - 2 ||S||^2 at P + x E: a polynomial in x."""
     t, mixed, square = e.T @ outer, p.T @ e, e.T @ e
     mixed = mixed + mixed.T
     ss, st, tt = s @ gram @ s.T, s @ gram @ t.T, t @ gram @ t.T
-    coefficients = (
+    return (
         (c * ss).sum() - 2 * _square(s),
         2 * (c * st).sum() + (mixed * ss).sum() - 4 * (s * t).sum(),
         (c * tt).sum() + 2 * (mixed * st).sum() + (square * ss).sum() - 2 * _square(t),
         (mixed * tt).sum() + 2 * (square * st).sum(),
         (square * tt).sum(),
     )
-    return torch.stack(coefficients).double()
 
 
 def _lowest(poly: np.ndarray) -> tuple[float, float]:

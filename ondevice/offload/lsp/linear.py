@@ -34,8 +34,10 @@ def detach(module: nn.Module) -> None:
 
 
 def _forward(module: Any, matrix: Matrix, rows_first: bool, x: Tensor) -> Tensor:
-    handle = torch.empty(0, requires_grad=True)  # the backward pass comes here even if neither x nor the bias needs it
     weight = module.weight.detach()
+    if not torch.is_grad_enabled():
+        return linear(x, weight if rows_first else weight.T, module.bias)
+    handle = torch.empty(0, requires_grad=True)  # the backward pass comes here even if neither x nor the bias needs it
     return _Projected.apply(x, module.bias, weight, matrix, rows_first, handle)  # pyright: ignore[reportReturnType]
 
 

@@ -7,6 +7,7 @@ makes G, of one matrix at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,20 +22,58 @@ if TYPE_CHECKING:
     from ondevice.offload.lsp.config import ProjectorConfig
 
 
-class Scratch:
-    """Memory for one dense projector of either side, shared by all matrices."""
+class Plane:
+    """Memory for the dense projectors of one group of matrices at a time, shared by all groups; one for each dtype."""
 
     def __init__(self) -> None:
-        self.sides: dict[str, Tensor] = {}
+        self.memory: dict[torch.dtype, Tensor] = {}
+        self.shown: dict[torch.dtype, Group] = {}
 
-    def take(self, side: str, projector: Projector, dtype: torch.dtype) -> Tensor | None:
-        """At least rows x size elements; nothing is allocated once the largest was asked for."""
-        if projector.exact:
-            return None
-        size, held = projector.rows * projector.size, self.sides.get(side)
-        if held is None or held.numel() < size or held.dtype != dtype:
-            held = self.sides[side] = torch.empty(size, dtype=dtype, device=projector.device)
-        return held
+    def show(self, group: Group, dtype: torch.dtype) -> Tensor:
+        """The group's dense projectors, flat, in `dtype`; made anew only if another group's were there."""
+        memory = self.memory.get(dtype)
+        if memory is None or memory.numel() < group.numel or memory.device != group.device:
+            memory = self.memory[dtype] = torch.empty(group.numel, dtype=dtype, device=group.device)
+            self.shown.pop(dtype, None)
+        if self.shown.get(dtype) is not group:
+            memory[: group.numel].zero_().scatter_(0, *group.flat(dtype))
+            self.shown[dtype] = group
+        return memory
+
+
+class Group:
+    """Matrices whose projectors are made dense together: those of a layer, for one kernel instead of many."""
+
+    def __init__(self, plane: Plane, device: torch.device | str) -> None:
+        self.plane, self.device = plane, torch.empty(0, device=device).device  # with its index, as tensors have
+        self.members: list[Matrix] = []
+        self.known: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self.numel = 0
+
+    def add(self, matrix: Matrix) -> tuple[int, int]:
+        """Where the matrix's dense projectors begin."""
+        self.members.append(matrix)
+        start, middle = self.numel, self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact)
+        self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
+        return start, middle
+
+    def changed(self) -> None:
+        """A member has other projectors."""
+        self.known = {}
+        self.plane.shown = {dtype: group for dtype, group in self.plane.shown.items() if group is not self}
+
+    def flat(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions, int64, and values of all members in the plane."""
+        if dtype not in self.known:
+            positions, values = [], []
+            for matrix in self.members:
+                for start, side in zip(matrix.starts, (matrix.left, matrix.right), strict=True):
+                    if side.positions is not None and side.values is not None:
+                        rows = torch.arange(side.rows, device=self.device)[:, None]
+                        positions.append((start + rows * side.size + side.positions).view(-1))
+                        values.append(side.values.to(dtype).view(-1))
+            self.known[dtype] = torch.cat(positions), torch.cat(values)
+        return self.known[dtype]
 
 
 @dataclass(frozen=True)
@@ -45,11 +84,14 @@ class Look:
         before: relative bias of the projectors that were there (Theorem 1's alpha on this gradient).
         after: that of the new ones; None where the old ones stay.
         carry: P_new^T P_old and Q_old^T Q_new, both [s, s], for `carried`; None where the old ones stay.
+        energy: the squared norm of this gradient in the new subspace over what `carried` makes of its squares in the
+            old one.
     """
 
     before: float
     after: float | None = None
     carry: tuple[Tensor, Tensor] | None = None
+    energy: float = 1.0
 
 
 class Matrix:
@@ -67,14 +109,14 @@ class Matrix:
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, int], number: int, config: ProjectorConfig, seed: int,
-        device: torch.device | str, scratch: Scratch,
-    ) -> None:  # fmt: skip
+        self, name: str, shape: tuple[int, int], number: int, config: ProjectorConfig, seed: int, group: Group
+    ) -> None:
         self.name, self.shape, self.number, self.config, self.seed = name, shape, number, config, seed
-        self.device, self.scratch, self.turn = torch.device(device), scratch, 0
+        self.group, self.device, self.turn = group, group.device, 0
         self.gradient: Tensor | None = None
         self.watch: Callable[[Matrix, Tensor], None] | None = None
         self.put(*self.drawn(0))
+        self.starts = group.add(self)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -91,6 +133,7 @@ class Matrix:
         self.left, self.right = left, right
         squares = [1.0 if p.values is None else float(p.values.square().sum()) / p.rows for p in (left, right)]
         self.gain = (squares[0] * squares[1]) ** -0.5
+        self.group.changed()
 
     def drawn(self, turn: int) -> tuple[Projector, Projector]:
         """The random pair of that turn."""
@@ -104,46 +147,51 @@ class Matrix:
     def collect(self, rows: Tensor, columns: Tensor) -> None:
         """Add what T tokens say: [T, m] and [T, n], of which the gradient is the product."""
         self._look(lambda: rows.T @ columns)
-        p = self.left.narrow(rows, self._memory("left", rows.dtype))
-        q = self.right.narrow(columns, self._memory("right", columns.dtype))
-        self._add(p.T @ q)
+        self._add(self._narrow(0, rows).T, self._narrow(1, columns))
 
     def collect_whole(self, gradient: Tensor) -> None:
         """Add a gradient [m, n] that is there."""
         self._look(lambda: gradient)
-        narrow = self.right.narrow(gradient, self._memory("right", gradient.dtype))
-        self._add(self.left.narrow(narrow.T, self._memory("left", gradient.dtype)).T)
+        narrow = self._narrow(1, gradient)
+        if self.left.exact:
+            self.gradient_there.add_(narrow)
+        else:
+            self._add(self.dense(0, gradient.dtype).T, narrow)
 
     def collect_rows(self, rows: Tensor, gradient: Tensor) -> None:
         """Add a gradient that is zero but for `rows`, int64 [R]: [R, n]."""
         self._look(lambda: gradient.new_zeros(self.shape).index_add_(0, rows, gradient))
-        narrow = self.right.narrow(gradient, self._memory("right", gradient.dtype))
-        self._add(self.left.rows_of(rows, gradient.dtype).T @ narrow)
+        self._add(self.left.rows_of(rows, gradient.dtype).T, self._narrow(1, gradient))
 
     def effective(self, base: Tensor, change: Tensor, decay: float, out: Tensor) -> Tensor:
         """decay * base + gain * P change Q^T.
 
         Args:
             base: [m, n]; `out` may be the same memory.
-            change: float32 [s, s].
+            change: [s, s], both in the dtype of `out`.
         """
-        wide = self.left.widen((change * self.gain).to(out.dtype), self._memory("left", out.dtype))
-        if self.right.exact:
-            return torch.add(wide, base, alpha=decay, out=out)
-        q = self.right.dense(out.dtype, self._memory("right", out.dtype))
-        return torch.addmm(base, wide, q.T, beta=decay, out=out)
+        return add_change(base, change, self.dense_pair(out.dtype), self.gain, decay, out)
 
     def effective_rows(self, base: Tensor, rows: Tensor, change: Tensor, decay: float) -> Tensor:
         """The same for some rows, int64 [R] of [R, n]."""
-        wide = self.left.rows_of(rows, base.dtype) @ (change * self.gain).to(base.dtype)
-        if not self.right.exact:
-            wide = wide @ self.right.dense(base.dtype, self._memory("right", base.dtype)).T
-        return wide.add_(base, alpha=decay)
+        pair = self.left.rows_of(rows, base.dtype), self.dense_pair(base.dtype)[1]
+        return add_change(base, change, pair, self.gain, decay, torch.empty_like(base))
+
+    def dense(self, side: int, dtype: torch.dtype) -> Tensor:
+        """The dense projector of the rows (0) or columns (1): [rows, s], in memory that is shared."""
+        start, projector = self.starts[side], (self.left, self.right)[side]
+        memory = self.group.plane.show(self.group, dtype)
+        return memory[start : start + projector.rows * projector.size].view(projector.rows, projector.size)
+
+    def dense_pair(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """Both, None for one that is the identity."""
+        left = None if self.left.exact else self.dense(0, dtype)
+        return left, None if self.right.exact else self.dense(1, dtype)
 
     def refresh(self, gradient: Tensor) -> Look:
         """Look at the bias on a gradient [m, n], and draw and learn other projectors where it is too large."""
         before = relative_bias(self.left, self.right, gradient)
-        if before < self.config.threshold or (self.left.exact and self.right.exact):
+        if not before >= self.config.threshold or before == math.inf or (self.left.exact and self.right.exact):
             return Look(before)
         c, old = self.config, (self.left, self.right)
         self.turn += 1
@@ -153,30 +201,65 @@ class Matrix:
             found = learn(*pair, gradient, c.learn_rounds, c.learn_steps, c.gamma)
             pair, after = (found.left, found.right), found.bias
         self.put(*pair)
-        return Look(before, after, (_between(self.left, old[0]), _between(self.right, old[1]).T))
+        carry = _between(self.left, old[0]), _between(self.right, old[1]).T
+        return Look(before, after, carry, _energy(gradient, pair, old, carry))
 
     def _look(self, gradient: Callable[[], Tensor]) -> None:
         if self.watch is not None:
             watch, self.watch = self.watch, None
             watch(self, gradient())
 
-    def _add(self, found: Tensor) -> None:
+    @property
+    def gradient_there(self) -> Tensor:
+        """The memory that gradients are added to."""
         if self.gradient is None:
             raise RuntimeError(f"{self.name}: no memory for its gradient")
-        self.gradient += found
+        return self.gradient
 
-    def _memory(self, side: str, dtype: torch.dtype) -> Tensor | None:
-        return self.scratch.take(side, self.left if side == "left" else self.right, dtype)
+    def _narrow(self, side: int, x: Tensor) -> Tensor:
+        return x if (self.left, self.right)[side].exact else x @ self.dense(side, x.dtype)
+
+    def _add(self, left: Tensor, right: Tensor) -> None:
+        gradient = self.gradient_there
+        if gradient.dtype == left.dtype:
+            gradient.addmm_(left, right)
+        else:
+            gradient += left @ right
 
 
-def carried(m: Tensor, v: Tensor, carry: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Adam's moments [s, s] in the new subspace (Algorithm 2): A M B and A^2 V B^2 with squares by element.
+def add_change(
+    base: Tensor, change: Tensor, pair: tuple[Tensor | None, Tensor | None], gain: float, decay: float, out: Tensor
+) -> Tensor:
+    """decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the identity."""
+    left, right = pair
+    wide = change if left is None else left @ change
+    if right is None:
+        return torch.add(base * decay, wide, alpha=gain, out=out)
+    return torch.addmm(base, wide, right.T, beta=decay, alpha=gain, out=out)
 
-    The first is exact: projecting is linear. The second would need the covariances of the old coordinates, of which V
-    holds the diagonal alone; it is right where they are uncorrelated.
+
+def carried(m: Tensor, v: Tensor, look: Look) -> tuple[Tensor, Tensor]:
+    """Adam's moments [s, s] in the new subspace (Algorithm 2): A M B, and A^2 V B^2 with squares by element.
+
+    Of the gradients that made them only what the old subspace holds is known. The second moment is right where the old
+    coordinates are uncorrelated, which learned ones are not: it comes out several times too small or, between drawn
+    ones, too large. So it is multiplied by one factor, `Look.energy`, that makes it right on the gradient of the look.
     """
-    a, b = carry
-    return a @ m @ b, a.square() @ v @ b.square()
+    if look.carry is None:
+        return m, v
+    a, b = look.carry
+    return a @ m @ b, (a.square() @ v @ b.square()) * look.energy
+
+
+def _energy(
+    gradient: Tensor, new: tuple[Projector, Projector], old: tuple[Projector, Projector], carry: tuple[Tensor, Tensor]
+) -> float:
+    inside = []
+    for left, right in (new, old):
+        narrow = gradient @ right.dense(gradient.dtype)
+        inside.append((left.dense(gradient.dtype).T @ narrow).float().square())
+    known = float((carry[0].square() @ inside[1] @ carry[1].square()).sum())
+    return float(inside[0].sum()) / known if known else 1.0
 
 
 def _between(new: Projector, old: Projector) -> Tensor:

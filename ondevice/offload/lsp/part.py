@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ondevice.offload.lsp.adamw import is_projected
-from ondevice.offload.lsp.matrix import Matrix, Scratch
+from ondevice.offload.lsp.matrix import Group, Matrix, Plane, add_change
 from ondevice.offload.lsp.projector import Projector
 from ondevice.offload.units import ALIGN, Piece, Unit
 from ondevice.runtime_ops.layer_adam import Moments
@@ -62,30 +62,27 @@ class Part:
         """Numbers that leave in a step."""
         return self.narrow + self.exact.numel
 
-    def changes(self, matrix: Matrix, offset: int) -> Tensor:
-        """D of a matrix, [s, s]."""
-        return self.change[offset : offset + matrix.numel].view(matrix.sizes)
+    def changes(self, matrix: Matrix, offset: int, change: Tensor | None = None) -> Tensor:
+        """D of a matrix, [s, s], out of all of them or of a copy of these in another dtype."""
+        return (self.change if change is None else change)[offset : offset + matrix.numel].view(matrix.sizes)
 
-    def effective(self, matrix: Matrix, offset: int, base: Tensor, out: Tensor) -> Tensor:
-        """The weight itself: base [m, n] and its changes, into `out` [m, n]."""
-        matrix.effective(base, self.changes(matrix, offset), self.decay, out)
+    def effective(self, matrix: Matrix, change: Tensor, base: Tensor, out: Tensor) -> Tensor:
+        """The weight itself: base [m, n] and its change [s, s], into `out` [m, n], all of one dtype."""
+        matrix.effective(base, change, self.decay, out)
         for old in self.older.get(matrix.number, ()):
-            widen(old, out, matrix.scratch)
+            widen(old, out)
         return out
 
 
-def widen(old: Older, out: Tensor, scratch: Scratch, factor: float = 1.0) -> None:
+def widen(old: Older, out: Tensor, factor: float = 1.0) -> None:
     """Add an older change to a weight [m, n]."""
-    wide = old.left.widen((old.change * (old.gain * factor)).to(out.dtype), scratch.take("left", old.left, out.dtype))
-    if old.right.exact:
-        out += wide
-    else:
-        out.addmm_(wide, old.right.dense(out.dtype, scratch.take("right", old.right, out.dtype)).T)
+    pair = [None if side.exact else side.dense(out.dtype) for side in (old.left, old.right)]
+    add_change(out, old.change.to(out.dtype), (pair[0], pair[1]), old.gain * factor, 1.0, out)
 
 
 def split(
     unit: Unit, config: ProjectorConfig | None, seed: int, numbers: dict[str, int], device: Device, where: torch.device,
-    scratch: Scratch,
+    plane: Plane,
 ) -> Part:  # fmt: skip
     """Decide what of a unit is projected: matrices with a side longer than the subspace, of layers and tables.
 
@@ -93,13 +90,13 @@ def split(
         config: None projects nothing.
         numbers: of the model's parameters by name.
     """
-    matrices, rest, narrow = [], [], 0
+    matrices, rest, narrow, group = [], [], 0, Group(plane, where)
     for piece in unit.pieces:
         if config is None or unit.kind == "rest" or not is_projected(piece.shape, config.subspace):
             rest.append(piece)
             continue
         shape, number = (piece.shape[0], piece.shape[1]), numbers[piece.name]
-        matrix = Matrix(piece.name, shape, number, config, seed, where, scratch)
+        matrix = Matrix(piece.name, shape, number, config, seed, group)
         matrices.append((piece, matrix, narrow))
         narrow += matrix.numel
     exact = unit if not matrices else _packed(unit, rest)

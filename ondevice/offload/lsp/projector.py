@@ -45,23 +45,12 @@ class Projector:
         """Of positions, as they are stored, and values."""
         return sum(t.numel() * t.element_size() for t in (self.positions, self.values) if t is not None)
 
-    def dense(self, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-        """[rows, size] in `dtype`, in the memory of `out` if it is given."""
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[rows, size] in `dtype`."""
         if self.positions is None or self.values is None:
             return torch.eye(self.rows, dtype=dtype, device=self.device)
-        if out is None:
-            table = torch.zeros(self.rows, self.size, dtype=dtype, device=self.device)
-        else:
-            table = out.view(-1)[: self.rows * self.size].view(self.rows, self.size).zero_()
+        table = torch.zeros(self.rows, self.size, dtype=dtype, device=self.device)
         return table.scatter_(1, self.positions, self.values.to(dtype))
-
-    def narrow(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x P: [..., rows] to [..., size]."""
-        return x if self.exact else x @ self.dense(x.dtype, out)
-
-    def widen(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """P x: [size, n] to [rows, n]."""
-        return x if self.exact else self.dense(x.dtype, out) @ x
 
     def rows_of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows int64 [R] of it, dense: [R, size]."""

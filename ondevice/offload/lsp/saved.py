@@ -30,13 +30,14 @@ def arrays(engine: LspEngine) -> dict[str, Tensor]:
         key = part.unit.key
         found[f"change/{key}"] = part.change.cpu().clone()
         found[f"subspace_m/{key}"], found[f"subspace_v/{key}"] = part.moments.m.clone(), part.moments.v.clone()
-        found[f"decay/{key}"] = torch.tensor([part.decay], dtype=torch.float64)
+        found[f"decay/{key}"] = torch.tensor([part.decay, part.folded], dtype=torch.float64)
         if part.folded:
             found[f"base/{key}"] = engine.base_of(part)
         for _, matrix, _ in part.matrices:
-            found[f"turn/{matrix.name}"] = torch.tensor([matrix.turn])
+            older = part.older.get(matrix.number, [])
+            found[f"turn/{matrix.name}"] = torch.tensor([matrix.turn, len(older)])
             found |= _pair(matrix.name, matrix.left, matrix.right)
-            for number, old in enumerate(part.older.get(matrix.number, ())):
+            for number, old in enumerate(older):
                 name = f"{number}/{matrix.name}"
                 found |= {**_pair(name, old.left, old.right), f"older/{name}": old.change.cpu().clone()}
                 found[f"gain/{name}"] = torch.tensor([old.gain], dtype=torch.float64)
@@ -59,21 +60,24 @@ def load(engine: LspEngine, saved: Arrays) -> None:
         part.change.copy_(_take(saved, f"change/{key}", part.change))
         part.moments.m.copy_(_take(saved, f"subspace_m/{key}", part.moments.m))
         part.moments.v.copy_(_take(saved, f"subspace_v/{key}", part.moments.v))
-        part.decay = float(_take(saved, f"decay/{key}", torch.zeros(1, dtype=torch.float64)))
-        base = saved.get(f"base/{key}")
-        if base is not None:
-            engine.put_base(part, torch.from_numpy(base))
+        part.decay, folded = _take(saved, f"decay/{key}", torch.zeros(2, dtype=torch.float64)).tolist()
+        if folded:
+            engine.put_base(part, _take(saved, f"base/{key}", engine.base_of(part)))
+        elif part.folded:
+            raise CheckpointError(
+                f"the weights of {part.unit.name} have taken changes that the checkpoint has not",
+                expected="a session that has not trained yet", hint="open the model again, then load the checkpoint",
+            )  # fmt: skip
         for _, matrix, _ in part.matrices:
-            matrix.turn = int(_take(saved, f"turn/{matrix.name}", torch.zeros(1, dtype=torch.int64)))
+            turns = _take(saved, f"turn/{matrix.name}", torch.zeros(2, dtype=torch.int64)).tolist()
+            matrix.turn = turns[0]
             matrix.put(*_projectors(saved, matrix.name, matrix))
             part.older.pop(matrix.number, None)
-            number = 0
-            while saved.get(f"older/{number}/{matrix.name}") is not None:
+            for number in range(turns[1]):
                 name = f"{number}/{matrix.name}"
                 change = _take(saved, f"older/{name}", torch.zeros(matrix.sizes)).to(matrix.device)
                 gain = float(_take(saved, f"gain/{name}", torch.zeros(1, dtype=torch.float64)))
                 part.older.setdefault(matrix.number, []).append(Older(*_projectors(saved, name, matrix), gain, change))
-                number += 1
 
 
 def _pair(name: str, left: Projector, right: Projector) -> dict[str, Tensor]:
@@ -99,7 +103,8 @@ def _projectors(saved: Arrays, name: str, matrix: Matrix) -> tuple[Projector, Pr
 
 
 def _take(saved: Arrays, name: str, like: Tensor) -> Tensor:
-    value, dtype = saved.get(name), torch.empty(0, dtype=like.dtype).numpy().dtype
+    stored = torch.uint16 if like.dtype == torch.bfloat16 else like.dtype
+    value, dtype = saved.get(name), torch.empty(0, dtype=stored).numpy().dtype
     if value is None or value.shape != tuple(like.shape) or value.dtype != dtype:
         raise CheckpointError(
             f"the checkpoint does not fit: {name}",

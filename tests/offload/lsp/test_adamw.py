@@ -17,6 +17,7 @@ from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.offload.lsp.adamw import LspAdamW  # noqa: E402
 from ondevice.offload.lsp.config import ProjectorConfig  # noqa: E402
 from ondevice.offload.lsp.linear import is_linear  # noqa: E402
+from ondevice.offload.lsp.matrix import Group, Plane  # noqa: E402
 from ondevice.offload.lsp.projector import Projector  # noqa: E402
 from tests.offload.lsp.dense import near, normal, sides  # noqa: E402
 
@@ -101,6 +102,8 @@ def test_signed_permutations_are_torchs_adamw(bias: bool) -> None:
     weight, matrix, _, _ = optimizer.entries[0]
     assert weight is model.weight and matrix is not None and optimizer.attached == [model]
     matrix.put(signed_permutation(size, 1), signed_permutation(size, 2))
+    matrix.group = Group(Plane(), "cpu")  # another, for these are larger than drawn ones
+    matrix.starts = matrix.group.add(matrix)
     matrix.gradient = torch.zeros(size, size)
     optimizer.entries[0] = (weight, matrix, torch.zeros(size, size), torch.zeros(size, size))
     reference = torch.optim.AdamW(plain.parameters(), weight_decay=0.1)
@@ -164,23 +167,48 @@ def test_looks_come_every_so_many_steps_and_carry_the_moments() -> None:
     turns = []
     for _ in range(7):
         old = {
-            name: (sides(matrix.left, matrix.right), m.clone())
-            for name, _, matrix, m, _ in entries(model, optimizer)
+            name: (sides(matrix.left, matrix.right), m.clone(), v.clone())
+            for name, _, matrix, m, v in entries(model, optimizer)
             if matrix
         }
         count, gradient = optimizer.count, {}
         loss(model, tokens(count)).backward()
-        for name, _, matrix, m, _ in entries(model, optimizer):
+        for name, _, matrix, m, v in entries(model, optimizer):
             if matrix is None or matrix.watch is not None or count % 3:
                 continue
             p, q = sides(matrix.left, matrix.right)
-            (old_p, old_q), moment = old[name]
-            near(m, p.T @ old_p @ moment.double() @ old_q.T @ q, 1e-4)
+            (old_p, old_q), first, second = old[name]
+            a, b, look = p.T @ old_p, old_q.T @ q, optimizer.looks[name]
+            assert look.energy > 0 and abs(look.energy - 1) > 1e-3
+            near(m, a @ first.double() @ b, 1e-4)
+            near(v, look.energy * a.square() @ second.double() @ b.square(), 1e-4)
             gradient[name] = True
         assert bool(gradient) == (count % 3 == 0)
         optimizer.step(1e-3)
         turns.append({matrix.turn for _, matrix, _, _ in optimizer.entries if matrix is not None})
     assert turns == [{1}, {1}, {1}, {2}, {2}, {2}, {3}]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_look_at_a_gradient_that_is_not_finite_leaves_projectors_and_moments(value: float) -> None:
+    model = language_model(tied=False)
+    optimizer = LspAdamW(model, config(check_every=1, threshold=0.0), seed=1)
+    train(model, optimizer, 2, 1e-3)
+    projected = [(matrix, m, v) for _, _, matrix, m, v in entries(model, optimizer) if matrix is not None]
+    old = [(matrix.left, matrix.right, matrix.turn, m.clone(), v.clone()) for matrix, m, v in projected]
+    (loss(model, tokens()) * value).backward()
+    attached = {id(module.weight) for module in optimizer.attached}
+    seen = 0
+    for name, p, matrix, m, v in entries(model, optimizer):
+        if matrix is None or id(p) not in attached:
+            continue
+        left, right, turn, first, second = old[[one for one, _, _ in projected].index(matrix)]
+        look = optimizer.looks[name]
+        assert look.before != look.before and look.after is None and look.carry is None
+        assert matrix.left is left and matrix.right is right and matrix.turn == turn == 2
+        assert torch.equal(m, first) and torch.equal(v, second)
+        seen += 1
+    assert seen == len(attached) > 0
 
 
 def test_two_backward_passes_are_one_of_the_sum() -> None:

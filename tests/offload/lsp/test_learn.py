@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from ondevice.offload.lsp.learn import learn, relative_bias  # noqa: E402
+from ondevice.offload.lsp.config import ProjectorConfig  # noqa: E402
+from ondevice.offload.lsp.learn import _lowest, learn, relative_bias  # noqa: E402
 from ondevice.offload.lsp.projector import Projector  # noqa: E402
 from tests.offload.lsp.dense import (  # noqa: E402
     low_rank,
@@ -125,6 +130,17 @@ def test_a_step_goes_down_the_gradient_of_autograd_to_the_lowest_point(name: str
             assert float(objective(tables[0], tables[1], wide, gamma)) >= lowest - 1e-6
 
 
+@pytest.mark.parametrize(
+    ("roots", "wanted"), [((1, 2, 4), 4.0), ((1, 3, 4), 1.0), ((-3, -2, -1), 0.0), ((-3, -1, 2), 2.0)]
+)
+def test_of_two_valleys_ahead_the_lower_one_is_found(roots: tuple[int, ...], wanted: float) -> None:
+    """`roots` are the slope's; where all are behind, the start is the lowest point."""
+    poly = np.polyint(np.poly(roots), k=5.0)[::-1]
+    length, reached = _lowest(poly)
+    assert length == pytest.approx(wanted, abs=1e-9)
+    assert reached == pytest.approx(float(np.polyval(poly[::-1], wanted)))
+
+
 @each_gradient
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_objective_never_rises(gradient: Tensor, size: int, nonzeros: int, seed: int) -> None:
@@ -149,12 +165,14 @@ def test_it_learns_from_bfloat16(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_learning_lowers_the_bias_of_a_low_rank_gradient(seed: int) -> None:
-    """To a fifth of what the drawn pair gives at its best factor at most. It is 0.96 to 0.98, and 0.06 to 0.09 then."""
+    """That of the drawn pair at its best factor is 0.96 to 0.98. Two rounds leave 0.19 to 0.27 of it, four 0.06 to 0.1;
+    over twelve seeds 0.15 to 0.31 and 0.04 to 0.12."""
     gradient = low_rank(70, 51, 3, seed)
     drawn, wide = start(gradient, 20, 4, seed), gradient.double()
     best = float(off(*tables_at_start(*drawn, wide), wide)) ** 0.5
     found = learn(*drawn, gradient)
-    assert found.bias <= 0.2 * best
+    assert found.bias <= 0.32 * best
+    assert learn(*drawn, gradient, 4).bias <= 0.12 * best
     assert float(off(*sides(found.left, found.right), wide)) ** 0.5 == pytest.approx(found.bias, abs=1e-3)
     for old, new in zip(drawn, (found.left, found.right), strict=True):
         assert old.positions is not None and new.positions is not None
@@ -177,6 +195,53 @@ def test_nothing_is_learned_from_a_gradient_of_zero(rows: int) -> None:
     assert (found.bias, found.losses) == (0.0, ())
     assert found.left is left and found.right is right
     assert relative_bias(left, right, torch.zeros(rows, 40)) == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("rows", [30, 9])
+def test_the_bias_on_a_gradient_that_is_not_finite_is_nan(rows: int, value: float) -> None:
+    gradient = normal(rows, 40)
+    left, right = pair(rows, 40, 10, 3)
+    assert relative_bias(left, right, gradient) > 0
+    gradient[rows - 1, 7] = value
+    assert math.isnan(relative_bias(left, right, gradient))
+
+
+def test_defaults_are_those_of_the_configuration() -> None:
+    config = ProjectorConfig()
+    gradient, drawn = low_rank(45, 33, 3), pair(45, 33, 14, 4)
+    found = learn(*drawn, gradient)
+    wanted = learn(*drawn, gradient, config.learn_rounds, config.learn_steps, config.gamma)
+    assert (config.learn_rounds, config.learn_steps, config.gamma) == (2, 6, 1e-3)
+    assert found.losses == wanted.losses and len(found.losses) == 1 + 2 * 2 * 6
+    assert found.losses != learn(*drawn, gradient, gamma=2e-3).losses
+
+
+class Waits(TorchDispatchMode):
+    """Counts what the host must wait for on an accelerator, `tolist` apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("_local_scalar_dense", "is_nonzero", "nonzero", "equal")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["low-rank", "left exact", "right exact"])
+def test_a_step_waits_once_for_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradient, size, nonzeros = GRADIENTS[name]
+    drawn, lists, own = start(gradient, size, nonzeros), [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: lists.append(x) or own(x))
+    found = {}
+    for steps in (1, 6):
+        lists.clear()
+        with Waits() as waits:
+            losses = learn(*drawn, gradient, 1, steps).losses
+        assert len(losses) - 1 == len(lists) == steps * (2 - drawn[0].exact - drawn[1].exact)
+        found[steps] = waits.count
+    assert found[1] == found[6] > 0
 
 
 def test_identities_have_no_bias() -> None:

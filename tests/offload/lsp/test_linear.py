@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from ondevice.offload.lsp.config import ProjectorConfig  # noqa: E402
 from ondevice.offload.lsp.linear import attach, detach, is_linear  # noqa: E402
-from ondevice.offload.lsp.matrix import Matrix, Scratch  # noqa: E402
+from ondevice.offload.lsp.matrix import Group, Matrix, Plane  # noqa: E402
 from tests.offload.lsp.dense import near, normal, sides  # noqa: E402
 
 MAKERS = {
@@ -35,9 +35,10 @@ def layer(make: Any, dtype: Any = torch.float32) -> Any:
     return made
 
 
-def matrix(module: Any) -> Matrix:
-    made = Matrix("w", tuple(module.weight.shape), 0, ProjectorConfig(subspace=13, nonzeros=4), 5, "cpu", Scratch())
-    made.gradient = torch.zeros(made.sizes)
+def matrix(module: Any, dtype: Any = torch.float32) -> Matrix:
+    config = ProjectorConfig(subspace=13, nonzeros=4)
+    made = Matrix("w", tuple(module.weight.shape), 0, config, 5, Group(Plane(), "cpu"))
+    made.gradient = torch.zeros(made.sizes, dtype=dtype)
     return made
 
 
@@ -57,13 +58,21 @@ def projected(made: Matrix, gradient: Tensor) -> Tensor:
 
 @each_layer
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "collected", "tolerance"),
+    [
+        (torch.float32, torch.float32, 3e-6),
+        (torch.bfloat16, torch.float32, 2e-2),
+        (torch.bfloat16, torch.bfloat16, 2e-2),
+    ],
+    ids=str,
+)
 def test_it_is_the_layer_but_for_the_weights_gradient(
-    make: Any, shape: tuple[int, ...], dtype: Any, tolerance: float
+    make: Any, shape: tuple[int, ...], dtype: Any, collected: Any, tolerance: float
 ) -> None:
     x, back = normal(*shape).to(dtype), normal(*shape[:-1], 41, seed=1).to(dtype)
     plain, module = layer(make, dtype), layer(make, dtype)
-    made = matrix(module)
+    made = matrix(module, collected)
     attach(module, made)
     if len(shape) == 1 and isinstance(plain, Conv1D):
         wanted = passes(plain, x[None], back[None])
@@ -77,7 +86,7 @@ def test_it_is_the_layer_but_for_the_weights_gradient(
             assert one.dtype == dtype
             near(one, other, tolerance)
     assert module.weight.grad is None and plain.weight.grad is not None
-    assert made.gradient is not None
+    assert made.gradient is not None and made.gradient.dtype == collected
     near(made.gradient, projected(made, plain.weight.grad), tolerance)
 
 

@@ -1,0 +1,109 @@
+"""Bytes of an LSP-Offload step on the accelerator and on the host, from dimensions alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.methods.lsp.sizes import KINDS, exact, narrow, projected, slides
+from ondevice.methods.sizes import passes_bytes
+
+if TYPE_CHECKING:
+    from ondevice.methods.lsp.config import LspConfig
+    from ondevice.methods.lsp.sizes import Projected
+    from ondevice.models import ModelDims
+
+QUANTISED_BYTES = {"int8": 1 + 4 / 64, "nf4": 0.5 + 4 / 64}
+"""Bytes a parameter of a matrix: its code, and a float32 scale for 64 of them."""
+PROJECTOR_BYTES = 12
+"""Of a value other than zero: its position, int64, and itself, float32."""
+FLAT_BYTES = 8
+"""Its position among those of its layer, int64; beside it, itself in the compute dtype."""
+LEARNING = 7
+"""Arrays [m, s] in float32 that exist at once as projectors are learned."""
+FOLDING_BYTES = 16
+"""Bytes a parameter as a change goes into the weights: float32, and the bits that round it."""
+
+
+def memory(
+    dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
+    """Peak bytes by part on the accelerator."""
+    item, tokens = 2 if config.compute == "bfloat16" else 4, batch_size * length_tokens
+    found, layer, table = projected(dims, config), dims.block_parameters, dims.vocab * dims.hidden
+    matrices = sum(one.rows * one.columns for one in found if one.kind == "layer")  # of one layer
+    inner = sum(one.numel for one in found if one.kind == "layer")
+    own = 1 if dims.tied else 2
+    tables = [one for one in found if one.kind != "layer"]
+    leaving = sum(one.numel for one in tables) + (0 if tables else own * table)
+    slots = min(config.gradient_buffers, dims.layers)
+    values = (min(config.nonzeros, config.subspace) * one.sides * one.count for one in found)
+    parts = {
+        "weights": int(dims.layers * _weights(dims, config, item)) if found else 0,
+        "exact parameters": exact(dims, config) * item,
+        "window": min(config.window, dims.layers) * layer * item if found else 0,
+        "tables": len(tables) * table * item,
+        "head": (2 if found else 1) * table * item,
+        "projectors": sum(values) * (PROJECTOR_BYTES + FLAT_BYTES + item),
+        "dense projectors": item * max(sum(one.dense for one in found if one.kind == kind) for kind in KINDS),
+        "changes": narrow(dims, config) * (4 + item),
+        "gradients on the way": (slots * (layer - matrices + inner) + leaving + tokens * dims.hidden) * item,
+        "a look": _look(config, found, layer, item),
+        **passes_bytes(dims, config, config.activations, batch_size, length_tokens, dims.vocab),
+    }
+    return {part: size for part, size in parts.items() if size}
+
+
+def kept_bytes(dims: ModelDims, config: LspConfig) -> int:
+    """What stays on the accelerator each time that all projectors are replaced: with quantised weights, which take no
+    changes, the old ones and theirs."""
+    if config.weights not in QUANTISED_BYTES:
+        return 0
+    values = min(config.nonzeros, config.subspace) * PROJECTOR_BYTES
+    layers = (one for one in projected(dims, config) if one.kind == "layer")
+    return sum(one.count * (one.sides * values + one.numel * 4) for one in layers)
+
+
+def host_memory(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int) -> dict[str, int]:
+    """Peak bytes by part in host memory: moments, parameters that are trained as they are, gradients and answers."""
+    item = 2 if config.compute == "bfloat16" else 4
+    found, table = projected(dims, config), dims.vocab * dims.hidden
+    after = config.schedule == "zero" or (config.clip == "global" and config.max_grad_norm is not None)
+    waiting = dims.layers if after else min(config.gradient_buffers, dims.layers)
+    layer = dims.block_parameters + sum(one.numel - one.rows * one.columns for one in found if one.kind == "layer")
+    own = (1 if dims.tied else 2) * table
+    own += sum(one.numel - table for one in found if one.kind != "layer")
+    small = dims.parameters - dims.layers * dims.block_parameters - (1 if dims.tied else 2) * table
+    in_subspaces = narrow(dims, config)
+    widest = max(sum(one.numel for one in found if one.kind == kind) for kind in KINDS)
+    parts = {
+        "masters and moments": 12 * exact(dims, config) + 8 * in_subspaces,
+        "gradients": (waiting * layer + own + small) * item,
+        "answers": in_subspaces * item + 4 * widest,
+        "weights on the host": dims.layers * dims.block_parameters * item if slides(dims, config) else 0,
+        "inputs on the host": dims.layers * batch_size * length_tokens * dims.hidden * item
+        if config.activations == "host"
+        else 0,
+    }
+    return {part: size for part, size in parts.items() if size}
+
+
+def _weights(dims: ModelDims, config: LspConfig, item: int) -> float:
+    """Bytes of a layer's weights on the accelerator; what is no matrix is not quantised."""
+    layer = dims.block_parameters
+    if config.weights in QUANTISED_BYTES:
+        matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
+        return matrices * QUANTISED_BYTES[config.weights] + (layer - matrices) * item
+    return {"compute": layer * item, "float32": layer * 4, "host": 0}[config.weights]
+
+
+def _look(config: LspConfig, found: list[Projected], layer: int, item: int) -> int:
+    """The most that a look at one matrix takes: its gradient, and what learns projectors or what folds its change."""
+    most = 0
+    for one in found:
+        longest, size = max(one.rows, one.columns), max(one.left, one.right)
+        learning = LEARNING * longest * size * 4
+        folds = one.kind != "layer" or config.weights not in QUANTISED_BYTES
+        folding = FOLDING_BYTES * one.rows * one.columns + layer * item * (one.kind == "layer")
+        gradient = 0 if one.kind == "head" else one.rows * one.columns * item
+        most = max(most, gradient + max(learning, folding if folds else 0))
+    return most

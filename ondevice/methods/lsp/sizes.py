@@ -1,0 +1,138 @@
+"""What a subspace costs, from dimensions alone: numbers over the bus, and multiplications beside training's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ondevice.methods.lsp.config import LspConfig
+    from ondevice.models import ModelDims
+
+Kind = Literal["layer", "head", "embedding"]
+KINDS: tuple[Kind, ...] = ("layer", "head", "embedding")
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Weights of one shape that are updated in a subspace.
+
+    Attributes:
+        rows, columns: of the weight, m and n.
+        left, right: of the subspace; a side that is no longer than it stays as it is.
+        count: how many of them a model has.
+    """
+
+    kind: Kind
+    rows: int
+    columns: int
+    left: int
+    right: int
+    count: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Numbers that cross the bus in each direction."""
+        return self.left * self.right
+
+    @property
+    def sides(self) -> int:
+        """Rows of its projectors together."""
+        return self.rows * (self.left < self.rows) + self.columns * (self.right < self.columns)
+
+    @property
+    def dense(self) -> int:
+        """Elements of its projectors with all their zeros."""
+        return self.rows * self.left * (self.left < self.rows) + self.columns * self.right * (self.right < self.columns)
+
+    def making(self, rows: int | None = None) -> int:
+        """Multiplications of P D Q^T, or of some of its rows."""
+        count = self.rows if rows is None else rows
+        return count * self.right * (self.left * (self.left < self.rows) + self.columns * (self.right < self.columns))
+
+    def collecting(self, tokens: int) -> int:
+        """Multiplications of (dY P)^T (X Q) for T tokens."""
+        return tokens * (self.dense + self.numel)
+
+    def narrowing(self) -> int:
+        """Multiplications of P^T G Q where the gradient is there."""
+        return self.rows * self.right * (self.columns * (self.right < self.columns) + self.left)
+
+
+def projected(dims: ModelDims, config: LspConfig) -> list[Projected]:
+    """Every matrix of layers and tables with a side longer than the subspace; none with `project: false`."""
+    if not config.project:
+        return []
+    shapes: list[tuple[Kind, int, int, int]] = [("layer", *shape, dims.layers) for shape in dims.linear_shapes.values()]
+    shapes.append(("head", dims.vocab, dims.hidden, 1))
+    if not dims.tied:
+        shapes.append(("embedding", dims.vocab, dims.hidden, 1))
+    s = config.subspace
+    return [
+        Projected(kind, rows, columns, min(rows, s), min(columns, s), count)
+        for kind, rows, columns, count in shapes
+        if max(rows, columns) > s
+    ]
+
+
+def narrow(dims: ModelDims, config: LspConfig) -> int:
+    """Numbers of all subspaces together: a step sends so many, and the host updates them."""
+    return sum(one.count * one.numel for one in projected(dims, config))
+
+
+def exact(dims: ModelDims, config: LspConfig) -> int:
+    """Parameters that are trained as they are."""
+    return dims.parameters - sum(one.count * one.rows * one.columns for one in projected(dims, config))
+
+
+def bus_bytes(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, item: int) -> tuple[int, int]:
+    """Bytes of a step to the host and to the accelerator: gradients and answers, and weights and kept inputs that are
+    on the host."""
+    moved = (narrow(dims, config) + exact(dims, config)) * item
+    kept = dims.layers * batch_size * length_tokens * dims.hidden * item * (config.activations == "host")
+    sliding = 2 * dims.layers * dims.block_parameters * item if slides(dims, config) else 0
+    return moved + kept, moved + kept + sliding
+
+
+def slides(dims: ModelDims, config: LspConfig) -> bool:
+    """Whether the layers' weights are on the host: only where something is projected."""
+    return config.weights == "host" and bool(projected(dims, config))
+
+
+@dataclass(frozen=True)
+class Extra:
+    """Multiplications of a step that training without projection does not have, and those of it that are not done.
+
+    Attributes:
+        making: of the effective weights, in both passes; of the window's layers once.
+        collecting: of the gradients in the subspace.
+        saved: of the layers' weight gradients, which are not made.
+    """
+
+    making: int
+    collecting: int
+    saved: int
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations beside training's own; negative where fewer."""
+        return 2.0 * (self.making + self.collecting - self.saved)
+
+
+def extra(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int) -> Extra:
+    """What a step of [batch_size, length_tokens] computes for the projection."""
+    tokens = batch_size * length_tokens
+    made = 2 * dims.layers - min(config.window, dims.layers)
+    making = collecting = saved = 0
+    for one in projected(dims, config):
+        if one.kind == "layer":
+            making += one.count * made * one.making() // dims.layers
+            collecting += one.count * one.collecting(tokens)
+            saved += one.count * tokens * one.rows * one.columns
+        elif one.kind == "head":
+            making += one.making() + dims.tied * one.making(tokens)
+            collecting += one.narrowing()
+        else:
+            making += one.making(tokens)
+            collecting += tokens * one.right * (one.columns * (one.right < one.columns) + one.left)
+    return Extra(making, collecting, saved)
