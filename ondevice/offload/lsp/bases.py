@@ -38,8 +38,8 @@ class Base(Protocol):
         """The layer's weights, flat, in the compute dtype, on the compute lane: in `slot` or where they stay."""
         ...
 
-    def fold(self, unit: Unit, piece: Piece, weight: Tensor, seed: int) -> None:
-        """From now on that parameter is `weight`, float32."""
+    def fold(self, unit: Unit, start: int, weight: Tensor, seed: int) -> None:
+        """From now on the unit's elements from `start` on are `weight`, float32."""
         ...
 
     def flat(self, unit: Unit) -> Tensor:
@@ -68,8 +68,8 @@ class Resident:
         memory = self.memory[unit.index]
         return memory if memory.dtype == self.compute else slot.memory[: unit.numel].copy_(memory)
 
-    def fold(self, unit: Unit, piece: Piece, weight: Tensor, seed: int) -> None:
-        rounded(_part(self.memory[unit.index], piece), weight.view(-1), seed)
+    def fold(self, unit: Unit, start: int, weight: Tensor, seed: int) -> None:
+        rounded(self.memory[unit.index][start : start + weight.numel()], weight.view(-1), seed)
 
     def flat(self, unit: Unit) -> Tensor:
         return self.memory[unit.index].to("cpu", copy=True)
@@ -110,9 +110,9 @@ class OnHost:
         self.device.hold("compute", self.coming.pop(id(slot))[1])
         return slot.memory
 
-    def fold(self, unit: Unit, piece: Piece, weight: Tensor, seed: int) -> None:
-        found = torch.empty(piece.numel, dtype=self.memory[unit.index].dtype, device=weight.device)
-        _part(self.memory[unit.index], piece).copy_(rounded(found, weight.view(-1), seed))
+    def fold(self, unit: Unit, start: int, weight: Tensor, seed: int) -> None:
+        memory = self.memory[unit.index][start : start + weight.numel()]
+        memory.copy_(rounded(torch.empty_like(memory, device=weight.device), weight.view(-1), seed))
 
     def flat(self, unit: Unit) -> Tensor:
         return self.memory[unit.index].clone()
@@ -163,7 +163,7 @@ class Quantised:
                 part.copy_(self.bnb.dequantize_4bit(codes, state).reshape(-1))
         return slot.memory
 
-    def fold(self, unit: Unit, piece: Piece, weight: Tensor, seed: int) -> None:
+    def fold(self, unit: Unit, start: int, weight: Tensor, seed: int) -> None:
         raise RuntimeError("a quantised base takes no changes")
 
     def flat(self, unit: Unit) -> Tensor:

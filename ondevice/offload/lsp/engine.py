@@ -8,7 +8,7 @@ their bias is too large; the moments move into the new subspace, the change so f
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 FOLD = 2
 """The generator's query that a fold's chances are drawn from."""
+CHUNK = 1 << 24
+"""Elements of a weight that are folded at once."""
 
 
 @dataclass(frozen=True)
@@ -260,13 +262,16 @@ class LspEngine:
         if layer and self.base is not None and not self.base.folds:
             part.older.setdefault(matrix.number, []).append(old)
             return
-        weight = view(self._whole(part), piece).float()
-        widen(old, weight, 1 / part.decay)
-        part.folded, seed = True, stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
-        if layer and self.base is not None:
-            self.base.fold(part.unit, piece, weight, seed)
-        else:
-            rounded(self.tables[part.unit.index].view(-1), weight.view(-1), seed)
+        base, seed = view(self._whole(part), piece), stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
+        part.folded, (height, width) = True, matrix.shape
+        rows = height if old.left.exact else max(1, CHUNK // width)
+        for low in range(0, height, rows):
+            weight = base[low : low + rows].float()
+            widen(replace(old, left=old.left.part(slice(low, low + rows))), weight, 1 / part.decay)
+            if layer and self.base is not None:
+                self.base.fold(part.unit, piece.offset + low * width, weight, seed ^ low)
+            else:
+                rounded(self.tables[part.unit.index][low : low + rows].view(-1), weight.view(-1), seed ^ low)
 
     def _open(self, step: bool) -> None:
         """Begin a pass; take the spans of the last if it was a step's, and plan this one's schedule by them."""

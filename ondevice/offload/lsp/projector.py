@@ -52,6 +52,13 @@ class Projector:
         table = torch.zeros(self.rows, self.size, dtype=dtype, device=self.device)
         return table.scatter_(1, self.positions, self.values.to(dtype))
 
+    def part(self, rows: slice) -> Projector:
+        """That of some of the rows; the identity stays whole."""
+        if self.positions is None or self.values is None:
+            return self
+        positions = self.positions[rows]
+        return Projector(len(positions), self.size, self.device, positions, self.values[rows])
+
     def rows_of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows int64 [R] of it, dense: [R, size]."""
         found = torch.zeros(rows.numel(), self.size, dtype=dtype, device=self.device)

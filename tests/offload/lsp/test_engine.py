@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from ondevice.errors import DataError, TrainingError  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.offload.lsp import engine as lsp_engine  # noqa: E402
 from ondevice.offload.lsp import updates  # noqa: E402
 from ondevice.offload.lsp.adamw import LspAdamW  # noqa: E402
 from ondevice.offload.lsp.config import LspEngineConfig, ProjectorConfig  # noqa: E402
@@ -130,6 +131,15 @@ def test_new_projectors_leave_the_weights_as_they_are(weights: str, compute: str
     for name, value in before.items():
         allowed = 1e-6 if exact and name not in table else 2**-7
         assert float((after[name] - value).abs().max()) <= allowed * float(value.abs().max()), name
+
+
+def test_a_fold_in_chunks_is_a_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batches(7)
+    losses, weights, _ = train("llama", data)
+    monkeypatch.setattr(lsp_engine, "CHUNK", 64 * 7)
+    ours, trained, _ = train("llama", data)
+    np.testing.assert_allclose(ours, losses, rtol=1e-6)
+    assert furthest(trained, weights) < 1e-4
 
 
 @pytest.mark.parametrize("weights", ["int8", "nf4"])

@@ -141,6 +141,37 @@ def test_of_two_valleys_ahead_the_lower_one_is_found(roots: tuple[int, ...], wan
     assert reached == pytest.approx(float(np.polyval(poly[::-1], wanted)))
 
 
+def conjugate_gradients(gradient: Tensor, drawn: tuple[Projector, Projector], steps: int) -> list[float]:
+    """Objectives of a round on the one side that is not exact, in float64."""
+    side, gamma = int(drawn[0].exact), 1e-3
+    tables = list(tables_at_start(*drawn, gradient))
+    there, old = table(drawn[side]) != 0, torch.zeros_like(tables[side])
+    direction, losses = old, [float(objective(tables[0], tables[1], gradient, gamma))]
+    for step in range(steps):
+        new = slope(tables[0], tables[1], gradient, gamma)[side] * there
+        turn = float((new * (new - old)).sum() / old.square().sum()) if step else 0.0
+        old, direction = new, max(0.0, turn) * direction - new
+        lengths, found = np.linspace(-1, 1, 5) / float(direction.norm()), []
+        for length in lengths:
+            moved = [*tables]
+            moved[side] = tables[side] + length * direction
+            found.append(float(objective(moved[0], moved[1], gradient, gamma)))
+        unit = float(direction.norm())
+        length, reached = _lowest(np.polyfit(lengths * unit, found, 4)[::-1])
+        tables[side] = tables[side] + length / unit * direction
+        losses.append(reached)
+    return losses
+
+
+def test_steps_are_those_of_conjugate_gradients() -> None:
+    for seed in range(6):
+        for gradient in (low_rank(11, 60, 4, seed), normal(61, 7, seed=seed), low_rank(40, 9, 1, seed)):
+            drawn = start(gradient, 13, 4, seed)
+            assert drawn[0].exact != drawn[1].exact
+            losses = conjugate_gradients(gradient.double(), drawn, 8)
+            assert learn(*drawn, gradient, 1, 8).losses == pytest.approx(losses, rel=1e-3, abs=2e-5)
+
+
 @each_gradient
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_objective_never_rises(gradient: Tensor, size: int, nonzeros: int, seed: int) -> None:
