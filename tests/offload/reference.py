@@ -51,7 +51,7 @@ def batches(count: int, rows: int = 5, length: int = 9, vocab: int = 260, seed: 
     return made
 
 
-def run(engine: OffloadEngine, data: Iterable[Batch], learning_rate: float = LEARNING_RATE) -> list[float]:
+def run(engine: Any, data: Iterable[Batch], learning_rate: float = LEARNING_RATE) -> list[float]:
     """Losses of one step a batch, the learning rate falling; the state is at rest after."""
     losses = [engine.step(*batch, step, learning_rate / (1 + step / 10)) for step, batch in enumerate(data)]
     engine.flush()

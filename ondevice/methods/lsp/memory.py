@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.methods.lsp.sizes import KINDS, exact, narrow, projected, slides
 from ondevice.methods.sizes import passes_bytes
+from ondevice.offload.lsp.config import FOLDED
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.config import LspConfig
@@ -103,7 +104,8 @@ def _look(config: LspConfig, found: list[Projected], layer: int, item: int) -> i
         longest, size = max(one.rows, one.columns), max(one.left, one.right)
         learning = LEARNING * longest * size * 4
         folds = one.kind != "layer" or config.weights not in QUANTISED_BYTES
-        folding = FOLDING_BYTES * one.rows * one.columns + layer * item * (one.kind == "layer")
+        copy = layer * item * (one.kind == "layer" and config.weights == "host")
+        folding = FOLDING_BYTES * min(one.rows * one.columns, FOLDED) + copy
         gradient = 0 if one.kind == "head" else one.rows * one.columns * item
         most = max(most, gradient + max(learning, folding if folds else 0))
     return most

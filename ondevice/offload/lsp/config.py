@@ -9,6 +9,9 @@ from pydantic import Field
 from ondevice.config import Section
 from ondevice.offload.config import EngineConfig
 
+FOLDED = 1 << 24
+"""Elements of a weight that take their change at once."""
+
 
 class ProjectorConfig(Section):
     """Which subspace a weight matrix is updated in, and when it is drawn and learned anew."""

@@ -24,6 +24,7 @@ from ondevice.offload.engine import host_threads
 from ondevice.offload.host import DTYPES, HostStore, release
 from ondevice.offload.kernels import patch_layers, use_liger
 from ondevice.offload.lsp.bases import Base, OnHost, Quantised, Resident, rounded
+from ondevice.offload.lsp.config import FOLDED
 from ondevice.offload.lsp.held import Held, view
 from ondevice.offload.lsp.linear import attach, detach, is_linear
 from ondevice.offload.lsp.matrix import Look, Matrix, Plane, carried
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
 
 FOLD = 2
 """The generator's query that a fold's chances are drawn from."""
-CHUNK = 1 << 24
-"""Elements of a weight that are folded at once."""
 
 
 @dataclass(frozen=True)
@@ -264,7 +263,7 @@ class LspEngine:
             return
         base, seed = view(self._whole(part), piece), stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
         part.folded, (height, width) = True, matrix.shape
-        rows = height if old.left.exact else max(1, CHUNK // width)
+        rows = height if old.left.exact else max(1, FOLDED // width)
         for low in range(0, height, rows):
             weight = base[low : low + rows].float()
             widen(replace(old, left=old.left.part(slice(low, low + rows))), weight, 1 / part.decay)

@@ -51,6 +51,7 @@ class Held:
         self.head = Slot(device.empty(vocabulary * self.width if base is not None else 0, dtype))
         self.head_gradient = Slot(device.empty(vocabulary * self.width, dtype))
         self.entering: Slot | None = None
+        self.views: dict[tuple[int, int, tuple[int, ...]], Tensor] = {}
 
     def _slot(self, parts: list[Part]) -> Slot:
         return Slot(self.device.empty(max(part.numel for part in parts), self.dtype))
@@ -91,21 +92,21 @@ class Held:
         source, change = self.base.source(unit, slot), part.change.to(self.dtype)
         for piece, matrix, offset in part.matrices:
             own = part.changes(matrix, offset, change)
-            part.effective(matrix, own, view(source, piece), view(slot.memory, piece))
+            part.effective(matrix, own, self._view(source, piece), self._view(slot.memory, piece))
         return slot
 
     def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
         """Let the model's parameters of `unit` be what `slot` holds; exact ones have their gradients in `gradient`."""
         part = self.parts_of[unit.index]
         for piece, _, _ in part.matrices:
-            piece.parameter.data = view(slot.memory, piece)
+            piece.parameter.data = self._view(slot.memory, piece)
             piece.parameter.requires_grad_(False)
         for piece in part.exact.pieces:
             piece.parameter.grad = None
-            piece.parameter.data = view(self.exact[unit.index], piece)
+            piece.parameter.data = self._view(self.exact[unit.index], piece)
             piece.parameter.requires_grad_(gradient is not None)
             if gradient is not None:
-                piece.parameter.grad = view(gradient.memory[part.narrow :], piece)
+                piece.parameter.grad = self._view(gradient.memory, piece, part.narrow)
 
     def fetch_rest(self) -> None:
         return
@@ -205,6 +206,13 @@ class Held:
     def _send(self, part: Part, slot: Slot) -> None:
         norm = square(slot.memory[: part.numel]) if self.config.max_grad_norm is not None else None
         self.updates.send(part, slot, self.exact[part.unit.index], norm)
+
+    def _view(self, memory: Tensor, piece: Piece, start: int = 0) -> Tensor:
+        """`view`, of memory that stays: made once."""
+        key = memory.data_ptr(), start + piece.offset, piece.shape
+        if key not in self.views:
+            self.views[key] = view(memory[start:], piece)
+        return self.views[key]
 
     def _rows(self, rows: Tensor) -> Tensor:
         return rows.to(self.head_gradient.memory.device, non_blocking=True)

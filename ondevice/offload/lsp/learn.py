@@ -140,6 +140,8 @@ def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tens
 
 def _lowest(poly: np.ndarray) -> tuple[float, float]:
     """Where x >= 0 makes a polynomial of degree four lowest, and how low; coefficients from the constant up."""
+    if not np.isfinite(poly).all():
+        return 0.0, float(poly[0])
     roots = np.roots((poly[1:] * [1, 2, 3, 4])[::-1])
     real = roots.real[abs(roots.imag) < 1e-6 * (1 + abs(roots.real))]
     lengths = np.concatenate([[0.0], real[real > 0]])

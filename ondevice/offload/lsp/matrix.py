@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from ondevice.offload.lsp.config import ProjectorConfig
 
 
+Pair = tuple[Tensor | None, Tensor | None]
+"""Dense projectors of rows and columns, [rows, s]; None for the identity."""
+
+
 class Plane:
     """Memory for the dense projectors of one group of matrices at a time, shared by all groups; one for each dtype."""
 
@@ -34,7 +38,6 @@ class Plane:
         memory = self.memory.get(dtype)
         if memory is None or memory.numel() < group.numel or memory.device != group.device:
             memory = self.memory[dtype] = torch.empty(group.numel, dtype=dtype, device=group.device)
-            self.shown.pop(dtype, None)
         if self.shown.get(dtype) is not group:
             memory[: group.numel].zero_().scatter_(0, *group.flat(dtype))
             self.shown[dtype] = group
@@ -48,6 +51,7 @@ class Group:
         self.plane, self.device = plane, torch.empty(0, device=device).device  # with its index, as tensors have
         self.members: list[Matrix] = []
         self.known: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self.views: dict[torch.dtype, tuple[Tensor, list[Pair]]] = {}
         self.numel = 0
 
     def add(self, matrix: Matrix) -> tuple[int, int]:
@@ -56,6 +60,20 @@ class Group:
         start, middle = self.numel, self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact)
         self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
         return start, middle
+
+    def pairs(self, dtype: torch.dtype) -> list[Pair]:
+        """The members' dense projectors, [rows, s], in memory that is shared; None for the identity."""
+        if not self.numel:
+            return [(None, None)] * len(self.members)
+        memory = self.plane.show(self, dtype)
+        if dtype not in self.views or self.views[dtype][0] is not memory:
+            found: list[Pair] = []
+            for matrix in self.members:
+                sides = zip(matrix.starts, (matrix.left, matrix.right), strict=True)
+                pair = [None if p.exact else memory[at : at + p.rows * p.size].view(p.rows, p.size) for at, p in sides]
+                found.append((pair[0], pair[1]))
+            self.views[dtype] = memory, found
+        return self.views[dtype][1]
 
     def changed(self) -> None:
         """A member has other projectors."""
@@ -104,7 +122,7 @@ class Matrix:
         turn: how often they were drawn before.
         gain: what makes P D Q^T as large as D is: learned values are smaller than drawn ones, and AdamW's steps
             should not shrink with them.
-        gradient: float32 [s, s], to which gradients are added; set by who trains.
+        gradient: [s, s], in the compute dtype or float32, to which gradients are added; set by who trains.
         watch: called once with the whole gradient [m, n] before it is added; for a look at the bias.
     """
 
@@ -116,7 +134,7 @@ class Matrix:
         self.gradient: Tensor | None = None
         self.watch: Callable[[Matrix, Tensor], None] | None = None
         self.put(*self.drawn(0))
-        self.starts = group.add(self)
+        self.place, self.starts = len(group.members), group.add(self)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -153,10 +171,11 @@ class Matrix:
         """Add a gradient [m, n] that is there."""
         self._look(lambda: gradient)
         narrow = self._narrow(1, gradient)
-        if self.left.exact:
+        left = self.dense_pair(gradient.dtype)[0]
+        if left is None:
             self.gradient_there.add_(narrow)
         else:
-            self._add(self.dense(0, gradient.dtype).T, narrow)
+            self._add(left.T, narrow)
 
     def collect_rows(self, rows: Tensor, gradient: Tensor) -> None:
         """Add a gradient that is zero but for `rows`, int64 [R]: [R, n]."""
@@ -177,16 +196,9 @@ class Matrix:
         pair = self.left.rows_of(rows, base.dtype), self.dense_pair(base.dtype)[1]
         return add_change(base, change, pair, self.gain, decay, torch.empty_like(base))
 
-    def dense(self, side: int, dtype: torch.dtype) -> Tensor:
-        """The dense projector of the rows (0) or columns (1): [rows, s], in memory that is shared."""
-        start, projector = self.starts[side], (self.left, self.right)[side]
-        memory = self.group.plane.show(self.group, dtype)
-        return memory[start : start + projector.rows * projector.size].view(projector.rows, projector.size)
-
-    def dense_pair(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """Both, None for one that is the identity."""
-        left = None if self.left.exact else self.dense(0, dtype)
-        return left, None if self.right.exact else self.dense(1, dtype)
+    def dense_pair(self, dtype: torch.dtype) -> Pair:
+        """Both projectors, dense, in memory that is shared."""
+        return self.group.pairs(dtype)[self.place]
 
     def refresh(self, gradient: Tensor) -> Look:
         """Look at the bias on a gradient [m, n], and draw and learn other projectors where it is too large."""
@@ -196,10 +208,13 @@ class Matrix:
         c, old = self.config, (self.left, self.right)
         self.turn += 1
         pair = self.drawn(self.turn)
-        after = relative_bias(*pair, gradient) if not c.learned else None
-        if after is None:
+        if c.learned:
             found = learn(*pair, gradient, c.learn_rounds, c.learn_steps, c.gamma)
             pair, after = (found.left, found.right), found.bias
+            if not after < before:
+                return Look(before)
+        else:
+            after = relative_bias(*pair, gradient)
         self.put(*pair)
         carry = _between(self.left, old[0]), _between(self.right, old[1]).T
         return Look(before, after, carry, _energy(gradient, pair, old, carry))
@@ -217,7 +232,8 @@ class Matrix:
         return self.gradient
 
     def _narrow(self, side: int, x: Tensor) -> Tensor:
-        return x if (self.left, self.right)[side].exact else x @ self.dense(side, x.dtype)
+        dense = self.dense_pair(x.dtype)[side]
+        return x if dense is None else x @ dense
 
     def _add(self, left: Tensor, right: Tensor) -> None:
         gradient = self.gradient_there
@@ -227,9 +243,7 @@ class Matrix:
             gradient += left @ right
 
 
-def add_change(
-    base: Tensor, change: Tensor, pair: tuple[Tensor | None, Tensor | None], gain: float, decay: float, out: Tensor
-) -> Tensor:
+def add_change(base: Tensor, change: Tensor, pair: Pair, gain: float, decay: float, out: Tensor) -> Tensor:
     """decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the identity."""
     left, right = pair
     wide = change if left is None else left @ change

@@ -136,7 +136,7 @@ def test_new_projectors_leave_the_weights_as_they_are(weights: str, compute: str
 def test_a_fold_in_chunks_is_a_fold(monkeypatch: pytest.MonkeyPatch) -> None:
     data = batches(7)
     losses, weights, _ = train("llama", data)
-    monkeypatch.setattr(lsp_engine, "CHUNK", 64 * 7)
+    monkeypatch.setattr(lsp_engine, "FOLDED", 64 * 7)
     ours, trained, _ = train("llama", data)
     np.testing.assert_allclose(ours, losses, rtol=1e-6)
     assert furthest(trained, weights) < 1e-4
