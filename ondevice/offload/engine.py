@@ -9,33 +9,28 @@ embedding's rows that the batch reads, and layer 0.
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ondevice.errors import ConfigError, DataError
-from ondevice.nn.cross_entropy import IGNORE
+from ondevice.errors import ConfigError
 from ondevice.offload.activations import Activations
-from ondevice.offload.device import open_device, throttled
 from ondevice.offload.disk import open_disk
 from ondevice.offload.host import HostStore
-from ondevice.offload.kernels import patch_layers, use_liger
 from ondevice.offload.passes import Passes
 from ondevice.offload.ranks import SINGLE, Ranks
-from ondevice.offload.report import Overlap, Spans, Timeline, overlap
-from ondevice.offload.units import cut
+from ondevice.offload.stepping import Stepping
 from ondevice.offload.updater import Updater
 from ondevice.offload.window import Window
-from ondevice.offload.worker import Task, Watch, Worker
+from ondevice.offload.worker import Task, Worker
 
 if TYPE_CHECKING:
     from ondevice.models import Family
     from ondevice.offload.config import OffloadConfig
 
 
-class OffloadEngine:
+class OffloadEngine(Stepping):
     """Full-parameter AdamW steps of a model that is larger than the accelerator.
 
     Args:
@@ -51,26 +46,20 @@ class OffloadEngine:
     """
 
     def __init__(self, family: Family, config: OffloadConfig, device: str, ranks: Ranks = SINGLE) -> None:
-        self.ranks, self.config, self.where = ranks, config, torch.device(device)
+        self.ranks, self.config = ranks, config
         _check(config, ranks)
-        self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
-        liger = use_liger(config, self.device.type)
-        self.kernels = "liger" if liger and patch_layers(family) else "torch"
-        self.units = units = cut(family)
-        self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
+        super().__init__(family, config, device)
+        units = self.units
         self.last: Task | None = None
-        self.began: float | None = None  # of the last pass, if it was a step's
-        self.overlap: Overlap | None = None
-        self.spans: Spans = []
         self.disk = open_disk(units, config, self.timeline, ranks)
         self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
         try:
-            self._allocate(family, liger)
+            self._allocate(family)
         except BaseException:  # no file and no thread stays where memory does not suffice
             self.close()
             raise
 
-    def _allocate(self, family: Family, liger: bool) -> None:
+    def _allocate(self, family: Family) -> None:
         config, ranks = self.config, self.ranks
         self.store = HostStore(
             self.units, config, self.device, self.disk.moments, ranks, self.units.layers[: config.resident_layers],
@@ -85,7 +74,7 @@ class OffloadEngine:
         self.window = Window(*shared, self.transfers, self.updater)
         self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
         ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
-        self.passes = Passes(family, *ahead, self.where, liger)
+        self.passes = Passes(family, *ahead, self.where, self.liger)
         self.total = self.device.pinned(1, torch.float32)
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
@@ -98,9 +87,7 @@ class OffloadEngine:
             ConfigError: the rows cannot be divided among the ranks.
             TrainingError: a thread died or hangs; the message names the layer.
         """
-        count = int((labels[:, 1:] != IGNORE).sum())
-        if not count:
-            raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
+        count = self._labelled(labels)
         self._open(True)
         self.updater.clipping.begin(step, learning_rate)
         every, rows = ids, self.ranks.share(len(ids))
@@ -118,13 +105,6 @@ class OffloadEngine:
         self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
         known.wait()
         return float(self.total) / count
-
-    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
-        self._open(False)
-        parts = self._split(ids)
-        nll = self.passes.score(self.passes.forward(ids, parts, False, ids), [labels[part] for part in parts])
-        return nll.cpu().numpy(), (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
 
     def flush(self) -> None:
         """Wait until all updates are done; the host then holds the state after the last step."""
@@ -145,21 +125,13 @@ class OffloadEngine:
             self.disk.close()
             self.device.close()
 
-    def _open(self, step: bool) -> None:
-        """Begin a pass, once the last one has been put into the queues; take its spans if it was a step's."""
+    def _open(self, step: bool) -> bool:
+        """Begin a pass, once the last one has been put into the queues."""
         self.watch.check()
         if self.last is not None:
             self.last.wait()
             self.last = None
-        now = time.perf_counter()
-        spans = self.timeline.take()
-        if self.began is not None:
-            self.spans, self.overlap = spans, overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
-        self.began = now if step else None
-
-    def _split(self, ids: np.ndarray) -> list[slice]:
-        size = self.config.micro_batch_size or len(ids)
-        return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
+        return super()._open(step)
 
 
 def _check(config: OffloadConfig, ranks: Ranks) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ondevice.offload.clipping import Clipping, Step
+from ondevice.offload.worker import Pool
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import TILE, AdamStep, layer_adam, torch_adam
 
@@ -53,8 +54,8 @@ class Updater:
         self.ranks, largest = store.ranks, max(unit.numel for unit in units.layers)
         layers = sum(unit.kind == "layer" for unit in store.owned)
         held = layers if self.clipping.exact else min(config.gradient_buffers, layers)
-        self.free = [device.pinned(largest, store.dtype) for _ in range(held)]
-        self.freed = threading.Condition()
+        self.buffers = [device.pinned(largest, store.dtype) for _ in range(held)]
+        self.pool = Pool(list(self.buffers), watch)
         size = {unit.kind: unit.numel for unit in store.owned}
         self.rest = device.pinned(size.get("rest", 0), store.dtype)
         self.table = device.pinned(size.get(units.head.kind, 0), store.dtype)
@@ -64,24 +65,9 @@ class Updater:
         self.kept: dict[str, threading.Event] = {}
         self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
         self.rows: tuple[Tensor, Tensor, Event, Step] | None = None
-        self.bytes = sum(t.numel() * t.element_size() for t in (*self.free, self.rest, self.table))
+        self.bytes = sum(t.numel() * t.element_size() for t in (*self.buffers, self.rest, self.table))
         self.bytes += 0 if self.scratch is None else self.scratch.numel() * self.scratch.element_size()
         self.bytes += 0 if units.tied else self.embedding.numel() * self.embedding.element_size()
-
-    def acquire(self, doing: str) -> Tensor:
-        """A free gradient buffer of a layer; waits for an update to give one back."""
-        taken: list[Tensor] = []
-
-        def take(seconds: float) -> bool:
-            with self.freed:
-                if not self.free:
-                    self.freed.wait(seconds)
-                if self.free:
-                    taken.append(self.free.pop())
-            return bool(taken)
-
-        self.watch.until(take, doing)
-        return taken[0]
 
     def wait(self, unit: Unit) -> None:
         """Until the unit's last submitted update is done."""
@@ -103,9 +89,7 @@ class Updater:
             arrived()
             self._update(unit, gradient[: unit.numel], self.clipping.apply(now, unit))
             if pooled:
-                with self.freed:
-                    self.free.append(gradient)
-                    self.freed.notify()
+                self.pool.give(gradient)
 
         def send() -> None:
             self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)

@@ -144,7 +144,7 @@ class Window:
         def run() -> Event:
             if not self.ranks.owns(unit):
                 return self.moves.take(unit, None, slot.memory[: unit.numel], computed)
-            buffer = self.updater.acquire(f"waiting for host memory for the gradients of {unit.name}")
+            buffer = self.updater.pool.take(f"waiting for host memory for the gradients of {unit.name}")
             event = self.moves.take(unit, buffer[: unit.numel], slot.memory[: unit.numel], computed, norm)
             self.updater.submit(unit, buffer, event, None if norm is None else norm[1], pooled=True)
             return event

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ondevice.errors import OndeviceError, TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 POLL_S = 0.2
 
@@ -55,6 +58,33 @@ class Watch:
                     received=", ".join(f"{name} running for {now - since:.1f} s" for name, since in running) or None,
                     hint="a disk or a driver hangs; the last checkpoint is intact, resume from it",
                 )
+
+
+class Pool:
+    """Memory that threads borrow and give back."""
+
+    def __init__(self, buffers: list[Tensor], watch: Watch) -> None:
+        self.buffers, self.watch, self.changed = buffers, watch, threading.Condition()
+
+    def take(self, doing: str) -> Tensor:
+        """A free one; waits until one is given back, and raises as `Watch.until` does."""
+        taken: list[Tensor] = []
+
+        def take(seconds: float) -> bool:
+            with self.changed:
+                if not self.buffers:
+                    self.changed.wait(seconds)
+                if self.buffers:
+                    taken.append(self.buffers.pop())
+            return bool(taken)
+
+        self.watch.until(take, doing)
+        return taken[0]
+
+    def give(self, buffer: Tensor) -> None:
+        with self.changed:
+            self.buffers.append(buffer)
+            self.changed.notify()
 
 
 class Task:

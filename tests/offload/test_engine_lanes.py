@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ondevice.offload import engine as engine_module  # noqa: E402
+from ondevice.offload import stepping  # noqa: E402
 from tests.offload.faults import LateDevice, NumberedDevice  # noqa: E402
 from tests.offload.reference import batches, differing, outcome, run  # noqa: E402
 
@@ -34,7 +34,7 @@ def test_late_copies_give_the_same_bits(
     sizes, data = {"layers": 6, "tied": tied}, batches(3, rows=3)
     losses, masters = outcome(config, family, sizes, data)
     device = LateDevice()
-    monkeypatch.setattr(engine_module, "open_device", lambda name: device)
+    monkeypatch.setattr(stepping, "open_device", lambda name: device)
     again = outcome(config, family, sizes, data)
     assert device.late > 3 * 2 * sizes["layers"]
     assert again[0] == losses
@@ -52,7 +52,7 @@ def test_a_norm_leaves_after_it_is_computed(tied: bool, engine: Any, monkeypatch
             computed.append(device.number())
         return norm(gradient, **options)
 
-    monkeypatch.setattr(engine_module, "open_device", lambda name: device)
+    monkeypatch.setattr(stepping, "open_device", lambda name: device)
     monkeypatch.setattr(torch.linalg, "vector_norm", counted)
     opened = engine({"max_grad_norm": 0.1, "clip": "layer"}, layers=3, tied=tied)
     run(opened, batches(1))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ondevice.errors import ModelError
 from ondevice.offload.lsp.config import ProjectorConfig
 from ondevice.offload.lsp.linear import attach, detach, is_linear
-from ondevice.offload.lsp.matrix import Group, Look, Matrix, Plane, carried
+from ondevice.offload.lsp.matrix import Look, Matrix, carried
+from ondevice.offload.lsp.plane import Group, Plane
 from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
 
 

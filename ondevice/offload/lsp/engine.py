@@ -7,34 +7,29 @@ their bias is too large; the moments move into the new subspace, the change so f
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.errors import DataError
-from ondevice.nn.cross_entropy import IGNORE
 from ondevice.offload.activations import Activations
-from ondevice.offload.device import open_device, throttled
 from ondevice.offload.engine import host_threads
 from ondevice.offload.host import DTYPES, HostStore, release
-from ondevice.offload.kernels import patch_layers, use_liger
 from ondevice.offload.lsp.bases import Base, OnHost, Quantised, Resident, rounded
 from ondevice.offload.lsp.config import FOLDED
 from ondevice.offload.lsp.held import Held, view
 from ondevice.offload.lsp.linear import attach, detach, is_linear
-from ondevice.offload.lsp.matrix import Look, Matrix, Plane, carried
+from ondevice.offload.lsp.matrix import Matrix, carried
 from ondevice.offload.lsp.part import Older, Part, split, widen
+from ondevice.offload.lsp.plane import Plane
 from ondevice.offload.lsp.updates import Updates
 from ondevice.offload.passes import Passes
-from ondevice.offload.report import Overlap, Spans, Timeline, overlap
-from ondevice.offload.units import Piece, Unit, cut
+from ondevice.offload.stepping import Stepping
+from ondevice.offload.units import Piece, Unit
 from ondevice.offload.window import Slot
-from ondevice.offload.worker import Watch
 from ondevice.runtime_ops.generator import stream_key
 
 if TYPE_CHECKING:
@@ -52,7 +47,7 @@ class _Exact:
     all: tuple[Unit, ...]
 
 
-class LspEngine:
+class LspEngine(Stepping):
     """AdamW steps in learned subspaces of a model whose optimizer states are on the host.
 
     Args:
@@ -70,16 +65,9 @@ class LspEngine:
     """
 
     def __init__(self, family: Family, config: LspEngineConfig, device: str, seed: int = 0) -> None:
-        self.family, self.config, self.seed, self.where = family, config, seed, torch.device(device)
-        self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
-        liger = use_liger(config, self.device.type)
-        self.kernels = "liger" if liger and patch_layers(family) else "torch"
-        self.units, self.dtype = cut(family), DTYPES[config.compute]
-        self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
-        self.looks: dict[str, Look]
-        self.began: float | None = None
-        self.overlap: Overlap | None = None
-        self.spans: Spans = []
+        super().__init__(family, config, device)
+        self.family, self.config, self.seed, self.dtype = family, config, seed, DTYPES[config.compute]
+        self.attached: list[Any] = []
         self.parts, self.looks = self._parts(), {}
         matrices = any(part.matrices for part in self.parts)
         self.base = self._base() if matrices else None
@@ -88,13 +76,20 @@ class LspEngine:
         self.store = HostStore(_Exact(kept), config, self.device)
         for unit in self.units.all:
             release(unit, self.dtype)
-        shared = (self.units, self.parts)
-        threads = config.threads or host_threads(self.device.type)
-        self.updates = Updates(*shared, self.store, config, self.device, self.timeline, self.watch, threads)
-        self.held = Held(*shared, self.base, self.tables, self.exact, config, self.device, self.dtype, self.updates)
+        threads, lanes = config.threads or host_threads(self.device.type), (self.device, self.timeline, self.watch)
+        self.updates = Updates(self.units, self.parts, self.store, config, *lanes, threads)
+        try:
+            self._assemble(family)
+        except BaseException:  # no thread stays where memory does not suffice
+            self.close()
+            raise
+
+    def _assemble(self, family: Family) -> None:
+        config, where = self.config, (self.device, self.dtype, self.updates)
+        self.held = Held(self.units, self.parts, self.base, self.tables, self.exact, config, *where)
         self.activations = Activations(self.device, self.timeline, config.activations, None)
         ahead = (self.units, config, self.device, self.timeline, self.held, self.activations)
-        self.passes = Passes(family, *ahead, self.where, liger)
+        self.passes = Passes(family, *ahead, self.where, self.liger)
         self.total = self.device.pinned(1, torch.float32)
         self._attach()
 
@@ -107,9 +102,7 @@ class LspEngine:
             DataError: no token of the batch is labelled.
             TrainingError: a thread died or hangs; the message names the layer.
         """
-        count = int((labels[:, 1:] != IGNORE).sum())
-        if not count:
-            raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
+        count = self._labelled(labels)
         self._open(True)
         if self.updates.after:
             self.updates.flush()
@@ -123,13 +116,6 @@ class LspEngine:
         self.updates.end_backward()
         known().wait()
         return float(self.total) / count
-
-    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
-        self._open(False)
-        parts = self._split(ids)
-        nll = self.passes.score(self.passes.forward(ids, parts, False, ids), [labels[part] for part in parts])
-        return nll.cpu().numpy(), (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
 
     def flush(self) -> None:
         """Wait for every answer and take it."""
@@ -272,17 +258,11 @@ class LspEngine:
             else:
                 rounded(self.tables[part.unit.index][low : low + rows].view(-1), weight.view(-1), seed ^ low)
 
-    def _open(self, step: bool) -> None:
-        """Begin a pass; take the spans of the last if it was a step's, and plan this one's schedule by them."""
-        self.watch.check()
-        now, spans = time.perf_counter(), self.timeline.take()
-        if self.began is not None:
-            seen = self.overlap = overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
-            self.spans, layers = spans, len(self.units.layers)
-            lanes = {"offload": seen.d2h_s, "upload": seen.h2d_s, "update": seen.update_s}
-            self.updates.plan(seen.backward_s, {lane: s / layers for lane, s in lanes.items()}, layers)
-        self.began = now if step else None
-
-    def _split(self, ids: np.ndarray) -> list[slice]:
-        size = self.config.micro_batch_size or len(ids)
-        return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
+    def _open(self, step: bool) -> bool:
+        """Begin a pass, its schedule planned by the last step's times."""
+        seen = super()._open(step)
+        if seen and self.overlap is not None:
+            last, layers = self.overlap, len(self.units.layers)
+            lanes = {"offload": last.d2h_s, "upload": last.h2d_s, "update": last.update_s}
+            self.updates.plan(last.backward_s, {lane: s / layers for lane, s in lanes.items()}, layers)
+        return seen

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ondevice.offload.lsp.adamw import is_projected
-from ondevice.offload.lsp.matrix import Group, Matrix, Plane, add_change
+from ondevice.offload.lsp.matrix import Matrix, add_change
+from ondevice.offload.lsp.plane import Group, Plane
 from ondevice.offload.lsp.projector import Projector
 from ondevice.offload.units import ALIGN, Piece, Unit
 from ondevice.runtime_ops.layer_adam import Moments

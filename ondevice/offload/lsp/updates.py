@@ -23,7 +23,7 @@ from ondevice.offload.clipping import Clipping, Step
 from ondevice.offload.moves import Moves
 from ondevice.offload.ranks import SINGLE
 from ondevice.offload.window import Slot
-from ondevice.offload.worker import Watch, Worker
+from ondevice.offload.worker import Pool, Watch, Worker
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, torch_adam
 
 if TYPE_CHECKING:
@@ -58,14 +58,13 @@ class Updates:
         self.device, self.timeline, self.watch, self.threads = device, timeline, watch, threads
         self.moves = Moves(device, timeline, SINGLE)
         self.clipping = Clipping(config, units, SINGLE)
-        self.offload, self.update, self.upload = (Worker(name, watch) for name in ("offload", "update", "upload"))
         narrow, exact = max(part.narrow for part in parts), max(part.exact.numel for part in parts)
         layers = [part for part in parts if part.unit.kind == "layer"]
         count, largest = min(config.gradient_buffers, len(layers)), max(part.numel for part in layers)
         self.buffers = [device.pinned(largest, store.dtype) for _ in range(len(layers) if self.after else count)]
         own = [part for part in parts if part.unit.kind != "layer"]
         self.own = {part.unit.index: device.pinned(part.numel, store.dtype) for part in own}
-        self.freed = threading.Condition()
+        self.pool = Pool(list(self.buffers), watch)
         self.answers = {part.unit.index: device.pinned(part.narrow, store.dtype) for part in parts}
         self.arrivals = {part.unit.index: device.empty(part.narrow, store.dtype) for part in parts}
         self.steps = torch.zeros(narrow)
@@ -74,6 +73,7 @@ class Updates:
         self.tickets: dict[int, Ticket] = {}
         self.waiting: list[tuple[Part, Ticket, Tensor, Tensor]] = []
         self.transition = 0
+        self.offload, self.update, self.upload = (Worker(name, watch) for name in ("offload", "update", "upload"))
 
     @property
     def bytes(self) -> int:
@@ -167,9 +167,7 @@ class Updates:
             self._step(part, ticket.now, buffer)
             self.timeline.add("update", unit.name, started, time.perf_counter())
             if unit.index not in self.own:
-                with self.freed:
-                    self.buffers.append(buffer)
-                    self.freed.notify()
+                self.pool.give(buffer)
             self.upload.submit(unit.name, upload, priority)
 
         def upload() -> None:
@@ -207,17 +205,5 @@ class Updates:
 
     def _buffer(self, part: Part) -> Tensor:
         """Host memory for a gradient: one of the layers' buffers, or the table's own, free since the forward pass."""
-        if part.unit.index in self.own:
-            return self.own[part.unit.index]
-        taken: list[Tensor] = []
-
-        def take(seconds: float) -> bool:
-            with self.freed:
-                if not self.buffers:
-                    self.freed.wait(seconds)
-                if self.buffers:
-                    taken.append(self.buffers.pop())
-            return bool(taken)
-
-        self.watch.until(take, f"waiting for host memory for the gradients of {part.unit.name}")
-        return taken[0]
+        own = self.own.get(part.unit.index)
+        return self.pool.take(f"waiting for host memory for the gradients of {part.unit.name}") if own is None else own

@@ -17,7 +17,7 @@ from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.offload.lsp.adamw import LspAdamW  # noqa: E402
 from ondevice.offload.lsp.config import ProjectorConfig  # noqa: E402
 from ondevice.offload.lsp.linear import is_linear  # noqa: E402
-from ondevice.offload.lsp.matrix import Group, Plane  # noqa: E402
+from ondevice.offload.lsp.plane import Group, Plane  # noqa: E402
 from ondevice.offload.lsp.projector import Projector  # noqa: E402
 from tests.offload.lsp.dense import near, normal, sides  # noqa: E402
 

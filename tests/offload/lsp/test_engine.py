@@ -13,11 +13,13 @@ pytest.importorskip("transformers")
 
 from ondevice.errors import DataError, TrainingError  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.offload import stepping  # noqa: E402
 from ondevice.offload.lsp import engine as lsp_engine  # noqa: E402
 from ondevice.offload.lsp import updates  # noqa: E402
 from ondevice.offload.lsp.adamw import LspAdamW  # noqa: E402
 from ondevice.offload.lsp.config import LspEngineConfig, ProjectorConfig  # noqa: E402
 from ondevice.offload.lsp.engine import LspEngine  # noqa: E402
+from tests.offload.faults import LateDevice  # noqa: E402
 from tests.offload.reference import batches  # noqa: E402
 
 PROJECTORS: dict[str, Any] = {"subspace": 24, "nonzeros": 4, "check_every": 5, "learn_rounds": 1, "learn_steps": 2}
@@ -90,6 +92,25 @@ def test_schedules_and_places_change_no_bit(name: str) -> None:
     for values in SAME:
         ours, trained, _ = train(name, data, **values)
         assert ours == losses and furthest(trained, weights) == 0, values
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"schedule": "zero"}, {"weights": "host", "window": 2}, {"weights": "nf4"}, {"activations": "host"},
+     {"project": False}, {"project": False, "schedule": "zero"}, {"max_grad_norm": 0.1, "clip": "global"},
+     {"micro_batch_size": 2, "compute": "bfloat16"}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_late_copies_give_the_same_bits(name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The events between computation, copies and updates: every copy runs as late as it may, through a refresh."""
+    data = batches(7, rows=3)
+    losses, weights, _ = train(name, data, **values)
+    device = LateDevice()
+    monkeypatch.setattr(stepping, "open_device", lambda _: device)
+    ours, trained, _ = train(name, data, **values)
+    assert device.late > 7 * 2 * 3
+    assert ours == losses and furthest(trained, weights) == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])

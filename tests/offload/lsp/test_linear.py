@@ -14,7 +14,8 @@ from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 from ondevice.offload.lsp.config import ProjectorConfig  # noqa: E402
 from ondevice.offload.lsp.linear import attach, detach, is_linear  # noqa: E402
-from ondevice.offload.lsp.matrix import Group, Matrix, Plane  # noqa: E402
+from ondevice.offload.lsp.matrix import Matrix  # noqa: E402
+from ondevice.offload.lsp.plane import Group, Plane  # noqa: E402
 from tests.offload.lsp.dense import near, normal, sides  # noqa: E402
 
 MAKERS = {

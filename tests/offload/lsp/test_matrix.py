@@ -15,7 +15,8 @@ from torch import Tensor  # noqa: E402
 
 from ondevice.offload.lsp.config import ProjectorConfig  # noqa: E402
 from ondevice.offload.lsp.learn import learn, relative_bias  # noqa: E402
-from ondevice.offload.lsp.matrix import Group, Look, Matrix, Plane, carried  # noqa: E402
+from ondevice.offload.lsp.matrix import Look, Matrix, carried  # noqa: E402
+from ondevice.offload.lsp.plane import Group, Plane  # noqa: E402
 from ondevice.offload.lsp.projector import Projector  # noqa: E402
 from tests.offload.lsp.dense import low_rank, near, normal, sides, table  # noqa: E402
 

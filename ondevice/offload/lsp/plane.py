@@ -1,0 +1,84 @@
+"""Dense projectors for a moment: those of a layer's matrices, scattered into one memory that all layers share, so that
+tensor cores can multiply by them. What is stored stays d values and positions a row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ondevice.offload.lsp.matrix import Matrix
+
+Pair = tuple[Tensor | None, Tensor | None]
+"""Dense projectors of rows and columns, [rows, s]; None for the identity."""
+
+
+class Plane:
+    """Memory for the dense projectors of one group of matrices at a time, shared by all groups; one for each dtype."""
+
+    def __init__(self) -> None:
+        self.memory: dict[torch.dtype, Tensor] = {}
+        self.shown: dict[torch.dtype, Group] = {}
+
+    def show(self, group: Group, dtype: torch.dtype) -> Tensor:
+        """The group's dense projectors, flat, in `dtype`; made anew only if another group's were there."""
+        memory = self.memory.get(dtype)
+        if memory is None or memory.numel() < group.numel or memory.device != group.device:
+            memory = self.memory[dtype] = torch.empty(group.numel, dtype=dtype, device=group.device)
+        if self.shown.get(dtype) is not group:
+            memory[: group.numel].zero_().scatter_(0, *group.flat(dtype))
+            self.shown[dtype] = group
+        return memory
+
+
+class Group:
+    """Matrices whose projectors are made dense together: those of a layer, for one kernel instead of many."""
+
+    def __init__(self, plane: Plane, device: torch.device | str) -> None:
+        self.plane, self.device = plane, torch.empty(0, device=device).device  # with its index, as tensors have
+        self.members: list[Matrix] = []
+        self.known: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self.views: dict[torch.dtype, tuple[Tensor, list[Pair]]] = {}
+        self.numel = 0
+
+    def add(self, matrix: Matrix) -> tuple[int, int]:
+        """Where the matrix's dense projectors begin."""
+        self.members.append(matrix)
+        start, middle = self.numel, self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact)
+        self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
+        return start, middle
+
+    def pairs(self, dtype: torch.dtype) -> list[Pair]:
+        """The members' dense projectors, [rows, s], in memory that is shared; None for the identity."""
+        if not self.numel:
+            return [(None, None)] * len(self.members)
+        memory = self.plane.show(self, dtype)
+        if dtype not in self.views or self.views[dtype][0] is not memory:
+            found: list[Pair] = []
+            for matrix in self.members:
+                sides = zip(matrix.starts, (matrix.left, matrix.right), strict=True)
+                pair = [None if p.exact else memory[at : at + p.rows * p.size].view(p.rows, p.size) for at, p in sides]
+                found.append((pair[0], pair[1]))
+            self.views[dtype] = memory, found
+        return self.views[dtype][1]
+
+    def changed(self) -> None:
+        """A member has other projectors."""
+        self.known = {}
+        self.plane.shown = {dtype: group for dtype, group in self.plane.shown.items() if group is not self}
+
+    def flat(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions, int64, and values of all members in the plane."""
+        if dtype not in self.known:
+            positions, values = [], []
+            for matrix in self.members:
+                for start, side in zip(matrix.starts, (matrix.left, matrix.right), strict=True):
+                    if side.positions is not None and side.values is not None:
+                        rows = torch.arange(side.rows, device=self.device)[:, None]
+                        positions.append((start + rows * side.size + side.positions).view(-1))
+                        values.append(side.values.to(dtype).view(-1))
+            self.known[dtype] = torch.cat(positions), torch.cat(values)
+        return self.known[dtype]

@@ -1,0 +1,75 @@
+"""What the engines have in common around their passes: the device, the spans of a step, evaluation."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ondevice.errors import DataError
+from ondevice.nn.cross_entropy import IGNORE
+from ondevice.offload.device import open_device, throttled
+from ondevice.offload.kernels import patch_layers, use_liger
+from ondevice.offload.report import Overlap, Spans, Timeline, overlap
+from ondevice.offload.units import cut
+from ondevice.offload.worker import Watch
+
+if TYPE_CHECKING:
+    from ondevice.models import Family
+    from ondevice.offload.config import EngineConfig
+    from ondevice.offload.passes import Passes
+
+
+class Stepping:
+    """A model cut into units, on a device that is open, with its clock.
+
+    Attributes:
+        kernels: `liger` or `torch`, of the layers.
+        overlap: of the last step whose end the next pass has seen; `spans` likewise.
+    """
+
+    passes: Passes
+
+    def __init__(self, family: Family, config: EngineConfig, device: str) -> None:
+        self.settings, self.where = config, torch.device(device)
+        self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
+        self.liger = use_liger(config, self.device.type)
+        self.kernels = "liger" if self.liger and patch_layers(family) else "torch"
+        self.units = cut(family)
+        self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
+        self.began: float | None = None  # of the last pass, if it was a step's
+        self.overlap: Overlap | None = None
+        self.spans: Spans = []
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
+        self._open(False)
+        parts = self._split(ids)
+        nll = self.passes.score(self.passes.forward(ids, parts, False, ids), [labels[part] for part in parts])
+        return nll.cpu().numpy(), (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
+
+    def _open(self, step: bool) -> bool:
+        """Begin a pass. True if the one before was a step, whose spans are taken."""
+        self.watch.check()
+        now, spans, seen = time.perf_counter(), self.timeline.take(), self.began is not None
+        if self.began is not None:
+            self.spans, self.overlap = spans, overlap(spans, now - self.began, self.settings.bus_limit_gb_per_s)
+        self.began = now if step else None
+        return seen
+
+    def _labelled(self, labels: np.ndarray) -> int:
+        """How many tokens of int64 [B, T] are learned.
+
+        Raises:
+            DataError: none is.
+        """
+        count = int((labels[:, 1:] != IGNORE).sum())
+        if not count:
+            raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
+        return count
+
+    def _split(self, ids: np.ndarray) -> list[slice]:
+        size = self.settings.micro_batch_size or len(ids)
+        return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
