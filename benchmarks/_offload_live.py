@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from typing import Any
@@ -146,6 +147,36 @@ class Live:
         self.gpu_held, self.host_held = gpu - self.before[0], host - self.before[1]
         self.host_peak = max(self.host_peak, self.rss.stop() - self.before[1])
         return torch.cuda.max_memory_allocated() - self.before[0] if cuda else None
+
+
+class Running:
+    """What a benchmark that builds variants one after another keeps: its rows, its clock, the engine's options."""
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.rows, self.began = args, list[dict[str, Any]](), psutil.Process().create_time()
+        self.options = {key: _value(value) for key, _, value in (text.partition("=") for text in args.option)}
+
+    def say(self, *words: Any) -> None:
+        print(f"[{time.time() - self.began:6.1f} s]", *words, flush=True)
+
+    def late(self) -> bool:
+        return time.time() - self.began > self.args.budget_s
+
+    def close(self, one: Live) -> None:
+        """End a variant and give its memory back."""
+        try:
+            one.variant.close()
+        except Exception as error:
+            self.say(f"{one.name}: closing: {reason(error)}")
+        one.variant = None
+        om.release(self.args.device)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class Peak:

@@ -10,15 +10,14 @@ Variants that fit beside each other take turns. Weights and tokens are random; e
 from __future__ import annotations
 
 import argparse
-import time
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks import _offload_model as om
-from benchmarks._offload_live import Live, Lsp, merge, reason, short
-from benchmarks.common import finish, machine_info, median, parse_args, write_result
+from benchmarks._offload_live import Live, Lsp, Running, merge, reason, short
+from benchmarks.common import finish, median, parse_args, write_result
+from ondevice.offload.lsp.config import LspEngineConfig
 
 NEEDS = ("cuda",)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,19 +61,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-s", type=float, default=1e9, help="begin nothing new so long after the start")
 
 
-class Bench:
+class Bench(Running):
     """All rows of a run; the file is written after each."""
 
     def __init__(self, args: Any) -> None:
-        self.args, self.rows, self.began = args, [], psutil.Process().create_time()
-        self.options = dict(text.split("=", 1) for text in args.option)
-        self.machine = machine_info()
-
-    def say(self, *words: Any) -> None:
-        print(f"[{time.time() - self.began:6.1f} s]", *words, flush=True)
-
-    def late(self) -> bool:
-        return time.time() - self.began > self.args.budget_s
+        super().__init__(args)
+        LspEngineConfig(**self.options)
+        self.first: dict[str, float] = {}
+        self.refresh_s: dict[str, float] = {}
 
     def names(self) -> list[str]:
         """Variants; `lsp` once for each pair of projectors, after all others."""
@@ -91,7 +85,7 @@ class Bench:
             while waiting:
                 gpu, host = self._room()
                 for name in [n for n in live if n != "native"]:
-                    self._close(live, name)
+                    self.close(live.pop(name))
                 while waiting:
                     need_gpu, need_host = self._need(waiting[0], shape, live)
                     gpu, host = gpu - need_gpu, host - need_host
@@ -102,7 +96,7 @@ class Bench:
                     self._measure(live, shape, bus, rows)
         finally:
             for name in list(live):
-                self._close(live, name)
+                self.close(live.pop(name))
 
     def _batches(self) -> list[int]:
         return [int(word) for word in self.args.batches.split(",")]
@@ -134,21 +128,12 @@ class Bench:
             live[name] = Live(kind, self.args, shape, block, options)
             self.say(f"{shape} {name}: built in {live[name].build_s:.1f} s")
             found = live[name].run(self.data, self._batches()[0], 0, 1)
-            self.first = {**getattr(self, "first", {}), name: found["step_s"][0]}
+            self.first[name] = found["step_s"][0]
         except Exception as error:
             live.pop(name, None)
             for rows in self._batches():
                 self._add({"shape": shape, "bus": bus, "batch": rows, "variant": name, "error": reason(error)})
             om.release(self.args.device)
-
-    def _close(self, live: dict[str, Live], name: str) -> None:
-        one = live.pop(name)
-        try:
-            one.variant.close()
-        except Exception as error:
-            self.say(f"{name}: closing: {reason(error)}")
-        one.variant = None
-        om.release(self.args.device)
 
     def _measure(self, live: dict[str, Live], shape: str, bus: float, rows: int) -> None:
         found: dict[str, dict[str, Any]] = {}
@@ -202,9 +187,10 @@ class Bench:
                 "bias_after": median([look.after for look in looks if look.after is not None] or [0.0]),
             }  # fmt: skip
             if rows == self._batches()[0]:
-                self.refresh_s = {**getattr(self, "refresh_s", {}), name: max(0.0, self.first[name] - step_s)}
-            row["refresh_s"] = self.refresh_s[name]
-            row["refresh_share"] = row["refresh_s"] / (1000 * step_s + row["refresh_s"])
+                self.refresh_s[name] = max(0.0, self.first[name] - step_s)
+            refresh_s = self.refresh_s.get(name)  # None where the first batch did not run
+            if refresh_s is not None:
+                row |= {"refresh_s": refresh_s, "refresh_share": refresh_s / (1000 * step_s + refresh_s)}
         return row
 
     def _add(self, row: dict[str, Any]) -> None:

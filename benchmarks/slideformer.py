@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import psutil
 import torch
 
 from benchmarks import _offload_model as om
-from benchmarks._offload_live import Live, Sliding, merge, reason, short
+from benchmarks._offload_live import Live, Running, Sliding, merge, reason, short
 from benchmarks.common import finish, machine_info, median, parse_args
 from ondevice.offload.config import OffloadConfig
 from ondevice.offload.engine import host_threads
@@ -71,12 +70,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget-s", type=float, default=1e9, help="begin nothing new so long after the start")
 
 
-class Bench:
+class Bench(Running):
     """All rows of a run; the file is written after each."""
 
     def __init__(self, args: Any) -> None:
-        self.args, self.rows, self.began = args, [], psutil.Process().create_time()
-        self.options = {key: _value(value) for key, _, value in (text.partition("=") for text in args.option)}
+        super().__init__(args)
         OffloadConfig(**self.options)
         self.machine = machine_info()
         if args.limit_gib and args.device != "cpu":
@@ -86,12 +84,6 @@ class Bench:
         om.release(args.device)
         self.updates: dict[str, float] = {}
         self.say("copies GB/s", {name: round(rate / 1e9, 1) for name, rate in self.copies.items()})
-
-    def say(self, *words: Any) -> None:
-        print(f"[{time.time() - self.began:6.1f} s]", *words, flush=True)
-
-    def late(self) -> bool:
-        return time.time() - self.began > self.args.budget_s
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -170,14 +162,6 @@ class Bench:
         for rows in batches:
             self.add({"shape": shape, "batch": rows, "variant": name, "error": why})
 
-    def close(self, one: Live) -> None:
-        try:
-            one.variant.close()
-        except Exception as error:
-            self.say(f"{one.name}: closing: {reason(error)}")
-        one.variant = None
-        om.release(self.args.device)
-
     def free_bytes(self) -> int:
         available = psutil.virtual_memory().available
         if self.args.host_gib:
@@ -249,13 +233,6 @@ class Bench:
 
 def _machine(machine: dict[str, Any]) -> str:
     return f"{machine['gpus'][0]['name'] if machine['gpus'] else machine['cpu']}, {machine['cores']} cores"
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def main() -> None:

@@ -45,8 +45,10 @@ class OffloadEngine(Stepping):
         MissingPackageError: the C++ update is asked for and cannot be compiled.
     """
 
+    config: OffloadConfig
+
     def __init__(self, family: Family, config: OffloadConfig, device: str, ranks: Ranks = SINGLE) -> None:
-        self.ranks, self.config = ranks, config
+        self.ranks = ranks
         _check(config, ranks)
         super().__init__(family, config, device)
         units = self.units

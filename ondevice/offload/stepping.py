@@ -30,10 +30,11 @@ class Stepping:
         overlap: of the last step whose end the next pass has seen; `spans` likewise.
     """
 
+    config: EngineConfig
     passes: Passes
 
     def __init__(self, family: Family, config: EngineConfig, device: str) -> None:
-        self.settings, self.where = config, torch.device(device)
+        self.config, self.where = config, torch.device(device)
         self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
         self.liger = use_liger(config, self.device.type)
         self.kernels = "liger" if self.liger and patch_layers(family) else "torch"
@@ -55,7 +56,7 @@ class Stepping:
         self.watch.check()
         now, spans, seen = time.perf_counter(), self.timeline.take(), self.began is not None
         if self.began is not None:
-            self.spans, self.overlap = spans, overlap(spans, now - self.began, self.settings.bus_limit_gb_per_s)
+            self.spans, self.overlap = spans, overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
         self.began = now if step else None
         return seen
 
@@ -71,5 +72,5 @@ class Stepping:
         return count
 
     def _split(self, ids: np.ndarray) -> list[slice]:
-        size = self.settings.micro_batch_size or len(ids)
+        size = self.config.micro_batch_size or len(ids)
         return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]

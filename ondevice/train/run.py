@@ -250,9 +250,9 @@ class Run:
         self.log.sync()
         state = self.session.state()
         saving = Saving(self.done, time.perf_counter())
-        written = getattr(self.session, "written", None)
-        if written is not None:
-            self.session.hold()  # type: ignore[attr-defined]
+        written, hold = (getattr(self.session, name, None) for name in ("written", "hold"))
+        if hold is not None:
+            hold()
 
         def save() -> None:
             try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ondevice.offload.activations import Activations
 from ondevice.offload.engine import host_threads
 from ondevice.offload.host import DTYPES, HostStore, release
-from ondevice.offload.lsp.bases import Base, OnHost, Quantised, Resident, rounded
+from ondevice.offload.lsp.bases import Base, OnHost, Quantised, Resident
 from ondevice.offload.lsp.config import FOLDED
 from ondevice.offload.lsp.held import Held, view
 from ondevice.offload.lsp.linear import attach, detach, is_linear
@@ -64,14 +64,17 @@ class LspEngine(Stepping):
         MissingPackageError: bitsandbytes, liger-kernel or a compiler is asked for and not there.
     """
 
+    config: LspEngineConfig
+
     def __init__(self, family: Family, config: LspEngineConfig, device: str, seed: int = 0) -> None:
         super().__init__(family, config, device)
-        self.family, self.config, self.seed, self.dtype = family, config, seed, DTYPES[config.compute]
+        self.family, self.seed, self.dtype = family, seed, DTYPES[config.compute]
         self.attached: list[Any] = []
         self.parts, self.looks = self._parts(), {}
-        matrices = any(part.matrices for part in self.parts)
-        self.base = self._base() if matrices else None
-        self.tables, self.exact = self._copies()
+        self.base = self._base() if any(part.matrices for part in self.parts) else None
+        tables = tuple(part.unit for part in self.parts if part.matrices and part.unit.kind != "layer")
+        self.tables = Resident(tables, self.device, self.dtype, self.dtype)
+        self.exact = self._exact()
         kept = tuple(part.exact for part in self.parts if part.exact.numel)
         self.store = HostStore(_Exact(kept), config, self.device)
         for unit in self.units.all:
@@ -86,7 +89,7 @@ class LspEngine(Stepping):
 
     def _assemble(self, family: Family) -> None:
         config, where = self.config, (self.device, self.dtype, self.updates)
-        self.held = Held(self.units, self.parts, self.base, self.tables, self.exact, config, *where)
+        self.held = Held(self.units, self.parts, self.base, self.tables.memory, self.exact, config, *where)
         self.activations = Activations(self.device, self.timeline, config.activations, None)
         ahead = (self.units, config, self.device, self.timeline, self.held, self.activations)
         self.passes = Passes(family, *ahead, self.where, self.liger)
@@ -148,18 +151,12 @@ class LspEngine(Stepping):
 
     def base_of(self, part: Part) -> Tensor:
         """What a part's changes are added to, flat on the host, for a checkpoint."""
-        if part.unit.kind == "layer" and self.base is not None:
-            return self.base.flat(part.unit)
-        return self.tables[part.unit.index].view(-1).to("cpu", copy=True)
+        return self._base_for(part).flat(part.unit)
 
     def put_base(self, part: Part, flat: Tensor) -> None:
         """Take back what `base_of` gave, bfloat16 as uint16."""
         part.folded = True
-        target = flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16)
-        if part.unit.kind == "layer" and self.base is not None:
-            self.base.load(part.unit, target)
-        else:
-            self.tables[part.unit.index].view(-1).copy_(target)
+        self._base_for(part).load(part.unit, flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16))
 
     def put_exact(self, part: Part) -> None:
         """Let the accelerator have what the host holds of the parameters that are trained as they are."""
@@ -187,26 +184,25 @@ class LspEngine(Stepping):
             return Quantised(layers, self.where, self.dtype, kind)
         return Resident(layers, self.device, self.dtype, torch.float32 if kind == "float32" else self.dtype)
 
-    def _copies(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """On the accelerator in the compute dtype, by unit: projected tables, and what is trained as it is, flat."""
-        tables, exact = {}, {}
+    def _exact(self) -> dict[int, Tensor]:
+        """What is trained as it is, flat, on the accelerator in the compute dtype, by unit."""
+        exact = {}
         for part in self.parts:
-            index = part.unit.index
-            if part.matrices and part.unit.kind != "layer":
-                tables[index] = part.unit.pieces[0].parameter.detach().to(self.where, self.dtype, copy=True)
-            exact[index] = self.device.empty(part.exact.numel, self.dtype)
+            memory = exact[part.unit.index] = self.device.empty(part.exact.numel, self.dtype)
             for piece in part.exact.pieces:
-                view(exact[index], piece).copy_(piece.parameter.detach())
-        return tables, exact
+                view(memory, piece).copy_(piece.parameter.detach())
+        return exact
+
+    def _base_for(self, part: Part) -> Base:
+        """What the changes of a part's matrices are added to."""
+        return self.tables if part.unit.kind != "layer" or self.base is None else self.base
 
     def _whole(self, part: Part) -> Tensor:
         """The unit's base, flat, in the compute dtype or in float32; where it stays, if that is on the accelerator."""
-        if part.unit.kind != "layer" or self.base is None:
-            return self.tables[part.unit.index].view(-1)
-        if isinstance(self.base, Resident):
-            return self.base.memory[part.unit.index]
-        slot = Slot(self.device.empty(part.unit.numel, self.dtype))
-        return self.base.source(part.unit, slot)
+        base = self._base_for(part)
+        if isinstance(base, Resident):
+            return base.memory[part.unit.index]
+        return base.source(part.unit, Slot(self.device.empty(part.unit.numel, self.dtype)))
 
     def _attach(self) -> None:
         """Let the layers' projected weights be seen by their matrices; tables are handled whole."""
@@ -243,8 +239,8 @@ class LspEngine(Stepping):
 
     def _fold(self, part: Part, piece: Piece, matrix: Matrix, old: Older) -> None:
         """Let the base have what the old projectors gave, or keep them beside it."""
-        layer = part.unit.kind == "layer"
-        if layer and self.base is not None and not self.base.folds:
+        target = self._base_for(part)
+        if not target.folds:
             part.older.setdefault(matrix.number, []).append(old)
             return
         base, seed = view(self._whole(part), piece), stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
@@ -253,10 +249,7 @@ class LspEngine(Stepping):
         for low in range(0, height, rows):
             weight = base[low : low + rows].float()
             widen(replace(old, left=old.left.part(slice(low, low + rows))), weight, 1 / part.decay)
-            if layer and self.base is not None:
-                self.base.fold(part.unit, piece.offset + low * width, weight, seed ^ low)
-            else:
-                rounded(self.tables[part.unit.index][low : low + rows].view(-1), weight.view(-1), seed ^ low)
+            target.fold(part.unit, piece.offset + low * width, weight, seed ^ low)
 
     def _open(self, step: bool) -> bool:
         """Begin a pass, its schedule planned by the last step's times."""

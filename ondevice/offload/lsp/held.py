@@ -131,7 +131,7 @@ class Held:
             return self.head, self.exact[table.unit.index].view(-1, self.width)
         out, (_, matrix, offset) = self.head.memory.view(-1, self.width), table.matrices[0]
         change = table.changes(matrix, offset).to(self.dtype)
-        return self.head, table.effective(matrix, change, self.tables[table.unit.index], out)
+        return self.head, table.effective(matrix, change, self._table(table), out)
 
     def head_gradient_part(self, part: int) -> tuple[Slot, Tensor]:
         """Zeroed memory for the head's gradient."""
@@ -164,7 +164,7 @@ class Held:
         at, out = self._rows(rows), self.entering.memory[: rows.numel() * width].view(-1, width)
         if part.matrices:
             _, matrix, offset = part.matrices[0]
-            change, table = part.changes(matrix, offset).to(self.dtype), self.tables[part.unit.index]
+            change, table = part.changes(matrix, offset).to(self.dtype), self._table(part)
             out.copy_(matrix.effective_rows(table[at], at, change, part.decay))
         else:
             out.copy_(self.exact[part.unit.index].view(-1, width)[at])
@@ -189,6 +189,10 @@ class Held:
         """Let the loss leave."""
         event = self.updates.moves.total(total, host, self.device.record("compute"))
         return lambda: event
+
+    def _table(self, part: Part) -> Tensor:
+        """The base of a projected table: [vocabulary, hidden]."""
+        return self.tables[part.unit.index].view(-1, self.width)
 
     def _send_table(self, part: Part, whole: Slot) -> None:
         """Let the gradient of a table leave, or what its matrix makes of it."""
