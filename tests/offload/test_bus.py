@@ -53,21 +53,24 @@ def test_what_is_fast_enough_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_lane_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one copy takes its time, another of that direction waits; computation and the other direction go on."""
-    device, slow, release, done = throttled(CpuDevice(), 1e-6), threading.Event(), threading.Event(), []
-    caller = threading.get_ident()
+    device, slow, release = throttled(CpuDevice(), 1e-6), threading.Event(), threading.Event()
+    taken: list[str] = []  # whose copy had the lane, in order
+    done: list[str] = []
 
     def sleep(seconds: float) -> None:
         assert 0 < seconds <= 1.0  # 1000 bytes at 1000 bytes/s
-        if threading.get_ident() != caller:
+        name = threading.current_thread().name
+        if name in ("first", "second"):
+            taken.append(name)
             slow.set()
             assert release.wait(20)
 
-    def copy(number: int) -> None:
+    def copy() -> None:
         device.copy("h2d", *two())
-        done.append(number)
+        done.append(threading.current_thread().name)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    threads = [threading.Thread(target=copy, args=(number,)) for number in range(2)]
+    threads = [threading.Thread(target=copy, name=name) for name in ("first", "second")]
     threads[0].start()
     assert slow.wait(20)
     threads[1].start()
@@ -75,11 +78,14 @@ def test_a_lane_waits_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         target, source = two()
         device.copy(lane, target, source)
         assert torch.equal(target, source)
+    threads[1].join(0.05)  # had it not to wait, it would be in the lane by now
+    assert taken == ["first"]
     assert done == []
     release.set()
     for thread in threads:
         thread.join(20)
-    assert done == [0, 1]
+    assert taken == ["first", "second"]
+    assert sorted(done) == ["first", "second"]
 
 
 @pytest.mark.parametrize("config", [{}, {"micro_batch_size": 2, "disk_fraction": 0.5, "max_grad_norm": 0.1}], ids=str)
