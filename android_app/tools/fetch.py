@@ -1,0 +1,166 @@
+"""Bring what the chain needs: jars from Maven Central, and an ExecuTorch runtime for Android.
+
+The runtime is, in this order: the file that EXECUTORCH_AAR names; `org.pytorch:executorch-android` from Maven
+Central; where that cannot be had, the same classes and libraries as the npm package `react-native-executorch`
+(MIT) ships them, pinned by its SHA-512. build/runtime/runtime.json says which one it is, and the app shows it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import xml.etree.ElementTree as ET
+import zipfile
+from pathlib import Path
+
+from tools.steps import APP_ROOT, BUILD, FETCHED, BuildError, digest, is_fresh, maven, run, tool, write_atomically
+
+RUNTIME = BUILD / "runtime"
+ABIS = ("arm64-v8a", "x86_64")
+NPM_NAME, NPM_VERSION, NPM_EXECUTORCH = "react-native-executorch", "0.9.3", "1.2.0"
+NPM_SHA512 = "eanpDe8sFFxbKfCh0lqrSVyU4/deiF1pZWtZOjZSV+w+qfuNsdrkQkoscxvhMwJOnvXNkBt4BXAr8pAlGOXStA=="
+QNN_NOTE = (
+    "licence: com.qualcomm.qti:qnn-runtime is under the Qualcomm AI Stack License: object code inside your own app\n"
+    "only, never by itself. Nothing of it is in this repository; this build downloads it because FLAVOUR=qnn asked."
+)
+
+
+def properties() -> dict[str, str]:
+    """The versions that pom.xml names."""
+    space = "{http://maven.apache.org/POM/4.0.0}"
+    found = ET.parse(APP_ROOT / "pom.xml").getroot().find(f"{space}properties")
+    assert found is not None
+    return {item.tag.removeprefix(space): (item.text or "").strip() for item in found if isinstance(item.tag, str)}
+
+
+def chain() -> None:
+    """dx, ASM, the framework, fbjni and nativeloader under build/fetched."""
+    poms = [APP_ROOT / "pom.xml", APP_ROOT / "tools" / "pom.xml"]
+    wanted = digest(poms)
+    names = ("dx.jar", "asm.jar", "asm-tree.jar", "android.jar", "fbjni.aar", "nativeloader.jar")
+    stamp = FETCHED / ".chain"
+    if is_fresh(stamp, wanted, *(FETCHED / name for name in names)):
+        return
+    print("apk: fetching the chain from Maven Central (140 MB the first time)", flush=True)
+    maven("-f", "tools/pom.xml", "-Pchain", "dependency:copy", what="fetching the chain from Maven Central")
+    write_atomically(stamp, wanted)
+
+
+def runtime(flavour: str) -> dict:
+    """executorch.jar and jni/<abi>/*.so under build/runtime; what they are, as runtime.json says."""
+    given = os.environ.get("EXECUTORCH_AAR", "")
+    poms = [APP_ROOT / "pom.xml", APP_ROOT / "tools" / "pom.xml", Path(__file__)]
+    wanted = digest([*poms, Path(given)] if given and Path(given).is_file() else poms, flavour, given)
+    stamp, about = RUNTIME / ".stamp", RUNTIME / "runtime.json"
+    if is_fresh(stamp, wanted, about, RUNTIME / "executorch.jar", *(RUNTIME / "jni" / abi for abi in ABIS[:1])):
+        return json.loads(about.read_text(encoding="utf-8"))
+    shutil.rmtree(RUNTIME, ignore_errors=True)
+    RUNTIME.mkdir(parents=True)
+    if given:
+        if not Path(given).is_file():
+            raise BuildError(f"EXECUTORCH_AAR: expected an AAR file, received {given}, which is not there")
+        info = _from_aar(Path(given), {"source": "EXECUTORCH_AAR", "name": Path(given).name, "executorch": "unknown"})
+    elif flavour == "qnn":
+        info = _qnn()
+    else:
+        info = _maven() or _npm()
+    unpack_aar(FETCHED / "fbjni.aar", RUNTIME / "fbjni.jar")
+    shutil.copyfile(FETCHED / "nativeloader.jar", RUNTIME / "nativeloader.jar")
+    info |= {"flavour": flavour, "abis": sorted(path.name for path in (RUNTIME / "jni").iterdir())}
+    info["sha256"] = {
+        path.relative_to(RUNTIME).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(RUNTIME.rglob("*.so"))
+    }
+    write_atomically(about, json.dumps(info, indent=2) + "\n")
+    write_atomically(stamp, wanted)
+    return info
+
+
+def unpack_aar(aar: Path, classes: Path) -> None:
+    """classes.jar and the libraries of our ABIs; an AAR that wants a permission or a component is refused."""
+    with zipfile.ZipFile(aar) as archive:
+        names = archive.namelist()
+        check_manifest(aar.name, archive.read("AndroidManifest.xml").decode("utf-8"))
+        write_atomically(classes, archive.read("classes.jar"))
+        for name in names:
+            match = re.fullmatch(r"jni/([^/]+)/([^/]+\.so)", name)
+            if match and match[1] in ABIS:
+                write_atomically(RUNTIME / "jni" / match[1] / match[2], archive.read(name))
+
+
+def check_manifest(name: str, text: str) -> None:
+    """A library's manifest adds nothing here silently."""
+    root = ET.fromstring(text)
+    android = "{http://schemas.android.com/apk/res/android}"
+    asked = [item.get(f"{android}name", "?") for item in root.iter("uses-permission")]
+    parts = [item.tag for application in root.iter("application") for item in application]
+    if asked or parts:
+        raise BuildError(
+            f"{name}: expected a library without permissions and components, received {asked + parts}\n"
+            "try: take another version, or write what it needs into app/src/main/AndroidManifest.xml and allow it here"
+        )
+
+
+def _from_aar(aar: Path, info: dict) -> dict:
+    unpack_aar(aar, RUNTIME / "executorch.jar")
+    return info
+
+
+def _maven() -> dict | None:
+    version = properties()["executorch.version"]
+    name = f"org.pytorch:executorch-android:{version}"
+    try:
+        maven("-f", "tools/pom.xml", "-Pcpu", "dependency:copy", what=f"fetching {name}")
+    except BuildError as error:
+        if "Could not find artifact" not in str(error) and "was not found" not in str(error):
+            raise
+        print(f"apk: {name} is not on the Maven Central that this machine reaches", flush=True)
+        return None
+    return _from_aar(FETCHED / "executorch.aar", {"source": "Maven Central", "name": name, "executorch": version})
+
+
+def _npm() -> dict:
+    name = f"{NPM_NAME}@{NPM_VERSION}"
+    print(f"apk: taking ExecuTorch {NPM_EXECUTORCH} from npm's {name} instead", flush=True)
+    with tempfile.TemporaryDirectory(dir=RUNTIME) as folder:
+        run([tool("npm"), "pack", "--silent", name], what=f"fetching {name} from npm", cwd=Path(folder))
+        archive = next(Path(folder).glob("*.tgz"))
+        received = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+        if received != NPM_SHA512:
+            raise BuildError(f"{name}: expected SHA-512 {NPM_SHA512}, received {received}")
+        with tarfile.open(archive) as tar:
+            wanted = {"package/android/libs/classes.jar": RUNTIME / "executorch.jar"}
+            for abi in ABIS:
+                inside = f"package/third-party/android/libs/executorch/{abi}/libexecutorch.so"
+                wanted[inside] = RUNTIME / "jni" / abi / "libexecutorch.so"
+            for inside, path in wanted.items():
+                member = tar.extractfile(inside)
+                assert member is not None
+                write_atomically(path, member.read())
+    return {"source": "npm", "name": name, "executorch": NPM_EXECUTORCH}
+
+
+def _qnn() -> dict:
+    print(QNN_NOTE, flush=True)
+    versions = properties()
+    runtime_name = f"org.pytorch:executorch-android-qnn:{versions['executorch.version']}"
+    qnn_name = f"com.qualcomm.qti:qnn-runtime:{versions['qnn.version']}"
+    try:
+        maven("-f", "tools/pom.xml", "-Pqnn", "dependency:copy", what="fetching the QNN flavour")
+    except BuildError as error:
+        missing = re.findall(r"((?:org\.pytorch|com\.qualcomm\.qti):[\w.:-]+)", str(error))
+        raise BuildError(
+            f"FLAVOUR=qnn: expected {runtime_name} and {qnn_name} on Maven Central\n"
+            f"received: {', '.join(sorted(set(missing))) or 'an error'} cannot be fetched from here\n"
+            "try: a machine that reaches the whole of Maven Central, or FLAVOUR=cpu\n\n" + str(error)
+        ) from None
+    unpack_aar(FETCHED / "executorch-qnn.aar", RUNTIME / "executorch.jar")
+    unpack_aar(FETCHED / "qnn-runtime.aar", RUNTIME / "qnn-runtime.jar")
+    info = {"source": "Maven Central", "name": runtime_name, "executorch": versions["executorch.version"]}
+    return info | {"qnn": qnn_name}
