@@ -77,7 +77,7 @@ def build_executorch_library(*, portable: bool = False) -> Path:
     runtime = _runtime_library()
     include = runtime.parents[2] / "include"
     flags = [
-        "-std=c++20",
+        "-std=c++17",
         f"-I{include}",
         f"-I{include / 'executorch/runtime/core/portable_type/c10'}",
         "-DC10_USING_CUSTOM_GENERATED_MACROS",
@@ -155,7 +155,7 @@ def _run(command: list[str]) -> None:
     if done.returncode != 0:
         raise MissingPackageError(
             f"{command[0]} could not compile the ops",
-            expected="a C++ compiler with C++20 and vector extensions (g++ 11, clang 14 or newer)",
+            expected="a C++ compiler with C++17 and vector extensions (g++ 11, clang 14 or newer)",
             received=done.stderr[-2000:].strip() or f"exit status {done.returncode}",
             hint="install a newer compiler or set CXX",
         )
@@ -164,7 +164,7 @@ def _run(command: list[str]) -> None:
 def _key(compiler: str, flags: list[str], link: list[str], portable: bool) -> str:
     """Hash of everything that the library's bytes and its validity depend on."""
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.glob("*")):
+    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     parts = [compiler, version, *flags, *link, platform.machine(), "" if portable else _processor()]

@@ -4,8 +4,6 @@ A counter-based generator: each number is a pure function of (seed, step, query,
 finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) applied to a chain of counters; all arithmetic is
 uint64 with wraparound. Words and Rademacher signs are bit-identical in every form; Gaussians (Box-Muller in
 float32) agree to 1e-6, because `log`, `cos` and `sin` may differ by an ulp.
-
-Run as a program (`python -m ondevice.runtime_ops.generator`), it prints the golden values of `golden.json`.
 """
 
 from __future__ import annotations
@@ -115,7 +113,7 @@ def rademacher(seed: int, step: int, tensor: int, queries: int, start: int, coun
 
 
 def golden() -> list[dict[str, Any]]:
-    """The cases of `golden.json`: arguments, the key of the last query, its first words, and its values."""
+    """The generator's cases in `golden.json`: arguments, the key of the last query, its first words, its values."""
     cases = []
     arguments = [
         (0, 0, 0, 1, 0, 8),
@@ -146,10 +144,5 @@ def golden() -> list[dict[str, Any]]:
 
 
 def read_golden() -> list[dict[str, Any]]:
-    """The committed golden cases."""
+    """The committed golden cases of the generator; `golden` has those of the other ops."""
     return json.loads(GOLDEN_PATH.read_text())["cases"]
-
-
-if __name__ == "__main__":
-    lines = ",\n  ".join(json.dumps(case) for case in golden())
-    print(f'{{"scheme": "{SCHEME}", "cases": [\n  {lines}\n]}}')

@@ -1,4 +1,4 @@
-// The ops as ExecuTorch kernels. Build with -std=c++20 -DC10_USING_CUSTOM_GENERATED_MACROS; with
+// The ops as ExecuTorch kernels. Build with -std=c++17 -DC10_USING_CUSTOM_GENERATED_MACROS; with
 // -DET_USE_THREADPOOL they share the runtime's thread pool. Static builds for phones link this file as it
 // stands.
 #include <executorch/extension/kernel_util/make_boxed_from_unboxed_functor.h>
@@ -20,12 +20,12 @@ using executorch::aten::Tensor;
 using executorch::runtime::Error;
 using executorch::runtime::KernelRuntimeContext;
 
-// Refuses a call with a message in the runtime's log.
-#define ONDEVICE_CHECK(condition, message, ...)                     \
-  if (!(condition)) {                                               \
-    ET_LOG(Error, "ondevice: " message __VA_OPT__(, ) __VA_ARGS__); \
-    context.fail(Error::InvalidArgument);                           \
-    return out;                                                     \
+// Refuses a call with a message (a string literal and its values) in the runtime's log.
+#define ONDEVICE_CHECK(condition, ...)       \
+  if (!(condition)) {                        \
+    ET_LOG(Error, "ondevice: " __VA_ARGS__); \
+    context.fail(Error::InvalidArgument);    \
+    return out;                              \
   }
 
 struct Pool {

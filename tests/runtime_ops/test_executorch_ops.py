@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ondevice.runtime_ops import build, generator, native, quantized, torch_ops
+from ondevice.runtime_ops import build, generator, golden, native, quantized, torch_ops
 
 exir = pytest.importorskip("executorch.exir")
 OPS = torch.ops.ondevice
@@ -145,6 +146,34 @@ def test_generator(run):
                 if native.library() is not None:
                     same = native.draw(kind, *words(seed, step), 3, 2, start, count)
                     assert torch.equal(result, same), "the runtime and the compiled CPU op give other bits"
+
+
+class Golden(nn.Module):
+    """Every golden case in one program: seed and step of each, then the tensors of the other ops' cases."""
+
+    def forward(self, *inputs):
+        given, results = iter(inputs), []
+        for case in generator.read_golden():
+            counters = (next(given), next(given), *(case[key] for key in ("tensor", "queries", "start", "count")))
+            results += [OPS.normal(*counters), OPS.rademacher(*counters)]
+        for case in golden.read_ops():
+            values = [next(given) if isinstance(v, np.ndarray) else v for v in golden.arguments(case)]
+            results.append(getattr(OPS, case["op"])(*values))
+        return tuple(results)
+
+
+def test_golden_values(run):
+    cases, others = generator.read_golden(), golden.read_ops()
+    inputs = [torch.tensor([case[key]]) for case in cases for key in ("seed", "step")]
+    arguments = [v for case in others for v in golden.arguments(case) if isinstance(v, np.ndarray)]
+    inputs += [torch.from_numpy(v) for v in arguments]
+    results = iter(run(Golden(), tuple(inputs))(*inputs))
+    for case in cases:
+        for kind, tolerance in (("normal", 1e-6), ("rademacher", 0.0)):
+            np.testing.assert_allclose(next(results).numpy(), case[kind], rtol=0, atol=tolerance)
+    for case in others:
+        tolerance = golden.TOLERANCE * np.maximum(1.0, np.abs(case["out"]))
+        assert (np.abs(next(results).reshape(-1).numpy() - case["out"]) <= tolerance).all(), case["op"]
 
 
 def test_every_op_is_registered_with_the_runtime():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from ondevice.runtime_ops import generator
+from ondevice.runtime_ops import generator, golden
 from ondevice.runtime_ops.generator import normal, rademacher, read_golden, stream_key, words
 
 INT64 = st.integers(min_value=0, max_value=2**63 - 1)
@@ -31,6 +31,13 @@ def test_golden_values_are_reproduced_exactly_for_words_and_signs_and_closely_fo
         normals, stored_normals = fresh.pop("normal"), stored.pop("normal")
         assert fresh == stored
         np.testing.assert_allclose(normals, stored_normals, rtol=0, atol=1e-6)
+
+
+def test_golden_values_of_the_other_ops_are_those_of_their_definitions():
+    stored = golden.read_ops()
+    for fresh, kept in zip(golden.ops(), stored, strict=True):
+        np.testing.assert_allclose(fresh.pop("out"), kept.pop("out"), rtol=1e-6, atol=1e-6)
+        assert fresh == kept
 
 
 @settings(max_examples=50, deadline=None)

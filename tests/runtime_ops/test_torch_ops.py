@@ -8,7 +8,7 @@ import torch
 from torch.library import opcheck
 
 from ondevice.errors import ConfigError, DataError, ModelError
-from ondevice.runtime_ops import generator, native, quantized, torch_ops
+from ondevice.runtime_ops import generator, golden, native, quantized, torch_ops
 
 OPS = torch.ops.ondevice
 
@@ -44,6 +44,7 @@ def samples() -> dict[str, tuple]:
 
 def test_samples_cover_every_op():
     assert sorted(samples()) == sorted(torch_ops.OP_NAMES)
+    assert sorted(["normal", "rademacher", *(case["op"] for case in golden.read_ops())]) == sorted(torch_ops.OP_NAMES)
 
 
 @pytest.mark.parametrize("name", sorted(samples()))
@@ -63,6 +64,14 @@ def test_golden_values(form, kind, tolerance):
         arguments = [case[k] for k in ("tensor", "queries", "start", "count")]
         values = getattr(OPS, kind)(word(case["seed"]), word(case["step"]), *arguments)
         np.testing.assert_allclose(values.numpy(), case[kind], rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", golden.read_ops(), ids=lambda case: case["op"])
+def test_golden_values_of_the_other_ops(form, case):
+    arguments = [torch.from_numpy(v) if isinstance(v, np.ndarray) else v for v in golden.arguments(case)]
+    result = getattr(OPS, case["op"])(*arguments).reshape(-1)
+    tolerance = golden.TOLERANCE * np.maximum(1.0, np.abs(case["out"]))
+    assert (np.abs(result.numpy() - case["out"]) <= tolerance).all()
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("normal", 1e-6), ("rademacher", 0.0)])
