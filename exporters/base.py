@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
+from ondevice.artifact.manifest import Share
 from ondevice.config import ModelConfig, Section
 
 
@@ -32,15 +33,23 @@ class ExportConfig(Section):
     generator: Literal["auto", "aten", "op"] = "auto"
     """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""
 
-    quantize: Literal["none", "q4", "8da4w"] = "none"
+    quantize: Literal["none", "q4", "8da4w", "16a8w"] = "none"
     """`q4`: 4-bit weights, float32 activations (this project's op). `8da4w`: XNNPACK's 8-bit dynamic activations,
-    which distort zeroth-order gradients at small perturbation scales."""
+    which distort zeroth-order gradients at small perturbation scales. `16a8w` (NPU only): 8-bit weights and 16-bit
+    activations in the linear layers. `none` is float16 on the NPU and float32 elsewhere."""
 
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"
     """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""
 
     check_steps: int = Field(default=3, ge=1)
-    """Training steps of the program that are held against eager PyTorch before anything is written."""
+    """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's
+    simulator, where a step takes minutes, one."""
+
+    soc: tuple[str, ...] = Field(default=("SM8650",), min_length=1)
+    """Qualcomm chips that an NPU program is compiled for, or `all`; several give one artifact each."""
+
+    rows: Literal["batched", "unrolled"] = "batched"
+    """How the NPU runs the copies of the batch: as one batch, or row after row with shared weights."""
 
     @model_validator(mode="after")
     def _combinations(self) -> ExportConfig:
@@ -78,10 +87,16 @@ class ExportReport:
     custom_ops: tuple[str, ...]
     check: dict[str, Any]
     warnings: tuple[str, ...]
+    partition: dict[str, tuple[Share, ...]]
 
 
 class Exporter(Protocol):
     """One target."""
+
+    @property
+    def socs(self) -> dict[str, str]:
+        """Chips that a program is compiled for, with their names; empty where one program runs on all."""
+        ...
 
     def check(self, job: ExportJob) -> list[str]:
         """Every reason why `job` cannot be exported, found without loading weights; empty if it can."""

@@ -23,6 +23,8 @@ def describe(
     lowering = settle(job.export)
     template = getattr(loaded.tokenizer, "chat_template", None)
     backend = loaded.tokenizer.backend_tokenizer.to_str()
+    step = methods[0].inputs
+    npu = any(port.name == "perturbation_scale" for port in step)
     ops = sorted({op for listed in lowered.ops.values() for op in listed if op.startswith("ondevice::")})
     return Manifest(
         ondevice_version=version("ondevice-train"),
@@ -51,7 +53,9 @@ def describe(
         },
         lengths_tokens=tuple(sorted(job.export.lengths_tokens)),
         batch_size=job.export.batch_size,
-        eval_batch_size=job.export.eval_batch_size,
+        eval_batch_size=step[0].shape[0] if npu else job.export.eval_batch_size,
+        soc=job.export.soc[0] if npu else None,
+        partition=lowered.partition,
         generator=GeneratorInfo(distribution=job.method.noise, lowering=lowering.generator, seed=job.seed),
         adapter_size=program.layout.size,
         adapter=tuple(

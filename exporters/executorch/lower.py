@@ -16,13 +16,16 @@ from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConf
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.backends.xnnpack.utils.utils import get_input_node, is_param_node
 from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
 from torch.fx.traceback import NodeSource
 
+from ondevice.exporters.executorch.partition import shares
 from ondevice.runtime_ops.graph import deduplicate, edge_compile_config
 
 if TYPE_CHECKING:
+    from ondevice.artifact.manifest import Share
     from ondevice.exporters.executorch.programs import MethodSpec
 
 PLAIN_METHODS = ("get_adapter", "set_adapter")
@@ -55,21 +58,26 @@ class Lowered:
     delegates: dict[str, int]
     """Delegate calls in each method."""
     seconds: float
+    partition: dict[str, tuple[Share, ...]]
+    """Which backend runs how much of each method."""
     graph_sizes: dict[str, int] = field(default_factory=dict)
 
 
 @contextmanager
-def shared_provenance() -> Iterator[None]:
-    """Let copies of a graph share the records of where its nodes came from.
+def shared_records() -> Iterator[None]:
+    """Let copies of a graph share what never changes once it is made: where nodes came from, and finished delegates.
 
-    torch.fx copies the whole history of a node, deeply, in every one of some four hundred passes of a lowering.
-    The records never change once made, so one is as good as its copy (measured: a fifth of the time of a lowering).
+    torch.fx copies both, deeply, in every one of some four hundred passes of a lowering; one is as good as its copy
+    (measured: the provenance alone is a fifth of the time of a lowering).
     """
+    whole = LoweredBackendModule.__deepcopy__
     NodeSource.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    LoweredBackendModule.__deepcopy__ = lambda self, memo: self
     try:
         yield
     finally:
         del NodeSource.__deepcopy__  # type: ignore[attr-defined]
+        LoweredBackendModule.__deepcopy__ = whole
 
 
 def xnnpack_partitioner() -> XnnpackPartitioner:
@@ -88,7 +96,7 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
     """
     started = time.perf_counter()
     logging.getLogger("executorch").setLevel(logging.ERROR)
-    with torch.no_grad(), shared_provenance(), warnings.catch_warnings():
+    with torch.no_grad(), shared_records(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         exported = {
             method.name: deduplicate(torch.export.export(method.module.eval(), method.example_inputs(), strict=False))
@@ -117,6 +125,7 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
         ops={name: sorted({_op_name(op) for op in plans[name].operators}) for name in names},
         delegates={name: len(plans[name].delegates) for name in names},
         seconds=time.perf_counter() - started,
+        partition=shares(edge, program, names),
         graph_sizes={name: sum(len(chain.instructions) for chain in plans[name].chains) for name in names},
     )
 

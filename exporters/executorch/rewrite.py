@@ -1,4 +1,4 @@
-"""The same blocks in operators that XNNPACK takes whole, while a program is lowered.
+"""The same blocks in operators that a backend takes whole, while a program is lowered.
 
 Transformers' RMSNorm means over the last dimension and its grouped attention copies keys and values; XNNPACK
 takes neither, so each would cut a layer into several delegates (measured on SmolLM2: six a layer, one with the
@@ -35,6 +35,17 @@ class ProductRMSNorm(nn.Module):
         return x * torch.rsqrt(mean_of_squares + self.epsilon) * self.weight
 
 
+class FusedRMSNorm(nn.Module):
+    """RMSNorm as one operator, which QNN computes without squares that overflow in float16."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.epsilon = norm.weight, float(norm.variance_epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
 def grouped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
@@ -61,7 +72,7 @@ def grouped_attention(
 
 
 @contextmanager
-def rewritten(model: nn.Module) -> Iterator[None]:
+def rewritten(model: nn.Module, norm: type[nn.Module] = ProductRMSNorm) -> Iterator[None]:
     """Within the block, `model` has norms and attention in the forms above."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
     config: Any = model.config
@@ -73,7 +84,7 @@ def rewritten(model: nn.Module) -> Iterator[None]:
         if type(child).__name__.endswith("RMSNorm")
     ]
     for parent, name, child in norms:
-        setattr(parent, name, ProductRMSNorm(child))
+        setattr(parent, name, norm(child))
     config._attn_implementation = ATTENTION
     try:
         yield

@@ -20,27 +20,55 @@ LIMITS = {"none": (1e-3, 1e-5), "q4": (1e-3, 1e-4), "8da4w": (1e-1, 5e-2)}
 """Largest relative loss error, free-running and replayed, that `verify` calls right, by quantisation."""
 
 
-def export_job(config: RunConfig, *, overwrite: bool = False) -> ExportJob:
-    """What `config` asks an exporter for."""
-    return ExportJob(
-        model=config.model,
-        method=config.method,
-        export=config.export,
-        seed=config.train.seed,
-        task=config.data.task,
-        overwrite=overwrite,
-    )
+def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob]:
+    """What `config` asks an exporter for: one job, or one for each chip of an NPU target."""
+    target, sections = exporter(config.export.target), [config.export]
+    if socs := target.socs:
+        chosen = list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
+        sections = [config.export.model_copy(update={"soc": (soc,)}) for soc in chosen]
+    return [
+        ExportJob(
+            model=config.model,
+            method=config.method,
+            export=section,
+            seed=config.train.seed,
+            task=config.data.task,
+            overwrite=overwrite,
+        )
+        for section in sections
+    ]
 
 
-def export(config: RunConfig, out: Path, *, overwrite: bool = False) -> ExportReport:
-    """Export the run's training step; see `Exporter.export`.
+def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> list[ExportReport]:
+    """Export the run's training step; several chips give one artifact each, in folders of `out` named after them.
 
     Args:
         config: model, method, `export` section, seed and task.
         out: the artifact's folder.
         overwrite: replace what is there.
     """
-    return exporter(config.export.target).export(export_job(config, overwrite=overwrite), Path(out))
+    jobs = export_jobs(config, overwrite=overwrite)
+    places = [Path(out)] if len(jobs) == 1 else [Path(out) / job.export.soc[0] for job in jobs]
+    target = exporter(config.export.target)
+    if problems := list(dict.fromkeys(problem for job in jobs for problem in target.check(job))):
+        raise ConfigError("cannot export: " + "; ".join(problems))
+    return [target.export(job, place) for job, place in zip(jobs, places)]
+
+
+def export(config: RunConfig, out: Path, *, overwrite: bool = False) -> ExportReport:
+    """`export_each` for one artifact.
+
+    Raises:
+        ConfigError: the run asks for several chips.
+    """
+    if len(jobs := export_jobs(config)) != 1:
+        raise ConfigError(
+            "one artifact is asked for and several chips are named",
+            expected="one soc",
+            received=", ".join(job.export.soc[0] for job in jobs),
+            hint="use export_each",
+        )
+    return export_each(config, out, overwrite=overwrite)[0]
 
 
 def run_config(folder: Path, path: Path | None = None, overrides: dict[str, Any] | None = None) -> RunConfig:

@@ -55,6 +55,6 @@ def artifact_tokenizer(folder: Path) -> Any:
 
 def open_artifact(folder: Path) -> Any:
     """An artifact, checked, in the runtime it was made for; step it with `.step(ids, labels, step, learning_rate)`."""
-    from ondevice.runtime.executorch import ExecutorchSession
+    from ondevice.runtime.opening import open_session
 
-    return ExecutorchSession(Path(folder), read_manifest(Path(folder)))
+    return open_session(Path(folder), read_manifest(Path(folder)))

@@ -192,10 +192,10 @@ def run_artifact(
     sinks: Iterable[Sink] = (),
 ) -> Trained:
     """Fine-tune with the ExecuTorch runtime; model and method are the artifact's, the rest is `config`'s."""
-    from ondevice.runtime.executorch import ExecutorchSession
+    from ondevice.runtime.opening import open_session
 
     manifest = read_manifest(folder)
-    session = ExecutorchSession(folder, manifest)
+    session = open_session(folder, manifest)
     tokenizer = artifact_tokenizer(folder)
     longest = max(manifest.lengths_tokens)
     options = {

@@ -38,6 +38,19 @@ class ProgramMethod(Section):
     instructions: int
 
 
+class Share(Section):
+    """What one backend runs of a program method."""
+
+    backend: str
+    """`QnnBackend` (NPU), `XnnpackBackend` (CPU), or `portable`: the runtime's own kernels."""
+    calls: int
+    """Delegate calls, or kernel calls of the portable part."""
+    operators: int
+    """Operators of the exported graph that it runs."""
+    bytes: int
+    """Constants and compiled code that it holds; what several methods share is counted in each."""
+
+
 class AdapterEntry(Section):
     """One LoRA B matrix in the flat adapter vector: float32 [rank, outputs], row-major, at `offset` elements."""
 
@@ -93,6 +106,10 @@ class Manifest(Section):
     adapter: tuple[AdapterEntry, ...]
     custom_ops: tuple[str, ...] = ()
     """Ops of this project that the runtime must link; empty for a stock runtime."""
+    soc: str | None = None
+    """The Qualcomm chip that the NPU's part was compiled for; None for a program without one."""
+    partition: dict[str, tuple[Share, ...]] = Field(default_factory=dict)
+    """Which backend runs how much, by method."""
     tokenizer_sha256: str
     chat_template_sha256: str | None = None
     task: str | None = None

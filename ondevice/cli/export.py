@@ -23,7 +23,11 @@ def export(
     task: common.Task = None,
     length: Annotated[list[int] | None, typer.Option("--length", help="Length bucket in tokens (repeat).")] = None,
     batch_size: common.BatchSize = None,
-    quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w.")] = None,
+    quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w; 16a8w on an NPU.")] = None,
+    soc: Annotated[
+        list[str] | None,
+        typer.Option("--soc", help="Qualcomm chip of an NPU program, such as SM8650 (repeat), or all."),
+    ] = None,
     form: Annotated[str | None, typer.Option("--form", help="functional or stateful.")] = None,
     queries: common.Queries = None,
     perturbation_scale: common.Scale = None,
@@ -55,6 +59,7 @@ def export(
         export__batch_size=batch_size,
         export__quantize=quantize,
         export__form=form,
+        export__soc=soc or None,
         method__queries=queries,
         method__perturbation_scale=perturbation_scale,
         method__learning_rate=learning_rate,
@@ -62,7 +67,11 @@ def export(
     )
     run_config = RunConfig.load(config, flags)
     if dry_run:
-        problems = exporter(run_config.export.target).check(artifacts.export_job(run_config))
+        problems = [
+            problem
+            for job in artifacts.export_jobs(run_config)
+            for problem in exporter(run_config.export.target).check(job)
+        ]
         if json:
             print_json({"problems": problems, "ok": not problems})
         if problems:
@@ -73,28 +82,48 @@ def export(
     if target_dir is None:
         raise ConfigError("no folder is given", expected="--out DIR")
     with stages(quiet or json):
-        report = artifacts.export(run_config, target_dir, overwrite=overwrite)
-    _show(report, json)
+        reports = artifacts.export_each(run_config, target_dir, overwrite=overwrite)
+    _show(reports, json)
 
 
-def _show(report: Any, json: bool) -> None:
-    values = {name: getattr(report, name) for name in report.__dataclass_fields__}
+def _show(reports: list[Any], json: bool) -> None:
+    values = [{name: getattr(report, name) for name in report.__dataclass_fields__} for report in reports]
     if json:
-        print_json(values)
+        print_json(values[0] if len(values) == 1 else {"artifacts": values})
         return
-    for warning in report.warnings:
-        err.print(f"warning: {warning}", markup=False)
-    table(
-        {
-            "artifact": str(report.path),
-            "program": mebibytes(report.program_bytes),
-            "planned memory": mebibytes(report.planned_bytes["train_step"]),
-            "lowering": f"{report.lowering_s:.0f} s",
-            "kernels of this project": ", ".join(report.custom_ops) or "none: a stock runtime runs it",
-            "loss error against eager": f"{report.check['max_rel_loss_error_replayed']:.1e}",
-            "adapter error against eager": f"{report.check['max_abs_adapter_error']:.1e}",
+    for report in reports:
+        for warning in report.warnings:
+            err.print(f"warning: {warning}", markup=False)
+        table(
+            {
+                "artifact": str(report.path),
+                "program": mebibytes(report.program_bytes),
+                "planned memory": mebibytes(report.planned_bytes["train_step"]),
+                "lowering": f"{report.lowering_s:.0f} s",
+                "kernels of this project": ", ".join(report.custom_ops) or "none: a stock runtime runs it",
+                **{
+                    f"train_step on {share.backend}": f"{share.operators} operators in {share.calls} calls, "
+                    f"{mebibytes(share.bytes)}"
+                    for share in report.partition["train_step"]
+                },
+                **_against_eager(report.check),
+            }
+        )
+
+
+def _against_eager(check: dict[str, Any]) -> dict[str, str]:
+    if "max_rel_loss_error_replayed" in check:
+        return {
+            "loss error against eager": f"{check['max_rel_loss_error_replayed']:.1e}",
+            "adapter error against eager": f"{check['max_abs_adapter_error']:.1e}",
         }
-    )
+    return {
+        "checked in": check["backend"],
+        "loss error against eager": f"{check['loss_error']:.1e}",
+        "update error against eager": f"{check['adapter_error']:.1e}",
+        "signs of projected gradients": f"{check['sign_agreement'] * check['directions']:.0f} of "
+        f"{check['directions']} as in float32",
+    }
 
 
 def verify(

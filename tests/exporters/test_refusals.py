@@ -129,12 +129,12 @@ def test_all_problems_are_listed_before_weights_are_loaded(monkeypatch) -> None:
 
     monkeypatch.setattr(models, "load_model", load_model)
     settings = config("q4", **{"method.form": "copies", "method.top_layers": 3, "export.lengths_tokens": [8, 1024]})
-    problems = exporter("android-cpu").check(artifacts.export_job(settings))
+    problems = exporter("android-cpu").check(artifacts.export_jobs(settings)[0])
     assert len(problems) == 3 and all(word in " ".join(problems) for word in ("form master", "top_layers is 3", "1024"))
     baseline = config("q4").model_copy(update={"method": config("q4", method={"name": "mezo"}).method})
-    assert "mezo does not export" in exporter("android-cpu").check(artifacts.export_job(baseline))[0]
+    assert "mezo does not export" in exporter("android-cpu").check(artifacts.export_jobs(baseline)[0])[0]
     missing = config("q4", **{"model.source": "/no/such/model"})
-    assert "/no/such/model" in exporter("android-cpu").check(artifacts.export_job(missing))[-1]
+    assert "/no/such/model" in exporter("android-cpu").check(artifacts.export_jobs(missing)[0])[-1]
 
 
 def test_a_target_that_is_none_lists_the_targets() -> None:

@@ -132,7 +132,7 @@ class PrgeProgram(nn.Module):
         for members in passes:
             selected = copies_of if len(passes) == 1 else self._select(copies_of, members)
             hidden = self._run_suffix(prefix.repeat(len(members), 1, 1), selected)
-            nll, count = self._row_nll(hidden, labels_BT.repeat(len(members), 1))
+            nll, count = self.row_nll(hidden, labels_BT.repeat(len(members), 1))
             parts.append(nll.reshape(len(members), -1).sum(1) / count.reshape(len(members), -1).sum(1))
         if len(parts) == 1:
             return parts[0]
@@ -169,7 +169,7 @@ class PrgeProgram(nn.Module):
     def evaluate(self, ids_ET: Tensor, labels_ET: Tensor, adapter_P: Tensor) -> tuple[Tensor, Tensor]:
         """Negative log likelihood summed over each row's labelled tokens and their count, float32 [rows] each."""
         hidden = self._run_suffix(self._run_prefix(ids_ET), lambda start, count: adapter_P[None, start : start + count])
-        return self._row_nll(hidden, labels_ET)
+        return self.row_nll(hidden, labels_ET)
 
     def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor) -> CopiesOf:
         """The step's copies, made range by range when a layer asks for them."""
@@ -177,10 +177,16 @@ class PrgeProgram(nn.Module):
 
         def copies_of(start: int, count: int) -> Tensor:
             base = adapter_P[None, start : start + count]
-            z = self.noise(seed, step, NOISE_TENSOR, config.queries, start, count) * config.perturbation_scale
-            return torch.cat([base + z, base - z] if config.estimator == "central" else [base, base + z])
+            z = self.noise(seed, step, NOISE_TENSOR, config.queries, start, count)
+            return self.moved(base, z * config.perturbation_scale)
 
         return copies_of
+
+    def moved(self, base_1P: Tensor, z_QP: Tensor) -> Tensor:
+        """The copies of a range, float32 [copies, count]: moved along `z` both ways, or one way and not at all."""
+        return torch.cat(
+            [base_1P + z_QP, base_1P - z_QP] if self.config.estimator == "central" else [base_1P, base_1P + z_QP]
+        )
 
     def _passes(self) -> list[list[int]]:
         """Which copies share a forward pass."""
@@ -213,7 +219,7 @@ class PrgeProgram(nn.Module):
                 self.linears[entry].slot.copies = None
         return self.family.final_norm(hidden_RTD)
 
-    def _row_nll(self, hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
+    def row_nll(self, hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
         rows = labels_RT.shape[0]
         hidden, labels = shift(hidden_RTD, labels_RT)
         nll = self.token_loss(hidden, labels).reshape(rows, -1).sum(1)

@@ -1,0 +1,151 @@
+"""What every ExecuTorch target does: look for problems, load, author, lower, check, and write the artifact."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.manifest import MANIFEST_NAME
+from ondevice.errors import ArtifactError, ConfigError, OndeviceError, VerificationError
+from ondevice.exporters.base import ExportJob, ExportReport
+from ondevice.methods.prge.config import PrgeConfig
+
+if TYPE_CHECKING:
+    from ondevice.artifact.manifest import Manifest
+    from ondevice.exporters.executorch.lower import Lowered
+    from ondevice.exporters.executorch.programs import MethodSpec
+    from ondevice.models import LoadedModel, ModelDims
+
+log = logging.getLogger("ondevice.exporters")
+
+
+class ExecutorchTarget:
+    """The order of an export; a subclass says what its target takes, lowers, and checks."""
+
+    name: str
+    socs: ClassVar[dict[str, str]] = {}
+
+    def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
+        """What only this target minds."""
+        raise NotImplementedError
+
+    def build(self, job: ExportJob, loaded: LoadedModel) -> tuple[Any, list[MethodSpec], Lowered]:
+        """The training program, its methods, and the lowered program."""
+        raise NotImplementedError
+
+    def verify(
+        self, folder: Path, manifest: Manifest, program: Any, job: ExportJob
+    ) -> tuple[dict[str, Any], list[str]]:
+        """What the check measured, and warnings; raises if the program is wrong."""
+        raise NotImplementedError
+
+    def check(self, job: ExportJob) -> list[str]:
+        """Every reason why `job` cannot be exported; no weights are loaded."""
+        from ondevice.models import read_dims
+
+        problems = []
+        if importlib.util.find_spec("executorch") is None:
+            problems.append("executorch is not installed: pip install 'ondevice-train[executorch]'")
+        if not isinstance(job.method, PrgeConfig):
+            return [*problems, f"method {job.method.name} does not export to {self.name}: use --method prge"]
+        if job.method.form != "master" or not (job.method.inner_loop and job.method.outer_loop):
+            problems.append(
+                "an exported step has form master, inner_loop and outer_loop: the others are eager baselines"
+            )
+        try:
+            dims = read_dims(job.model.source, job.model.revision)
+        except OndeviceError as error:
+            return [*problems, str(error)]
+        try:
+            for target in job.method.targets:
+                dims.linear_shape(target)
+        except OndeviceError as error:
+            problems.append(str(error))
+        if job.method.top_layers is not None and job.method.top_layers > dims.layers:
+            problems.append(f"top_layers is {job.method.top_layers} and the model has {dims.layers} layers")
+        if max(job.export.lengths_tokens) > dims.max_positions:
+            problems.append(
+                f"lengths_tokens {max(job.export.lengths_tokens)} exceeds the model's {dims.max_positions} positions"
+            )
+        return [*problems, *self.problems(job, dims)]
+
+    def export(self, job: ExportJob, out: Path) -> ExportReport:
+        """Load, author, lower, check against eager, and write the artifact; see `Exporter.export`."""
+        problems = self.check(job)
+        if problems:
+            raise ConfigError("cannot export: " + "; ".join(problems))
+        out = Path(out)
+        check_free(out, job.overwrite)
+        from ondevice.artifact.manifest import write_manifest
+        from ondevice.exporters.executorch.describe import describe, readme
+        from ondevice.models import load_model, save_tokenizer
+
+        log.info("loading %s", job.model.source)
+        loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
+        names = {
+            (layer, target): loaded.family.linear_name(layer, target)
+            for layer in range(loaded.dims.layers)
+            for target in job.method.targets
+        }
+        program, methods, lowered = self.build(job, loaded)
+        with atomic_directory(out, marker=MANIFEST_NAME) as folder:
+            (folder / "program.pte").write_bytes(lowered.buffer)
+            save_tokenizer(loaded, folder / "tokenizer")
+            manifest = describe(self.name, job, loaded, program, methods, lowered, names)
+            (folder / "README.md").write_text(readme(manifest), encoding="utf-8")
+            log.info("lowered in %.0f s; checking the program against eager", lowered.seconds)
+            check, warnings = self.verify(folder, manifest, program, job)
+            manifest = manifest.model_copy(update={"check": check})
+            write_manifest(manifest, folder)
+        return ExportReport(
+            path=out,
+            target=self.name,
+            program_bytes=len(lowered.buffer),
+            lowering_s=lowered.seconds,
+            planned_bytes=lowered.planned_bytes,
+            custom_ops=manifest.custom_ops,
+            check=check,
+            warnings=tuple(warnings),
+            partition=lowered.partition,
+        )
+
+
+def check_round_trip(session: Any, program: Any) -> None:
+    """The adapter survives saving and loading.
+
+    Raises:
+        VerificationError: it does not.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        save_adapter(session.adapter(), Path(temporary) / "adapter")
+        flat = session.flat().copy()
+        session.load_adapter(load_adapter(Path(temporary) / "adapter"))
+    used = np.zeros(len(flat), dtype=bool)
+    for entry in program.layout.entries:
+        used[entry.offset : entry.offset + entry.count] = True
+    if not np.array_equal(session.flat()[used], flat[used]):
+        raise VerificationError("the adapter does not survive saving and loading; nothing was written")
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """Refuse a place that cannot be written before minutes are spent on a program."""
+    if out.exists() and not out.is_dir():
+        raise ArtifactError(f"{out} is a file", expected="a folder or a free name", hint="choose another name")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise ArtifactError(f"{out} is not empty", hint="choose another folder, or pass --overwrite")
+    if not (out / MANIFEST_NAME).is_file():
+        raise ArtifactError(
+            f"{out} is not an artifact and is not replaced",
+            expected=MANIFEST_NAME,
+            received=min(p.name for p in out.iterdir()),
+            hint="choose another folder, or empty this one yourself",
+        )

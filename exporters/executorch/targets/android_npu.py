@@ -1,0 +1,96 @@
+"""Target `android-npu`: the blocks on a Qualcomm NPU through QNN, everything else in float32 on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.errors import VerificationError
+from ondevice.exporters.executorch.target import ExecutorchTarget, check_round_trip, log
+from ondevice.runtime import qnn
+
+if TYPE_CHECKING:
+    from ondevice.artifact.manifest import Manifest
+    from ondevice.exporters.base import ExportJob
+    from ondevice.exporters.executorch.lower import Lowered
+    from ondevice.exporters.executorch.programs import MethodSpec
+    from ondevice.models import LoadedModel, ModelDims
+
+SOCS = {
+    "SM8450": "Snapdragon 8 Gen 1",
+    "SM8475": "Snapdragon 8+ Gen 1",
+    "SM8550": "Snapdragon 8 Gen 2",
+    "SM8650": "Snapdragon 8 Gen 3",
+    "SM8750": "Snapdragon 8 Elite",
+    "SM8845": "Snapdragon 8 Gen 5",
+    "SM8850": "Snapdragon 8 Elite Gen 5",
+}
+"""Phone chips whose NPU computes in float16."""
+
+
+class Target(ExecutorchTarget):
+    """One delegate of all blocks; embedding, noise, loss, projected gradient and update around it."""
+
+    name = "android-npu"
+    socs = SOCS
+
+    def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
+        config, problems = job.export, []
+        if reason := qnn.problem():
+            problems.append(reason)
+        if unknown := [soc for soc in config.soc if soc not in SOCS]:
+            problems.append(f"soc {', '.join(unknown)} is not known; expected {', '.join(SOCS)} or all")
+        if len(config.lengths_tokens) != 1:
+            problems.append("the NPU's program has one length: every bucket would store the model again")
+        if config.form != "functional":
+            problems.append(f"form {config.form} does not go with the NPU: use functional")
+        if config.quantize not in ("none", "16a8w"):
+            problems.append(f"quantize {config.quantize} is for the CPU; expected none or 16a8w")
+        if config.uses_ops:
+            problems.append("the NPU's program runs on a stock runtime: leave generator and loss at auto")
+        if not dims.gated:
+            problems.append(f"family {dims.family} has layer norms, which are not lowered to the NPU here")
+        return problems
+
+    def build(self, job: ExportJob, loaded: LoadedModel) -> tuple[Any, list[MethodSpec], Lowered]:
+        qnn.load_compiler()
+        with qnn.quiet():
+            from ondevice.exporters.executorch import author as authoring
+            from ondevice.exporters.executorch.lower import lower
+            from ondevice.exporters.executorch.qnn.body import compile_body
+            from ondevice.exporters.executorch.qnn.program import example_body_inputs, npu_methods
+            from ondevice.exporters.executorch.rewrite import rewritten
+
+        config, (soc,), (length,) = job.export, job.export.soc, job.export.lengths_tokens
+        program = authoring.author(loaded, job.method, config, job.seed)
+        rows = job.method.copies * config.batch_size
+        log.info("compiling %d blocks for the NPU of %s: two minutes for 30 blocks", loaded.dims.layers, soc)
+        inputs = example_body_inputs(program, rows, length)
+        body, seconds = compile_body(program, inputs, soc, unrolled=config.rows == "unrolled")
+        log.info("compiled in %.0f s; lowering the rest", seconds)
+        methods = npu_methods(program, body, rows, length)
+        with rewritten(loaded.model), qnn.quiet():
+            lowered = lower(methods)
+        lowered.seconds += seconds
+        return program, methods, lowered
+
+    def verify(
+        self, folder: Path, manifest: Manifest, program: Any, job: ExportJob
+    ) -> tuple[dict[str, Any], list[str]]:
+        """One step in the simulator against float32 eager, the update it made, and an adapter round trip."""
+        from ondevice.exporters.executorch.check import random_batches
+        from ondevice.exporters.executorch.qnn.check import agreement
+        from ondevice.runtime.npu import NpuSession
+
+        session = NpuSession(folder, manifest)
+        batches = random_batches(session, manifest.model.dims["vocab"], 1)
+        result = agreement(session, program, batches, job.method.learning_rate, job.method.perturbation_scale)
+        if reasons := result.reasons():
+            raise VerificationError(
+                "the NPU's program does not follow eager PyTorch; nothing was written",
+                expected="; ".join(expected for expected, _ in reasons),
+                received="; ".join(received for _, received in reasons),
+            )
+        check_round_trip(session, program)
+        session.close()
+        return {**result.to_dict(), "backend": session.backend, "adapter_round_trip": True}, []
