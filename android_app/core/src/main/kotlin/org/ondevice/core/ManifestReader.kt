@@ -1,0 +1,158 @@
+package org.ondevice.core
+
+import java.io.File
+import java.io.IOException
+
+/** Reads and checks `manifest.json`; keys that this version does not know are ignored. */
+object ManifestReader {
+    const val SCHEMA_VERSION = 1L
+    const val FILE_NAME = "manifest.json"
+    private val COUNT = 1..(1 shl 28)
+
+    /**
+     * Read the manifest in [folder].
+     *
+     * @param checkFiles stream every listed file through SHA-256.
+     * @throws OndeviceException [ErrorKind.ARTIFACT]: no artifact, another schema version, a missing, changed or
+     *   truncated file, a name that leaves the folder, a form or a layout that the phone cannot run.
+     */
+    fun read(folder: File, checkFiles: Boolean = true): Manifest {
+        val file = File(folder, FILE_NAME)
+        if (!file.isFile) {
+            throw artifactError(
+                "${folder.name} is not an artifact", FILE_NAME, "no such file", "`ondevice export` writes the whole folder; copy all of it",
+            )
+        }
+        val bytes = file.readBytes()
+        val text = try {
+            Storage.decode(bytes)
+        } catch (error: IOException) {
+            throw artifactError("$FILE_NAME is not UTF-8", received = error.message, hint = "copy it again")
+        }
+        val manifest = parse(text, Storage.sha256(bytes))
+        if (checkFiles) checkFiles(manifest, folder)
+        return manifest
+    }
+
+    /** Parse the text of a manifest; [sha256] is that of its bytes. */
+    fun parse(text: String, sha256: String = Storage.sha256(text.toByteArray())): Manifest {
+        val top = Fields.parse(text, FILE_NAME)
+        if (top.raw("schema_version") != SCHEMA_VERSION) {
+            throw artifactError(
+                "$FILE_NAME is of another version", "schema_version $SCHEMA_VERSION", describe(top.raw("schema_version")),
+                "export the model with the version of ondevice that belongs to this app, or update the app",
+            )
+        }
+        val form = top.text("form")
+        if (form != "functional") {
+            throw artifactError(
+                "the program keeps its adapter in a mutable buffer, which the runtime's Java API cannot read",
+                "form functional", form, "export it with --form functional",
+            )
+        }
+        val model = top.fields("model")
+        val manifest = Manifest(
+            sha256 = sha256,
+            ondeviceVersion = top.text("ondevice_version"),
+            runtime = top.text("runtime"),
+            target = top.text("target"),
+            method = method(top.fields("method")),
+            modelSource = model.text("source"),
+            modelSha256 = model.text("sha256"),
+            modelDims = model.map("dims"),
+            program = top.textOrNull("program") ?: "program.pte",
+            form = form,
+            quantize = top.text("quantize"),
+            methods = top.map("methods").keys.associateWith { programMethod(top.fields("methods").fields(it)) },
+            lengthsTokens = top.ints("lengths_tokens", COUNT).sorted().distinct(),
+            batchSize = top.int("batch_size", COUNT),
+            evalBatchSize = top.int("eval_batch_size", COUNT),
+            generator = generator(top.fields("generator")),
+            adapterSize = top.int("adapter_size", COUNT),
+            adapter = top.objects("adapter").map(::adapterEntry),
+            customOps = if (top.has("custom_ops")) top.texts("custom_ops") else emptyList(),
+            tokenizerSha256 = top.text("tokenizer_sha256"),
+            chatTemplateSha256 = top.textOrNull("chat_template_sha256"),
+            task = top.textOrNull("task"),
+            files = top.map("files").keys.associateWith { top.fields("files").text(it) },
+            partition = partition(top),
+        )
+        ManifestCheck.layout(manifest)
+        ManifestCheck.methods(manifest)
+        ManifestCheck.names(manifest)
+        return manifest
+    }
+
+    /** Hold every listed file against its SHA-256. */
+    fun checkFiles(manifest: Manifest, folder: File) {
+        val hint = "copy the whole folder again"
+        for ((name, expected) in manifest.files) {
+            val file = File(folder, name)
+            if (!file.isFile) throw artifactError("the artifact ${folder.name} lacks a file", name, "no such file", hint)
+            val received = try {
+                Storage.sha256(file)
+            } catch (error: IOException) {
+                throw artifactError("$name cannot be read", received = error.message, hint = hint)
+            }
+            if (received != expected) {
+                throw artifactError(
+                    "$name has changed or is cut off (${file.length()} bytes)", "SHA-256 $expected", "SHA-256 $received", hint,
+                )
+            }
+        }
+    }
+
+    private fun method(fields: Fields) = MethodInfo(
+        name = fields.text("name"),
+        rank = fields.int("rank", 1..1024),
+        alpha = fields.double("alpha"),
+        targets = fields.texts("targets"),
+        queries = if (fields.has("queries")) fields.int("queries", 1..4096) else 1,
+        perturbationScale = if (fields.has("perturbation_scale")) fields.double("perturbation_scale") else 0.0,
+        learningRate = fields.double("learning_rate"),
+        values = fields.keys.associateWith { fields.raw(it) },
+    )
+
+    private fun programMethod(fields: Fields) = ProgramMethod(
+        inputs = fields.objects("inputs").map(::port),
+        outputs = fields.objects("outputs").map(::port),
+        plannedBytes = fields.long("planned_bytes"),
+        ops = fields.texts("ops"),
+        delegates = fields.int("delegates"),
+        instructions = fields.int("instructions"),
+    )
+
+    private fun port(fields: Fields): Port {
+        val name = fields.text("dtype")
+        val dtype = DType.values().firstOrNull { it.manifestName == name }
+            ?: throw fields.wrong("dtype", "int64 or float32, which the runtime's Java API hands over", name)
+        return Port(fields.text("name"), dtype, fields.ints("shape", COUNT), fields.textOrNull("unit") ?: "")
+    }
+
+    private fun adapterEntry(fields: Fields) = AdapterEntry(
+        linear = fields.text("linear"),
+        layer = fields.int("layer"),
+        target = fields.text("target"),
+        offset = fields.int("offset"),
+        rank = fields.int("rank", 1..1024),
+        inputs = fields.int("inputs", COUNT),
+        outputs = fields.int("outputs", COUNT),
+    )
+
+    private fun generator(fields: Fields) = GeneratorInfo(
+        fields.textOrNull("scheme") ?: "splitmix64-counter",
+        fields.text("distribution"),
+        fields.text("lowering"),
+        fields.long("seed"),
+    )
+
+    private fun partition(top: Fields): Map<String, List<PartitionPart>> {
+        if (!top.has("partition")) return emptyMap()
+        val part = { fields: Fields ->
+            PartitionPart(fields.text("backend"), fields.int("operators"), fields.longOrNull("bytes") ?: 0L)
+        }
+        if (top.raw("partition") is List<*>) return mapOf("" to top.objects("partition").map(part))
+        val methods = top.fields("partition")
+        return methods.keys.associateWith { methods.objects(it).map(part) }
+    }
+}
