@@ -1,22 +1,26 @@
 """Numbers a second of every form of the generator beside torch.randn, and what SplitMix64 saves over Philox4x32-10.
 
-Philox is written here only, in the same ATen ops as `runtime_ops.graph`, to show why it was not chosen: in a
-program without custom ops each instruction is a pass over memory.
+Forms whose package or device is not there are left out. A ratio is the median over the rounds of a form's speed
+against torch.randn's in the same round, on the same device and with the same number of threads. Philox is written
+here only, in the same ATen ops as `runtime_ops.graph`, to show why it was not chosen: in a program without custom
+ops each instruction is a pass over memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import finish, interleaved, parse_args
+from benchmarks.common import finish, interleaved, median, parse_args
 from ondevice.runtime_ops import build, generator, graph, torch_ops
 
-NEEDS = ("executorch",)
+NEEDS = ("torch",)
 TENSOR = 0
 LOW = 0xFFFFFFFF
 
@@ -24,7 +28,7 @@ LOW = 0xFFFFFFFF
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queries", type=int, default=4)
     parser.add_argument("--count", type=int, default=614_400, help="elements of each query")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of the forms that can use several")
 
 
 def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
@@ -86,25 +90,67 @@ def check_philox() -> None:
         assert tuple(int(w) for w in words) == expected, "this Philox is wrong"
 
 
-def main() -> None:
-    args = parse_args(__doc__, arguments)
-    torch.set_num_threads(args.threads)
-    check_philox()
+@dataclass
+class Form:
+    """One row: what is measured, on how many threads (None: the GPU), and the torch.randn it is held against."""
+
+    name: str
+    threads: int | None
+    call: Callable[[], Any]
+    peer: str | None = None
+    instructions: int | None = None
+
+
+def on_cpu(args: Any, inputs: tuple[Tensor, Tensor], where: tuple[int, int, int, int]) -> list[Form]:
+    """Eager PyTorch and numpy: torch.randn and the op with one thread and with `--threads`."""
+    ops, backend = torch.ops.ondevice, torch_ops.generator_backend()
+
+    def threaded(threads: int, call: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> None:
+            torch.set_num_threads(threads)
+            call()
+
+        return run
+
+    forms = []
+    for threads in sorted({1, args.threads}):
+        peer = f"torch.randn {threads}"
+        for name, call, held in (
+            ("torch.randn", lambda: torch.randn(args.queries, args.count), None),
+            (f"normal, op in eager ({backend})", lambda: ops.normal(*inputs, *where), peer),
+            (f"rademacher, op in eager ({backend})", lambda: ops.rademacher(*inputs, *where), None),
+        ):
+            forms.append(Form(name, threads, threaded(threads, call), held))
+    for kind, form in (("normal", graph.aten_normal), ("rademacher", graph.aten_rademacher)):
+        held = f"torch.randn {args.threads}" if kind == "normal" else None
+        call = threaded(args.threads, lambda form=form: form(*inputs, *where))
+        forms.append(Form(f"{kind}, ATen in eager", args.threads, call, held))
+    forms.append(Form("normal, numpy", 1, lambda: generator.normal(1, 2, *where), "torch.randn 1"))
+    return [*forms, Form("rademacher, numpy", 1, lambda: generator.rademacher(1, 2, *where))]
+
+
+def in_mlx(args: Any, where: tuple[int, int, int, int]) -> list[Form]:
+    """MLX on its CPU device, which runs a graph on one thread; on Metal where that is the default device."""
+    import mlx.core as mx
+
+    from ondevice.runtime_ops import mlx_ops
+
+    device, shape = "Metal" if mx.default_device() == mx.gpu else "CPU", [args.queries, args.count]
+    peer = "torch.randn 1"
+    return [
+        Form(f"mx.random.normal, MLX {device}", 1, lambda: mx.eval(mx.random.normal(shape)), peer),
+        Form(f"normal, MLX {device}", 1, lambda: mx.eval(mlx_ops.normal(1, 2, *where)), peer),
+        Form(f"rademacher, MLX {device}", 1, lambda: mx.eval(mlx_ops.rademacher(1, 2, *where))),
+    ]
+
+
+def in_executorch(args: Any, inputs: tuple[Tensor, Tensor]) -> list[Form]:
+    """Programs without and with the custom op in the ExecuTorch runtime."""
     build.load_executorch_ops()
-    torch_ops.register()
-    inputs = (torch.tensor([1]), torch.tensor([2]))
-    where = (TENSOR, args.queries, 0, args.count)
-    ops = torch.ops.ondevice
-    calls: dict[str, Callable[[], Any]] = {
-        "torch.randn": lambda: torch.randn(args.queries, args.count),
-        "normal, numpy": lambda: generator.normal(1, 2, *where),
-        "normal, ATen in eager": lambda: graph.aten_normal(*inputs, *where),
-        f"normal, op in eager ({torch_ops.generator_backend()})": lambda: ops.normal(*inputs, *where),
-        "rademacher, numpy": lambda: generator.rademacher(1, 2, *where),
-        "rademacher, ATen in eager": lambda: graph.aten_rademacher(*inputs, *where),
-        f"rademacher, op in eager ({torch_ops.generator_backend()})": lambda: ops.rademacher(*inputs, *where),
-    }
-    instructions = {}
+    from executorch.extension.pybindings import portable_lib
+
+    portable_lib._unsafe_reset_threadpool(args.threads)
+    ops, forms = torch.ops.ondevice, []
     for name, form in {
         "normal, ATen in ExecuTorch": graph.aten_normal,
         "Philox normal, ATen in ExecuTorch": philox_normal,
@@ -112,29 +158,60 @@ def main() -> None:
         "normal, op in ExecuTorch": ops.normal,
         "rademacher, op in ExecuTorch": ops.rademacher,
     }.items():
-        calls[name], instructions[name] = lower(form, args, inputs)
-    if torch.cuda.is_available():
-        there = tuple(value.cuda() for value in inputs)
-        calls["torch.randn, CUDA"] = lambda: torch.randn(args.queries, args.count, device="cuda")
-        calls["normal, Triton"] = lambda: ops.normal(*there, *where)
-        calls["rademacher, Triton"] = lambda: ops.rademacher(*there, *where)
-    numbers = args.queries * args.count
-    seconds = interleaved(calls, args.repeats, warmup=2)
-    rows = [
-        {
-            "form": name,
-            "numbers_per_s": [numbers / value for value in values],
-            "instructions": instructions.get(name),
-        }
-        for name, values in seconds.items()
+        call, instructions = lower(form, args, inputs)
+        peer = f"torch.randn {args.threads}" if "normal" in name else None
+        forms.append(Form(name, args.threads, call, peer, instructions))
+    return forms
+
+
+def on_cuda(args: Any, inputs: tuple[Tensor, Tensor], where: tuple[int, int, int, int]) -> list[Form]:
+    """Triton and torch.randn on the GPU."""
+    ops, there = torch.ops.ondevice, tuple(value.cuda() for value in inputs)
+    backend = torch_ops.generator_backend("cuda")
+    return [
+        Form("torch.randn, CUDA", None, lambda: torch.randn(args.queries, args.count, device="cuda")),
+        Form(f"normal, CUDA ({backend})", None, lambda: ops.normal(*there, *where), "torch.randn, CUDA None"),
+        Form(f"rademacher, CUDA ({backend})", None, lambda: ops.rademacher(*there, *where)),
     ]
+
+
+def main() -> None:
+    args = parse_args(__doc__, arguments, repeats=21)
+    check_philox()
+    torch_ops.register()
+    inputs = (torch.tensor([1]), torch.tensor([2]))
+    where = (TENSOR, args.queries, 0, args.count)
+    forms = on_cpu(args, inputs, where)
+    if importlib.util.find_spec("mlx"):
+        forms += in_mlx(args, where)
+    if importlib.util.find_spec("executorch"):
+        forms += in_executorch(args, inputs)
+    if torch.cuda.is_available():
+        forms += on_cuda(args, inputs, where)
+    numbers = args.queries * args.count
+    seconds = interleaved({f"{form.name} {form.threads}": form.call for form in forms}, args.repeats, warmup=2)
+    rows = []
+    for form, values in zip(forms, seconds.values(), strict=True):
+        peer = seconds.get(form.peer or "")
+        rows.append(
+            {
+                "form": form.name,
+                "threads": form.threads,
+                "numbers_per_s": [numbers / value for value in values],
+                "ratio": median(p / v for p, v in zip(peer, values, strict=True)) if peer else None,
+                "instructions": form.instructions,
+            }
+        )
     columns = [
         {"key": "form", "title": "Form"},
+        {"key": "threads", "title": "Threads"},
         {"key": "numbers_per_s", "title": "Numbers a second (10^6)", "scale": 1e-6, "digits": 0},
+        {"key": "ratio", "title": "× torch.randn", "digits": 2},
         {"key": "instructions", "title": "Instructions"},
     ]
-    title = f"Generator, {numbers} numbers, {args.threads} threads"
-    finish("generator", rows, args, columns, title=title, show_versions=["torch", "executorch"])
+    columns = [column for column in columns if any(row[column["key"]] is not None for row in rows)]
+    shown = ["torch", "executorch", "mlx", *(["triton"] if torch.cuda.is_available() else [])]
+    finish("generator", rows, args, columns, title=f"Generator, {numbers} numbers a call", show_versions=shown)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from torch.library import opcheck
 
 from ondevice.errors import ConfigError, DataError, ModelError
-from ondevice.runtime_ops import generator, golden, native, quantized, torch_ops
+from ondevice.runtime_ops import build, generator, golden, native, quantized, torch_ops
 
 OPS = torch.ops.ondevice
 
@@ -45,6 +47,12 @@ def samples() -> dict[str, tuple]:
 def test_samples_cover_every_op():
     assert sorted(samples()) == sorted(torch_ops.OP_NAMES)
     assert sorted(["normal", "rademacher", *(case["op"] for case in golden.read_ops())]) == sorted(torch_ops.OP_NAMES)
+
+
+def test_the_readme_lists_every_op():
+    text = (build.SOURCES.parent / "README.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| .*\| .*\| .*\|$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(torch_ops.OP_NAMES)
 
 
 @pytest.mark.parametrize("name", sorted(samples()))
