@@ -1,0 +1,109 @@
+package org.ondevice.app
+
+import org.ondevice.core.Artifact
+import org.ondevice.core.DType
+import org.ondevice.core.ErrorKind
+import org.ondevice.core.OndeviceException
+import org.ondevice.core.Program
+import org.ondevice.core.Tensor
+import org.pytorch.executorch.EValue
+import org.pytorch.executorch.ExecuTorchRuntime
+import org.pytorch.executorch.Module
+
+/**
+ * The exported program in ExecuTorch. Weights are mapped from the file, not read.
+ *
+ * Java's Module cannot unload one method, and an XNNPACK method packs its weights anew when it is loaded: so the
+ * module is opened again when the kind of method changes (training, evaluating, generating).
+ */
+class ModuleProgram(private val artifact: Artifact) : Program {
+    private var module: Module? = null
+    private var kind = ""
+
+    override fun execute(method: String, inputs: List<Tensor>): List<Tensor> = refusing("running $method") {
+        val wanted = kindOf(method)
+        if (wanted != kind) unload()
+        val open = module ?: Module.load(artifact.programFile.path, Module.LOAD_MODE_MMAP).also {
+            module = it
+            kind = wanted
+        }
+        val values = Array(inputs.size) { EValue.from(toRuntime(inputs[it])) }
+        open.execute(method, *values).map { fromRuntime(it.toTensor()) }
+    }
+
+    override fun unload() {
+        module?.destroy()
+        module = null
+        kind = ""
+    }
+
+    override fun close() = unload()
+
+    private fun kindOf(method: String) = method.trimEnd { it.isDigit() }.trimEnd('_')
+
+    private fun toRuntime(tensor: Tensor): org.pytorch.executorch.Tensor = when (tensor.dtype) {
+        DType.INT64 -> org.pytorch.executorch.Tensor.fromBlob(tensor.longs(), tensor.shape)
+        DType.FLOAT32 -> org.pytorch.executorch.Tensor.fromBlob(tensor.floats(), tensor.shape)
+    }
+
+    private fun fromRuntime(tensor: org.pytorch.executorch.Tensor): Tensor = when (tensor.dtype()) {
+        org.pytorch.executorch.DType.INT64 -> Tensor.of(tensor.dataAsLongArray, *tensor.shape())
+        org.pytorch.executorch.DType.FLOAT -> Tensor.of(tensor.dataAsFloatArray, *tensor.shape())
+        else -> throw OndeviceException(
+            ErrorKind.ARTIFACT, "the program gave a tensor that the app does not take", "int64 or float32",
+            "${tensor.dtype()}", "export the artifact again",
+        )
+    }
+
+    companion object {
+        /**
+         * Hold a program's kernels and backends against those of the runtime in this app, by name; ExecuTorch alone
+         * would say error 0x14 at the first step.
+         */
+        fun check(artifact: Artifact) = refusing("starting ExecuTorch") {
+            ExecuTorchRuntime.getRuntime()
+            missing(
+                artifact.manifest.methods.values.flatMapTo(sortedSetOf()) { it.ops },
+                ExecuTorchRuntime.getRegisteredOps().toSet(),
+                artifact.manifest.partition.values.flatten().mapTo(sortedSetOf()) { it.backend },
+                ExecuTorchRuntime.getRegisteredBackends().toSet(),
+            )?.let { throw it }
+        }
+
+        /** The error that names what this runtime lacks, or null when it has everything. */
+        fun missing(ops: Set<String>, hasOps: Set<String>, backends: Set<String>, hasBackends: Set<String>): OndeviceException? {
+            val names = hasBackends.map { plain(it) }
+            val lacksBackends = backends.filter { plain(it).isNotEmpty() && names.none { has -> plain(it) in has || has in plain(it) } }
+            val lacksOps = ops.filter { it !in hasOps }
+            if (lacksBackends.isEmpty() && lacksOps.isEmpty()) return null
+            val hint = if (lacksBackends.any { "qnn" in plain(it) }) "build the app with FLAVOUR=qnn" else "export it for android-cpu, or build the app with another ExecuTorch"
+            return OndeviceException(
+                ErrorKind.ARTIFACT, "the ExecuTorch in this app lacks what the program needs",
+                (lacksBackends + lacksOps).joinToString(", "),
+                "backends ${hasBackends.sorted().joinToString(", ")}; ${hasOps.size} kernels", hint,
+            )
+        }
+
+        /** A backend's name without what differs between the exporter and the runtime; nothing for the CPU's own kernels. */
+        private fun plain(backend: String): String =
+            backend.lowercase().filter { it.isLetter() }.removeSuffix("backend").let { if (it in CPU) "" else it }
+
+        private val CPU = setOf("cpu", "portable", "kernels")
+
+        /** Whatever the runtime throws, as an error with its own words in it. */
+        private fun <T> refusing(what: String, body: () -> T): T = try {
+            body()
+        } catch (error: OndeviceException) {
+            throw error
+        } catch (error: RuntimeException) {
+            throw refused(what, error)
+        } catch (error: LinkageError) { // the library is not there for this processor
+            throw refused(what, error)
+        }
+
+        private fun refused(what: String, error: Throwable) = OndeviceException(
+            ErrorKind.ARTIFACT, "$what failed: ExecuTorch refused", null, error.message ?: error.javaClass.simpleName,
+            "check that the artifact was exported for this app's ExecuTorch", error,
+        )
+    }
+}

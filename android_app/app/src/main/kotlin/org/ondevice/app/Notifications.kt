@@ -1,0 +1,62 @@
+package org.ondevice.app
+
+import android.app.Notification
+import android.app.NotificationChannel
+import android.app.NotificationManager
+import android.app.PendingIntent
+import android.content.Context
+import android.content.Intent
+import android.graphics.drawable.Icon
+import org.ondevice.core.TrainerState
+
+/** What the app says while it is not in front. */
+class Notifications(private val context: Context) {
+    private val manager = context.getSystemService(Context.NOTIFICATION_SERVICE) as NotificationManager
+
+    init {
+        val channel = NotificationChannel(CHANNEL, context.getString(R.string.channel_training), NotificationManager.IMPORTANCE_LOW)
+        manager.createNotificationChannel(channel)
+    }
+
+    fun show(id: Int, notification: Notification) = manager.notify(id, notification)
+
+    /** The running training, with buttons to pause and to stop it. */
+    fun training(live: Runs.Live?): Notification {
+        val builder = builder(context.getString(R.string.notify_training))
+        val state = live?.state
+        if (live == null || state == null) return builder.setContentText(context.getString(R.string.preparing)).build()
+        val progress = context.getString(R.string.step_of, Words.number(live.stepsDone), Words.number(live.plan.steps))
+        val paused = state as? TrainerState.Paused
+        builder.setContentText(if (paused == null) progress else context.getString(R.string.notify_paused, progress, paused.reasons.joinToString("; ")))
+            .setProgress(live.plan.steps, live.stepsDone, false)
+            .setOngoing(true)
+        if (live.plan.paused) builder.addAction(action(R.string.resume, TrainService.RESUME)) else builder.addAction(action(R.string.pause, TrainService.PAUSE))
+        return builder.addAction(action(R.string.stop, TrainService.STOP)).build()
+    }
+
+    /** A charger is there, and the system does not let the app start by itself: the user's tap may. */
+    fun chargingTap(): Notification =
+        builder(context.getString(R.string.notify_charging)).setContentText(context.getString(R.string.notify_charging_words)).setAutoCancel(true).build()
+
+    private fun builder(title: String): Notification.Builder {
+        val open = Intent(context, MainActivity::class.java).putExtra(MainActivity.TAB, 2).addFlags(Intent.FLAG_ACTIVITY_SINGLE_TOP)
+        return Notification.Builder(context, CHANNEL)
+            .setSmallIcon(R.drawable.notification)
+            .setContentTitle(title)
+            .setColor(context.getColor(R.color.accent))
+            .setOnlyAlertOnce(true)
+            .setContentIntent(PendingIntent.getActivity(context, 0, open, FLAGS))
+    }
+
+    private fun action(label: Int, name: String): Notification.Action {
+        val intent = PendingIntent.getService(context, name.hashCode(), TrainService.intent(context, name), FLAGS)
+        return Notification.Action.Builder(Icon.createWithResource(context, R.drawable.notification), context.getString(label), intent).build()
+    }
+
+    companion object {
+        const val TRAINING = 1
+        const val CHARGING = 2
+        private const val CHANNEL = "training"
+        private const val FLAGS = PendingIntent.FLAG_UPDATE_CURRENT or PendingIntent.FLAG_IMMUTABLE
+    }
+}

@@ -1,0 +1,28 @@
+package org.ondevice.app
+
+import android.app.Application
+import org.ondevice.core.Artifact
+import org.ondevice.core.Program
+import java.io.File
+
+/** What lives as long as the process: what is stored, what is running, and what the phone says of itself. */
+class OndeviceApp : Application() {
+    val jobs by lazy { Jobs() }
+    val store by lazy { Store(filesDir) }
+    val health by lazy { PhoneHealth(this) }
+    val wanted by lazy { WantedRun(File(filesDir, "wanted.json")) }
+    val runs by lazy { Runs(this) }
+
+    /** Opens an artifact's program: ExecuTorch on the phone; the JVM tests put Python's ExecuTorch here. */
+    var openProgram: (Artifact) -> Program = { artifact ->
+        ModuleProgram.check(artifact)
+        ModuleProgram(artifact)
+    }
+
+    @Suppress("OVERRIDE_DEPRECATION")
+    override fun onTrimMemory(level: Int) {
+        super.onTrimMemory(level)
+        health.onTrimMemory(level)
+        runs.healthChanged()
+    }
+}

@@ -1,0 +1,42 @@
+package org.ondevice.app
+
+import android.content.Intent
+import android.os.Bundle
+import android.view.View
+import android.widget.FrameLayout
+
+/**
+ * One of the five tabs. A screen builds its views from what is stored and running, and builds them anew when that
+ * changes; what the user has typed lives in views with ids, which Android itself keeps across a rotation.
+ */
+abstract class Screen(protected val host: MainActivity) {
+    protected val app: OndeviceApp = host.application as OndeviceApp
+    protected val ui = Ui(host)
+
+    /** Holds the content; [render] replaces what is in it. */
+    val root = FrameLayout(host)
+
+    abstract fun content(): View
+
+    fun render() {
+        val place = (root.getChildAt(0) as? View)?.scrollY ?: 0
+        root.removeAllViews()
+        val view = content()
+        root.addView(view)
+        if (place > 0) view.post { view.scrollTo(0, place) }
+    }
+
+    /** Called when the screen comes to the front and when it leaves. */
+    open fun onShow() = Unit
+
+    open fun onHide() = Unit
+
+    open fun save(state: Bundle) = Unit
+
+    open fun restore(state: Bundle) = Unit
+
+    /** What the system's picker gave for a request of this screen. */
+    open fun onPicked(request: Int, data: Intent) = Unit
+
+    protected fun string(id: Int, vararg arguments: Any): String = host.getString(id, *arguments)
+}

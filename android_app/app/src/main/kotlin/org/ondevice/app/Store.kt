@@ -1,0 +1,105 @@
+package org.ondevice.app
+
+import org.ondevice.core.Adapters
+import org.ondevice.core.Artifact
+import org.ondevice.core.ArtifactInfo
+import org.ondevice.core.Encoder
+import org.ondevice.core.ErrorKind
+import org.ondevice.core.ExampleFile
+import org.ondevice.core.Library
+import org.ondevice.core.Manifest
+import org.ondevice.core.OndeviceException
+import org.ondevice.core.Preview
+import org.ondevice.core.RowReader
+import org.ondevice.core.Rows
+import org.ondevice.core.Storage
+import java.io.ByteArrayOutputStream
+import java.io.File
+import java.io.InputStream
+
+/** Where the app keeps what: models, data, adapters and runs, all inside its own private folder. */
+class Store(private val root: File) {
+    val library = Library(File(root, "models"))
+    private val dataFolder = File(root, "data")
+    private val runsFolder = File(root, "runs")
+
+    /** What the user typed; its name is also what the data screen calls it by. */
+    val examples = ExampleFile(File(dataFolder, "my-examples.jsonl"))
+
+    fun models(): List<ArtifactInfo> = library.list()
+
+    fun open(model: String): Artifact = library.open(model)
+
+    fun adapters(model: String, manifest: Manifest): Adapters = Adapters(File(File(root, "adapters"), model), manifest)
+
+    fun dataFiles(): List<File> = dataFolder.listFiles { file -> file.isFile && !file.name.startsWith(".") && file.length() > 0 }
+        ?.sortedBy { it.name } ?: emptyList()
+
+    fun dataFile(name: String) = File(dataFolder, name)
+
+    fun lines(file: File): Int = file.useLines { lines -> lines.count { it.isNotBlank() } }
+
+    /** Take over a picked file under its own name, once its rows can be read. */
+    fun importData(name: String, input: InputStream): File {
+        val bytes = readAll(input)
+        RowReader.read(name, bytes)
+        val plain = name.map { if (it in "/\\:*?\"<>|" || it < ' ') '_' else it }.joinToString("").trimStart('.').take(80).ifEmpty { "data.jsonl" }
+        val stem = plain.substringBeforeLast('.')
+        val end = plain.substringAfterLast('.', "jsonl")
+        val free = generateSequence(1) { it + 1 }.map { if (it == 1) "$stem.$end" else "$stem $it.$end" }.first { !dataFile(it).exists() }
+        return dataFile(free).also { Storage.atomicWrite(it, bytes) }
+    }
+
+    private fun readAll(input: InputStream): ByteArray {
+        val bytes = ByteArrayOutputStream()
+        val buffer = ByteArray(1 shl 16)
+        while (true) {
+            val count = input.read(buffer)
+            if (count < 0) return bytes.toByteArray()
+            bytes.write(buffer, 0, count)
+            if (bytes.size() > MAX_DATA_BYTES) {
+                throw OndeviceException(
+                    ErrorKind.DATA, "the file is too large to train on a phone", "at most ${MAX_DATA_BYTES shr 20} MiB", "more", "take a part of it",
+                )
+            }
+        }
+    }
+
+    fun deleteData(file: File) {
+        file.delete()
+    }
+
+    /** A file's rows as this model sees them: by the task it was exported for if they fit that, else by their keys. */
+    fun rows(file: File, manifest: Manifest): Rows {
+        val task = manifest.task
+        if (task != null) {
+            try {
+                RowReader.read(file, task).let { if (it.problems.isEmpty()) return it }
+            } catch (error: OndeviceException) {
+                if (error.kind != ErrorKind.DATA && error.kind != ErrorKind.CONFIG) throw error
+            }
+        }
+        return RowReader.read(file)
+    }
+
+    /** What of a file a model would learn. */
+    fun preview(model: ArtifactInfo, file: File): Preview {
+        val artifact = open(model.name)
+        val tokenizer = artifact.tokenizer()
+        val rows = rows(file, artifact.manifest)
+        val dataset = Encoder(tokenizer, artifact.manifest.longestTokens).encode(rows, allowEmpty = true)
+        return Preview.of(rows, dataset, tokenizer)
+    }
+
+    fun runFolder(id: String) = File(runsFolder, id)
+
+    /** Keep the newest runs' logs; their adapters are kept elsewhere. */
+    fun pruneRuns(keep: Int = 5) {
+        val folders = runsFolder.listFiles { file -> file.isDirectory }?.sortedBy { it.name } ?: return
+        folders.dropLast(keep).forEach(Storage::deleteTree)
+    }
+
+    private companion object {
+        const val MAX_DATA_BYTES = 64 shl 20
+    }
+}

@@ -1,0 +1,111 @@
+"""Runs an artifact's program for another process: requests on standard input, answers on standard output.
+
+The JVM tests of the Android app train with it: the program is the real one, run by the ExecuTorch runtime of
+this Python. All numbers are little-endian.
+
+    request   u32 length of the method's name, the name; u32 number of tensors, the tensors
+    tensor    u8 dtype (0 int64, 1 float32); u32 dimensions; u32 each; the elements
+    answer    u8 0 and then u32 number of tensors, the tensors; or u8 1 and then u32 length, a message
+
+The process ends when its standard input does.
+
+    python tests/android/program_server.py ARTIFACT
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+DTYPES = (np.dtype("<i8"), np.dtype("<f4"))
+KINDS = ("train_step", "evaluate")
+
+
+class EndOfInput(Exception):
+    """The other side has gone."""
+
+
+def read_exactly(stream: BinaryIO, count: int) -> bytes:
+    data = stream.read(count)
+    if len(data) != count:
+        raise EndOfInput
+    return data
+
+
+def read_u32(stream: BinaryIO) -> int:
+    return struct.unpack("<I", read_exactly(stream, 4))[0]
+
+
+def read_tensor(stream: BinaryIO) -> np.ndarray:
+    dtype = DTYPES[read_exactly(stream, 1)[0]]
+    shape = [read_u32(stream) for _ in range(read_u32(stream))]
+    data = read_exactly(stream, int(np.prod(shape)) * dtype.itemsize)
+    return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
+
+
+def tensor_bytes(value: np.ndarray) -> bytes:
+    kind = 0 if value.dtype.kind == "i" else 1
+    head = struct.pack("<BI", kind, value.ndim) + b"".join(struct.pack("<I", size) for size in value.shape)
+    return head + np.ascontiguousarray(value, dtype=DTYPES[kind]).tobytes()
+
+
+class Methods:
+    """Loads a method when it is first needed, and drops `evaluate` before `train_step` and the other way round."""
+
+    def __init__(self, program: Path) -> None:
+        from ondevice.runtime.executorch import load_runtime
+
+        self.program = load_runtime().load_program(str(program))
+        self.loaded: dict[str, object] = {}
+
+    def run(self, name: str, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        import torch
+
+        if name not in self.loaded:
+            for known in [known for known in self.loaded if not known.startswith(_kind(name))]:
+                del self.loaded[known]
+            self.loaded[name] = self.program.load_method(name)
+        outputs = self.loaded[name].execute([torch.from_numpy(value) for value in inputs])  # type: ignore[attr-defined]
+        return [value.numpy() for value in outputs]
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind in KINDS if name.startswith(kind)), name)
+
+
+def serve(methods: Methods, source: BinaryIO, target: BinaryIO) -> None:
+    """Answer requests until the input ends."""
+    while True:
+        try:
+            name = read_exactly(source, read_u32(source)).decode()
+            inputs = [read_tensor(source) for _ in range(read_u32(source))]
+        except EndOfInput:
+            return
+        try:
+            outputs = methods.run(name, inputs)
+            answer = struct.pack("<BI", 0, len(outputs)) + b"".join(map(tensor_bytes, outputs))
+        except Exception as error:  # the runtime raises what it likes; the other side has to hear of it
+            message = f"{type(error).__name__}: {error}".encode()
+            answer = struct.pack("<BI", 1, len(message)) + message
+        target.write(answer)
+        target.flush()
+
+
+def main() -> None:
+    """Serve the artifact in `sys.argv[1]`; what libraries print goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    import json
+
+    folder = Path(sys.argv[1])
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    serve(Methods(folder / manifest["program"]), sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The built APK, taken apart: signature, permissions, classes, libraries, resources, and the kernels it brings."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.android import formats
+
+ROOT = Path(__file__).resolve().parents[2]
+APP = ROOT / "android_app"
+TOOLS = ("aapt2", "zipalign", "apksigner", "dexdump", "javac", "mvn", "npm")
+MACHINES = {"arm64-v8a": 183, "x86_64": 62}  # EM_AARCH64, EM_X86_64
+SYSTEM_LIBRARIES = {"libc.so", "libm.so", "libdl.so", "liblog.so", "libandroid.so", "libz.so"}
+PERMISSIONS = {
+    "android.permission.FOREGROUND_SERVICE",
+    "android.permission.FOREGROUND_SERVICE_SPECIAL_USE",
+    "android.permission.POST_NOTIFICATIONS",
+    "android.permission.WAKE_LOCK",
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def needs_tools() -> None:
+    """Skip by name where the tools are not installed; with ONDEVICE_REQUIRE_ANDROID=1 that is a failure."""
+    missing = [name for name in TOOLS if shutil.which(name) is None]
+    if missing and os.environ.get("ONDEVICE_REQUIRE_ANDROID") == "1":
+        pytest.fail(f"ONDEVICE_REQUIRE_ANDROID=1, and these are missing: {', '.join(missing)}; try: .ci/android-tools")
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} on this machine; try: .ci/android-tools")
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, errors="replace")
+    assert done.returncode == 0, f"{command[0]} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def apk() -> Path:
+    """The APK that `make apk` builds; made or brought up to date first."""
+    needs_tools()
+    run(sys.executable, APP / "build_apk.py")
+    return APP / "build" / "ondevice-debug.apk"
+
+
+@pytest.fixture(scope="module")
+def manifest(apk: Path) -> str:
+    return run("aapt2", "dump", "xmltree", apk, "--file", "AndroidManifest.xml")
+
+
+@pytest.fixture(scope="module")
+def classes(apk: Path) -> set[str]:
+    with zipfile.ZipFile(apk) as archive:
+        dex = [name for name in archive.namelist() if re.fullmatch(r"classes\d*\.dex", name)]
+        return set().union(*(formats.dex_classes(archive.read(name)) for name in dex))
+
+
+@pytest.fixture(scope="module")
+def libraries(apk: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(apk) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if name.startswith("lib/")}
+
+
+def elements(manifest: str, tag: str) -> list[dict[str, str]]:
+    """Attributes of every element of a name in aapt2's tree."""
+    found = []
+    for block in re.split(r"\n\s*(?=E: )", manifest):
+        if re.match(rf"\s*(N:.*\n\s*)?E: {tag} ", block):
+            pairs = re.findall(r"A: (?:[^\s:=]+:)*?//?[^\s=]*?:?(\w+)\(0x\w+\)=(?:\"([^\"]*)\"|(\S+))", block)
+            pairs += re.findall(r"A: (package)=\"([^\"]*)\"()", block)
+            found.append({name: text or value for name, text, value in pairs})
+    return found
+
+
+def test_signature_and_alignment(apk: Path) -> None:
+    said = run("apksigner", "verify", "--verbose", "--min-sdk-version", "26", apk)
+    assert "Verified using v2 scheme (APK Signature Scheme v2): true" in said
+    run("zipalign", "-c", "-p", "4", apk)
+
+
+def test_a_changed_apk_does_not_verify(apk: Path, tmp_path: Path) -> None:
+    data = bytearray(apk.read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "changed.apk").write_bytes(data)
+    done = subprocess.run(["apksigner", "verify", str(tmp_path / "changed.apk")], capture_output=True)
+    assert done.returncode != 0
+
+
+def test_package_and_versions(apk: Path) -> None:
+    badging = run("aapt2", "dump", "badging", apk)
+    assert "package: name='org.ondevice.app'" in badging
+    assert "sdkVersion:'26'" in badging and "targetSdkVersion:'34'" in badging
+    assert "application-label:'ondevice'" in badging
+    assert "launchable-activity: name='org.ondevice.app.MainActivity'" in badging
+    assert re.search(r"native-code: 'arm64-v8a' 'x86_64'", badging)
+
+
+def test_no_way_to_the_network(manifest: str) -> None:
+    asked = {element["name"] for element in elements(manifest, "uses-permission")}
+    assert asked == PERMISSIONS
+    network = re.findall(r"android\.permission\.\w*(?:INTERNET|NETWORK|WIFI|BLUETOOTH|NFC)\w*", manifest)
+    assert network == []
+
+
+def test_components(manifest: str, classes: set[str]) -> None:
+    services = {element["name"]: element for element in elements(manifest, "service")}
+    train = services["org.ondevice.app.TrainService"]
+    assert int(train["foregroundServiceType"], 16) == 0x40000000  # specialUse
+    assert train["exported"] == "false"
+    assert services["org.ondevice.app.ChargingJob"]["permission"] == "android.permission.BIND_JOB_SERVICE"
+    (provider,) = elements(manifest, "provider")
+    assert provider["exported"] == "false" and provider["grantUriPermissions"] == "true"
+    (application,) = elements(manifest, "application")
+    assert application["allowBackup"] == "false"
+    names = [application["name"], *services, provider["name"], *(a["name"] for a in elements(manifest, "activity"))]
+    assert [name for name in names if name not in classes] == []
+
+
+def test_classes(classes: set[str]) -> None:
+    for wanted in (
+        "org.ondevice.app.MainActivity",
+        "org.ondevice.app.ModuleProgram",
+        "org.ondevice.core.Trainer",
+        "org.ondevice.core.Tokenizer",
+        "org.pytorch.executorch.Module",
+        "com.facebook.jni.HybridData",
+        "com.facebook.soloader.nativeloader.NativeLoader",
+        "kotlin.Unit",
+        "com.google.gson.stream.JsonReader",
+    ):
+        assert wanted in classes, wanted
+    foreign = {name for name in classes if name.startswith(("android.", "androidx.", "java.", "org.junit.", "org.robolectric."))}
+    assert foreign == set()
+
+
+def test_no_lambda_is_left_for_the_phone(apk: Path, tmp_path: Path) -> None:
+    """Android 8 has neither LambdaMetafactory nor StringConcatFactory: no call goes through them."""
+    with zipfile.ZipFile(apk) as archive:
+        for name in archive.namelist():
+            if re.fullmatch(r"classes\d*\.dex", name):
+                archive.extract(name, tmp_path)
+                code = run("dexdump", "-d", tmp_path / name)
+                assert "Opened" in code and "invoke-virtual" in code
+                assert "invoke-custom" not in code
+
+
+def test_libraries(apk: Path, libraries: dict[str, bytes]) -> None:
+    with zipfile.ZipFile(apk) as archive:
+        packed = [i.filename for i in archive.infolist() if i.filename.startswith("lib/") and i.compress_type != 0]
+    assert packed == []
+    for abi, machine in MACHINES.items():
+        names = {name.rsplit("/", 1)[1] for name in libraries if name.startswith(f"lib/{abi}/")}
+        assert {"libexecutorch.so", "libfbjni.so"} <= names
+        for name in names:
+            found = formats.elf(libraries[f"lib/{abi}/{name}"])
+            assert found.machine == machine, name
+            assert set(found.needed) <= SYSTEM_LIBRARIES | names, f"{abi}/{name} needs {found.needed}"
+
+
+def test_resources(apk: Path) -> None:
+    strings = run("aapt2", "dump", "resources", apk)
+    assert "string/app_name" in strings and "(night" in strings
+    plain = set(re.findall(r"<string name=\"(\w+)\"", (APP / "app/src/main/res/values/strings.xml").read_text("utf-8")))
+    assert len(plain) > 50
+    assert [name for name in sorted(plain) if f"string/{name}\n" not in strings] == []
+    with zipfile.ZipFile(apk) as archive:
+        about = json.loads(archive.read("assets/runtime.json"))
+    assert about["flavour"] == "cpu" and about["abis"] == sorted(MACHINES)
+
+
+@pytest.mark.parametrize("name", ["functional", "q4", "8da4w"])
+def test_the_runtime_has_every_kernel_of_an_export(name: str, libraries: dict[str, bytes]) -> None:
+    """A program of this checkout's exporter needs no kernel that the packaged ExecuTorch lacks."""
+    pytest.importorskip("executorch")
+    from tests.programs import program as exported_program
+
+    artifact = exported_program(name)
+    exported = json.loads((artifact / "manifest.json").read_text("utf-8"))
+    ops = sorted({op for method in exported["methods"].values() for op in method["ops"]})
+    assert len(ops) > 10
+    program = (artifact / exported["program"]).read_bytes()
+    assert program[4:8] == b"ET12"
+    for abi in MACHINES:
+        library = libraries[f"lib/{abi}/libexecutorch.so"]
+        assert b"ET12" in library and b"XnnpackBackend\0" in library
+        stock = [op for op in ops if op not in exported["custom_ops"]]
+        assert [op for op in stock if op.encode() + b"\0" not in library] == []
+
+
+def test_a_kernel_that_does_not_exist_is_noticed(libraries: dict[str, bytes]) -> None:
+    assert b"aten::no_such_kernel.out\0" not in libraries["lib/arm64-v8a/libexecutorch.so"]
+
+
+def test_a_missing_tool_is_named_with_its_package(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(APP / "build_apk.py")], capture_output=True, text=True, env={**os.environ, "PATH": str(tmp_path)}
+    )
+    assert done.returncode == 1
+    assert "aapt2 is missing" in done.stderr and "apt-get install -y aapt" in done.stderr
+
+
+def test_gradle_and_maven_name_the_same_versions() -> None:
+    pom = dict(re.findall(r"<([\w.]+\.version)>([^<]+)</", (APP / "pom.xml").read_text("utf-8")))
+    core = dict(re.findall(r"<([\w.]+\.version)>([^<]+)</", (APP / "core/pom.xml").read_text("utf-8")))
+    lines = (APP / "gradle.properties").read_text("utf-8").splitlines()
+    gradle = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith(("#", "org.gradle")))
+    assert gradle.keys() == {"agp", "kotlin", "executorch", "qnn", "gson"}
+    assert gradle["kotlin"] == pom["kotlin.version"] == core["kotlin.version"]
+    assert gradle["gson"] == core["gson.version"]
+    for name in ("executorch", "qnn"):
+        assert gradle[name] == pom[f"{name}.version"], name
