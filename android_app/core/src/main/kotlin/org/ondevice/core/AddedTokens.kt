@@ -22,18 +22,18 @@ internal class Part(val span: Span, val id: Int?)
 
 /** Finds added tokens: leftmost first, of several at one place the longest. */
 internal class AddedTokens(tokens: List<AddedToken>, normalizer: TextNormalizer?) {
-    private val byId = tokens.associateBy { it.id }
+    private val looked = tokens.map { (if (it.normalized) normalizer?.apply(Span(it.content))?.text else null) ?: it.content }
+    private val contents = tokens.indices.associate { tokens[it].id to looked[it] }
     private val byContent = tokens.associateBy { it.content }
     private val raw = Finder(tokens.filter { !it.normalized }.map { it.content to it })
-    private val normal = Finder(
-        tokens.filter { it.normalized }.map { (normalizer?.apply(Span(it.content))?.text ?: it.content) to it },
-    )
+    private val normal = Finder(looked.zip(tokens).filter { it.second.normalized })
 
     val highestId: Int = tokens.maxOfOrNull { it.id } ?: -1
 
     fun idOf(content: String): Int? = byContent[content]?.id
 
-    fun contentOf(id: Int): String? = byId[id]?.content
+    /** What the token decodes to: its text as it is looked for. */
+    fun contentOf(id: Int): String? = contents[id]
 
     /** [span] cut at the tokens that are looked for in text of this kind. */
     fun split(span: Span, normalized: Boolean): List<Part> {

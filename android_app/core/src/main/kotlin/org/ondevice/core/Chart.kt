@@ -61,7 +61,12 @@ class Chart(
             if (!(span > 0 && span.isFinite())) return listOf(low)
             val rough = span / wish
             val power = 10.0.pow(floor(log10(rough)))
-            val step = power * (listOf(1.0, 2.0, 5.0, 10.0).first { it * power >= rough * 0.999_999 })
+            val steps = listOf(0.5, 1.0, 2.0, 5.0, 10.0).map { it * power }
+            val wished = steps.indexOfFirst { it >= rough * 0.999_999 }
+            return multiples(low, high, steps[wished]).takeIf { it.size >= 2 } ?: multiples(low, high, steps[wished - 1])
+        }
+
+        private fun multiples(low: Double, high: Double, step: Double): List<Double> {
             val first = Math.ceil(low / step - 1e-9).toLong()
             return generateSequence(first) { it + 1 }.map { it * step }.takeWhile { it <= high + step * 1e-9 }
                 .map { if (abs(it) < step * 1e-9) 0.0 else it }.toList()

@@ -117,7 +117,8 @@ object Json {
     private fun special(value: Double): String = if (value.isNaN()) "nan" else if (value > 0) "inf" else "-inf"
 
     private fun reason(error: Exception): String =
-        (error.message ?: error.javaClass.simpleName).lineSequence().first().substringBefore("; see https://")
+        (error.message ?: error.javaClass.simpleName).lineSequence().first()
+            .replace("Use JsonReader.setStrictness(Strictness.LENIENT) to accept malformed JSON", "malformed").removeSuffix(" path $")
 }
 
 /** A value as Json reads it, described for messages as `ondevice/data/rows.py` does. */

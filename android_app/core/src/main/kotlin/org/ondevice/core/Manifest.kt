@@ -33,7 +33,7 @@ data class AdapterEntry(
     val count: Int get() = rank * outputs
 }
 
-/** What of a method runs on which backend. */
+/** What of a method runs on which backend; [bytes] are the weights and constants of that part. */
 data class PartitionPart(val backend: String, val operators: Int, val bytes: Long)
 
 /** The noise: scheme, distribution, lowering and seed; the seed also drew the frozen A. */
@@ -58,7 +58,8 @@ data class MethodInfo(
  * @property lengthsTokens padded lengths that the program has methods for, ascending.
  * @property adapterSize elements of the flat adapter vector, padding included.
  * @property files SHA-256 of every file by its path inside the artifact.
- * @property partition for NPU artifacts, by method; empty where the exporter did not say.
+ * @property soc the Qualcomm chip that the NPU's part was compiled for; null for a program without one.
+ * @property partition which backend runs how much, by method; empty where the exporter did not say.
  */
 data class Manifest(
     val sha256: String,
@@ -80,6 +81,7 @@ data class Manifest(
     val adapterSize: Int,
     val adapter: List<AdapterEntry>,
     val customOps: List<String>,
+    val soc: String?,
     val tokenizerSha256: String,
     val chatTemplateSha256: String?,
     val task: String?,

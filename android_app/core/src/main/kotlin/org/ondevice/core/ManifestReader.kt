@@ -71,6 +71,7 @@ object ManifestReader {
             adapterSize = top.int("adapter_size", COUNT),
             adapter = top.objects("adapter").map(::adapterEntry),
             customOps = if (top.has("custom_ops")) top.texts("custom_ops") else emptyList(),
+            soc = top.textOrNull("soc"),
             tokenizerSha256 = top.text("tokenizer_sha256"),
             chatTemplateSha256 = top.textOrNull("chat_template_sha256"),
             task = top.textOrNull("task"),
@@ -151,7 +152,6 @@ object ManifestReader {
         val part = { fields: Fields ->
             PartitionPart(fields.text("backend"), fields.int("operators"), fields.longOrNull("bytes") ?: 0L)
         }
-        if (top.raw("partition") is List<*>) return mapOf("" to top.objects("partition").map(part))
         val methods = top.fields("partition")
         return methods.keys.associateWith { methods.objects(it).map(part) }
     }

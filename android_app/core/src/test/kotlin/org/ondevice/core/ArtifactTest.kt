@@ -1,0 +1,165 @@
+package org.ondevice.core
+
+import org.junit.jupiter.api.Assertions.assertEquals
+import org.junit.jupiter.api.Assertions.assertThrows
+import org.junit.jupiter.api.Assertions.assertTrue
+import org.junit.jupiter.api.Test
+import org.junit.jupiter.params.ParameterizedTest
+import org.junit.jupiter.params.provider.CsvSource
+import java.io.ByteArrayInputStream
+import java.io.ByteArrayOutputStream
+import java.io.File
+import java.util.zip.ZipEntry
+import java.util.zip.ZipOutputStream
+
+class ArtifactTest {
+    private fun refused(block: () -> Unit): OndeviceException = assertThrows(OndeviceException::class.java) { block() }
+
+    @Test
+    fun realManifestIsReadWhole() {
+        val manifest = Artifact.open(Fixtures.artifact).manifest
+        assertEquals(listOf(32, 64), manifest.lengthsTokens)
+        assertEquals(2 to 3, manifest.batchSize to manifest.evalBatchSize)
+        assertEquals(7L, manifest.generator.seed)
+        assertEquals("prge" to 4, manifest.method.name to manifest.method.queries)
+        assertEquals(setOf("train_step", "train_step_32", "evaluate", "evaluate_32", "apply_update"), manifest.methods.keys)
+        assertEquals(Port("adapter", DType.FLOAT32, listOf(manifest.adapterSize), ""), manifest.methods.getValue("train_step").inputs.first { it.name == "adapter" })
+        assertEquals("sst2", manifest.task)
+        assertEquals(manifest.adapter.last().let { it.offset + it.count }, manifest.adapterSize)
+        assertEquals("train_step_32" to "train_step", manifest.methodFor("train_step", 32) to manifest.methodFor("train_step", 64))
+        assertEquals(listOf(32, 64, null), listOf(5, 33, 65).map { manifest.lengthFor(it) })
+        assertTrue(manifest.plannedBytes > 0)
+    }
+
+    /** Each change of the manifest is refused with words that name what is wrong. */
+    @ParameterizedTest
+    @CsvSource(
+        "\"schema_version\": 1,|\"schema_version\": 2,|schema_version 1",
+        "\"schema_version\": 1,||another version",
+        "\"form\": \"functional\"|\"form\": \"stateful\"|mutable buffer",
+        "\"program\": \"program.pte\"|\"program\": \"../program.pte\"|inside the artifact",
+        "\"tokenizer/tokenizer.json\": |\"../tokenizer.json\": |inside the artifact",
+        "\"program.pte\": \"|\"program.pte\": \"0|64 hexadecimal",
+        "\"batch_size\": 2,|\"batch_size\": \"2\",|batch_size",
+        "\"batch_size\": 2,|\"batch_size\": 4,|methods.train_step",
+        "\"adapter_size\": |\"adapter_size\": 1|adapter",
+        "\"dtype\": \"int64\"|\"dtype\": \"float16\"|int64 or float32",
+        "\"train_step_32\": {|\"train_step_31\": {|train_step_32",
+        "\"name\": \"seed\"|\"name\": \"salt\"|salt",
+        "\"name\": \"losses\"|\"name\": \"lasses\"|losses",
+        "\"offset\": 0,|\"offset\": 7,|adapter.1",
+        "\"seed\": 7|\"seed\": 7.5|generator.seed",
+        "\"lengths_tokens\": [|\"lengths_tokens\": \"x\", \"old\": [|lengths_tokens",
+        "\"target\": |\"schema_version\": 1, \"target\": |occurs twice",
+        "\"custom_ops\": []|\"custom_ops\": [\"ondevice::randn.out\"]|ondevice::randn.out",
+        delimiter = '|', quoteCharacter = '`', nullValues = [],
+    )
+    fun wrongManifestIsRefused(from: String, to: String?, words: String) {
+        val folder = Fixtures.copyOfArtifact()
+        val file = File(folder, "manifest.json")
+        val text = file.readText()
+        assertTrue(from in text, "the manifest has no $from")
+        file.writeText(text.replaceFirst(from, to ?: ""))
+        val error = refused { Artifact.open(folder) }
+        assertEquals(ErrorKind.ARTIFACT, error.kind)
+        assertTrue(words in error.message!!, error.message)
+    }
+
+    @Test
+    fun linkedOpsAreAccepted() {
+        val folder = Fixtures.copyOfArtifact()
+        val file = File(folder, "manifest.json")
+        file.writeText(file.readText().replace("\"custom_ops\": []", "\"custom_ops\": [\"ondevice::randn.out\"]"))
+        Artifact.open(folder, linkedOps = setOf("ondevice::randn.out"))
+    }
+
+    @Test
+    fun npuArtifactWithAPartitionIsRead() {
+        val folder = Fixtures.copyOfArtifact()
+        val file = File(folder, "manifest.json")
+        val text = file.readText()
+        assertTrue("\"soc\": null" in text && "XnnpackBackend" in text, "the exporter writes soc and partition")
+        file.writeText(text.replace("\"soc\": null", "\"soc\": \"SM8650\", \"new_key\": [1]").replace("XnnpackBackend", "QnnBackend").replace("android-cpu", "android-npu"))
+        val manifest = Artifact.open(folder).manifest
+        assertEquals(listOf("QnnBackend", "portable"), manifest.partition.getValue("train_step").map { it.backend })
+        assertTrue(manifest.partition.getValue("train_step").all { it.operators > 0 && it.bytes > 0 })
+        assertEquals("SM8650", manifest.soc)
+        assertEquals("android-npu", manifest.target)
+    }
+
+    @Test
+    fun damagedFilesAreNamed() {
+        val missing = Fixtures.copyOfArtifact().also { File(it, "tokenizer/tokenizer.json").delete() }
+        refused { Artifact.open(missing) }.let { assertTrue("lacks a file" in it.message!! && "tokenizer/tokenizer.json" in it.message!!) }
+        val cut = Fixtures.copyOfArtifact().also { folder -> File(folder, "program.pte").let { it.writeBytes(it.readBytes().copyOf(1000)) } }
+        refused { Artifact.open(cut) }.let { assertTrue("program.pte" in it.message!! && "1000 bytes" in it.message!!, it.message) }
+        val flipped = Fixtures.copyOfArtifact().also { folder -> File(folder, "program.pte").let { file -> file.writeBytes(file.readBytes().also { it[500] = (it[500] + 1).toByte() }) } }
+        refused { Artifact.open(flipped) }.let { assertTrue("has changed" in it.message!! && it.received!!.startsWith("SHA-256")) }
+        Artifact.open(flipped, checkFiles = false)
+        refused { Artifact.open(Fixtures.scratch()) }.let { assertTrue("is not an artifact" in it.message!!) }
+        val torn = Fixtures.copyOfArtifact().also { folder -> File(folder, "manifest.json").let { it.writeText(it.readText().take(700)) } }
+        refused { Artifact.open(torn) }.let { assertTrue("not readable JSON" in it.message!!) }
+        for (error in listOf(refused { Artifact.open(torn) }, refused { Artifact.open(missing) })) assertTrue(error.hint!!.isNotEmpty())
+    }
+
+    private fun zip(entries: Map<String, ByteArray>): ByteArray {
+        val out = ByteArrayOutputStream()
+        ZipOutputStream(out).use { zip ->
+            for ((name, bytes) in entries) {
+                zip.putNextEntry(ZipEntry(name))
+                zip.write(bytes)
+            }
+        }
+        return out.toByteArray()
+    }
+
+    private fun artifactEntries(prefix: String = ""): Map<String, ByteArray> = Fixtures.artifact.walk().filter { it.isFile }
+        .associate { prefix + it.relativeTo(Fixtures.artifact).invariantSeparatorsPath to it.readBytes() }
+
+    @Test
+    fun libraryImportsListsAndDeletes() {
+        val root = File(Fixtures.scratch(), "modèles")
+        val library = Library(root)
+        assertEquals(emptyList<ArtifactInfo>(), library.list())
+        val info = library.importZip(ByteArrayInputStream(zip(artifactEntries())), "SmolLM tiny")
+        assertEquals(Fixtures.artifact.resolve("program.pte").length(), info.programBytes)
+        assertTrue(info.plannedBytes > 0 && info.sizeBytes > info.programBytes && info.problem == null)
+        val second = library.importZip(ByteArrayInputStream(zip(artifactEntries("some folder/"))), "SmolLM tiny")
+        assertEquals("SmolLM tiny 2", second.name)
+        val files = Fixtures.artifact.walk().filter { it.isFile }.map { file -> file.relativeTo(Fixtures.artifact).path to { file.inputStream() } }.toList()
+        library.importFiles("../a/b", files)
+        assertEquals(listOf("SmolLM tiny", "SmolLM tiny 2", "_a_b"), library.list().map { it.name })
+        library.open("_a_b", checkFiles = true)
+        File(root, "_a_b/tokenizer/tokenizer.json").delete()
+        val bad = library.list().last()
+        assertTrue(bad.manifest == null && "lacks a file" in bad.problem!!.message!!)
+        library.delete("_a_b")
+        library.delete("SmolLM tiny")
+        assertEquals(listOf("SmolLM tiny 2"), root.list()!!.toList())
+        refused { library.open("SmolLM tiny") }
+    }
+
+    @Test
+    fun hostileZipsLeaveNothing() {
+        val outside = Fixtures.scratch()
+        val root = File(outside, "models")
+        val library = Library(root)
+        val entries = artifactEntries()
+        val cases = mapOf(
+            "leaves its folder" to zip(entries + ("../evil.txt" to ByteArray(3))),
+            "leaves its folder " to zip(mapOf("/etc/evil" to ByteArray(3)) + entries),
+            "leaves its folder  " to zip(mapOf("a\\..\\b" to ByteArray(3)) + entries),
+            "has changed" to zip(entries + ("program.pte" to ByteArray(10))),
+            "holds something else" to zip(mapOf("readme.txt" to ByteArray(3))),
+            "no zip" to "not a zip at all".toByteArray(),
+            "cut off" to zip(entries).let { it.copyOf(it.size / 2) },
+            "more than fits" to zip(entries + ("bomb" to ByteArray(32 shl 20))),
+        )
+        for ((words, bytes) in cases) {
+            val error = refused { library.importZip(ByteArrayInputStream(bytes), "x", maxBytes = 16L shl 20) }
+            assertTrue(words.trim() in error.message!!, "$words: ${error.message}")
+            assertEquals(emptyList<String>(), root.list()!!.toList(), words)
+        }
+        assertEquals(listOf("models"), outside.list()!!.toList())
+    }
+}

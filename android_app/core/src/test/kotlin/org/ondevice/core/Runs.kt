@@ -1,0 +1,75 @@
+package org.ondevice.core
+
+import java.io.File
+
+/** What the training tests share: the data of the Python run, and trainers over the real program. */
+object Runs {
+    val tokenizer: Tokenizer by lazy { Fixtures.tokenizer("tiny") }
+
+    fun items(manifest: Manifest, name: String): List<Item> =
+        Encoder(tokenizer, manifest.longestTokens).encode(RowReader.read(File(Fixtures.folder, "$name.jsonl"), manifest.task)).items
+
+    fun data(manifest: Manifest): TrainData {
+        val file = File(Fixtures.folder, "train.jsonl")
+        val batches = Batches(items(manifest, "train").map { it.example }, manifest.batchSize, manifest.lengthsTokens, manifest.generator.seed, tokenizer.padId)
+        return TrainData(batches, Storage.sha256(file), file.name)
+    }
+
+    /** The settings of the Python run that `fixtures.py` made. */
+    val settings = TrainSettings(steps = 12, learningRate = 0.01, checkpointEvery = 5, evalEvery = 6)
+
+    /** One process for all tests: the program keeps nothing from call to call. It ends with this JVM. */
+    val program: PipeProgram by lazy { PipeProgram(Fixtures.artifact, Fixtures.python, Fixtures.root) }
+
+    fun trainer(
+        session: Session,
+        folder: File,
+        settings: TrainSettings = Runs.settings,
+        mode: StartMode = StartMode.NEW,
+        health: HealthSource = HealthSource { Health() },
+        evaluate: Boolean = false,
+        listener: TrainerListener = object : TrainerListener {},
+    ) = Trainer(
+        session, data(session.manifest), settings, folder, mode, ProcessMeter, health, Rules(),
+        if (evaluate) Evaluator(items(session.manifest, "valid"), tokenizer.padId) else null, listener, pollMs = 20,
+    )
+
+    /** Train in [folder] with a fresh session; gives the session as it is at the end. */
+    fun train(folder: File, settings: TrainSettings = Runs.settings, mode: StartMode = StartMode.NEW, listener: TrainerListener = object : TrainerListener {}): Session {
+        val session = Session(ManifestReader.read(Fixtures.artifact), program)
+        val trainer = trainer(session, folder, settings, mode, listener = listener)
+        trainer.run()
+        val state = trainer.state
+        if (state is TrainerState.Failed) throw state.error
+        return session
+    }
+}
+
+/** A JVM of its own that trains, to be killed or to run out of space: arguments are the folder and the steps. */
+object ChildMain {
+    @JvmStatic
+    fun main(arguments: Array<String>) {
+        val listener = object : TrainerListener {
+            override fun onEvent(event: Event) {
+                print(event.toLine().toString(Charsets.UTF_8))
+                System.out.flush()
+            }
+        }
+        try {
+            Runs.train(File(arguments[0]), Runs.settings.copy(steps = arguments[1].toInt()), StartMode.RESUME, listener)
+        } catch (error: OndeviceException) {
+            System.err.println(error.message)
+            System.exit(error.kind.exitCode)
+        }
+    }
+
+    /** Start it in a shell, behind [before] (a command and `;`, such as a limit). */
+    fun start(folder: File, steps: Int, before: String = ""): Process {
+        val java = File(System.getProperty("java.home"), "bin/java").path
+        val properties = listOf("ondevice.fixtures", "ondevice.artifact", "ondevice.root", "ondevice.python").map { "-D$it=${System.getProperty(it)}" }
+        val command = listOf(java, "-Xshare:auto", "-XX:-UsePerfData") + properties +
+            listOf("-cp", System.getProperty("surefire.test.class.path") ?: System.getProperty("java.class.path"), ChildMain::class.java.name, folder.path, "$steps")
+        val quoted = command.joinToString(" ") { "'" + it.replace("'", "'\\''") + "'" }
+        return ProcessBuilder("bash", "-c", "$before exec $quoted").redirectError(ProcessBuilder.Redirect.PIPE).start()
+    }
+}

@@ -1,0 +1,271 @@
+package org.ondevice.core
+
+import org.junit.jupiter.api.Assertions.assertArrayEquals
+import org.junit.jupiter.api.Assertions.assertEquals
+import org.junit.jupiter.api.Assertions.assertFalse
+import org.junit.jupiter.api.Assertions.assertInstanceOf
+import org.junit.jupiter.api.Assertions.assertNotNull
+import org.junit.jupiter.api.Assertions.assertThrows
+import org.junit.jupiter.api.Assertions.assertTrue
+import org.junit.jupiter.api.Test
+import java.io.File
+import java.util.concurrent.TimeUnit
+import kotlin.math.abs
+
+/** Training through the real program. */
+class TrainerTest {
+    private val manifest = ManifestReader.read(Fixtures.artifact)
+
+    private fun bits(values: FloatArray) = IntArray(values.size) { values[it].toRawBits() }
+
+    /** Losses, projected gradients, evaluations and adapter of `ondevice run` on the same artifact and data, bit for bit. */
+    @Test
+    fun sameRunAsPython() {
+        val folder = Fixtures.scratch()
+        val program = Runs.program
+        val session = Session(manifest, program)
+        val trainer = Runs.trainer(session, folder, evaluate = true)
+        trainer.run()
+        val finished = assertInstanceOf(TrainerState.Finished::class.java, trainer.state, trainer.state.toString()).result
+        val ours = EventLog.read(File(folder, "events.jsonl")).entries
+        val theirs = EventLog.read(File(Fixtures.folder, "run/events.jsonl")).entries
+        for (kind in listOf("step", "evaluate")) {
+            val (mine, known) = listOf(ours, theirs).map { all -> all.filter { it.kind == kind && (kind == "step" || it.step != 0) } }
+            assertEquals(known.size, mine.size, kind)
+            for ((left, right) in mine.zip(known)) {
+                for (field in listOf("step", "loss", "losses", "projected_gradients", "learning_rate", "tokens", "accuracy", "majority_share", "rows", "best")) {
+                    assertEquals(numbers(right.values[field]), numbers(left.values[field]), "$kind ${right.step}: $field")
+                }
+            }
+        }
+        val missing = theirs.groupBy { it.kind }.mapNotNull { (kind, found) ->
+            (found.last().values.keys - ours.last { it.kind == kind }.values.keys).takeIf { it.isNotEmpty() }?.let { "$kind: $it" }
+        }
+        assertEquals(emptyList<String>(), missing, "fields that Python's events have")
+        val ends = listOf(ours, theirs).map { it.last { entry -> entry.kind == "finish" } }
+        assertEquals(ends[1].number("first_loss"), ends[0].number("first_loss"))
+        assertEquals(ends[1].number("final_loss")!!, ends[0].number("final_loss")!!, 1e-12)
+        val (adapter, known) = listOf(File(folder, "adapter"), File(Fixtures.folder, "run/adapter")).map { Safetensors.read(File(it, "adapter_model.safetensors")) }
+        assertEquals(known.tensors.keys, adapter.tensors.keys)
+        for ((name, tensor) in known.tensors) {
+            assertEquals(tensor.shape, adapter.tensors.getValue(name).shape, name)
+            assertArrayEquals(bits(tensor.floats!!), bits(adapter.tensors.getValue(name).floats!!), name)
+        }
+        assertEquals(known.metadata, adapter.metadata)
+        assertEquals(File(Fixtures.folder, "run/adapter/adapter_config.json").readText(), File(folder, "adapter/adapter_config.json").readText())
+        assertNotNull(finished.before)
+        assertTrue(finished.evaluation!!.rows == 15 && !finished.interrupted)
+        assertTrue(program.calls.containsAll(listOf("train_step", "train_step_32", "evaluate")), program.calls.toString())
+    }
+
+    private fun numbers(value: Any?): Any? = when (value) {
+        is List<*> -> value.map { numbers(it) }
+        is Number -> value.toFloat()
+        else -> value
+    }
+
+    @Test
+    fun resumedRunHasTheBitsOfAnUninterruptedOne() {
+        val whole = Runs.train(Fixtures.scratch())
+        val folder = Fixtures.scratch()
+        val manifestSession = Session(manifest, Runs.program)
+        lateinit var trainer: Trainer
+        trainer = Runs.trainer(manifestSession, folder, listener = object : TrainerListener {
+            override fun onEvent(event: Event) {
+                if (event is Event.Step && event.step == 6) trainer.stop()
+            }
+        })
+        trainer.start()
+        assertTrue(trainer.await(120_000))
+        assertTrue((trainer.state as TrainerState.Finished).result.let { it.interrupted && it.steps == 7 })
+        val resumed = Runs.train(folder, mode = StartMode.RESUME)
+        assertArrayEquals(bits(whole.adapter), bits(resumed.adapter))
+        val kinds = EventLog.read(File(folder, "events.jsonl")).entries.map { it.kind to it.step }
+        assertEquals((0 until 12).toList(), kinds.filter { it.first == "step" }.map { it.second })
+        assertTrue(("interrupt" to 7) in kinds && ("resume" to 7) in kinds && kinds.last().first == "finish")
+    }
+
+    /** The process dies without a word in the middle of a step; what it saved last goes on to the same bits. */
+    @Test
+    fun killedProcessResumesWithTheSameBits() {
+        val whole = Runs.train(Fixtures.scratch())
+        val folder = Fixtures.scratch()
+        val child = ChildMain.start(folder, 12)
+        val lines = child.inputStream.bufferedReader()
+        val seen = generateSequence { lines.readLine() }.firstOrNull { "\"event\":\"step\"" in it && "\"step\":8," in it }
+        if (seen == null) throw AssertionError("the child ended early: " + child.errorStream.bufferedReader().readText())
+        child.destroyForcibly()
+        assertTrue(child.waitFor(30, TimeUnit.SECONDS))
+        File(folder, "events.jsonl").appendText("{\"event\":\"step\",\"step\":9,\"lo") // a torn line, as a power cut leaves it
+        File(folder, ".checkpoint-00000010.partial-abcd1234").mkdirs()
+        val resumed = Runs.train(folder, mode = StartMode.RESUME)
+        assertArrayEquals(bits(whole.adapter), bits(resumed.adapter))
+        val log = EventLog.read(File(folder, "events.jsonl")).entries
+        assertEquals(5, log.first { it.kind == "resume" }.step)
+        assertEquals((0 until 12).toList(), log.filter { it.kind == "step" }.map { it.step })
+        assertFalse(folder.list()!!.any { ".partial-" in it })
+    }
+
+    /** The kernel refuses to write the next checkpoint (files may have 8 KiB): a clear error, and the last one is whole. */
+    @Test
+    fun fullDiskKeepsTheLastCheckpoint() {
+        val folder = Fixtures.scratch()
+        Runs.train(folder, Runs.settings.copy(steps = 5))
+        val before = File(folder, "checkpoint-00000005/state.safetensors").readBytes()
+        val child = ChildMain.start(folder, 12, "trap '' XFSZ; ulimit -f 8;")
+        child.inputStream.readBytes()
+        val words = child.errorStream.bufferedReader().readText()
+        assertEquals(ErrorKind.STORAGE.exitCode, child.waitFor(), words)
+        assertTrue("cannot write" in words && "free some storage" in words, words)
+        assertArrayEquals(before, File(folder, "checkpoint-00000005/state.safetensors").readBytes())
+        val whole = Runs.train(Fixtures.scratch())
+        assertArrayEquals(bits(whole.adapter), bits(Runs.train(folder, mode = StartMode.RESUME).adapter))
+    }
+
+    @Test
+    fun tornCheckpointFallsBackToTheOneBefore() {
+        val folder = Fixtures.scratch()
+        Runs.train(folder, Runs.settings.copy(steps = 10))
+        val state = File(folder, "checkpoint-00000010/state.safetensors")
+        state.writeBytes(state.readBytes().copyOf(100))
+        val events = ArrayList<Event>()
+        val resumed = Runs.train(folder, mode = StartMode.RESUME, listener = object : TrainerListener {
+            override fun onEvent(event: Event) {
+                events.add(event)
+            }
+        })
+        assertTrue(events.filterIsInstance<Event.Warning>().any { "torn" in it.message }, events.toString())
+        assertEquals(5, events.filterIsInstance<Event.Resume>().single().step)
+        assertArrayEquals(bits(Runs.train(Fixtures.scratch()).adapter), bits(resumed.adapter))
+        for (path in folder.listFiles { file -> file.name.startsWith("checkpoint-") }!!) File(path, "meta.json").writeText("{")
+        val error = assertThrows(OndeviceException::class.java) { Runs.train(folder, mode = StartMode.RESUME) }
+        assertEquals(ErrorKind.CHECKPOINT, error.kind)
+        assertTrue("whole" in error.message!!)
+    }
+
+    @Test
+    fun foreignRunIsRefusedByWhatDiffers() {
+        val folder = Fixtures.scratch()
+        Runs.train(folder, Runs.settings.copy(steps = 5))
+        val other = assertThrows(OndeviceException::class.java) { Runs.train(folder, Runs.settings.copy(learningRate = 0.02), StartMode.RESUME) }
+        assertTrue(other.kind == ErrorKind.CHECKPOINT && "learning_rate" in other.message!! && "0.02" in other.message!!, other.message)
+        val again = assertThrows(OndeviceException::class.java) { Runs.train(folder) }
+        assertTrue("already holds a run" in again.message!!)
+        Runs.train(folder, Runs.settings.copy(steps = 5, learningRate = 0.02), StartMode.OVERWRITE)
+        assertEquals(1, EventLog.read(File(folder, "events.jsonl")).entries.count { it.kind == "start" })
+    }
+
+    @Test
+    fun pausesForHeatAndGoesOnToTheSameBits() {
+        val folder = Fixtures.scratch()
+        val states = ArrayList<TrainerState>()
+        val before = Runs.program.unloads
+        val statuses = ArrayDeque(listOf(0, 0, 0, 3, 3, 2, 2, 1))
+        val program = Runs.program
+        val session = Session(manifest, program)
+        val trainer = Runs.trainer(session, folder, health = { Health(thermalStatus = if (statuses.size > 1) statuses.removeFirst() else statuses.first()) }, listener = object : TrainerListener {
+            override fun onState(state: TrainerState) {
+                states.add(state)
+            }
+        })
+        trainer.start()
+        assertTrue(trainer.await(120_000))
+        val paused = states.filterIsInstance<TrainerState.Paused>()
+        assertEquals(listOf(3), paused.map { it.step }.distinct())
+        assertEquals(setOf(PauseCause.HEAT), paused.first().reasons.map { it.cause }.toSet())
+        assertTrue(File(folder, "checkpoint-00000003").isDirectory || File(folder, "checkpoint-00000012").isDirectory)
+        assertEquals(before + 1, program.unloads)
+        assertArrayEquals(bits(Runs.train(Fixtures.scratch()).adapter), bits(session.adapter))
+        val messages = EventLog.read(File(folder, "events.jsonl")).entries.filter { it.kind == "warning" }.map { it.values["message"] as String }
+        assertTrue("hot" in messages.first() && messages.last() == "goes on", messages.toString())
+    }
+
+    @Test
+    fun pauseResumeAndStopFromOtherThreads() {
+        val folder = Fixtures.scratch()
+        val program = Runs.program
+        val session = Session(manifest, program)
+        lateinit var trainer: Trainer
+        trainer = Runs.trainer(session, folder, listener = object : TrainerListener {
+            override fun onEvent(event: Event) {
+                if (event is Event.Step && event.step == 1) trainer.pause()
+            }
+        })
+        assertEquals(TrainerState.Idle, trainer.state)
+        trainer.start()
+        waitFor { trainer.state is TrainerState.Paused }
+        assertEquals(setOf(PauseCause.USER), (trainer.state as TrainerState.Paused).reasons.map { it.cause }.toSet())
+        assertTrue(File(folder, "checkpoint-00000002/meta.json").isFile)
+        Thread.sleep(100)
+        assertTrue(trainer.state is TrainerState.Paused)
+        val busy = Runs.trainer(session, folder)
+        busy.run()
+        assertEquals(ErrorKind.BUSY, (busy.state as TrainerState.Failed).error.kind)
+        trainer.resume()
+        waitFor { (trainer.state as? TrainerState.Running)?.step ?: 0 >= 3 || trainer.state is TrainerState.Finished }
+        trainer.pause()
+        waitFor { trainer.state is TrainerState.Paused || trainer.state is TrainerState.Finished }
+        trainer.stop()
+        assertTrue(trainer.await(60_000))
+        assertInstanceOf(TrainerState.Finished::class.java, trainer.state)
+        assertThrows(IllegalStateException::class.java) { trainer.start() }
+    }
+
+    @Test
+    fun lossThatIsNoNumberStopsWithoutSaving() {
+        val folder = Fixtures.scratch()
+        val program = Runs.program
+        val session = Session(manifest, program)
+        val trainer = Runs.trainer(session, folder, Runs.settings.copy(learningRate = 1e38, checkpointEvery = 1))
+        trainer.run()
+        val failed = assertInstanceOf(TrainerState.Failed::class.java, trainer.state, trainer.state.toString())
+        assertEquals(ErrorKind.TRAINING, failed.error.kind)
+        assertTrue("learning rate" in failed.error.message!!, failed.error.message)
+        val log = EventLog.read(File(folder, "events.jsonl")).entries
+        assertEquals("error", log.last().kind)
+        for (path in folder.listFiles { file -> file.name.startsWith("checkpoint-") }!!) {
+            assertTrue(Safetensors.read(File(path, "state.safetensors")).tensors.getValue("adapter").floats!!.all { it.isFinite() }, path.name)
+        }
+    }
+
+    @Test
+    fun aProgramThatFailsIsToldInItsOwnWords() {
+        val folder = Fixtures.scratch()
+        val broken = object : Program {
+            override fun execute(method: String, inputs: List<Tensor>): List<Tensor> = throw IllegalStateException("error 0x12")
+
+            override fun close() {}
+        }
+        val trainer = Runs.trainer(Session(manifest, broken), folder)
+        trainer.run()
+        val failed = trainer.state as TrainerState.Failed
+        assertTrue("0x12" in failed.error.message!!)
+    }
+
+    @Test
+    fun etaAndSpeedAreMeasured() {
+        val events = ArrayList<Event.Step>()
+        val started = System.nanoTime()
+        Runs.train(Fixtures.scratch(), listener = object : TrainerListener {
+            override fun onEvent(event: Event) {
+                if (event is Event.Step) events.add(event)
+            }
+        })
+        val seconds = (System.nanoTime() - started) / 1e9
+        assertTrue(events.sumOf { it.stepTimeS } < seconds)
+        assertEquals(0.0, events.last().etaS)
+        for (event in events) {
+            assertTrue(abs(event.tokensPerS * event.stepTimeS - event.tokens) < 1e-6 && event.tokens in setOf(64, 128))
+            assertTrue(event.peakMemoryBytes > 10 shl 20 && event.stepsPerS > 0)
+        }
+        assertTrue(events.first().etaS > 0)
+    }
+
+    private fun waitFor(condition: () -> Boolean) {
+        val end = System.nanoTime() + 60_000_000_000
+        while (!condition()) {
+            if (System.nanoTime() > end) throw AssertionError("waited for a minute")
+            Thread.sleep(5)
+        }
+    }
+}
