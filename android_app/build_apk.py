@@ -32,7 +32,7 @@ def build(prepare: bool, flavour: str) -> Path | None:
     BUILD.mkdir(exist_ok=True)
     fetch.chain()
     runtime = fetch.runtime(flavour)
-    base = resources.link(flavour)
+    base = resources.link(flavour, fetch.RUNTIME / "runtime.json")
     if prepare:
         return None
     name = "ondevice-debug.apk" if flavour == "cpu" else f"ondevice-{flavour}-debug.apk"

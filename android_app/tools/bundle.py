@@ -40,7 +40,6 @@ def bundle(base: Path, dex: list[Path], out: Path) -> Path:
     with zipfile.ZipFile(raw, "a") as archive:
         for path in dex:
             _add(archive, path, path.name, zipfile.ZIP_DEFLATED)
-        _add(archive, RUNTIME / "runtime.json", "assets/runtime.json", zipfile.ZIP_DEFLATED)
         for path in sorted((RUNTIME / "jni").rglob("*.so")):
             _add(archive, path, f"lib/{path.parent.name}/{path.name}", zipfile.ZIP_STORED)
     run([tool("zipalign"), "-f", "-p", "4", raw, aligned], what="zipalign")

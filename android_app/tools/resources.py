@@ -38,21 +38,25 @@ def merged_manifest(flavour: str) -> Path:
     return out
 
 
-def link(flavour: str) -> Path:
-    """Compile and link the resources against the framework that the app is compiled against."""
+def link(flavour: str, about: Path) -> Path:
+    """Compile and link the resources against the framework that the app is compiled against.
+
+    `about` says which ExecuTorch is packed; it becomes an asset that the app shows.
+    """
     stamp = BUILD / ".resources"
-    wanted = digest([MAIN / "res", MAIN / "AndroidManifest.xml", APP_ROOT / "pom.xml", Path(__file__)], flavour)
+    wanted = digest([MAIN / "res", MAIN / "AndroidManifest.xml", APP_ROOT / "pom.xml", about, Path(__file__)], flavour)
     generated = BUILD / "gen" / "org" / "ondevice" / "app" / "R.java"
     if is_fresh(stamp, wanted, BASE_APK, generated, TEST_CONFIG):
         return BASE_APK
     manifest = merged_manifest(flavour)
-    compiled = BUILD / "compiled-resources.zip"
+    compiled, assets = BUILD / "compiled-resources.zip", BUILD / "assets"
+    write_atomically(assets / "runtime.json", about.read_bytes())
     shutil.rmtree(BUILD / "gen", ignore_errors=True)
     run([tool("aapt2"), "compile", "--dir", MAIN / "res", "-o", compiled], what="compiling resources")
     run(
         [
             tool("aapt2"), "link", "-o", BASE_APK, "-I", FETCHED / "android.jar",
-            "--manifest", manifest, "--java", BUILD / "gen",
+            "--manifest", manifest, "--java", BUILD / "gen", "-A", assets,
             "--auto-add-overlay", "--no-version-vectors", "--warn-manifest-validation", compiled,
         ],
         what="linking resources",
@@ -60,10 +64,9 @@ def link(flavour: str) -> Path:
     properties = {
         "android_merged_manifest": manifest,
         "android_resource_apk": BASE_APK,
-        "android_merged_assets": BUILD / "assets",
+        "android_merged_assets": assets,
         "android_custom_package": PACKAGE,
     }
-    (BUILD / "assets").mkdir(exist_ok=True)
     # A properties file reads a backslash and a colon as its own signs.
     lines = [f"{key}={str(value).replace(chr(92), chr(92) * 2)}\n" for key, value in properties.items()]
     write_atomically(TEST_CONFIG, "".join(lines))

@@ -53,7 +53,9 @@ class AdaptersScreen(host: MainActivity) : Screen(host) {
 
     private fun card(model: ArtifactInfo, adapters: Adapters, adapter: AdapterInfo): View {
         val parts = arrayListOf<View>(ui.heading(adapter.name))
-        val age = DateUtils.getRelativeTimeSpanString(adapter.savedAtMs, System.currentTimeMillis(), DateUtils.MINUTE_IN_MILLIS)
+        val now = System.currentTimeMillis()
+        val isNew = now - adapter.savedAtMs < DateUtils.MINUTE_IN_MILLIS
+        val age = if (isNew) string(R.string.just_now) else DateUtils.getRelativeTimeSpanString(adapter.savedAtMs, now, DateUtils.MINUTE_IN_MILLIS)
         parts += ui.soft("$age · ${Words.bytes(host, adapter.sizeBytes)}")
         adapter.problem?.let { parts += ui.problem(it) }
         figures(adapter)?.let { parts += ui.text(it, 14f) }

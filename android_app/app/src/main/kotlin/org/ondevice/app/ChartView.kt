@@ -25,8 +25,9 @@ class ChartView(context: Context) : View(context) {
         minimumHeight = ui.dp(180)
     }
 
+    /** Show the losses of steps counted from 0; people count them from 1. */
     fun show(points: List<Pair<Int, Double>>) {
-        this.points = points.toList()
+        this.points = points.map { (step, loss) -> step + 1 to loss }
         contentDescription = describe()
         invalidate()
     }
@@ -34,7 +35,7 @@ class ChartView(context: Context) : View(context) {
     private fun describe(): String {
         val last = points.lastOrNull() ?: return context.getString(R.string.chart_empty)
         val smooth = Chart.of(points, 1).smooth.lastOrNull()?.second ?: last.second
-        return context.getString(R.string.chart_words, Words.number(last.first + 1), Words.number(points[0].second, 3), Words.number(smooth, 3))
+        return context.getString(R.string.chart_words, Words.number(last.first), Words.number(points[0].second, 3), Words.number(smooth, 3))
     }
 
     private fun paint(color: Int, width: Float) = Paint(Paint.ANTI_ALIAS_FLAG).apply {
@@ -68,7 +69,7 @@ class ChartView(context: Context) : View(context) {
             canvas.drawLine(left, y(value), right, y(value), grid)
             canvas.drawText(Words.number(value, digits), left - ui.dp(6), y(value) + ink.textSize / 3, ink)
         }
-        for (value in chart.xTicks.filter { it == floor(it) && it >= 0 }) {
+        for (value in chart.xTicks.filter { it == floor(it) && it >= 1 }) {
             val label = Words.number(value.toInt())
             val half = ink.measureText(label) / 2
             ink.textAlign = Paint.Align.CENTER

@@ -35,7 +35,7 @@ class ModelsScreen(host: MainActivity) : Screen(host) {
         val models = app.store.models()
         if (models.isEmpty() && busy == null) parts += ui.empty(R.string.no_models, R.string.no_models_words)
         models.forEach { parts += card(it) }
-        parts += ui.soft(runtime())
+        runtime()?.let { parts += ui.soft(it) }
         return ui.page(R.id.page_models, *parts.toTypedArray())
     }
 
@@ -76,8 +76,13 @@ class ModelsScreen(host: MainActivity) : Screen(host) {
         return if (info.totalMem in 1 until need) string(R.string.too_large, Words.bytes(host, need), Words.bytes(host, info.totalMem)) else null
     }
 
-    private fun runtime(): String {
-        val about = host.assets.open("runtime.json").bufferedReader().use { JSONObject(it.readText()) }
+    /** Which ExecuTorch `make apk` packed; a build by Gradle does not say. */
+    private fun runtime(): String? {
+        val about = try {
+            host.assets.open("runtime.json").bufferedReader().use { JSONObject(it.readText()) }
+        } catch (_: java.io.FileNotFoundException) {
+            return null
+        }
         return string(R.string.runtime, about.getString("executorch"), about.getString("name"))
     }
 

@@ -162,6 +162,8 @@ class Runs(private val app: OndeviceApp) : Watched() {
             val result = state.result
             val adapters = app.store.adapters(live.plan.model, artifact.manifest)
             name = "${live.plan.data.substringBeforeLast('.').take(40)} ${live.plan.id.removePrefix("run-")}"
+            // A process that was killed just here has saved it already: the run that goes on saves it again.
+            if (adapters.list().any { it.name == name }) adapters.delete(name)
             adapters.addFrom(
                 File(live.folder, "adapter"), name,
                 linkedMapOf(

@@ -20,8 +20,8 @@ abstract class Screen(protected val host: MainActivity) {
 
     fun render() {
         val place = (root.getChildAt(0) as? View)?.scrollY ?: 0
+        val view = content() // while the old views are still there to be asked what was typed
         root.removeAllViews()
-        val view = content()
         root.addView(view)
         if (place > 0) view.post { view.scrollTo(0, place) }
     }

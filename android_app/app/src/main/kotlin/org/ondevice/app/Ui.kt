@@ -5,6 +5,8 @@ import android.content.res.ColorStateList
 import android.graphics.Typeface
 import android.graphics.drawable.Drawable
 import android.graphics.drawable.GradientDrawable
+import android.graphics.drawable.InsetDrawable
+import android.graphics.drawable.LayerDrawable
 import android.graphics.drawable.RippleDrawable
 import android.text.InputType
 import android.view.Gravity
@@ -88,7 +90,12 @@ class Ui(val context: Context) {
         clipToPadding = false
         val wide = context.resources.configuration.screenWidthDp
         val side = dp(maxOf(16, (wide - 680) / 2))
-        addView(column(*children, gap = 12).apply { setPadding(side, dp(16), side, dp(24)) })
+        val inside = column(*children, gap = 12).apply {
+            setPadding(side, dp(16), side, dp(24))
+            isFocusableInTouchMode = true // no field opens the keyboard before it is touched
+            descendantFocusability = ViewGroup.FOCUS_BEFORE_DESCENDANTS
+        }
+        addView(inside)
     }
 
     fun button(label: Int, tone: Tone = Tone.PLAIN, onClick: (View) -> Unit): Button =
@@ -156,12 +163,24 @@ class Ui(val context: Context) {
         setOnCheckedChangeListener { _, checked -> onChange(checked) }
     }
 
+    /** A choice from a list, with a mark that it opens. */
     fun spinner(id: Int, label: Int, items: List<String>, selected: Int): Spinner = Spinner(context).apply {
         this.id = id
         contentDescription = context.getString(label)
         minimumHeight = dp(48)
-        background = shape(R.color.background, 10, R.color.outline)
-        adapter = ArrayAdapter(context, android.R.layout.simple_spinner_dropdown_item, items)
+        val mark = InsetDrawable(context.getDrawable(R.drawable.chevron), 0, 0, dp(8), 0)
+        background = LayerDrawable(arrayOf(shape(R.color.background, 10, R.color.outline), mark)).apply {
+            setLayerGravity(1, Gravity.CENTER_VERTICAL or Gravity.END)
+        }
+        setPadding(0, 0, dp(36), 0)
+        adapter = object : ArrayAdapter<String>(context, android.R.layout.simple_spinner_dropdown_item, items) {
+            override fun getView(position: Int, old: View?, parent: ViewGroup): View = text(items[position]).apply {
+                gravity = Gravity.CENTER_VERTICAL or Gravity.START
+                minHeight = dp(48)
+                maxLines = 2
+                setPadding(dp(12), 0, dp(4), 0)
+            }
+        }
         setSelection(selected.coerceIn(0, maxOf(0, items.size - 1)))
     }
 

@@ -1,0 +1,86 @@
+package org.ondevice.app
+
+import org.junit.Assert.assertEquals
+import org.junit.Assert.assertFalse
+import org.junit.Assert.assertTrue
+import org.junit.Test
+import org.robolectric.RuntimeEnvironment
+import java.io.File
+
+class ModelsScreenTest : AppTest() {
+    @Test
+    fun saysWhatToDoWhenThereIsNothing() {
+        open()
+        assertTrue(texts(), "No model yet" in texts() && "ondevice export" in texts())
+        shot("models-empty")
+    }
+
+    @Test
+    fun importsAZipAndShowsWhatItNeeds() {
+        open()
+        pick(ModelsScreen.ZIP, "SmolLM2-135M reviews.zip", zip(artifact))
+        until("the import") { app.store.models().isNotEmpty() && app.jobs.words(ModelsScreen.PLACE) == null }
+        val model = app.store.models().single()
+        assertEquals("SmolLM2-135M reviews", model.name)
+        assertTrue(texts(), "2, up to 32, 64 tokens each" in texts() && "executorch 1.4.1" in texts())
+        assertTrue(texts(), Words.bytes(app, model.sizeBytes) in texts() && Words.bytes(app, model.plannedBytes) in texts())
+        shot("models")
+        rotate()
+        assertTrue("SmolLM2-135M reviews" in texts())
+        shot("models-landscape")
+    }
+
+    @Test
+    fun refusesADamagedZipAndKeepsNothing() {
+        open()
+        val folder = File(app.cacheDir, "damaged").also { artifact.copyRecursively(it) }
+        val program = File(folder, "program.pte")
+        program.writeBytes(program.readBytes().also { it[it.size / 2] = (it[it.size / 2] + 1).toByte() })
+        pick(ModelsScreen.ZIP, "damaged.zip", zip(folder))
+        until("the refusal") { app.jobs.error(ModelsScreen.PLACE) != null }
+        assertTrue(texts(), "program.pte" in texts() && "SHA-256" in texts())
+        assertTrue(app.store.models().isEmpty())
+        assertEquals(emptyList<String>(), File(app.filesDir, "models").list().orEmpty().toList())
+        shot("models-damaged")
+        click("Dismiss")
+        assertFalse("SHA-256" in texts())
+    }
+
+    @Test
+    fun showsAModelThatCannotBeUsedAndDeletesIt() {
+        importModel("broken")
+        File(app.filesDir, "models/broken/manifest.json").writeText("{\"schema_version\": 99}")
+        open()
+        assertTrue(texts(), "This model cannot be used." in texts() && "schema_version 1" in texts())
+        click("Delete the model broken".takeIf { it in descriptions() } ?: "Delete")
+        assertTrue("This cannot be undone" in confirm() || app.store.models().isEmpty())
+        until("the deletion") { app.store.models().isEmpty() }
+        until("the screen") { "No model yet" in texts() }
+    }
+
+    private fun descriptions() = views(activity.window.decorView).mapNotNull { it.contentDescription?.toString() }
+
+    @Test
+    fun looksRightAtNight() {
+        RuntimeEnvironment.setQualifiers("+night")
+        importModel()
+        open()
+        shot("models-night")
+    }
+
+    @Test
+    fun everyButtonIsLargeEnoughAndHasAName() {
+        importModel()
+        importData()
+        open()
+        for (tab in 0..4) {
+            activity.open(tab)
+            settle()
+            for (view in views(activity.window.decorView).filter { it.isClickable && it.isShown && it.width > 0 }) {
+                val name = view.contentDescription ?: (view as? android.widget.TextView)?.text
+                assertTrue("tab $tab: $view has no name", !name.isNullOrBlank())
+                assertTrue("tab $tab: '$name' is ${view.height} px high", view.height >= 48 * 2)
+            }
+        }
+    }
+}

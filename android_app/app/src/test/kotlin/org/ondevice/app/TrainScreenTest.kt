@@ -1,0 +1,224 @@
+package org.ondevice.app
+
+import android.content.ComponentCallbacks2
+import android.content.Context
+import android.os.PowerManager
+import android.widget.EditText
+import org.junit.Assert.assertEquals
+import org.junit.Assert.assertNotNull
+import org.junit.Assert.assertNull
+import org.junit.Assert.assertTrue
+import org.junit.Test
+import org.ondevice.core.Rules
+import org.ondevice.core.Thermal
+import org.ondevice.core.TrainerState
+import org.robolectric.Shadows.shadowOf
+import java.io.File
+
+class TrainScreenTest : AppTest() {
+    private val live get() = app.runs.live
+
+    private fun paused() = live?.state is TrainerState.Paused
+
+    private fun heat(status: Int) = shadowOf(app.getSystemService(Context.POWER_SERVICE) as PowerManager).setCurrentThermalStatus(status)
+
+    private fun prepared() {
+        importModel()
+        importData()
+        open(2)
+    }
+
+    @Test
+    fun saysWhatIsMissing() {
+        open(2)
+        assertTrue("Nothing to train yet" in texts())
+        click("Go to Models")
+        assertTrue("Import zip" in texts())
+    }
+
+    @Test
+    fun trainsToTheEndAndSavesTheAdapter() {
+        prepared()
+        shot("train-setup")
+        find<EditText>(R.id.steps).setText("30")
+        find<EditText>(R.id.rate).setText("0.02")
+        click(R.id.start)
+        until("the service to be asked") { shadowOf(app).peekNextStartedService() != null }
+        assertEquals(TrainService::class.java.name, shadowOf(app).nextStartedService.component!!.className)
+        val service = service()
+        assertNotNull(shadowOf(service).lastForegroundNotification)
+        until("some steps") { (live?.stepsDone ?: 0) >= 12 }
+        assertTrue(texts(), "of 30" in texts() && "steps/s" in texts())
+        shot("train-running")
+        until("the end") { live!!.isOver }
+        assertTrue(texts(), "Done: 30 steps." in texts() && "before" in texts())
+        val state = live!!.state as TrainerState.Finished
+        assertEquals(30, state.result.steps)
+        val adapters = app.store.adapters("SmolLM2 reviews", app.store.models()[0].manifest!!)
+        assertEquals(live!!.savedAdapter, adapters.activeName())
+        assertTrue(adapters.activeVector().any { it != 0f })
+        assertNull(app.wanted.read())
+        assertTrue(shadowOf(service).isStoppedBySelf)
+        shot("train-done")
+        click(R.id.another)
+        assertTrue("Start training" in texts())
+    }
+
+    @Test
+    fun refusesWhatIsNoNumber() {
+        prepared()
+        find<EditText>(R.id.steps).setText("0")
+        find<EditText>(R.id.rate).setText("-1")
+        click(R.id.start)
+        assertNotNull(find<EditText>(R.id.steps).error)
+        assertNotNull(find<EditText>(R.id.rate).error)
+        assertNull(app.wanted.read())
+    }
+
+    @Test
+    fun pausesForHeatAndGoesOn() {
+        prepared()
+        begin(4000)
+        until("some steps") { live!!.stepsDone >= 3 }
+        heat(Thermal.SEVERE)
+        until("the pause") { paused() }
+        assertTrue(texts(), "the phone is hot (thermal status severe)" in texts())
+        shot("train-paused")
+        val done = live!!.stepsDone
+        heat(Thermal.MODERATE)
+        Thread.sleep(300)
+        settle()
+        assertTrue("goes on only below moderate", paused())
+        heat(Thermal.LIGHT)
+        until("more steps") { live!!.stepsDone > done }
+        click(R.id.stop)
+        service(TrainService.STOP)
+        until("the end") { live!!.isOver }
+        assertTrue(texts(), "Stopped after" in texts())
+    }
+
+    @Test
+    fun pausesForTheBatteryUntilACharger() {
+        prepared()
+        begin(4000)
+        until("some steps") { live!!.stepsDone >= 2 }
+        battery(15, charging = false)
+        until("the pause") { paused() }
+        assertTrue(texts(), "the battery is at 15%" in texts())
+        val done = live!!.stepsDone
+        battery(15, charging = true)
+        until("more steps") { live!!.stepsDone > done }
+        service(TrainService.STOP)
+    }
+
+    @Test
+    fun pausesForMemory() {
+        prepared()
+        begin(4000)
+        until("some steps") { live!!.stepsDone >= 2 }
+        @Suppress("DEPRECATION")
+        service().onTrimMemory(ComponentCallbacks2.TRIM_MEMORY_RUNNING_CRITICAL)
+        until("the pause") { paused() }
+        assertTrue(texts(), "other apps need memory (pressure critical)" in texts())
+        service(TrainService.STOP)
+    }
+
+    @Test
+    fun trainsOnlyWhileChargingIfAsked() {
+        prepared()
+        begin(4000, Rules(onlyWhileCharging = true))
+        until("the pause") { paused() }
+        assertTrue(texts(), "no charger is connected" in texts())
+        assertEquals(0, live!!.stepsDone)
+        val scheduler = app.getSystemService(Context.JOB_SCHEDULER_SERVICE) as android.app.job.JobScheduler
+        assertTrue(scheduler.allPendingJobs.single().isRequireCharging)
+        battery(80, charging = true)
+        until("some steps") { live!!.stepsDone >= 1 }
+        service(TrainService.STOP)
+        until("the end") { live!!.isOver }
+        assertTrue(scheduler.allPendingJobs.isEmpty())
+    }
+
+    @Test
+    fun theUserPausesAndResumes() {
+        prepared()
+        begin(4000)
+        until("some steps") { live!!.stepsDone >= 2 }
+        click(R.id.pause)
+        assertEquals(TrainService.PAUSE, shadowOf(app).nextStartedService.action)
+        service(TrainService.PAUSE)
+        until("the pause") { paused() }
+        assertTrue(app.wanted.read()!!.paused)
+        assertTrue(texts(), "you paused it" in texts() && "Resume" in texts())
+        val done = live!!.stepsDone
+        service(TrainService.RESUME)
+        until("more steps") { live!!.stepsDone > done }
+        service(TrainService.STOP)
+    }
+
+    @Test
+    fun rotationKeepsTheRunAndTheSetup() {
+        prepared()
+        find<EditText>(R.id.steps).setText("77")
+        rotate()
+        assertEquals("77", find<EditText>(R.id.steps).text.toString())
+        shot("train-setup-landscape")
+        begin(4000)
+        until("some steps") { live!!.stepsDone >= 3 }
+        val before = live!!
+        rotate(PHONE)
+        assertTrue(live === before && !before.isOver)
+        assertTrue(texts(), "of 4,000" in texts())
+        service(TrainService.STOP)
+    }
+
+    @Test
+    fun aKilledProcessGoesOnFromItsCheckpoint() {
+        prepared()
+        begin(60, id = "run-a")
+        until("a checkpoint") { File(app.store.runFolder("run-a"), "checkpoint-00000025").isDirectory }
+        // A kill ends the thread without a word: what it wrote stays, and the wanted run stays wanted.
+        val plan = app.wanted.read()!!
+        val folder = app.store.runFolder("run-a")
+        val copy = File(app.cacheDir, "killed").also { folder.copyRecursively(it) }
+        service(TrainService.STOP)
+        until("the end of the first process") { live!!.isOver }
+        org.ondevice.core.Storage.deleteTree(folder)
+        copy.copyRecursively(folder)
+        app.wanted.write(plan)
+        app.runs.dismiss()
+        assertNull(live)
+
+        service() // as START_STICKY does, with no action
+        until("the end") { live!!.isOver }
+        val log = File(folder, "events.jsonl").readLines()
+        assertTrue(log.joinToString("\n"), log.any { "\"event\": \"resume\"" in it || "\"event\":\"resume\"" in it })
+        assertEquals(60, (live!!.state as TrainerState.Finished).result.steps)
+        assertEquals((0 until 60).toList(), live!!.losses.map { it.first })
+    }
+
+    @Test
+    fun aCheckpointThatCannotBeWrittenIsSaidInWords() {
+        prepared()
+        begin(4000, id = "run-full")
+        until("some steps") { live!!.stepsDone >= 2 }
+        // A file stands where the run's folder was: the next write fails as it does on a full disk.
+        val folder = app.store.runFolder("run-full")
+        org.ondevice.core.Storage.deleteTree(folder)
+        folder.writeText("in the way")
+        service(TrainService.STOP)
+        until("the error") { live!!.isOver }
+        assertEquals(org.ondevice.core.ErrorKind.STORAGE, (live!!.state as TrainerState.Failed).error.kind)
+        assertTrue(texts(), "cannot write" in texts() && "free some storage" in texts())
+    }
+
+    @Test
+    fun aProgramThatRefusesIsSaidInWords() {
+        prepared()
+        app.openProgram = { throw ModuleProgram.missing(setOf("aten::x.out", "ondevice::noise"), setOf("aten::x.out"), emptySet(), setOf("XnnpackBackend"))!! }
+        begin(5)
+        until("the error") { live!!.isOver }
+        assertTrue(texts(), "ondevice::noise" in texts() && "lacks what the program needs" in texts())
+        shot("train-refused")
+    }
+}

@@ -1,0 +1,125 @@
+package org.ondevice.app
+
+import android.content.Intent
+import android.net.Uri
+import android.view.View
+import android.widget.EditText
+import org.junit.Assert.assertEquals
+import org.junit.Assert.assertFalse
+import org.junit.Assert.assertNull
+import org.junit.Assert.assertThrows
+import org.junit.Assert.assertTrue
+import org.junit.Test
+import org.robolectric.RuntimeEnvironment
+import org.robolectric.Shadows.shadowOf
+import java.io.FileNotFoundException
+import java.util.zip.ZipInputStream
+
+class TryAndAdaptersTest : AppTest() {
+    private val adapters get() = app.store.models()[0].let { app.store.adapters(it.name, it.manifest!!) }
+
+    /** A model with two adapters, the newer one in use. */
+    private fun trained() {
+        importModel()
+        val size = app.store.models()[0].manifest!!.adapterSize
+        for ((index, name) in listOf("reviews 2026-11-20 18.30.00", "reviews 2026-11-21 09.12.44").withIndex()) {
+            val used = app.store.models()[0].manifest!!.adapter.sumOf { it.count }
+            adapters.save(name, FloatArray(size) { if (it < used) 0.5f * (index + 1) * ((it % 7) - 3) else 0f }, mapOf("steps" to 200 * (index + 1), "loss_before" to 3.412, "loss_after" to 0.871 - 0.2 * index))
+            adapters.activate(name)
+        }
+    }
+
+    @Test
+    fun comparesBeforeAndAfter() {
+        trained()
+        open(3)
+        assertTrue(texts(), "answered by one of: terrible, great" in texts())
+        find<EditText>(R.id.prompt).setText("A warm, funny film that never looks away.")
+        click(R.id.compare)
+        until("the comparison") { app.jobs.words(TryScreen.PLACE) == null }
+        assertNull(app.jobs.error(TryScreen.PLACE))
+        val sides = find<android.view.ViewGroup>(R.id.sides)
+        val words = (0 until 2).map { side -> views(sides.getChildAt(side)).filterIsInstance<android.widget.TextView>().map { it.text.toString() } }
+        assertEquals(listOf("Before", "After"), words.map { it[0] })
+        assertEquals(setOf("terrible", "great"), words[0].filterIndexed { index, _ -> index in listOf(1, 3) }.toSet())
+        assertFalse("the adapter changes nothing: $words", words[0].drop(1) == words[1].drop(1))
+        assertEquals("A warm, funny film that never looks away.", find<EditText>(R.id.prompt).text.toString())
+        shot("try")
+        rotate()
+        assertEquals("A warm, funny film that never looks away.", find<EditText>(R.id.prompt).text.toString())
+    }
+
+    @Test
+    fun anEmptyTextIsRefused() {
+        trained()
+        open(3)
+        click(R.id.compare)
+        until("the refusal") { app.jobs.error(TryScreen.PLACE) != null }
+        assertTrue(texts(), "is empty" in texts())
+    }
+
+    @Test
+    fun saysWhatToDoWithoutAnAdapter() {
+        importModel()
+        open(3)
+        assertTrue("Nothing trained yet" in texts())
+        activity.open(4)
+        settle()
+        assertTrue("No adapter yet" in texts())
+    }
+
+    @Test
+    fun listsUsesRollsBackAndDeletes() {
+        trained()
+        open(4)
+        assertTrue(texts(), "400 steps, loss 3.412 → 0.671" in texts())
+        shot("adapters")
+        click(R.id.roll_back)
+        assertEquals("reviews 2026-11-20 18.30.00", adapters.activeName())
+        click("Use reviews 2026-11-21 09.12.44")
+        assertEquals("reviews 2026-11-21 09.12.44", adapters.activeName())
+        click("Delete reviews 2026-11-21 09.12.44")
+        assertTrue("reviews 2026-11-21 09.12.44" in confirm())
+        assertEquals(listOf("reviews 2026-11-20 18.30.00"), adapters.list().map { it.name })
+        assertEquals("reviews 2026-11-20 18.30.00", adapters.activeName())
+    }
+
+    @Test
+    fun sharesAZipThatAnotherAppCanRead() {
+        trained()
+        open(4)
+        click("Share reviews 2026-11-21 09.12.44")
+        until("the share sheet") { shadowOf(activity).peekNextStartedActivity() != null }
+        val chooser = shadowOf(activity).nextStartedActivity
+        val send: Intent = chooser.getParcelableExtra(Intent.EXTRA_INTENT, Intent::class.java)!!
+        assertTrue(send.flags and Intent.FLAG_GRANT_READ_URI_PERMISSION != 0)
+        val uri: Uri = send.getParcelableExtra(Intent.EXTRA_STREAM, Uri::class.java)!!
+        val provider = ShareProvider().apply { attachInfo(app, android.content.pm.ProviderInfo().apply { authority = "org.ondevice.app.share"; grantUriPermissions = true }) }
+        val names = java.io.FileInputStream(provider.openFile(uri, "r").fileDescriptor).use { stream ->
+            val zip = ZipInputStream(stream)
+            generateSequence { zip.nextEntry }.map { it.name }.toList()
+        }
+        assertTrue("$names", "adapter_model.safetensors" in names && "adapter_config.json" in names)
+        assertThrows(FileNotFoundException::class.java) { provider.openFile(uri, "w") }
+        val outside = Uri.Builder().scheme("content").authority(uri.authority).appendPath("../../files/wanted.json").build()
+        app.wanted.write(RunPlan("run-x", "m", "d", 1, 0.1, org.ondevice.core.Rules()))
+        assertThrows(FileNotFoundException::class.java) { provider.openFile(outside, "r") }
+    }
+
+    @Test
+    fun looksRightAtNight() {
+        RuntimeEnvironment.setQualifiers("+night")
+        trained()
+        open(4)
+        shot("adapters-night")
+    }
+
+    @Test
+    fun looksRightFromRightToLeft() {
+        RuntimeEnvironment.setQualifiers("+ar-ldrtl")
+        trained()
+        open(4)
+        assertEquals(View.LAYOUT_DIRECTION_RTL, activity.window.decorView.layoutDirection)
+        shot("adapters-rtl")
+    }
+}
