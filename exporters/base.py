@@ -33,10 +33,10 @@ class ExportConfig(Section):
     generator: Literal["auto", "aten", "op"] = "auto"
     """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""
 
-    quantize: Literal["none", "q4", "8da4w", "16a8w"] = "none"
+    quantize: Literal["none", "q4", "8da4w", "w8"] = "none"
     """`q4`: 4-bit weights, float32 activations (this project's op). `8da4w`: XNNPACK's 8-bit dynamic activations,
-    which distort zeroth-order gradients at small perturbation scales. `16a8w` (NPU only): 8-bit weights and 16-bit
-    activations in the linear layers. `none` is float16 on the NPU and float32 elsewhere."""
+    which distort zeroth-order gradients at small perturbation scales. `w8` (NPU only): 8-bit weights, float16
+    activations. `none` is float16 on the NPU and float32 elsewhere."""
 
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"
     """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""

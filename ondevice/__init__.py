@@ -11,11 +11,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ondevice.api.artifacts import export, verify
+    from ondevice.api.artifacts import export, export_each
     from ondevice.api.judging import evaluate, replay
     from ondevice.api.opening import open_artifact, read_dataset
     from ondevice.api.runfile import RunConfig
     from ondevice.api.training import run_artifact, train
+    from ondevice.api.verifying import verify
     from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
     from ondevice.artifact.manifest import read_manifest
     from ondevice.errors import OndeviceError
@@ -34,6 +35,7 @@ _WHERE = {
     "doctor": "plan.doctor",
     "evaluate": "api.judging",
     "export": "api.artifacts",
+    "export_each": "api.artifacts",
     "fuse": "train.fuse",
     "generate": "models.generate",
     "load_adapter": "artifact.adapter",
@@ -48,7 +50,7 @@ _WHERE = {
     "run_artifact": "api.training",
     "save_adapter": "artifact.adapter",
     "train": "api.training",
-    "verify": "api.artifacts",
+    "verify": "api.verifying",
 }
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "doctor",
     "evaluate",
     "export",
+    "export_each",
     "fuse",
     "generate",
     "load_adapter",

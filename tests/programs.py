@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ondevice.api import artifacts
 from ondevice.api.runfile import RunConfig
 from ondevice.exporters.base import ExportReport
 from ondevice.models.tiny import save_tiny
+from ondevice.runtime import qnn
 
 SEED = 4
 SMALL = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1}
@@ -20,6 +24,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied llama": {"family": "llama", **SMALL, "vocab": 4001},
     "qwen2 with bias": {"family": "qwen2", **SMALL, "tied": False},
     "two layers": {"family": "llama", **SMALL, "layers": 2},
+    "wide qwen2": {"family": "qwen2", "layers": 1, "hidden": 96, "heads": 3, "kv_heads": 1, "tied": False},
+    "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
 }
 METHOD = {"method.queries": 2, "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 0.05}
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,6 +58,28 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "8da4w": ("two layers", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }
+NPU: dict[str, tuple[str, dict[str, Any]]] = {
+    "npu": ("wide", {"export.batch_size": 2}),
+    "npu unrolled": (
+        "wide qwen2",
+        {
+            "export.rows": "unrolled",
+            "export.lengths_tokens": [13],
+            "export.soc": ["SM8550"],
+            "method.estimator": "one_sided",
+            "method.noise": "rademacher",
+            "method.targets": ["k_proj", "o_proj", "up_proj", "down_proj"],
+        },
+    ),
+    "npu w8": ("wide", {"export.quantize": "w8", "method.top_layers": 1}),
+}
+"""Programs for a Qualcomm NPU; they need the `qnn` extra, so tests ask `needs_qnn` first."""
+
+
+def needs_qnn() -> None:
+    """Skip a test by name where QNN's simulator cannot run, or fail where `ONDEVICE_REQUIRE_QNN` is set."""
+    if reason := qnn.problem():
+        (pytest.fail if os.environ.get("ONDEVICE_REQUIRE_QNN") else pytest.skip)(reason)
 
 
 @functools.cache
@@ -72,7 +100,9 @@ def model(name: str) -> Path:
 
 def config(name: str, **more: Any) -> RunConfig:
     """The run file of one of `PROGRAMS`."""
-    source, values = PROGRAMS[name]
+    source, values = (PROGRAMS | NPU)[name]
+    if name in NPU:
+        values = {"export.target": "android-npu", **values}
     base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
     return RunConfig.load(None, {**base, **METHOD, **values, **more})
 

@@ -74,6 +74,14 @@ def readme(manifest: Manifest) -> str:
     inputs = ", ".join(f"`{port.name}` {port.dtype} {list(port.shape)}" for port in step.inputs)
     outputs = ", ".join(f"`{port.name}` {port.dtype} {list(port.shape)}" for port in step.outputs)
     ops = ", ".join(manifest.custom_ops) or "none: a stock runtime runs it"
+    npu = ""
+    if manifest.soc is not None:
+        npu = f"""
+The blocks run on the NPU of {manifest.soc} through ExecuTorch's QNN backend, everything else on the CPU. Training:
+repeat the batch of {manifest.batch_size} for each of the {step.inputs[0].shape[0] // manifest.batch_size} copies, copy
+after copy, and pass `perturbation_scale` {manifest.method["perturbation_scale"]:g}. Evaluation: other rows for every
+copy and `perturbation_scale` 0; then `nll_sum` and `tokens` are those of the adapter itself; the rest means nothing.
+"""
     state = "Feed the adapter that comes out back in, starting from zeros"
     if manifest.form == "stateful":
         state = (
@@ -92,7 +100,7 @@ Made by `ondevice export --target {manifest.target}`.
 
 `train_step` takes {inputs} and gives {outputs}. {state};
 count `step` up from 0; keep `seed` as it is. Labels are token ids, -100 where nothing is trained.
-
+{npu}
 Kernels of this project that the runtime must link: {ops}.
 `manifest.json` lists every method, tensor, kernel and checksum.
 """

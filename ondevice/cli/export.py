@@ -23,7 +23,7 @@ def export(
     task: common.Task = None,
     length: Annotated[list[int] | None, typer.Option("--length", help="Length bucket in tokens (repeat).")] = None,
     batch_size: common.BatchSize = None,
-    quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w; 16a8w on an NPU.")] = None,
+    quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w; none or w8 on an NPU.")] = None,
     soc: Annotated[
         list[str] | None,
         typer.Option("--soc", help="Qualcomm chip of an NPU program, such as SM8650 (repeat), or all."),
@@ -128,23 +128,40 @@ def _against_eager(check: dict[str, Any]) -> dict[str, str]:
 
 def verify(
     artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
-    steps: Annotated[int, typer.Option("--steps", "-n", min=1, help="Training steps.")] = 20,
+    steps: Annotated[
+        int | None, typer.Option("--steps", "-n", min=1, help="Training steps of a CPU's program (20).")
+    ] = None,
+    directions: Annotated[
+        int | None, typer.Option("--directions", min=1, help="Projected gradients of an NPU's program (8).")
+    ] = None,
+    perturbation_scale: Annotated[
+        list[float] | None,
+        typer.Option("--perturbation-scale", help="Compare an NPU's program at this scale (repeat)."),
+    ] = None,
     data: common.Data = None,
     model: common.Model = None,
     json: common.Json = False,
 ) -> None:
-    """Replay training steps in eager PyTorch and in the runtime, and compare losses, gradients and adapter."""
-    from ondevice.api import artifacts
+    """Hold a program against eager PyTorch: training steps on a CPU, projected gradients in the NPU's simulator."""
+    from ondevice.api.verifying import verify as compare
 
-    result = artifacts.verify(artifact, steps=steps, data=Path(data) if data else None, model=model)
+    result = compare(
+        artifact,
+        steps=steps,
+        data=Path(data) if data else None,
+        model=model,
+        directions=directions,
+        perturbation_scales=tuple(perturbation_scale or ()),
+    )
     if json:
         print_json(result)
     else:
-        table(result)
+        for one in result.get("scales", [result]):
+            table({name: value for name, value in one.items() if name not in ("scales", "broken")})
     if not result["ok"]:
+        broken = [line for one in result.get("scales", [result]) for line in one.get("broken", [])]
         raise VerificationError(
             "the program does not follow eager PyTorch",
-            expected=str(artifacts.LIMITS),
-            received=f"{result['max_rel_loss_error']:.3g} free-running, "
-            f"{result['max_rel_loss_error_replayed']:.3g} replayed",
+            received="; ".join(broken)
+            or f"{result['max_rel_loss_error']:.3g} free-running, {result['max_rel_loss_error_replayed']:.3g} replayed",
         )

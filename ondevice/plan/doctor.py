@@ -70,6 +70,11 @@ KERNELS: dict[str, _Kernel] = {
     "executorch": _Kernel(("executorch", "torch"), _EXECUTORCH, "pip install --upgrade 'ondevice-train[executorch]'"),
     "runtime-ops": _Kernel(("torch",), _TORCH, COMPILER_FIX),
     "executorch-ops": _Kernel(("executorch", "torch"), _EXECUTORCH, COMPILER_FIX),
+    "qnn": _Kernel(
+        ("onnxruntime_qnn", "executorch", "cpuinfo"),
+        "pip install 'ondevice-train[qnn]'   (Qualcomm's libraries, under the Qualcomm AI Stack License)",
+        "pip install --force-reinstall 'ondevice-train[qnn]'",
+    ),
     "mlx": _Kernel(("mlx",), "pip install 'ondevice-train[mlx]'", _REINSTALL.format("mlx")),
     "bitsandbytes": _Kernel(
         ("bitsandbytes", "torch"),
@@ -82,8 +87,9 @@ TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cuda": (("torch-cuda", "transformers"), ("peft", "bitsandbytes")),
     "android-cpu": (
         ("torch-cpu", "transformers", "executorch"),
-        ("compiler", "runtime-ops", "executorch-ops"),
+        ("compiler", "runtime-ops", "executorch-ops", "adb"),
     ),
+    "android-npu": (("torch-cpu", "transformers", "executorch", "qnn"), ("adb",)),
     "mlx": (("mlx",), ()),
 }
 """For each target: what it needs, and what it can use (this project's ops, 4-bit weights)."""

@@ -130,6 +130,33 @@ def executorch_ops() -> str:
     return f"{len(names)} kernels registered, ondevice::normal ran in the runtime, error {error:.1e}"
 
 
+def qnn() -> str:
+    """Compile two linear layers for a Snapdragon 8 Gen 3's NPU and run them in QNN's simulator."""
+    import torch
+
+    from ondevice.runtime import qnn as libraries
+
+    libraries.load_compiler()
+    with libraries.quiet():
+        from executorch.backends.qualcomm.serialization.qc_schema import QcomChipset
+        from executorch.backends.qualcomm.utils import utils
+        from executorch.runtime import Runtime
+
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).eval()
+        x = torch.randn(4, 32)
+        spec = utils.generate_qnn_executorch_compiler_spec(
+            QcomChipset.SM8650, utils.generate_htp_compiler_spec(use_fp16=True)
+        )
+        program = utils.to_edge_transform_and_lower_to_qnn(model, (x,), spec).to_executorch()
+        method = Runtime.get().load_program(program.buffer).load_method("forward")
+        if method is None:
+            raise WrongResult("the runtime does not load the program")
+        received = method.execute([x])[0].numpy()
+    error = _expect_close("NPU program", received, model(x).detach().numpy(), 1e-2)
+    return f"onnxruntime-qnn {libraries.VERSION}: compiled for SM8650 and ran in the simulator, error {error:.1e}"
+
+
 def mlx() -> str:
     """A float32 matrix product and a gradient on MLX's default device against numpy."""
     import mlx.core as mx
@@ -218,6 +245,7 @@ KERNELS: dict[str, Callable[[], str]] = {
     "executorch": executorch,
     "runtime-ops": runtime_ops,
     "executorch-ops": executorch_ops,
+    "qnn": qnn,
     "mlx": mlx,
     "bitsandbytes": bitsandbytes,
 }

@@ -15,6 +15,7 @@ Outcome = tuple[bool | None, str, str]
 """Whether it works (None: not installed), what was found, and the command that would help."""
 NEEDED_DISK_BYTES = 4 << 30
 """A converted model, a program and a checkpoint of a model of some 100M parameters, with room."""
+ADB_FIX = "sudo apt-get install adb   (macOS: brew install android-platform-tools)"
 COMPILER_FIX = "sudo apt-get install g++   (macOS: xcode-select --install)"
 
 
@@ -93,10 +94,20 @@ def compiler() -> Outcome:
     return True, (first.stdout.splitlines() or [found])[0], ""
 
 
+def adb() -> Outcome:
+    """The tool that talks to a phone answers."""
+    found = shutil.which("adb")
+    if found is None:
+        return None, "adb not installed: `ondevice push` and `pull` need it", ADB_FIX
+    done = subprocess.run([found, "version"], capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode == 0, (done.stdout.splitlines() or [found])[0], ADB_FIX
+
+
 SYSTEM_CHECKS: dict[str, Callable[[], Outcome]] = {
     "python": python,
     "memory": memory,
     "disk": disk,
     "model-cache": model_cache,
     "compiler": compiler,
+    "adb": adb,
 }

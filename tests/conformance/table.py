@@ -91,6 +91,14 @@ PROGRAMS = (
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="functional"),
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="stateful"),
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="q4"),
+    Row(
+        "prge",
+        "android-npu",
+        "float16 blocks, the rest float32; in QNN's simulator",
+        program="npu",
+        loss_error=2e-3,
+        gradient_error=1e-1,
+    ),
 )
 TABLE: tuple[Row, ...] = (*EAGER, *CUDA, *PROGRAMS)
 
@@ -98,6 +106,7 @@ WHERE = {
     "torch-cpu": "PyTorch on the CPU",
     "torch-cuda": "PyTorch on an NVIDIA GPU",
     "android-cpu": "ExecuTorch program (`android-cpu`)",
+    "android-npu": "ExecuTorch program for a Qualcomm NPU (`android-npu`)",
 }
 
 

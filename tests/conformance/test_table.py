@@ -19,7 +19,7 @@ from ondevice.models.tiny import tiny_model
 from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge
 from tests.conformance.table import LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
 from tests.methods.reference import batch
-from tests.programs import MODELS, config, model, program
+from tests.programs import MODELS, config, model, needs_qnn, program
 
 SEED = 4
 DEFAULTS = {
@@ -42,6 +42,8 @@ def method(row: Row) -> Any:
 
 def open_row(row: Row) -> Any:
     """A fresh session of the pair."""
+    if row.backend == "android-npu":
+        needs_qnn()
     if row.program:
         return open_artifact(program(row.program))
     loaded = tiny_model(row.family, **row.sizes)

@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from ondevice.api import artifacts
 from ondevice.api.opening import open_artifact
+from ondevice.api.verifying import verify
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.errors import ArtifactError, CheckpointError
@@ -25,7 +25,7 @@ EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name fo
 
 @pytest.mark.parametrize("name", EVERY)
 def test_verify_holds_a_program_against_eager(name) -> None:
-    result = artifacts.verify(program(name), steps=7)
+    result = verify(program(name), steps=7)
     loose = name == "8da4w"
     assert result["ok"] and result["steps"] == 7 and json.dumps(result)
     assert result["max_rel_loss_error"] <= (5e-2 if loose else 1e-4)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ondevice.api import artifacts
+from ondevice.api.verifying import verify
 from ondevice.artifact.manifest import read_manifest
 from ondevice.errors import ArtifactError, ConfigError, StorageError, VerificationError
 from ondevice.exporters.base import ExportConfig
@@ -36,6 +37,7 @@ def finished(monkeypatch) -> Path:
             {name: list(method.ops) for name, method in listed.items()},
             {name: method.delegates for name, method in listed.items()},
             1.0,
+            manifest.partition,
             {name: method.instructions for name, method in listed.items()},
         )
 
@@ -96,7 +98,7 @@ def test_a_full_disk_leaves_nothing(finished, tmp_path) -> None:
 def test_verify_notices_another_model(tmp_path) -> None:
     other = save_tiny(tmp_path / "other", "llama", 1, layers=1, hidden=32, heads=2, kv_heads=1, vocab=4001)
     with pytest.raises(ArtifactError, match="not the model that was exported"):
-        artifacts.verify(program("functional"), steps=1, model=str(other))
+        verify(program("functional"), steps=1, model=str(other))
 
 
 def test_verify_notices_a_program_that_is_wrong(tmp_path) -> None:
@@ -104,7 +106,7 @@ def test_verify_notices_a_program_that_is_wrong(tmp_path) -> None:
     shutil.copytree(program("functional"), tmp_path / "a")
     path = tmp_path / "a" / "manifest.json"
     path.write_text(path.read_text().replace('"alpha": 16.0', '"alpha": 64.0'))
-    result = artifacts.verify(tmp_path / "a", steps=2)
+    result = verify(tmp_path / "a", steps=2)
     assert not result["ok"] and result["max_rel_loss_error_replayed"] > 1e-4
 
 
@@ -118,7 +120,7 @@ def test_verify_notices_losses_that_are_no_numbers(first, monkeypatch) -> None:
         return replace(result, losses=(float("nan"),) * len(result.losses)) if number == first else result
 
     monkeypatch.setattr(ExecutorchSession, "step", broken)
-    assert artifacts.verify(program("functional"), steps=2)["ok"] is False
+    assert verify(program("functional"), steps=2)["ok"] is False
 
 
 def test_all_problems_are_listed_before_weights_are_loaded(monkeypatch) -> None:
@@ -145,7 +147,7 @@ def test_a_target_that_is_none_lists_the_targets() -> None:
 @pytest.mark.parametrize("value", ["torchao-int4", "int4wo", "8da8w"])
 def test_a_quantisation_that_xnnpack_gets_wrong_is_not_offered(value) -> None:
     """Torchao's weight-only programs are silently wrong under XNNPACK; the error lists what is sound."""
-    with pytest.raises(ConfigError, match=r"quantize.*'none', 'q4' or '8da4w'"):
+    with pytest.raises(ConfigError, match=r"quantize.*'none', 'q4', '8da4w' or 'w8'"):
         ExportConfig.parse({"quantize": value})
 
 

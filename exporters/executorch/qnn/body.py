@@ -81,13 +81,15 @@ class Body(nn.Module):
 
 
 def compile_body(
-    program: PrgeProgram, inputs: tuple[Tensor, ...], soc: str, *, unrolled: bool = False
+    program: PrgeProgram, inputs: tuple[Tensor, ...], soc: str, *, unrolled: bool = False, int8: bool = False
 ) -> tuple[Any, float]:
     """One delegate of all blocks, as a module that a program can call, and the seconds it took.
 
     Args:
         inputs: example inputs of `Body.forward`, of the shapes that the program will use.
         soc: a name of `QcomChipset`, such as SM8650.
+        unrolled: row after row instead of one batch.
+        int8: frozen linear weights as int8 with a scale for each output; activations stay float16.
 
     Raises:
         ConfigError: the model has an operator that QNN does not take.
@@ -95,10 +97,12 @@ def compile_body(
     """
     started = time.perf_counter()
     specs = generate_qnn_executorch_compiler_spec(QcomChipset[soc], generate_htp_compiler_spec(use_fp16=True))
-    body = Body(program, inputs[0].shape[1], unrolled).eval()
+    body: nn.Module = Body(program, inputs[0].shape[1], unrolled).eval()
     try:
         with torch.no_grad(), rewritten(program.model, FusedRMSNorm), shared_records(), qnn.quiet():
             example: Any = {METHOD: inputs}
+            if int8:
+                body = _with_int8_weights(body, inputs, soc)
             edge = to_edge_transform_and_lower_to_qnn({METHOD: body}, example, {METHOD: specs})
     except (RuntimeError, AssertionError) as error:
         raise VerificationError(
@@ -121,6 +125,19 @@ def compile_body(
     if [*call.args[1:]] != placeholders:
         raise VerificationError("QNN changed the order of the inputs", received=str(call.args[1:]))
     return modules[0], time.perf_counter() - started
+
+
+def _with_int8_weights(body: nn.Module, inputs: tuple[Tensor, ...], soc: str) -> nn.Module:
+    """Every linear with int8 weights; nothing is calibrated, because no activation is quantised."""
+    from executorch.backends.qualcomm.quantizer.quantizer import QnnQuantizer, QuantDtype
+    from executorch.backends.qualcomm.serialization.qc_schema import QnnExecuTorchBackendType
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    quantizer = QnnQuantizer(backend=QnnExecuTorchBackendType.kHtpBackend, soc_model=QcomChipset[soc])
+    quantizer.set_default_quant_config(QuantDtype.use_fp16a8w, is_linear_per_channel=True)
+    prepared = prepare_pt2e(torch.export.export(body, inputs, strict=True).module(), quantizer)
+    prepared(*inputs)
+    return convert_pt2e(prepared)
 
 
 def _of_delegate(node: Any) -> bool:

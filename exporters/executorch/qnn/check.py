@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ondevice.methods.prge.torch import PrgeProgram
     from ondevice.runtime.npu import NpuSession
 
-LOSS_LIMIT = 2e-2
-"""Largest relative error of a loss: float16 in the blocks."""
+LOSS_LIMIT = {"none": 2e-2, "w8": 5e-2}
+"""Largest relative error of a loss, by quantisation: float16 in the blocks, and 8-bit weights."""
 ADAPTER_LIMIT = 1e-5
 """Largest error of the update, given the program's own projected gradients: float32 on the CPU."""
 SIGN_LIMIT, CORRELATION_LIMIT = 0.85, 0.9
@@ -45,9 +45,12 @@ class Agreement:
     loss_error: float
     adapter_error: float
 
-    def reasons(self) -> list[tuple[str, str]]:
+    def reasons(self, quantize: str) -> list[tuple[str, str]]:
         """(expected, received) of every limit that is not kept; NaN keeps none."""
-        wanted = [("loss_error", self.loss_error, LOSS_LIMIT), ("adapter_error", self.adapter_error, ADAPTER_LIMIT)]
+        wanted = [
+            ("loss_error", self.loss_error, LOSS_LIMIT[quantize]),
+            ("adapter_error", self.adapter_error, ADAPTER_LIMIT),
+        ]
         found = [(f"{name} <= {limit:g}", f"{value:.3g}") for name, value, limit in wanted if not value <= limit]
         if self.directions >= ENOUGH:
             least = [

@@ -26,6 +26,8 @@ SOCS = {
     "SM8850": "Snapdragon 8 Elite Gen 5",
 }
 """Phone chips whose NPU computes in float16."""
+SMALLEST_WIDTH = 64
+"""Below it QNN 2.49 compiles programs that give wrong numbers at some batch sizes, and says nothing (seen at 32)."""
 
 
 class Target(ExecutorchTarget):
@@ -44,10 +46,13 @@ class Target(ExecutorchTarget):
             problems.append("the NPU's program has one length: every bucket would store the model again")
         if config.form != "functional":
             problems.append(f"form {config.form} does not go with the NPU: use functional")
-        if config.quantize not in ("none", "16a8w"):
-            problems.append(f"quantize {config.quantize} is for the CPU; expected none or 16a8w")
+        if config.quantize not in ("none", "w8"):
+            problems.append(f"quantize {config.quantize} is for the CPU; expected none or w8")
         if config.uses_ops:
             problems.append("the NPU's program runs on a stock runtime: leave generator and loss at auto")
+        narrow = [name for name, (inputs, _) in dims.linear_shapes.items() if inputs < SMALLEST_WIDTH]
+        if narrow:
+            problems.append(f"the NPU needs linear layers of {SMALLEST_WIDTH} inputs or more: {', '.join(narrow)}")
         if not dims.gated:
             problems.append(f"family {dims.family} has layer norms, which are not lowered to the NPU here")
         return problems
@@ -66,7 +71,9 @@ class Target(ExecutorchTarget):
         rows = job.method.copies * config.batch_size
         log.info("compiling %d blocks for the NPU of %s: two minutes for 30 blocks", loaded.dims.layers, soc)
         inputs = example_body_inputs(program, rows, length)
-        body, seconds = compile_body(program, inputs, soc, unrolled=config.rows == "unrolled")
+        body, seconds = compile_body(
+            program, inputs, soc, unrolled=config.rows == "unrolled", int8=config.quantize == "w8"
+        )
         log.info("compiled in %.0f s; lowering the rest", seconds)
         methods = npu_methods(program, body, rows, length)
         with rewritten(loaded.model), qnn.quiet():
@@ -85,7 +92,7 @@ class Target(ExecutorchTarget):
         session = NpuSession(folder, manifest)
         batches = random_batches(session, manifest.model.dims["vocab"], 1)
         result = agreement(session, program, batches, job.method.learning_rate, job.method.perturbation_scale)
-        if reasons := result.reasons():
+        if reasons := result.reasons(manifest.quantize):
             raise VerificationError(
                 "the NPU's program does not follow eager PyTorch; nothing was written",
                 expected="; ".join(expected for expected, _ in reasons),
