@@ -52,3 +52,17 @@ def elf(data: bytes) -> Elf:
     strings = file_offset(next(value for tag, value in entries if tag == 5))
     needed = [data[strings + value : data.index(b"\0", strings + value)].decode() for tag, value in entries if tag == 1]
     return Elf(machine, tuple(needed), min(segment[7] for segment in loads))
+
+
+def symbols(data: bytes) -> tuple[set[str], set[str]]:
+    """Names that an ELF library takes from others and names that it gives, from its dynamic symbol table."""
+    (sections_at,) = struct.unpack_from("<Q", data, 40)
+    size, count = struct.unpack_from("<HH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQIIQQ", data, sections_at + size * index) for index in range(count)]
+    table = next(section for section in sections if section[1] == 11)  # SHT_DYNSYM
+    strings = sections[table[6]][4]
+    taken, given = set(), set()
+    for name, _info, _other, section, _value, _size in struct.iter_unpack("<IBBHQQ", data[table[4] : table[4] + table[5]]):
+        text = data[strings + name : data.index(b"\0", strings + name)].decode()
+        (given if section else taken).add(text)
+    return taken - {""}, given

@@ -57,8 +57,12 @@ def tensor_bytes(value: np.ndarray) -> bytes:
 class Methods:
     """Loads a method when it is first needed, and drops `evaluate` before `train_step` and the other way round."""
 
-    def __init__(self, program: Path) -> None:
+    def __init__(self, program: Path, soc: str | None) -> None:
+        from ondevice.runtime import qnn
         from ondevice.runtime.executorch import load_runtime
+
+        if soc is not None:
+            qnn.load()  # an NPU program runs in the simulator
 
         self.program = load_runtime().load_program(str(program))
         self.loaded: dict[str, object] = {}
@@ -104,7 +108,7 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    serve(Methods(folder / manifest["program"]), sys.stdin.buffer, answers)
+    serve(Methods(folder / manifest["program"], manifest.get("soc")), sys.stdin.buffer, answers)
 
 
 if __name__ == "__main__":

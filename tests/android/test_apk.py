@@ -167,6 +167,17 @@ def test_libraries(apk: Path, libraries: dict[str, bytes]) -> None:
             assert set(found.needed) <= SYSTEM_LIBRARIES | names, f"{abi}/{name} needs {found.needed}"
 
 
+def test_cpp_symbols_resolve_inside_the_apk(libraries: dict[str, bytes]) -> None:
+    """ExecuTorch and fbjni come from different places: what one takes of C++ the other gives."""
+    for abi in MACHINES:
+        parts = [formats.symbols(data) for name, data in libraries.items() if name.startswith(f"lib/{abi}/")]
+        taken = set().union(*(part[0] for part in parts))
+        given = set().union(*(part[1] for part in parts))
+        mangled = {name for name in taken if name.startswith("_Z")}
+        assert any("8facebook3jni" in name for name in mangled)
+        assert sorted(mangled - given) == []
+
+
 def test_resources(apk: Path) -> None:
     strings = run("aapt2", "dump", "resources", apk)
     assert "string/app_name" in strings and "(night" in strings

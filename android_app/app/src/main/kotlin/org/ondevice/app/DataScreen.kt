@@ -235,11 +235,11 @@ class DataScreen(host: MainActivity) : Screen(host) {
         parts += ui.fact(string(R.string.lengths), string(R.string.lengths_value, preview.medianTokens, preview.longestTokens, preview.maxLengthTokens))
         parts += ui.fact(string(R.string.trained_tokens), Words.number(preview.trainedTokens))
         if (preview.labels.isNotEmpty()) parts += ui.fact(string(R.string.labels), preview.labels.entries.joinToString { "${it.key} ${it.value}" })
-        if (preview.truncated > 0) parts += ui.notice(string(R.string.truncated, preview.truncated))
+        if (preview.truncated > 0) parts += ui.notice(host.resources.getQuantityString(R.plurals.truncated, preview.truncated, preview.truncated))
         if (preview.problems.isNotEmpty()) {
-            val words = preview.problems.take(5).joinToString("\n")
-            val more = preview.problems.size - 5
-            parts += ui.notice(string(R.string.left_out, preview.problems.size) + "\n" + words + if (more > 0) "\n" + string(R.string.and_more, more) else "")
+            val count = preview.problems.size
+            val lines = listOf(host.resources.getQuantityString(R.plurals.left_out, count, count)) + preview.problems.take(5)
+            parts += ui.notice((lines + if (count > 5) listOf(string(R.string.and_more, count - 5)) else emptyList()).joinToString("\n"))
         }
         parts += ui.soft(string(R.string.highlighted))
         for (example in preview.examples) {

@@ -1,6 +1,7 @@
 package org.ondevice.app
 
 import android.app.Application
+import android.system.Os
 import org.ondevice.core.Artifact
 import org.ondevice.core.Program
 import java.io.File
@@ -15,6 +16,8 @@ class OndeviceApp : Application() {
 
     /** Opens an artifact's program: ExecuTorch on the phone; the JVM tests put Python's ExecuTorch here. */
     var openProgram: (Artifact) -> Program = { artifact ->
+        // Where a Qualcomm phone's DSP finds its side of the QNN flavour; nothing else reads it.
+        Os.setenv("ADSP_LIBRARY_PATH", applicationInfo.nativeLibraryDir, true)
         ModuleProgram.check(artifact)
         ModuleProgram(artifact)
     }

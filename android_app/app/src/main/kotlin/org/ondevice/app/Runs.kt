@@ -90,6 +90,14 @@ class Runs(private val app: OndeviceApp) : Watched() {
         live?.trainer?.healthChanged()
     }
 
+    /** Want a run again that ended with an error: it goes on from its last checkpoint. */
+    fun again() {
+        val ended = live?.takeIf { it.isOver } ?: return
+        app.wanted.write(ended.plan.copy(paused = false))
+        live = null
+        changed()
+    }
+
     /** Forget a run that is over, so that another can be set up. */
     fun dismiss() {
         if (live?.isOver == true) live = null

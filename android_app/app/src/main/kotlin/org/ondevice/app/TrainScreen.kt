@@ -190,8 +190,14 @@ class TrainScreen(host: MainActivity) : Screen(host) {
         chart = ChartView(host).apply { id = R.id.chart }
         parts += ui.card(ui.heading(string(R.string.loss)), chart!!, gap = 4)
         parts += facts()
+        if (failure != null) {
+            parts += ui.button(R.string.again, Tone.PRIMARY) {
+                app.runs.again()
+                startService()
+            }.apply { id = R.id.again }
+        }
         if (live.isOver) {
-            parts += ui.button(R.string.another, Tone.PRIMARY) { app.runs.dismiss() }.apply { id = R.id.another }
+            parts += ui.button(R.string.another, if (failure == null) Tone.PRIMARY else Tone.PLAIN) { app.runs.dismiss() }.apply { id = R.id.another }
         }
         update(live)
         return ui.page(R.id.page_train, *parts.toTypedArray())

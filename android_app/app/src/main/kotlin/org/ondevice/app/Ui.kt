@@ -207,13 +207,17 @@ class Ui(val context: Context) {
     /** An error in the words of the one who raised it, with what was expected, received and what to try. */
     fun problem(error: OndeviceException): TextView {
         val lines = listOfNotNull(
-            error.what,
+            sentence(error.what),
             error.expected?.let { context.getString(R.string.expected, it) },
             error.received?.let { context.getString(R.string.received, it) },
             error.hint?.let { context.getString(R.string.hint, it) },
         )
         return notice(lines.joinToString("\n"), Tone.DANGER)
     }
+
+    /** With a capital letter, unless it begins with a name such as `program.pte`. */
+    private fun sentence(text: String): String =
+        if (text.substringBefore(' ').all { it.isLetter() }) text.replaceFirstChar { it.uppercase() } else text
 
     /** What a screen shows when there is nothing to show yet. */
     fun empty(heading: Int, words: Int): LinearLayout = card(heading(context.getString(heading)), text(context.getString(words), 14f, R.color.text_soft))

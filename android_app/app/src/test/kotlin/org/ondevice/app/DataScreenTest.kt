@@ -45,7 +45,7 @@ class DataScreenTest : AppTest() {
         open(1)
         pick(1, "mixed.jsonl", "{\"prompt\": \"2+2=\", \"completion\": \"4\"}\n{\"prompt\": 5}\n".toByteArray())
         until("the preview") { ready() && "What is learned" in texts() }
-        assertTrue(texts(), "1 rows are left out:" in texts() && "mixed.jsonl:2" in texts())
+        assertTrue(texts(), "1 row is left out:" in texts() && "mixed.jsonl:2" in texts())
     }
 
     @Test

@@ -209,7 +209,7 @@ class TrainScreenTest : AppTest() {
         service(TrainService.STOP)
         until("the error") { live!!.isOver }
         assertEquals(org.ondevice.core.ErrorKind.STORAGE, (live!!.state as TrainerState.Failed).error.kind)
-        assertTrue(texts(), "cannot write" in texts() && "free some storage" in texts())
+        assertTrue(texts(), "Cannot write" in texts() && "free some storage" in texts())
     }
 
     @Test
@@ -220,5 +220,10 @@ class TrainScreenTest : AppTest() {
         until("the error") { live!!.isOver }
         assertTrue(texts(), "ondevice::noise" in texts() && "lacks what the program needs" in texts())
         shot("train-refused")
+        healthyPhone()
+        click(R.id.again)
+        service()
+        until("the end") { live!!.isOver }
+        assertTrue(texts(), "Done: 5 steps." in texts())
     }
 }

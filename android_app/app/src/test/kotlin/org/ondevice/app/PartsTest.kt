@@ -1,0 +1,107 @@
+package org.ondevice.app
+
+import android.content.ComponentCallbacks2
+import android.content.Context
+import android.os.PowerManager
+import org.junit.Assert.assertEquals
+import org.junit.Assert.assertFalse
+import org.junit.Assert.assertNull
+import org.junit.Assert.assertTrue
+import org.junit.Test
+import org.ondevice.core.Artifact
+import org.ondevice.core.ErrorKind
+import org.ondevice.core.MemoryPressure
+import org.ondevice.core.OndeviceException
+import org.ondevice.core.Rules
+import org.robolectric.Robolectric
+import org.robolectric.Shadows.shadowOf
+import org.robolectric.annotation.Config
+import java.io.File
+
+/** The parts below the screens that meet Android. */
+class PartsTest : AppTest() {
+    @Test
+    fun aPlanSurvivesTheProcess() {
+        val plan = RunPlan("run-ü", "Modell 1", "daten.jsonl", 77, 0.0125, Rules(pauseAtThermal = 4, batteryFloorPercent = 30, batteryResumePercent = 35, onlyWhileCharging = true), "an adapter", true)
+        app.wanted.write(plan)
+        assertEquals(plan, WantedRun(File(app.filesDir, "wanted.json")).read())
+        File(app.filesDir, "wanted.json").writeText("{\"id\": \"torn")
+        assertNull(app.wanted.read())
+        assertFalse("a torn plan starts nothing", app.runs.goOn())
+    }
+
+    @Test
+    fun missingKernelsAndBackendsAreNamed() {
+        val has = setOf("aten::add.out")
+        val backends = setOf("XnnpackBackend", "VulkanBackend")
+        assertNull(ModuleProgram.missing(has, has, setOf("XnnpackBackend", "portable"), backends))
+        val kernels = ModuleProgram.missing(has + "ondevice::rademacher.out", has, setOf("xnnpack"), backends)!!
+        assertEquals("ondevice::rademacher.out", kernels.expected)
+        val qnn = ModuleProgram.missing(has, has, setOf("QnnBackend"), backends)!!
+        assertEquals("QnnBackend", qnn.expected)
+        assertTrue("${qnn.hint}", "FLAVOUR=qnn" in qnn.hint!!)
+    }
+
+    @Test
+    fun withoutTheLibraryTheErrorSaysSo() {
+        val error = org.junit.Assert.assertThrows(OndeviceException::class.java) { ModuleProgram.check(Artifact.open(artifact)) }
+        assertEquals(ErrorKind.ARTIFACT, error.kind)
+        assertTrue(error.message, "starting ExecuTorch failed" in error.what)
+    }
+
+    @Test
+    fun thePhoneSaysHowItIs() {
+        battery(42, charging = true, celsius = 38.2)
+        shadowOf(app.getSystemService(Context.POWER_SERVICE) as PowerManager).setCurrentThermalStatus(2)
+        val now = app.health.now()
+        assertEquals(listOf(42, true, 2, 38.2f, MemoryPressure.NONE), listOf(now.batteryPercent, now.charging, now.thermalStatus, now.batteryCelsius, now.memoryPressure))
+        assertTrue(now.freeDiskBytes!! > 0)
+        @Suppress("DEPRECATION")
+        app.onTrimMemory(ComponentCallbacks2.TRIM_MEMORY_RUNNING_LOW)
+        assertEquals(MemoryPressure.LOW, app.health.now().memoryPressure)
+        org.robolectric.shadows.ShadowSystemClock.advanceBy(java.time.Duration.ofMillis(PhoneHealth.TRIM_HOLDS_MS + 1))
+        assertEquals(MemoryPressure.NONE, app.health.now().memoryPressure)
+    }
+
+    @Test
+    fun processMemoryIsTheKernels() {
+        val status = File(app.cacheDir, "status").apply { writeText("Name:\tx\nVmHWM:\t  2048 kB\nVmRSS:\t 1024 kB\n") }
+        assertEquals(2L shl 20 to (1L shl 20), ProcessMeter(status).let { it.peakMemoryBytes() to it.memoryBytes() })
+        assertTrue(ProcessMeter().memoryBytes() > 1 shl 20)
+    }
+
+    @Test
+    fun aChargerStartsAWantedRunWhoseProcessIsGone() {
+        val job = Robolectric.buildService(ChargingJob::class.java).create().get()
+        job.onStartJob(null)
+        assertNull(shadowOf(app).peekNextStartedService())
+        app.wanted.write(RunPlan("run-x", "m", "d.jsonl", 1, 0.1, Rules(onlyWhileCharging = true)))
+        job.onStartJob(null)
+        assertEquals(TrainService::class.java.name, shadowOf(app).nextStartedService.component!!.className)
+    }
+
+    @Test
+    fun theNotificationPausesAndStops() {
+        importModel()
+        importData()
+        begin(4000)
+        until("some steps") { (app.runs.live?.stepsDone ?: 0) >= 2 }
+        val notification = Notifications(app).training(app.runs.live)
+        assertEquals(listOf("Pause", "Stop"), notification.actions.map { it.title.toString() })
+        assertEquals(TrainService.STOP, shadowOf(notification.actions[1].actionIntent).savedIntent.action)
+        assertTrue("${shadowOf(notification).contentText}", "of 4,000" in shadowOf(notification).contentText)
+    }
+
+    /** The oldest Android: no thermal status, and everything else goes on. */
+    @Test
+    @Config(sdk = [26])
+    fun runsOnAndroid8() {
+        assertNull(app.health.now().thermalStatus)
+        importModel()
+        importData()
+        open(2)
+        begin(3)
+        until("the end") { app.runs.live!!.isOver }
+        assertTrue(texts(), "Done: 3 steps." in texts())
+    }
+}
