@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from tokenizers import Regex, __version__, pre_tokenizers
 
-TEMPLATE = '''package org.ondevice.core
+TEMPLATE = """package org.ondevice.core
 
 /**
- * Letters, numbers and white space as `tokenizers` {version} knows them: `\\\\p{{L}}`, `\\\\p{{N}}` and `\\\\s` of its regular
- * expressions, and what its `Digits` takes for a number. Written by `src/test/python/code_points.py`.
+ * Letters, numbers and white space as `tokenizers` {version} knows them: `\\\\p{{L}}`, `\\\\p{{N}}` and `\\\\s` of its
+ * regular expressions, and what its `Digits` takes for a number. Written by `src/test/python/code_points.py`.
  */
 internal object CodePoints {{
     private const val LETTER = 1
@@ -63,7 +63,7 @@ private const val NUMBERS = {numbers}
 private const val SPACES = {spaces}
 
 private const val NUMERICS = {numerics}
-'''
+"""
 POINTS = [point for point in range(0x110000) if not 0xD800 <= point < 0xE000]
 
 

@@ -1,8 +1,8 @@
 package org.ondevice.core
 
 /**
- * Letters, numbers and white space as `tokenizers` 0.23.3 knows them: `\p{L}`, `\p{N}` and `\s` of its regular
- * expressions, and what its `Digits` takes for a number. Written by `src/test/python/code_points.py`.
+ * Letters, numbers and white space as `tokenizers` 0.23.3 knows them: `\p{L}`, `\p{N}` and `\s` of its
+ * regular expressions, and what its `Digits` takes for a number. Written by `src/test/python/code_points.py`.
  */
 internal object CodePoints {
     private const val LETTER = 1

@@ -51,6 +51,11 @@ class Dataset(
 
 /** Rows padded on the right: `ids` and `labels`, int64 [rows, lengthTokens] row-major. */
 class Batch(val rows: Int, val lengthTokens: Int, val ids: LongArray, val labels: LongArray) {
+    /** The whole batch [times] times, one below the other. */
+    fun repeated(times: Int): Batch = Batch(
+        rows * times, lengthTokens, LongArray(ids.size * times) { ids[it % ids.size] }, LongArray(labels.size * times) { labels[it % labels.size] },
+    )
+
     companion object {
         /** Examples as one batch of [lengthTokens] columns. */
         fun pad(examples: List<Example>, lengthTokens: Int, padId: Int): Batch {

@@ -39,13 +39,18 @@ data class PartitionPart(val backend: String, val operators: Int, val bytes: Lon
 /** The noise: scheme, distribution, lowering and seed; the seed also drew the frozen A. */
 data class GeneratorInfo(val scheme: String, val distribution: String, val lowering: String, val seed: Long)
 
-/** The training method's settings that the phone needs; [values] has them all. */
+/**
+ * The training method's settings that the phone needs; [values] has them all.
+ *
+ * @property copies perturbed copies of B in a step: 2q, or q + 1 for the one-sided estimator.
+ */
 data class MethodInfo(
     val name: String,
     val rank: Int,
     val alpha: Double,
     val targets: List<String>,
     val queries: Int,
+    val copies: Int,
     val perturbationScale: Double,
     val learningRate: Double,
     val values: Map<String, Any?>,
@@ -89,6 +94,13 @@ data class Manifest(
     val partition: Map<String, List<PartitionPart>>,
 ) {
     val longestTokens: Int get() = lengthsTokens.last()
+
+    /**
+     * Whether one method does all (an NPU program, which stores the model once): `train_step` takes
+     * copies * [batchSize] rows and the perturbation scale. Training repeats the batch for every copy; an evaluation
+     * hands in as many different rows and the scale 0.
+     */
+    val oneMethod: Boolean get() = "evaluate" !in methods && methods["train_step"]?.inputs?.any { it.name == "perturbation_scale" } == true
 
     /** Highest planned memory of any method, in bytes. */
     val plannedBytes: Long get() = methods.values.maxOf { it.plannedBytes }

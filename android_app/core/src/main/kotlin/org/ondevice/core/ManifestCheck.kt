@@ -23,18 +23,23 @@ internal object ManifestCheck {
 
     /** Every length has its training step and its evaluation, with the shapes that the manifest announces. */
     fun methods(manifest: Manifest) {
+        if (manifest.oneMethod) {
+            if (manifest.evalBatchSize != manifest.method.copies * manifest.batchSize) {
+                throw wrong("eval_batch_size", "${manifest.method.copies} copies of ${manifest.batchSize} rows", manifest.evalBatchSize)
+            }
+            return manifest.lengthsTokens.forEach { length ->
+                val name = manifest.methodFor("train_step", length)
+                inputs(manifest, name, manifest.evalBatchSize, length)
+                stepOutputs(manifest, name)
+                evaluateOutputs(manifest, name)
+            }
+        }
         for (length in manifest.lengthsTokens) {
-            val train = method(manifest, manifest.methodFor("train_step", length))
-            val evaluate = method(manifest, manifest.methodFor("evaluate", length))
-            inputs(train, manifest.methodFor("train_step", length), manifest, manifest.batchSize, length)
-            inputs(evaluate, manifest.methodFor("evaluate", length), manifest, manifest.evalBatchSize, length)
-            val name = manifest.methodFor("train_step", length)
-            port(train.outputs, "methods.$name.outputs", "losses", DType.FLOAT32, null)
-            port(train.outputs, "methods.$name.outputs", "projected_gradients", DType.FLOAT32, null)
-            port(train.outputs, "methods.$name.outputs", "adapter", DType.FLOAT32, listOf(manifest.adapterSize))
-            val other = "methods.${manifest.methodFor("evaluate", length)}.outputs"
-            port(evaluate.outputs, other, "nll_sum", DType.FLOAT32, listOf(manifest.evalBatchSize))
-            port(evaluate.outputs, other, "tokens", DType.FLOAT32, listOf(manifest.evalBatchSize))
+            val (train, evaluate) = listOf("train_step", "evaluate").map { manifest.methodFor(it, length) }
+            inputs(manifest, train, manifest.batchSize, length)
+            stepOutputs(manifest, train)
+            inputs(manifest, evaluate, manifest.evalBatchSize, length)
+            evaluateOutputs(manifest, evaluate)
         }
     }
 
@@ -53,21 +58,35 @@ internal object ManifestCheck {
     private fun method(manifest: Manifest, name: String): ProgramMethod =
         manifest.methods[name] ?: throw wrong("methods", "a method $name", manifest.methods.keys.joinToString(", "))
 
-    private fun inputs(method: ProgramMethod, name: String, manifest: Manifest, rows: Int, length: Int) {
+    private fun inputs(manifest: Manifest, name: String, rows: Int, length: Int) {
         val where = "methods.$name.inputs"
-        port(method.inputs, where, "ids", DType.INT64, listOf(rows, length))
-        port(method.inputs, where, "labels", DType.INT64, listOf(rows, length))
-        port(method.inputs, where, "adapter", DType.FLOAT32, listOf(manifest.adapterSize))
-        val unknown = method.inputs.filter { it.name !in Session.INPUTS }
+        val ports = method(manifest, name).inputs
+        port(ports, where, "ids", DType.INT64, listOf(rows, length))
+        port(ports, where, "labels", DType.INT64, listOf(rows, length))
+        port(ports, where, "adapter", DType.FLOAT32, listOf(manifest.adapterSize))
+        val unknown = ports.filter { it.name !in Session.INPUTS }
         if (unknown.isNotEmpty()) {
             throw wrong(where, "only inputs that the app can give: ${Session.INPUTS.joinToString(", ")}", unknown.first())
         }
     }
 
-    private fun port(ports: List<Port>, where: String, name: String, dtype: DType, shape: List<Int>?) {
+    private fun stepOutputs(manifest: Manifest, name: String) {
+        val ports = method(manifest, name).outputs
+        port(ports, "methods.$name.outputs", "losses", DType.FLOAT32, listOf(manifest.method.copies))
+        port(ports, "methods.$name.outputs", "projected_gradients", DType.FLOAT32, listOf(manifest.method.queries))
+        port(ports, "methods.$name.outputs", "adapter", DType.FLOAT32, listOf(manifest.adapterSize))
+    }
+
+    private fun evaluateOutputs(manifest: Manifest, name: String) {
+        val ports = method(manifest, name).outputs
+        port(ports, "methods.$name.outputs", "nll_sum", DType.FLOAT32, listOf(manifest.evalBatchSize))
+        port(ports, "methods.$name.outputs", "tokens", DType.FLOAT32, listOf(manifest.evalBatchSize))
+    }
+
+    private fun port(ports: List<Port>, where: String, name: String, dtype: DType, shape: List<Int>) {
         val port = ports.firstOrNull { it.name == name } ?: throw wrong(where, "a tensor '$name'", ports.joinToString("; "))
-        if (port.dtype != dtype || (shape != null && port.shape != shape)) {
-            throw wrong("$where.$name", "${dtype.manifestName} ${shape ?: ""}".trim(), port)
+        if (port.dtype != dtype || port.shape != shape) {
+            throw wrong("$where.$name", "${dtype.manifestName} $shape", port)
         }
     }
 

@@ -103,16 +103,20 @@ object ManifestReader {
         }
     }
 
-    private fun method(fields: Fields) = MethodInfo(
-        name = fields.text("name"),
-        rank = fields.int("rank", 1..1024),
-        alpha = fields.double("alpha"),
-        targets = fields.texts("targets"),
-        queries = if (fields.has("queries")) fields.int("queries", 1..4096) else 1,
-        perturbationScale = if (fields.has("perturbation_scale")) fields.double("perturbation_scale") else 0.0,
-        learningRate = fields.double("learning_rate"),
-        values = fields.keys.associateWith { fields.raw(it) },
-    )
+    private fun method(fields: Fields): MethodInfo {
+        val queries = if (fields.has("queries")) fields.int("queries", 1..4096) else 1
+        return MethodInfo(
+            name = fields.text("name"),
+            rank = fields.int("rank", 1..1024),
+            alpha = fields.double("alpha"),
+            targets = fields.texts("targets"),
+            queries = queries,
+            copies = if (fields.raw("estimator") == "one_sided") queries + 1 else 2 * queries,
+            perturbationScale = if (fields.has("perturbation_scale")) fields.double("perturbation_scale") else 0.0,
+            learningRate = fields.double("learning_rate"),
+            values = fields.keys.associateWith { fields.raw(it) },
+        )
+    }
 
     private fun programMethod(fields: Fields) = ProgramMethod(
         inputs = fields.objects("inputs").map(::port),

@@ -44,7 +44,8 @@ class Session(val manifest: Manifest, val program: Program) {
     /** One whole training step; [step] counts from 0 and picks the noise. */
     fun step(batch: Batch, step: Int, learningRate: Double): StepResult {
         val name = method("train_step", manifest.batchSize, batch)
-        val outputs = run(name, values(batch, step, learningRate))
+        val rows = if (manifest.oneMethod) batch.repeated(manifest.method.copies) else batch
+        val outputs = run(name, values(rows, step, learningRate, manifest.method.perturbationScale))
         val losses = outputs.getValue("losses").floats()
         adapter = outputs.getValue("adapter").floats()
         return StepResult(mean(losses).toDouble(), losses, outputs.getValue("projected_gradients").floats())
@@ -52,8 +53,8 @@ class Session(val manifest: Manifest, val program: Program) {
 
     /** Losses of the rows of a batch of [Manifest.evalBatchSize] rows, with this session's adapter or [flat]. */
     fun evaluate(batch: Batch, flat: FloatArray = adapter): RowLosses {
-        val name = method("evaluate", manifest.evalBatchSize, batch)
-        val outputs = run(name, values(batch, 0, 0.0) + ("adapter" to vector(flat)))
+        val name = method(if (manifest.oneMethod) "train_step" else "evaluate", manifest.evalBatchSize, batch)
+        val outputs = run(name, values(batch, 0, 0.0, 0.0) + ("adapter" to vector(flat)))
         val tokens = outputs.getValue("tokens").floats()
         return RowLosses(outputs.getValue("nll_sum").floats(), LongArray(tokens.size) { tokens[it].toLong() })
     }
@@ -76,13 +77,14 @@ class Session(val manifest: Manifest, val program: Program) {
         return manifest.methodFor(kind, batch.lengthTokens)
     }
 
-    private fun values(batch: Batch, step: Int, learningRate: Double): Map<String, Tensor> = mapOf(
+    private fun values(batch: Batch, step: Int, learningRate: Double, scale: Double): Map<String, Tensor> = mapOf(
         "ids" to Tensor.of(batch.ids, batch.rows.toLong(), batch.lengthTokens.toLong()),
         "labels" to Tensor.of(batch.labels, batch.rows.toLong(), batch.lengthTokens.toLong()),
         "adapter" to vector(adapter),
         "seed" to Tensor.of(longArrayOf(seed), 1),
         "step" to Tensor.of(longArrayOf(step.toLong()), 1),
         "learning_rate" to Tensor.of(floatArrayOf(learningRate.toFloat()), 1),
+        "perturbation_scale" to Tensor.of(floatArrayOf(scale.toFloat()), 1),
     )
 
     private fun vector(flat: FloatArray) = Tensor.of(flat, flat.size.toLong())
@@ -103,7 +105,7 @@ class Session(val manifest: Manifest, val program: Program) {
 
     companion object {
         const val NEXT_TOKEN = "next_token"
-        internal val INPUTS = setOf("ids", "labels", "adapter", "seed", "step", "learning_rate")
+        internal val INPUTS = setOf("ids", "labels", "adapter", "seed", "step", "learning_rate", "perturbation_scale")
 
         /** The mean as numpy takes it: float32 sums, in eight lanes from eight elements on (up to 128). */
         internal fun mean(values: FloatArray): Float = sum(values, 0, values.size) / values.size

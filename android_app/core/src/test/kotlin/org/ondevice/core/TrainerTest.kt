@@ -261,6 +261,21 @@ class TrainerTest {
         assertTrue(events.first().etaS > 0)
     }
 
+    /** The phone's log is read by the same tools: `ondevice replay` rebuilds the adapter from its scalars alone. */
+    @Test
+    fun pythonReplaysTheLog() {
+        val folder = Fixtures.scratch()
+        Runs.train(folder)
+        val out = File(Fixtures.scratch(), "replayed")
+        val replay = ProcessBuilder(Fixtures.python, "-m", "ondevice", "replay", folder.path, "--artifact", Fixtures.artifact.path, "--out", out.path)
+            .directory(Fixtures.root).redirectErrorStream(true).start()
+        val words = replay.inputStream.readBytes().toString(Charsets.UTF_8)
+        assertEquals(0, replay.waitFor(), words)
+        val (known, received) = listOf(File(folder, "adapter"), out).map { PeftAdapter(manifest).read(it) }
+        for (index in known.indices) assertEquals(known[index], received[index], 1e-6f)
+        assertTrue(known.any { it != 0f })
+    }
+
     private fun waitFor(condition: () -> Boolean) {
         val end = System.nanoTime() + 60_000_000_000
         while (!condition()) {
