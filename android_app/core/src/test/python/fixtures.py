@@ -211,7 +211,7 @@ def write_encoded(out: Path) -> None:
     for name, content in data_files.files().items():
         (folder / f"{name}.jsonl").write_bytes(content)
     shutil.copyfile(out / "train.jsonl", folder / "reviews.jsonl")
-    for name in ("tiny", "smollm2", "qwen2", "llama3"):
+    for name in ("tiny", "smollm2", "qwen2", "llama3", "digits"):
         tokenizer = AutoTokenizer.from_pretrained(str(folder_of(out, name)))
         for path in sorted(folder.glob("*.jsonl")):
             task = "sst2" if path.stem == "reviews" else None

@@ -19,6 +19,45 @@ QWEN2_CHAT = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+QWEN25_CHAT = (
+    """{%- if tools %}
+    {{- '<|im_start|>system\n' }}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- messages[0]['content'] }}
+    {%- else %}
+        {{- 'You are a model with tools.' }}
+    {%- endif %}
+    {%- for tool in tools %}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\nYou are helpful, always.<|im_end|>\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or TURN %}
+        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role }}
+        {%- for tool_call in message.tool_calls %}
+            {{- tool_call.name }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+""".replace("TURN", '(message.role == "assistant" and not message.tool_calls)')
+    .replace("\n'", "\\n'")
+    .replace("system\nYou", "system\\nYou")
+)
+"""As Qwen 2.5 writes it: line breaks inside the quotes are escapes of Jinja."""
+
 
 def write(out: Path, root: Path) -> None:
     """SmolLM2's, and small ones of the other kinds, trained here."""
@@ -91,6 +130,8 @@ def write(out: Path, root: Path) -> None:
         )
         if name == "qwen2":
             fast.chat_template = QWEN2_CHAT
+        if name == "digits":
+            fast.chat_template = QWEN25_CHAT
         fast.save_pretrained(out / name)
     older = json.loads(
         (out / "qwen2" / "tokenizer.json").read_text(encoding="utf-8")

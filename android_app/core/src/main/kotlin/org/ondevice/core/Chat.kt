@@ -4,7 +4,7 @@ package org.ondevice.core
 internal class RenderedChat(val ids: IntArray, val trained: BooleanArray, val start: Int)
 
 /**
- * Conversations in the ChatML form, which SmolLM2's and Qwen2's templates render:
+ * Conversations in the ChatML form, which the templates of SmolLM2, Qwen 2 and Qwen 2.5 render:
  * `<|im_start|>role\ncontent<|im_end|>\n`. The template itself is Jinja; one that is not word for word of a known
  * form is refused, because a guess would train on another text than the model was made for.
  *
@@ -14,7 +14,7 @@ class ChatTemplate private constructor(val defaultSystem: String?) {
     /** The conversation as text; [ask] adds the head of the answer that the assistant is to give. */
     fun render(turns: List<Turn>, ask: Boolean): String {
         val text = StringBuilder()
-        if (defaultSystem != null && turns.firstOrNull()?.role != "system") text.append("$START${"system"}\n$defaultSystem$END\n")
+        if (defaultSystem != null && turns.firstOrNull()?.role != "system") text.append("${START}system\n$defaultSystem$END\n")
         for (turn in turns) text.append("$START${turn.role}\n${turn.content}$END\n")
         if (ask) text.append("${START}assistant\n")
         return text.toString()
@@ -42,20 +42,33 @@ class ChatTemplate private constructor(val defaultSystem: String?) {
     companion object {
         private const val START = "<|im_start|>"
         private const val END = "<|im_end|>"
-        private const val TURNS_WORDS = """\{\{'<\|im_start\|>' \+ message\['role'\] \+ '(?:\n|\\n)' \+ message\['content'\] \+ '<\|im_end\|>' \+ '(?:\n|\\n)'\}\}"""
-        private const val ASK = """\{% if add_generation_prompt %\}\{\{ '<\|im_start\|>assistant(?:\n|\\n)' \}\}\{% endif %\}"""
-        private const val SYSTEM = """\{\{ '<\|im_start\|>system(?:\n|\\n)([^'\\{}]*)<\|im_end\|>(?:\n|\\n)' \}\}"""
+        private const val BREAK = """(?:\n|\\n)"""
+        private const val HEAD = """\{\{-? '<\|im_start\|>system$BREAK([^'\\\{\}]*)<\|im_end\|>$BREAK' \}\}"""
+        private const val TURN = """\{\{'<\|im_start\|>' \+ message\['role'\] \+ '$BREAK' \+ message\['content'\] \+ '<\|im_end\|>' \+ '$BREAK'\}\}"""
+        private const val ASK = """\{%-? if add_generation_prompt %\}\s*\{\{-? '<\|im_start\|>assistant$BREAK' \}\}\s*\{%-? endif %\}"""
 
-        /** Plain ChatML; and ChatML with a default system turn, as SmolLM2 and Qwen2 write it. */
+        /** Every brace is escaped, for Android's engine takes a bare one for a mistake. */
         private val FORMS = listOf(
+            // plain ChatML
             Regex(
                 """\{% for message in messages %\}<\|im_start\|>\{\{ message\['role'\] \}\}\n\{\{ message\['content'\] \}\}<\|im_end\|>\n""" +
                     """\{% endfor %\}\{% if add_generation_prompt %\}<\|im_start\|>assistant\n\{% endif %\}""",
             ),
-            Regex("""\{% for message in messages %\}$TURNS_WORDS\{% endfor %\}$ASK"""),
+            Regex("""\{% for message in messages %\}$TURN\{% endfor %\}$ASK"""),
+            // SmolLM2, Qwen 2: a default system turn
             Regex(
-                """\{% for message in messages %\}\{% if loop\.first and messages\[0\]\['role'\] != 'system' %\}$SYSTEM""" +
-                    """\{% endif %\}$TURNS_WORDS\{% endfor %\}$ASK""",
+                """\{% for message in messages %\}\{% if loop\.first and messages\[0\]\['role'\] != 'system' %\}$HEAD""" +
+                    """\{% endif %\}$TURN\{% endfor %\}$ASK""",
+            ),
+            // Qwen 2.5: the branches for tools, which rows never have, may say anything
+            Regex(
+                """\{%- if tools %\}(?s:.*?)\{%- else %\}\s*\{%- if messages\[0\]\['role'\] == 'system' %\}\s*""" +
+                    """\{\{- '<\|im_start\|>system\\n' \+ messages\[0\]\['content'\] \+ '<\|im_end\|>\\n' \}\}\s*""" +
+                    """(?:\{%- else %\}\s*$HEAD\s*)?\{%- endif %\}\s*\{%- endif %\}\s*\{%- for message in messages %\}\s*""" +
+                    """\{%- if \(message\.role == "user"\) or \(message\.role == "system" and not loop\.first\) """ +
+                    """or \(message\.role == "assistant" and not message\.tool_calls\) %\}\s*""" +
+                    """\{\{- '<\|im_start\|>' \+ message\.role \+ '\\n' \+ message\.content \+ '<\|im_end\|>' \+ '\\n' \}\}\s*""" +
+                    """\{%- elif message\.role == "assistant" %\}(?s:.*)\{%- endif %\}\s*\{%- endfor %\}\s*$ASK""",
             ),
         )
 
@@ -71,7 +84,7 @@ class ChatTemplate private constructor(val defaultSystem: String?) {
             }
             throw dataError(
                 "the model's chat template is not one that the app can render",
-                "ChatML, as SmolLM2 and Qwen2 have it", template.take(80) + if (template.length > 80) "..." else "",
+                "ChatML, as SmolLM2, Qwen 2 and Qwen 2.5 have it", template.take(80) + if (template.length > 80) "..." else "",
                 "write the rows as prompt and completion",
             )
         }

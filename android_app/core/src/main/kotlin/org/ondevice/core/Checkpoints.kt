@@ -140,7 +140,7 @@ class Checkpoints(
         const val SCHEMA_VERSION = 1L
         private const val STATE = "state.safetensors"
         private const val META = "meta.json"
-        private val NAME = Regex("checkpoint-(\\d{8,})")
+        private val NAME = Regex("checkpoint-[0-9]{8,}")
 
         private fun stepOf(path: File): Long = path.name.substringAfter('-').toLong()
 

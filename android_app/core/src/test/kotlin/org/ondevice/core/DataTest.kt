@@ -143,6 +143,9 @@ class DataTest {
         val error = assertThrows(OndeviceException::class.java) { ChatTemplate.of("{{ bos_token }}{% for m in messages %}[INST]{% endfor %}") }
         assertTrue("ChatML" in error.message!!)
         assertEquals("You are a helpful AI assistant named SmolLM, trained by Hugging Face", ChatTemplate.of(Fixtures.tokenizer("smollm2").chatTemplate!!).defaultSystem)
+        val newer = Fixtures.tokenizer("digits").chatTemplate!!
+        assertEquals("You are helpful, always.", ChatTemplate.of(newer).defaultSystem)
+        assertThrows(OndeviceException::class.java) { ChatTemplate.of(newer.replace("'<|im_start|>' + message.role + '\\n'", "'<|im_start|>' + message.role | upper + '\\n'")) }
     }
 
     companion object {
