@@ -116,4 +116,10 @@ class VerificationError(OndeviceError):
     exit_code = 12
 
 
+class DeviceError(OndeviceError):
+    """A phone is not connected, has not allowed debugging, or lacks the app or space."""
+
+    exit_code = 13
+
+
 INTERRUPTED_EXIT_CODE = 130

@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from ondevice.cli import adapters, configs, data, export, plans, runs
+from ondevice.cli import adapters, configs, data, export, phone, plans, runs
 from ondevice.cli.common import err, print_json
 from ondevice.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceError, StorageError
 
@@ -48,6 +48,8 @@ app.command("verify")(export.verify)
 app.command("fuse")(adapters.fuse)
 app.command("chat")(adapters.chat)
 app.command("data")(data.data)
+app.command("push")(phone.push)
+app.command("pull")(phone.pull)
 app.command("plan")(plans.plan)
 app.command("doctor")(plans.doctor)
 app.add_typer(configs.app, name="config")
