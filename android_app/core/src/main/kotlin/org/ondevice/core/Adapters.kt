@@ -81,7 +81,7 @@ class Adapters(private val root: File, private val manifest: Manifest) {
         val folder = existing(name)
         writeHistory(history().filter { it != name })
         val aside = File(root, ".deleted-$name")
-        Storage.deleteTree(aside)
+        root.listFiles()?.filter { it.name.startsWith(".deleted-") }?.forEach(Storage::deleteTree)
         if (!folder.renameTo(aside)) throw storageError("cannot delete the adapter $name", hint = "try again")
         Storage.deleteTree(aside)
     }

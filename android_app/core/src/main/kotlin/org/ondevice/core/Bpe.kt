@@ -39,12 +39,14 @@ internal class Bpe(
 
     /** Ids of one pre-token (as text, not letters). */
     fun encode(text: String): Word {
-        cache[text]?.let { return it }
+        synchronized(cache) { cache[text] }?.let { return it }
         val bytes = text.toByteArray(Charsets.UTF_8)
         val word = whole(bytes) ?: merge(bytes)
         if (text.length <= CACHED_LENGTH) {
-            if (cache.size >= CACHED_WORDS) cache.clear()
-            cache[text] = word
+            synchronized(cache) {
+                if (cache.size >= CACHED_WORDS) cache.clear()
+                cache[text] = word
+            }
         }
         return word
     }

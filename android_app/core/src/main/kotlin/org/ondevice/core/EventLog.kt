@@ -64,7 +64,9 @@ class EventLog(private val file: File) : Closeable {
             var begin = 0
             var intact = 0
             while (begin < bytes.size) {
-                val end = (begin until bytes.size).firstOrNull { bytes[it] == '\n'.code.toByte() } ?: break
+                var end = begin
+                while (end < bytes.size && bytes[end] != '\n'.code.toByte()) end++
+                if (end == bytes.size) break
                 val values = try {
                     Json.parse(Storage.decode(bytes.copyOfRange(begin, end))) as? Map<*, *>
                 } catch (_: JsonException) {

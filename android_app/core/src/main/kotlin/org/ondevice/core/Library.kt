@@ -64,7 +64,7 @@ class Library(private val root: File, private val linkedOps: Set<String> = empty
     fun delete(name: String) {
         val folder = folders().firstOrNull { it.name == name } ?: throw artifactError("there is no model '$name'", received = name)
         val aside = File(root, ".deleted-$name")
-        Storage.deleteTree(aside)
+        root.listFiles()?.filter { it.name.startsWith(".deleted-") }?.forEach(Storage::deleteTree)
         if (!folder.renameTo(aside)) throw storageError("cannot delete the model $name", hint = "stop training with it first")
         Storage.deleteTree(aside)
     }

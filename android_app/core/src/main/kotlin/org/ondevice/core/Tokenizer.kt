@@ -12,7 +12,7 @@ class Encoded(val ids: IntArray, val starts: IntArray, val ends: IntArray)
  * Letters, digits and white space come from tables ([CodePoints]) that were read out of `tokenizers`, so that the
  * phone's Unicode version does not matter to splitting. Unicode normalisation is the platform's
  * (`java.text.Normalizer`): only characters newer than the phone's Android could differ there.
- * Not safe for use by several threads at once (it caches words).
+ * Threads may share one.
  */
 class Tokenizer internal constructor(
     private val model: Bpe,

@@ -79,6 +79,7 @@ internal class TrainRun(
             checkpoints.clear()
             path.delete()
         }
+        if (done == 0 && data.startAdapterSha256 == null) session.load(FloatArray(manifest.adapterSize))
         val steps = content.entries.filter { it.kind == "step" }
         steps.forEach(history::add)
         if (steps.mapNotNull { it.step } != (0 until done).toList()) warnings.add("${path.name} lacks steps before step $done")
@@ -136,7 +137,10 @@ internal class TrainRun(
     private fun evaluate(): Pair<EvalResult, Boolean>? {
         if (evaluator == null || done in evaluated) return null
         control.running(done, "evaluating")
-        val result = evaluator.run(session) { control.stopping != null } ?: return null
+        val result = evaluator.run(session) {
+            if (holdWhilePaused()) control.running(done, "evaluating")
+            control.stopping != null
+        } ?: return null
         val known = checkpoints.best()
         val best = done > 0 && (known == null || Checkpoints.compareScores(result.score, known.first) > 0)
         write(Event.Evaluate(done, result.loss, result.accuracy, result.majorityShare, result.rows, result.secondsS, best))
@@ -154,9 +158,10 @@ internal class TrainRun(
         write(Event.Checkpoint(done, path.name, Storage.sizeBytes(path), (System.nanoTime() - started) / 1e9))
     }
 
-    private fun holdWhilePaused() {
+    /** Wait, with a checkpoint saved, as long as there is a reason to; false when there was none. */
+    private fun holdWhilePaused(): Boolean {
         val reasons = control.reasons(emptySet())
-        if (reasons.isEmpty() || control.stopping != null) return
+        if (reasons.isEmpty() || control.stopping != null) return false
         try {
             if (done > 0 && saved != done) save()
         } catch (error: OndeviceException) {
@@ -166,6 +171,7 @@ internal class TrainRun(
         session.program.unload()
         control.hold(done, reasons) { now -> write(Event.Warning("paused: " + now.joinToString("; "), done)) }
         if (control.stopping == null) write(Event.Warning("goes on", done))
+        return true
     }
 
     private fun end(): RunResult {

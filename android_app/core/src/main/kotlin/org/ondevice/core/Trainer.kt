@@ -19,7 +19,8 @@ enum class StartMode {
  *
  * @property sha256 of the data file; with other data a resume is refused.
  * @property name of the file, for the log.
- * @property startAdapterSha256 of the adapter's weights that the run starts from; null for zeros.
+ * @property startAdapterSha256 of the weights of the adapter that the session holds and the run starts from; null
+ *   starts from zeros, whatever the session holds.
  */
 class TrainData(val batches: Batches, val sha256: String, val name: String, val startAdapterSha256: String? = null)
 
@@ -28,7 +29,8 @@ class TrainData(val batches: Batches, val sha256: String, val name: String, val 
  * interrupted.
  *
  * The loop runs on one thread, [start]'s or the caller's of [run]. [pause], [resume], [stop] and [rules] may be
- * used from any thread; they act between two steps. Every pause and stop saves a checkpoint first.
+ * used from any thread; they act between two steps, or two batches of an evaluation. Every pause and stop saves a
+ * checkpoint first.
  *
  * @param folder the run's: `events.jsonl`, `checkpoint-*`, and at the end `adapter` (PEFT) and maybe `adapter-best`.
  * @param evaluator rows to judge before, between and after; null for none.

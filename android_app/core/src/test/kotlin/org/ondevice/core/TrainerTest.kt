@@ -261,6 +261,59 @@ class TrainerTest {
         assertTrue(events.first().etaS > 0)
     }
 
+    /** Of several evaluations the best keeps its checkpoint and becomes `adapter-best`. */
+    @Test
+    fun bestEvaluationIsKept() {
+        val folder = Fixtures.scratch()
+        val session = Session(manifest, Runs.program)
+        Runs.trainer(session, folder, Runs.settings.copy(evalEvery = 1, learningRate = 0.3, steps = 8), evaluate = true).run()
+        val evaluations = EventLog.read(File(folder, "events.jsonl")).entries.filter { it.kind == "evaluate" && it.step != 0 }
+        val score = { entry: LogContent.Entry -> listOf(entry.number("accuracy")!!, -entry.number("loss")!!) }
+        val best = evaluations.reduce { left, right -> if (Checkpoints.compareScores(score(right), score(left)) > 0) right else left }
+        assertTrue(best.step != 8, "the fixture's best is not the last: ${best.step}")
+        assertEquals(best.step, evaluations.last { it.values["best"] == true }.step)
+        assertEquals(true, evaluations.first().values["best"])
+        val kept = Safetensors.read(File(folder, "checkpoint-0000000${best.step}/state.safetensors")).tensors.getValue("adapter").floats!!
+        assertArrayEquals(bits(kept), bits(PeftAdapter(manifest).read(File(folder, "adapter-best"))))
+        assertArrayEquals(bits(session.adapter), bits(PeftAdapter(manifest).read(File(folder, "adapter"))))
+    }
+
+    /** A session that has trained starts from zeros again, unless the run names the adapter it starts from. */
+    @Test
+    fun aRunStartsFromZerosOrFromTheAdapterItNames() {
+        val fresh = Runs.train(Fixtures.scratch(), Runs.settings.copy(steps = 3)).adapter
+        val used = Session(manifest, Runs.program).also { it.load(fresh) }
+        Runs.trainer(used, Fixtures.scratch(), Runs.settings.copy(steps = 3)).run()
+        assertArrayEquals(bits(fresh), bits(used.adapter))
+        val data = Runs.data(manifest)
+        val from = TrainData(data.batches, data.sha256, data.name, "a".repeat(64))
+        val folder = Fixtures.scratch()
+        Trainer(used, from, Runs.settings.copy(steps = 3), folder, StartMode.NEW, ProcessMeter).run()
+        assertFalse(used.adapter.contentEquals(fresh))
+        val error = assertThrows(OndeviceException::class.java) { Runs.train(folder, mode = StartMode.RESUME) }
+        assertTrue("adapter = " in error.message!!, error.message)
+    }
+
+    @Test
+    fun anEvaluationCanBePausedToo() {
+        val states = ArrayList<TrainerState>()
+        val statuses = ArrayDeque(listOf(0, 4, 4, 0))
+        val trainer = Runs.trainer(
+            Session(manifest, Runs.program), Fixtures.scratch(), Runs.settings.copy(steps = 1), evaluate = true,
+            health = { Health(thermalStatus = if (statuses.size > 1) statuses.removeFirst() else 0) },
+            listener = object : TrainerListener {
+                override fun onState(state: TrainerState) {
+                    states.add(state)
+                }
+            },
+        )
+        trainer.run()
+        val place = states.indexOfFirst { it is TrainerState.Paused }
+        assertEquals(TrainerState.Running(0, 1, "evaluating"), states[place - 1])
+        assertEquals(TrainerState.Running(0, 1, "evaluating"), states[place + 1])
+        assertEquals(15, (trainer.state as TrainerState.Finished).result.before!!.rows)
+    }
+
     /** The phone's log is read by the same tools: `ondevice replay` rebuilds the adapter from its scalars alone. */
     @Test
     fun pythonReplaysTheLog() {
