@@ -115,7 +115,7 @@ def main() -> None:
 
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--directions", type=int, default=100, help="at the default scale (default %(default)s)")
-        parser.add_argument("--other-directions", type=int, default=16, help="elsewhere (default %(default)s)")
+        parser.add_argument("--other-directions", type=int, default=8, help="elsewhere (default %(default)s)")
         parser.add_argument("--pairs", type=Path, default=ROOT / "build" / "npu_gradients" / "pairs.json")
         parser.add_argument("--only", choices=list(PROGRAMS), help="one program")
 

@@ -41,6 +41,9 @@ class ExportConfig(Section):
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"
     """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""
 
+    next_token: bool = False
+    """Add a method that says which token comes next, so that the device can answer a prompt before and after."""
+
     check_steps: int = Field(default=3, ge=1)
     """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's
     simulator, where a step takes minutes, one."""

@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 METHOD = {"method.queries": 2, "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 0.05}
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "functional": ("tied llama", {"export.batch_size": 2}),
+    "functional": ("tied llama", {"export.batch_size": 2, "export.next_token": True}),
     "stateful": (
         "qwen2 with bias",
         {

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ondevice.nn.graph_loss import weight_tiles
+
 if TYPE_CHECKING:
     from ondevice.methods.prge.torch import PrgeProgram
 
@@ -63,6 +65,19 @@ class Evaluate(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
         return self.program.evaluate(ids, labels, adapter)
+
+
+class NextToken(nn.Module):
+    """Logits of the token behind the first `length` of a row, under the unperturbed adapter."""
+
+    def __init__(self, program: PrgeProgram) -> None:
+        super().__init__()
+        self.program = program
+        self.tiles = weight_tiles(program.family.head_weight, program.config.loss_tiles)
+
+    def forward(self, ids: Tensor, length: Tensor, adapter: Tensor) -> Tensor:
+        last = self.program.hidden(ids, adapter)[0].index_select(0, length - 1)
+        return torch.cat([head(last)[0] for _, head in self.tiles])
 
 
 class ApplyUpdate(nn.Module):
@@ -164,7 +179,12 @@ class SetAdapter(nn.Module):
 
 
 def build_methods(
-    program: PrgeProgram, lengths_tokens: tuple[int, ...], batch_size: int, eval_batch_size: int, stateful: bool
+    program: PrgeProgram,
+    lengths_tokens: tuple[int, ...],
+    batch_size: int,
+    eval_batch_size: int,
+    stateful: bool,
+    next_token: bool = False,
 ) -> list[MethodSpec]:
     """The methods of the artifact; the longest bucket has the plain name, others carry their length."""
     size, config = program.layout.size, program.config
@@ -189,6 +209,10 @@ def build_methods(
                 MethodSpec(f"train_step{suffix}", StatefulTrainStep(program, state), (*rows, *scalars), results)
             )
             methods.append(MethodSpec(f"evaluate{suffix}", StatefulEvaluate(program, state), eval_rows, sums))
+    if next_token:
+        row = (Port("ids", "int64", (1, max(lengths_tokens)), "token id"), Port("length", "int64", (1,), "tokens"))
+        logits = Port("logits", "float32", (program.family.dims.vocab,))
+        methods.append(MethodSpec("next_token", NextToken(program), (*row, adapter), (logits,)))
     if state is None:
         methods.append(MethodSpec("apply_update", ApplyUpdate(program), (adapter, gradients, *scalars), (adapter,)))
     else:

@@ -97,12 +97,12 @@ class ExecutorchSession:
         return [value.numpy() for value in outputs]
 
     def _unload_other_kind(self, name: str) -> None:
-        """Drop `evaluate` before `train_step` and the other way round.
+        """Drop `evaluate` before `train_step`, the other way round, and so for `next_token`.
 
         XNNPACK packs a copy of its weights for every loaded method (425 MB for SmolLM2-135M in float32), and
         loading one again takes less than a second. A stateful program's methods share the buffer and stay.
         """
-        kinds = ("train_step", "evaluate")
+        kinds = ("train_step", "evaluate", "next_token")
         kind = next((kind for kind in kinds if name.startswith(kind)), None)
         if self.stateful or kind is None:
             return
@@ -146,6 +146,16 @@ class ExecutorchSession:
         state = () if self.stateful else (self._adapter,)
         nll, tokens = self._run(self._method("evaluate", self.eval_batch_size, ids), ids, labels, *state)
         return nll, tokens.astype(np.int64)
+
+    def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
+        """Logits float32 [vocab] of the token behind the first `length_tokens` of `ids`, int64 [1, longest bucket].
+
+        Raises:
+            ArtifactError: the program was exported without `next_token`.
+        """
+        if "next_token" not in self.manifest.methods:
+            raise ArtifactError("the program cannot write", hint="export it again with --set export.next_token=true")
+        return self._run("next_token", ids, np.array([length_tokens]), self._adapter)[0]
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
         """The program's own update from logged projected gradients."""

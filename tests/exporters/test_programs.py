@@ -6,12 +6,14 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from ondevice.api.opening import open_artifact
 from ondevice.api.verifying import verify
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.errors import ArtifactError, CheckpointError
+from ondevice.exporters.executorch.author import author
 from ondevice.exporters.executorch.check import random_batches
 from ondevice.models import load_model
 from tests.programs import PROGRAMS, config, model, program, report
@@ -45,6 +47,7 @@ def test_the_manifest_says_what_the_program_is(name) -> None:
     assert bool(manifest.custom_ops) == settings.export.uses_ops
     kinds = {"train_step", "evaluate", "apply_update"}
     kinds |= {"get_adapter", "set_adapter"} if manifest.form == "stateful" else set()
+    kinds |= {"next_token"} if settings.export.next_token else set()
     if len(manifest.lengths_tokens) == 2:
         kinds |= {"train_step_16", "evaluate_16"}
     assert manifest.methods.keys() == kinds
@@ -134,3 +137,26 @@ def test_eight_bit_activations_are_warned_about() -> None:
     # 4 bits and 8 bits of this model change its gradients, and do not turn them round
     assert 0.3 < measured < 0.9999 and report("8da4w").check["gradient_correlation"] > 0.9
     assert report("q4").warnings == ()
+
+
+def test_the_next_token_is_eager_s_before_and_after() -> None:
+    settings, session = config("functional"), open_artifact(program("functional"))
+    loaded = load_model(settings.model.source)
+    eager = author(loaded, settings.method, settings.export, settings.train.seed)
+    random = np.random.default_rng(1)
+    ids = random.integers(0, 4001, (1, 16))
+    for length, scale in ((1, 0.0), (9, 0.0), (9, 0.3), (16, 0.3)):
+        flat = (random.normal(size=session.manifest.adapter_size) * scale).astype(np.float32)
+        session.load_state({"adapter": flat, "seed": np.array([session.seed])})
+        received = session.next_token(ids, length)
+        with torch.inference_mode():
+            hidden = eager.hidden(torch.from_numpy(ids), torch.from_numpy(flat))
+            expected = (hidden[0, length - 1] @ loaded.family.head_weight.T).numpy()
+        assert received.shape == (4001,) and received.argmax() == expected.argmax()
+        np.testing.assert_allclose(received, expected, atol=1e-5 * np.abs(expected).max())
+    padded = ids.copy()
+    padded[:, 9:] = 7
+    np.testing.assert_allclose(session.next_token(padded, 9), session.next_token(ids, 9), atol=1e-5)
+    session.close()
+    with pytest.raises(ArtifactError, match="cannot write"):
+        open_artifact(program("q4")).next_token(ids, 3)

@@ -33,6 +33,8 @@ class Target(ExecutorchTarget):
         problems = []
         if job.export.quantize not in TOLERANCE:
             problems.append(f"quantize {job.export.quantize} is for the NPU; expected {', '.join(TOLERANCE)}")
+        if job.export.next_token and (job.export.form != "functional" or job.export.quantize != "none"):
+            problems.append("next_token goes with form functional and float32 weights")
         if job.export.quantize == "8da4w" and importlib.util.find_spec("torchao") is None:
             problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
         if job.export.uses_ops and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
@@ -53,7 +55,9 @@ class Target(ExecutorchTarget):
 
         config, stateful = job.export, job.export.form == "stateful"
         program = authoring.author(loaded, job.method, config, job.seed)
-        methods = build_methods(program, config.lengths_tokens, config.batch_size, config.eval_batch_size, stateful)
+        methods = build_methods(
+            program, config.lengths_tokens, config.batch_size, config.eval_batch_size, stateful, config.next_token
+        )
         log.info("lowering %s: some minutes for 30 layers", ", ".join(method.name for method in methods))
         with rewritten(loaded.model):
             lowered = lower(methods, stateful=stateful, quantized_fusion=config.quantize == "8da4w")

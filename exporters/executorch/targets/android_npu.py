@@ -48,6 +48,8 @@ class Target(ExecutorchTarget):
             problems.append(f"form {config.form} does not go with the NPU: use functional")
         if config.quantize not in ("none", "w8"):
             problems.append(f"quantize {config.quantize} is for the CPU; expected none or w8")
+        if config.next_token:
+            problems.append("next_token is for the CPU: the NPU's program has one method")
         if config.uses_ops:
             problems.append("the NPU's program runs on a stock runtime: leave generator and loss at auto")
         narrow = [name for name, (inputs, _) in dims.linear_shapes.items() if inputs < SMALLEST_WIDTH]

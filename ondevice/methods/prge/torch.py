@@ -166,9 +166,13 @@ class PrgeProgram(nn.Module):
             parts.append(adapter_P[start : start + count] - (coefficients[:, None] * z).sum(dim=0))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
+    def hidden(self, ids_ET: Tensor, adapter_P: Tensor) -> Tensor:
+        """Hidden states under the unperturbed adapter, [rows, tokens, hidden]."""
+        return self._run_suffix(self._run_prefix(ids_ET), lambda start, count: adapter_P[None, start : start + count])
+
     def evaluate(self, ids_ET: Tensor, labels_ET: Tensor, adapter_P: Tensor) -> tuple[Tensor, Tensor]:
         """Negative log likelihood summed over each row's labelled tokens and their count, float32 [rows] each."""
-        hidden = self._run_suffix(self._run_prefix(ids_ET), lambda start, count: adapter_P[None, start : start + count])
+        hidden = self.hidden(ids_ET, adapter_P)
         return self.row_nll(hidden, labels_ET)
 
     def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor) -> CopiesOf:
