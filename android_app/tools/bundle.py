@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 from tools.fetch import RUNTIME
-from tools.steps import BUILD, run, tool
+from tools.steps import BUILD, digest, is_fresh, run, tool, write_atomically
 
 # A fixed date keeps two builds of the same sources alike.
 DATE = (1981, 1, 1, 0, 0, 0)
@@ -35,6 +35,10 @@ def keystore() -> Path:
 
 def bundle(base: Path, dex: list[Path], out: Path) -> Path:
     """Libraries are stored, not packed, so that Android maps them from the APK; zipalign puts them on pages."""
+    stamp = BUILD / f".{out.stem}"
+    wanted = digest([base, *dex, RUNTIME / "runtime.json", keystore(), Path(__file__)])  # runtime.json hashes libraries
+    if is_fresh(stamp, wanted, out):
+        return out
     raw, aligned, signed = (out.with_name(f".{out.stem}-{step}.apk") for step in ("raw", "aligned", "signed"))
     shutil.copyfile(base, raw)
     with zipfile.ZipFile(raw, "a") as archive:
@@ -53,6 +57,7 @@ def bundle(base: Path, dex: list[Path], out: Path) -> Path:
     run([tool("apksigner"), "verify", "--min-sdk-version", "26", signed], what="verifying the signature")
     run([tool("zipalign"), "-c", "-p", "4", signed], what="verifying the alignment")
     os.replace(signed, out)
+    write_atomically(stamp, wanted)
     for path in (raw, aligned):
         path.unlink()
     return out

@@ -18,7 +18,7 @@ class ChargingJob : JobService() {
             try {
                 startForegroundService(TrainService.intent(this))
             } catch (_: IllegalStateException) { // Android 12 and later, from the background
-                Notifications(this).run { show(Notifications.CHARGING, chargingTap()) }
+                Notifications(this).run { show(Notifications.WAITING, waiting()) }
             }
         }
         return false

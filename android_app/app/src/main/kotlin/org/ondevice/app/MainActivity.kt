@@ -50,6 +50,19 @@ class MainActivity : Activity() {
         state?.let { saved -> tabs.forEach { tab -> saved.getBundle("screen_${tab.label}")?.let(tab.screen::restore) } }
         val wanted = state?.getInt(TAB) ?: intent.getIntExtra(TAB, 0)
         open(wanted.coerceIn(tabs.indices))
+        goOn()
+    }
+
+    override fun onNewIntent(intent: Intent) {
+        super.onNewIntent(intent)
+        open(intent.getIntExtra(TAB, current).coerceIn(tabs.indices))
+        goOn()
+    }
+
+    /** A run whose process was killed goes on when the user comes back, if the system has not started it before. */
+    private fun goOn() {
+        val app = application as OndeviceApp
+        if (app.runs.live == null && app.wanted.read() != null) startForegroundService(TrainService.intent(this))
     }
 
     /** Android 15 draws apps below the system's bars; nothing of ours is put there. */

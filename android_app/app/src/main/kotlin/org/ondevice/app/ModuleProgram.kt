@@ -41,20 +41,6 @@ class ModuleProgram(private val artifact: Artifact) : Program {
 
     private fun kindOf(method: String) = method.trimEnd { it.isDigit() }.trimEnd('_')
 
-    private fun toRuntime(tensor: Tensor): org.pytorch.executorch.Tensor = when (tensor.dtype) {
-        DType.INT64 -> org.pytorch.executorch.Tensor.fromBlob(tensor.longs(), tensor.shape)
-        DType.FLOAT32 -> org.pytorch.executorch.Tensor.fromBlob(tensor.floats(), tensor.shape)
-    }
-
-    private fun fromRuntime(tensor: org.pytorch.executorch.Tensor): Tensor = when (tensor.dtype()) {
-        org.pytorch.executorch.DType.INT64 -> Tensor.of(tensor.dataAsLongArray, *tensor.shape())
-        org.pytorch.executorch.DType.FLOAT -> Tensor.of(tensor.dataAsFloatArray, *tensor.shape())
-        else -> throw OndeviceException(
-            ErrorKind.ARTIFACT, "the program gave a tensor that the app does not take", "int64 or float32",
-            "${tensor.dtype()}", "export the artifact again",
-        )
-    }
-
     companion object {
         /**
          * Hold a program's kernels and backends against those of the runtime in this app, by name; ExecuTorch alone
@@ -68,6 +54,20 @@ class ModuleProgram(private val artifact: Artifact) : Program {
                 artifact.manifest.partition.values.flatten().mapTo(sortedSetOf()) { it.backend },
                 ExecuTorchRuntime.getRegisteredBackends().toSet(),
             )?.let { throw it }
+        }
+
+        internal fun toRuntime(tensor: Tensor): org.pytorch.executorch.Tensor = when (tensor.dtype) {
+            DType.INT64 -> org.pytorch.executorch.Tensor.fromBlob(tensor.longs(), tensor.shape)
+            DType.FLOAT32 -> org.pytorch.executorch.Tensor.fromBlob(tensor.floats(), tensor.shape)
+        }
+
+        internal fun fromRuntime(tensor: org.pytorch.executorch.Tensor): Tensor = when (tensor.dtype()) {
+            org.pytorch.executorch.DType.INT64 -> Tensor.of(tensor.dataAsLongArray, *tensor.shape())
+            org.pytorch.executorch.DType.FLOAT -> Tensor.of(tensor.dataAsFloatArray, *tensor.shape())
+            else -> throw OndeviceException(
+                ErrorKind.ARTIFACT, "the program gave a tensor that the app does not take", "int64 or float32",
+                "${tensor.dtype()}", "export the artifact again",
+            )
         }
 
         /** The error that names what this runtime lacks, or null when it has everything. */

@@ -34,9 +34,16 @@ class Notifications(private val context: Context) {
         return builder.addAction(action(R.string.stop, TrainService.STOP)).build()
     }
 
-    /** A charger is there, and the system does not let the app start by itself: the user's tap may. */
-    fun chargingTap(): Notification =
-        builder(context.getString(R.string.notify_charging)).setContentText(context.getString(R.string.notify_charging_words)).setAutoCancel(true).build()
+    /** Training could go on, and the system does not let the app start by itself: the user's tap may. */
+    fun waiting(): Notification =
+        builder(context.getString(R.string.notify_waiting)).setContentText(context.getString(R.string.notify_waiting_words)).setAutoCancel(true).build()
+
+    /** The end of a run. */
+    fun over(live: Runs.Live): Notification {
+        val words = if (live.savedAdapter != null) context.getString(R.string.step_of, Words.number(live.stepsDone), Words.number(live.plan.steps))
+        else (live.error ?: (live.state as? TrainerState.Failed)?.error)?.what ?: context.getString(R.string.unknown)
+        return builder(context.getString(R.string.notify_over)).setContentText(words).setAutoCancel(true).build()
+    }
 
     private fun builder(title: String): Notification.Builder {
         val open = Intent(context, MainActivity::class.java).putExtra(MainActivity.TAB, 2).addFlags(Intent.FLAG_ACTIVITY_SINGLE_TOP)
@@ -55,7 +62,7 @@ class Notifications(private val context: Context) {
 
     companion object {
         const val TRAINING = 1
-        const val CHARGING = 2
+        const val WAITING = 2
         private const val CHANNEL = "training"
         private const val FLAGS = PendingIntent.FLAG_UPDATE_CURRENT or PendingIntent.FLAG_IMMUTABLE
     }

@@ -32,7 +32,6 @@ class TrainScreen(host: MainActivity) : Screen(host) {
     override fun onShow() {
         app.jobs.watch(anew)
         app.runs.watch(watcher)
-        if (app.runs.live == null && app.wanted.read() != null) startService()
     }
 
     override fun onHide() {
@@ -169,7 +168,13 @@ class TrainScreen(host: MainActivity) : Screen(host) {
         val parts = arrayListOf<View>(ui.title(string(R.string.tab_train)))
         parts += ui.soft(string(R.string.run_of, live.plan.model, live.plan.data))
         val failure = live.error ?: (live.state as? TrainerState.Failed)?.error
-        failure?.let { parts += ui.problem(it) }
+        if (failure != null) {
+            parts += ui.problem(failure)
+            parts += ui.button(R.string.again, Tone.PRIMARY) {
+                app.runs.again()
+                startService()
+            }.apply { id = R.id.again }
+        }
         (live.state as? TrainerState.Finished)?.let { parts += outcome(live, it) }
         reasons = null
         if (!live.isOver) {
@@ -187,14 +192,11 @@ class TrainScreen(host: MainActivity) : Screen(host) {
             parts += card
             parts += buttons(live)
         }
-        chart = ChartView(host).apply { id = R.id.chart }
-        parts += ui.card(ui.heading(string(R.string.loss)), chart!!, gap = 4)
-        parts += facts()
-        if (failure != null) {
-            parts += ui.button(R.string.again, Tone.PRIMARY) {
-                app.runs.again()
-                startService()
-            }.apply { id = R.id.again }
+        chart = null
+        if (failure == null || live.losses.isNotEmpty()) {
+            chart = ChartView(host).apply { id = R.id.chart }
+            parts += ui.card(ui.heading(string(R.string.loss)), chart!!, gap = 4)
+            parts += facts()
         }
         if (live.isOver) {
             parts += ui.button(R.string.another, if (failure == null) Tone.PRIMARY else Tone.PLAIN) { app.runs.dismiss() }.apply { id = R.id.another }

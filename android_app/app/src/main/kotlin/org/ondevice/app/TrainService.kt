@@ -23,6 +23,7 @@ class TrainService : Service() {
     private var wake: PowerManager.WakeLock? = null
     private var endThermal: (() -> Unit)? = null
     private var shownAtMs = 0L
+    private var told = false
     private val watcher: () -> Unit = ::follow
 
     private val power = object : BroadcastReceiver() {
@@ -44,7 +45,13 @@ class TrainService : Service() {
     }
 
     override fun onStartCommand(intent: Intent?, flags: Int, startId: Int): Int {
-        toFront()
+        try {
+            toFront()
+        } catch (_: IllegalStateException) { // Android 12 and later, when the system restarts the app unseen
+            Notifications(this).run { show(Notifications.WAITING, waiting()) }
+            stopSelf()
+            return START_NOT_STICKY
+        }
         when (intent?.action) {
             PAUSE -> app.runs.pause()
             RESUME -> app.runs.resume()
@@ -65,6 +72,8 @@ class TrainService : Service() {
     private fun follow() {
         val live = app.runs.live
         if (live == null || live.isOver) {
+            if (live != null && !told) Notifications(this).run { show(Notifications.WAITING, over(live)) }
+            told = true
             stopSelf()
             return
         }

@@ -66,7 +66,7 @@ abstract class AppTest {
     }
 
     /** The fixture's artifact, as if the user had imported it. */
-    protected fun importModel(name: String = "SmolLM2 reviews") {
+    protected fun importModel(name: String = "film reviews") {
         app.store.library.importZip(ByteArrayInputStream(zip(artifact)), name)
     }
 

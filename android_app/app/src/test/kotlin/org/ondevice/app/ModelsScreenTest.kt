@@ -18,15 +18,15 @@ class ModelsScreenTest : AppTest() {
     @Test
     fun importsAZipAndShowsWhatItNeeds() {
         open()
-        pick(ModelsScreen.ZIP, "SmolLM2-135M reviews.zip", zip(artifact))
+        pick(ModelsScreen.ZIP, "film reviews.zip", zip(artifact))
         until("the import") { app.store.models().isNotEmpty() && app.jobs.words(ModelsScreen.PLACE) == null }
         val model = app.store.models().single()
-        assertEquals("SmolLM2-135M reviews", model.name)
+        assertEquals("film reviews", model.name)
         assertTrue(texts(), "2, up to 32, 64 tokens each" in texts() && "executorch 1.4.1" in texts())
         assertTrue(texts(), Words.bytes(app, model.sizeBytes) in texts() && Words.bytes(app, model.plannedBytes) in texts())
         shot("models")
         rotate()
-        assertTrue("SmolLM2-135M reviews" in texts())
+        assertTrue("film reviews" in texts())
         shot("models-landscape")
     }
 

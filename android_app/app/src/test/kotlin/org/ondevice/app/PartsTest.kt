@@ -13,6 +13,7 @@ import org.ondevice.core.ErrorKind
 import org.ondevice.core.MemoryPressure
 import org.ondevice.core.OndeviceException
 import org.ondevice.core.Rules
+import org.ondevice.core.Tensor
 import org.robolectric.Robolectric
 import org.robolectric.Shadows.shadowOf
 import org.robolectric.annotation.Config
@@ -40,6 +41,20 @@ class PartsTest : AppTest() {
         val qnn = ModuleProgram.missing(has, has, setOf("QnnBackend"), backends)!!
         assertEquals("QnnBackend", qnn.expected)
         assertTrue("${qnn.hint}", "FLAVOUR=qnn" in qnn.hint!!)
+    }
+
+    /** Tensors go into ExecuTorch's own classes and come out the same. */
+    @Test
+    fun tensorsKeepTheirValues() {
+        val ids = Tensor.of(longArrayOf(0, -100, Long.MAX_VALUE, 7, 8, 9), 2, 3)
+        val rates = Tensor.of(floatArrayOf(0.1f, -0f, Float.MIN_VALUE), 3)
+        val whole = ModuleProgram.fromRuntime(ModuleProgram.toRuntime(ids))
+        val real = ModuleProgram.fromRuntime(ModuleProgram.toRuntime(rates))
+        assertEquals(ids.longs().toList() to listOf(2L, 3L), whole.longs().toList() to whole.shape.toList())
+        assertEquals(rates.floats().toList() to listOf(3L), real.floats().toList() to real.shape.toList())
+        val bytes = org.pytorch.executorch.Tensor.fromBlob(byteArrayOf(1, 2), longArrayOf(2))
+        val error = org.junit.Assert.assertThrows(OndeviceException::class.java) { ModuleProgram.fromRuntime(bytes) }
+        assertEquals("int64 or float32" to "INT8", error.expected to error.received)
     }
 
     @Test

@@ -54,11 +54,13 @@ class TrainScreenTest : AppTest() {
         assertTrue(texts(), "Done: 30 steps." in texts() && "before" in texts())
         val state = live!!.state as TrainerState.Finished
         assertEquals(30, state.result.steps)
-        val adapters = app.store.adapters("SmolLM2 reviews", app.store.models()[0].manifest!!)
+        val adapters = app.store.adapters("film reviews", app.store.models()[0].manifest!!)
         assertEquals(live!!.savedAdapter, adapters.activeName())
         assertTrue(adapters.activeVector().any { it != 0f })
         assertNull(app.wanted.read())
         assertTrue(shadowOf(service).isStoppedBySelf)
+        val manager = app.getSystemService(Context.NOTIFICATION_SERVICE) as android.app.NotificationManager
+        assertEquals("Training has ended", shadowOf(shadowOf(manager).getNotification(Notifications.WAITING)).contentTitle.toString())
         shot("train-done")
         click(R.id.another)
         assertTrue("Start training" in texts())
@@ -188,6 +190,9 @@ class TrainScreenTest : AppTest() {
         app.wanted.write(plan)
         app.runs.dismiss()
         assertNull(live)
+        shadowOf(app).clearStartedServices()
+        controller.recreate().visible()
+        assertEquals("coming back starts the service", TrainService::class.java.name, shadowOf(app).nextStartedService.component!!.className)
 
         service() // as START_STICKY does, with no action
         until("the end") { live!!.isOver }
