@@ -56,7 +56,7 @@ class Adapters(private val root: File, private val manifest: Manifest) {
     fun sha256(name: String): String = Storage.sha256(File(existing(name), PeftAdapter.WEIGHTS_NAME))
 
     /** Name of the adapter in use; null for the base model. */
-    fun activeName(): String? = history().lastOrNull()?.takeIf { it != null && File(root, it).isDirectory }
+    fun activeName(): String? = history().lastOrNull()?.takeIf { File(root, it).isDirectory }
 
     /** The vector in use; zeros for the base model. */
     fun activeVector(): FloatArray = activeName()?.let(::load) ?: FloatArray(manifest.adapterSize)
@@ -65,7 +65,7 @@ class Adapters(private val root: File, private val manifest: Manifest) {
     fun activate(name: String?) {
         if (name != null) load(name)
         val known = history()
-        if (known.lastOrNull() != name || known.isEmpty()) writeHistory(known + name)
+        if (known.lastOrNull() != name) writeHistory(known + name)
     }
 
     /** Go back to what was active before; gives its name, null for the base model. */
@@ -95,7 +95,7 @@ class Adapters(private val root: File, private val manifest: Manifest) {
 
     /** Unpack a shared zip under a new [name], wholly checked against this artifact. */
     fun importZip(input: InputStream, name: String): AdapterInfo = put(name) { folder ->
-        Zips.read(input, folder, MAX_ZIP_BYTES, PeftAdapter.CONFIG_NAME, maxFiles = 16)
+        Zips.read(input, folder, minOf(MAX_ZIP_BYTES, folder.usableSpace), PeftAdapter.CONFIG_NAME, maxFiles = 16)
         peft.read(folder)
         folder.listFiles()?.filter { it.name !in KEPT }?.forEach(Storage::deleteTree)
     }

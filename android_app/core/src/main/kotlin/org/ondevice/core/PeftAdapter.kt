@@ -77,7 +77,10 @@ class PeftAdapter(private val manifest: Manifest) {
             for (place in 0 until entry.count) flat[entry.offset + (place % entry.rank) * entry.outputs + place / entry.rank] = b.floats[place]
         }
         val beyond = tensors.size - 2 * manifest.adapter.size
-        if (beyond > 0) throw artifactError("the adapter changes layers that this artifact does not", "${manifest.adapter.size} pairs", "$beyond tensors more", OTHER)
+        if (beyond > 0) {
+            val pairs = "${manifest.adapter.size} pairs"
+            throw artifactError("the adapter changes layers that this artifact does not", pairs, "$beyond tensors more", OTHER)
+        }
         if (flat.any { !it.isFinite() }) throw artifactError("the adapter has values that are no numbers", "finite values", "inf or nan", OTHER)
         return flat
     }

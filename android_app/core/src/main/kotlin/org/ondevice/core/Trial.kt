@@ -65,7 +65,8 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
         shouldStop: () -> Boolean = { false },
     ): TrialResult {
         if (!canGenerate) {
-            throw artifactError("the program cannot write text", "a method ${Session.NEXT_TOKEN}", session.manifest.methods.keys.joinToString(", "), "score answers instead")
+            val methods = session.manifest.methods.keys.joinToString(", ")
+            throw artifactError("the program cannot write text", "a method ${Session.NEXT_TOKEN}", methods, "score answers instead")
         }
         val side = { flat: FloatArray -> TrialSide(emptyList(), write(prompt, flat, maxTokens, temperature, Random(seed), shouldStop)) }
         return TrialResult(side(FloatArray(adapter.size)), side(adapter))

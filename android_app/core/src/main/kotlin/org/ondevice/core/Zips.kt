@@ -37,8 +37,9 @@ internal object Zips {
             while (true) {
                 val entry = zip.nextEntry ?: break
                 if (entry.isDirectory) continue
-                val name = Storage.safeRelative(entry.name)
-                    ?: throw artifactError("the zip has a name that leaves its folder", "relative names without '..'", entry.name, "make it again; do not trust this one")
+                val name = Storage.safeRelative(entry.name) ?: throw artifactError(
+                    "the zip has a name that leaves its folder", "relative names without '..'", entry.name, "do not trust this one",
+                )
                 if (++count > maxFiles) throw artifactError("the zip has too many files", "at most $maxFiles", "more", "choose the zip of one folder")
                 val target = File(folder, name)
                 Storage.makeFolder(target.parentFile)
@@ -62,7 +63,10 @@ internal object Zips {
             val count = from.read(buffer)
             if (count < 0) return bytes
             bytes += count
-            if (bytes > maxBytes) throw artifactError("the zip unpacks to more than fits", "at most ${maxBytes shr 20} MiB", "more", "free storage, or choose another file")
+            if (bytes > maxBytes) {
+                val most = "at most ${maxBytes shr 20} MiB"
+                throw artifactError("the zip unpacks to more than fits", most, "more", "free storage, or choose another file")
+            }
             to.write(buffer, 0, count)
         }
     }
@@ -71,7 +75,7 @@ internal object Zips {
     private fun liftTop(folder: File, marker: String) {
         if (File(folder, marker).isFile) return
         val top = folder.listFiles()?.singleOrNull { it.isDirectory && File(it, marker).isFile }
-            ?: throw artifactError("the zip holds something else", marker, folder.list()?.sorted()?.take(5)?.joinToString(", "), "choose another file")
+            ?: throw artifactError("the zip holds something else", marker, folder.list()?.sorted()?.take(5), "choose another file")
         val aside = File(folder, ".top-of-zip")
         if (!top.renameTo(aside)) throw java.io.IOException("cannot rename $top")
         for (file in aside.listFiles() ?: emptyArray()) if (!file.renameTo(File(folder, file.name))) throw java.io.IOException("cannot move $file")

@@ -135,6 +135,7 @@ class AdaptersTest {
         adapters.save("été 2", vector(2))
         refused { adapters.save("first run", vector(3)) }.let { assertTrue("already" in it.message!!) }
         for (bad in listOf("", "../x", ".hidden", "a/b", "x".repeat(99))) refused { adapters.save(bad, vector(1)) }
+        adapters.activate(null)
         adapters.activate("first run")
         adapters.activate("été 2")
         assertArrayEquals(vector(2), adapters.activeVector())

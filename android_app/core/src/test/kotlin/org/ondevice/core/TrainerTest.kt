@@ -127,7 +127,7 @@ class TrainerTest {
         val folder = Fixtures.scratch()
         Runs.train(folder, Runs.settings.copy(steps = 10))
         val state = File(folder, "checkpoint-00000010/state.safetensors")
-        state.writeBytes(state.readBytes().copyOf(100))
+        state.writeBytes(state.readBytes().also { it[it.size - 5] = (it[it.size - 5] + 1).toByte() }) // one bit of one weight
         val events = ArrayList<Event>()
         val resumed = Runs.train(folder, mode = StartMode.RESUME, listener = object : TrainerListener {
             override fun onEvent(event: Event) {
@@ -273,6 +273,8 @@ class TrainerTest {
         assertTrue(best.step != 8, "the fixture's best is not the last: ${best.step}")
         assertEquals(best.step, evaluations.last { it.values["best"] == true }.step)
         assertEquals(true, evaluations.first().values["best"])
+        val names = folder.list()!!.filter { it.startsWith("checkpoint-") }.map { it.takeLast(1).toInt() }.sorted()
+        assertTrue(names.size == 3 && best.step in names && 8 in names, "the two newest and the best: $names")
         val kept = Safetensors.read(File(folder, "checkpoint-0000000${best.step}/state.safetensors")).tensors.getValue("adapter").floats!!
         assertArrayEquals(bits(kept), bits(PeftAdapter(manifest).read(File(folder, "adapter-best"))))
         assertArrayEquals(bits(session.adapter), bits(PeftAdapter(manifest).read(File(folder, "adapter"))))
