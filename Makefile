@@ -2,12 +2,13 @@
 # make PYTHON=python3.12 test     another interpreter
 # make test ARGS="-k loop -x"     arguments for pytest
 
-.PHONY: help demo test test-fast lint format docs bench setup model pins clean
+.PHONY: help demo test test-fast apk android-test lint format docs bench setup model pins clean
 .DEFAULT_GOAL := help
 
 PYTHON ?=
 EXTRAS ?= dev
 ARGS ?=
+FLAVOUR ?= cpu
 RUN := .venv/bin/python
 
 help:
@@ -32,6 +33,14 @@ test: model
 ## make test-fast  the tests that need neither the model nor much time
 test-fast: setup
 	@$(RUN) -m pytest -m "not slow and not model" $(ARGS)
+
+## make apk        the Android app, signed with a debug key: android_app/build/ondevice-debug.apk
+apk:
+	@$(MAKE) --no-print-directory -C android_app apk FLAVOUR="$(FLAVOUR)"
+
+## make android-test  the app's logic and screens on the JVM, with pictures of the screens
+android-test: setup
+	@$(MAKE) --no-print-directory -C android_app test
 
 ## make lint       ruff, import-linter, pyright
 lint: setup

@@ -86,7 +86,7 @@ def replay(
     """
     run = read_run(Path(log))
     _check_start(run.header.identity.get("adapter"), adapter)
-    if run.header.backend == "executorch":
+    if "artifact" in run.header.identity:
         if artifact is None:
             raise ConfigError(
                 "the run was made by an exported program", expected="--artifact DIR", received="no artifact"

@@ -87,8 +87,12 @@ def export(
 
 
 def _show(reports: list[Any], json: bool) -> None:
-    values = [{name: getattr(report, name) for name in report.__dataclass_fields__} for report in reports]
     if json:
+        values = [{name: getattr(report, name) for name in report.__dataclass_fields__} for report in reports]
+        for one in values:
+            one["partition"] = {
+                name: [share.model_dump() for share in shares] for name, shares in one["partition"].items()
+            }
         print_json(values[0] if len(values) == 1 else {"artifacts": values})
         return
     for report in reports:

@@ -12,7 +12,7 @@ from ondevice.methods.lsp.memory import kept_bytes
 from ondevice.methods.registry import MODULES, OFFLOADING
 from ondevice.plan.cost import step_cost, step_seconds
 from ondevice.plan.devices import Device, find_device
-from ondevice.plan.weights import DTYPE_BYTES, Placement, in_executorch, in_torch, weight_bytes
+from ondevice.plan.weights import DTYPE_BYTES, Placement, in_executorch, in_npu, in_torch, weight_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -190,9 +190,12 @@ def plan_request(name: str, request: Request) -> Plan:
     notes: list[str] = []
     host, host_usable = {}, None
     if request.runtime == "executorch" and export is not None:
-        methods = len(export.lengths_tokens) * (2 if request.evaluates else 1)
-        place = in_executorch(dims, weights, export, method.loss_tiles, methods)
+        npu = export.target == "android-npu"
+        methods = 1 if npu else len(export.lengths_tokens) * (2 if request.evaluates else 1)
+        place = in_npu(weights, export) if npu else in_executorch(dims, weights, export, method.loss_tiles, methods)
         baseline = BASELINE_BYTES["executorch", "app" if device.kind == "phone" else "python"]
+        if npu:
+            notes.append("packed weights are the NPU's own copy; its scratch memory is not counted")
         if place.packed and methods > 1:
             notes.append(f"XNNPACK packs the linears once for each of {methods} loaded methods")
         if quantize == "q4" or export.uses_ops:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MEANING = {
     "weights": "frozen weights that every step reads",
-    "packed weights": "XNNPACK's own copies of the linear layers",
+    "packed weights": "the backend's own copies of the linear layers",
     "adapter": "trained tensors, their copies and gradients",
     "noise": "random directions that exist at once",
     "activations": "of a block, or all that backward needs",

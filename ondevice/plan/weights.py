@@ -57,7 +57,10 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
         return WeightBytes(int(linears * Q4_BITS / 8), rows, 0 if dims.tied else rows, vectors * 4)
     if quantize == "8da4w":
         return WeightBytes(int(linears * W4_BITS / 8), rows, int(table * W4_BITS / 8), vectors * 4)
-    raise ConfigError("unknown quantisation", expected="none, q4, 8da4w", received=quantize)
+    if quantize == "w8":
+        scales = dims.layers * sum(outputs * 4 for _, outputs in dims.linear_shapes.values())
+        return WeightBytes(linears + scales, table * 4, 0 if dims.tied else table * 4, vectors * 4)
+    raise ConfigError("unknown quantisation", expected="none, q4, 8da4w, w8", received=quantize)
 
 
 @dataclass(frozen=True)
@@ -97,3 +100,11 @@ def in_executorch(
     arena = 0 if fused else 2 * -(-dims.vocab // tiles) * dims.hidden * 4
     resident = weights.total - packed
     return Placement(resident, packed * loaded_methods, arena, weights.total)
+
+
+def in_npu(weights: WeightBytes, export: ExportConfig) -> Placement:
+    """The blocks' linears are unpacked from the file into the NPU's memory, in float16 or int8, once: there is one
+    method. Embedding and head stay in the mapped file, in float32."""
+    linears = weights.linears if export.quantize == "w8" else weights.linears // 2
+    rest = weights.total - weights.linears
+    return Placement(rest, linears, 0, rest + linears)

@@ -10,7 +10,7 @@ import pytest
 from ondevice.errors import ArtifactError
 from tests.cli.command import classes
 from tests.cli.test_training import bits
-from tests.programs import model, program
+from tests.programs import model, needs_qnn, program, report
 
 pytest.importorskip("executorch.exir")
 ARTIFACT = ArtifactError.exit_code
@@ -60,8 +60,10 @@ def test_a_damaged_artifact_is_refused(damage, copy, ondevice, tmp_path) -> None
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["functional", "stateful", "q4"])
+@pytest.mark.parametrize("name", ["functional", "stateful", "q4", "npu"])
 def test_a_run_resumes_and_replays_with_the_same_bits(name, ondevice, tmp_path) -> None:
+    if name == "npu":
+        needs_qnn()
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
     run = ("run", program(name), "--data", data)
     figures = ondevice(*run, "--steps", 3, "--out", out, "--json").json
@@ -128,7 +130,7 @@ def test_export_checks_before_it_loads(ondevice, tmp_path) -> None:
     export = ("export", "--model", model("two layers"), "--out", tmp_path / "a")
     assert ondevice(*export, "--length", 16, "--dry-run").code == 0
     for options, words in (
-        (["--quantize", "torchao"], "'none', 'q4' or '8da4w'"),
+        (["--quantize", "torchao"], "'none', 'q4', '8da4w' or 'w8'"),
         (["--target", "ios"], "android-cpu"),
         (["--method", "lora"], "does not export"),
         (["--length", "100000"], "positions"),
@@ -147,3 +149,26 @@ def test_a_run_whose_loss_is_no_number_ends_with_an_error(ondevice, tmp_path) ->
     run = ("run", program("functional"), "--data", data, "--steps", 5, "--lr", "1e38", "--out", tmp_path / "run")
     done = ondevice(*run, "--json")
     assert done.code == 9 and done.json["error"] == "TrainingError" and not (tmp_path / "run" / "adapter").exists()
+
+
+def test_an_export_says_which_backend_runs_what(capsys) -> None:
+    from ondevice.cli.export import _show
+
+    needs_qnn()
+    _show([report("functional"), report("npu")], json=False)
+    text = capsys.readouterr().out
+    cpu, npu = text.split("artifact")[1:]
+    assert "train step on XnnpackBackend" in cpu and "QnnBackend" not in cpu and "operators in" in cpu
+    assert "train step on QnnBackend" in npu and "qnn-htp-simulator" in npu and "2 of 2 as in float32" in npu
+    _show([report("functional"), report("npu")], json=True)
+    artifacts = json.loads(capsys.readouterr().out)["artifacts"]
+    assert artifacts[1]["partition"]["train_step"][0]["backend"] == "QnnBackend"
+
+
+def test_an_npu_s_flags_reach_the_exporter(ondevice) -> None:
+    done = ondevice(
+        "export", "--model", "tiny:llama", "--target", "android-npu", "--soc", "SM8650", "--soc", "SM77",
+        "--length", 16, "--quantize", "q4", "--dry-run", "--json",
+    )  # fmt: skip
+    assert done.code == 2 and any("SM77 is not known" in line for line in done.out.splitlines())
+    assert "expected none or w8" in done.err and "android-npu" in ondevice("export", "--list").out

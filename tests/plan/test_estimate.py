@@ -151,6 +151,15 @@ def test_an_int4_program_has_the_size_that_was_measured() -> None:
     assert weight_bytes(SMOLLM, quantize="8da4w").total == pytest.approx(107e6, rel=0.05)
 
 
+def test_an_npu_s_program_has_the_size_that_was_measured() -> None:
+    # 332 MB: SmolLM2-135M with float16 blocks and a float32 embedding, one method.
+    npu = smollm(runtime="executorch", export=export(target="android-npu"))
+    assert npu.file_bytes == pytest.approx(332e6, rel=0.03)
+    assert npu.parts["packed weights"] == weight_bytes(SMOLLM).linears // 2 and "NPU's own copy" in npu.notes[0]
+    small = smollm(runtime="executorch", export=export("w8", target="android-npu"))
+    assert small.parts["packed weights"] == pytest.approx(npu.parts["packed weights"] / 2, rel=0.02)
+
+
 def test_a_phone_runs_an_app_and_this_machine_python() -> None:
     phone = smollm(runtime="executorch")
     here = smollm(runtime="executorch", device=find_device("this-cpu"))
