@@ -55,7 +55,7 @@ class Body(nn.Module):
             for layer in range(program.family.dims.layers)
         ]
         cos, sin = program.family.positions(length_tokens, "cpu", torch.float32)
-        # Constants, because float16 angles are wrong by hundredths from a few tokens on.
+        # Constants: the angles would be rounded to float16, which has steps of 1/32 at position 63.
         self.register_buffer("cos", cos.detach().clone())
         self.register_buffer("sin", sin.detach().clone())
         self.register_buffer("mask", torch.full((1, 1, length_tokens, length_tokens), -1e4).triu(1))
