@@ -26,7 +26,6 @@ import small_tokenizers  # noqa: E402
 import texts  # noqa: E402
 
 ARTIFACT = "artifact with a space"
-STEPS = 12
 
 
 def main() -> None:
@@ -35,7 +34,6 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_data(out)
     export(out)
-    run(out)
     npu(out)
     small_tokenizers.write(out / "tokenizers", ROOT)
     write_texts(out)
@@ -47,11 +45,10 @@ def main() -> None:
 def cli(*arguments: str) -> None:
     """`ondevice`, in this Python."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, "-m", "ondevice", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "ondevice", *arguments, "--quiet"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"ondevice {' '.join(arguments)}\n{done.stdout}{done.stderr}")
+        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
 def write_data(out: Path) -> None:
@@ -63,29 +60,14 @@ def write_data(out: Path) -> None:
     for name, source, count in (("train", "reviews_train", 17), ("valid", "reviews_valid", 9)):
         lines = (ROOT / "examples" / "data" / f"{source}.jsonl").read_text(encoding="utf-8").splitlines()[:count]
         rows = [json.dumps(row) for row in short] + lines
-        (out / f"{name}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+        write(out / f"{name}.jsonl", "\n".join(rows) + "\n")
 
 
 def export(out: Path) -> None:
-    """A tiny Llama with two length buckets, for SST-2."""
-    cli_export(
-        out / ARTIFACT,
-        "android-cpu",
-        "--queries",
-        "4",
-        "--length",
-        "32",
-        "--length",
-        "64",
-        "--batch-size",
-        "2",
-        "--set",
-        "export.eval_batch_size=3",
-        "--set",
-        "method.loss_tiles=2",
-        "--set",
-        "export.generator=aten",
-    )
+    """A tiny Llama with two length buckets and what `ondevice run` makes of it."""
+    more = "--queries 4 --length 32 --length 64 --batch-size 2 --set export.eval_batch_size=3"
+    make_artifact(out / ARTIFACT, "android-cpu", f"{more} --set method.loss_tiles=2 --set export.generator=aten")
+    make_run(out, ARTIFACT, "run", "--steps 12 --set train.checkpoint_every=5 --set train.eval_every=6")
 
 
 def npu(out: Path) -> None:
@@ -94,84 +76,43 @@ def npu(out: Path) -> None:
 
     reason = qnn.problem()
     if reason is not None:
-        (out / "npu.txt").write_text(reason)
+        write(out / "npu.txt", reason)
         return
-    cli_export(out / "npu", "android-npu", "--soc", "SM8650", "--queries", "2", "--length", "64", "--batch-size", "1")
-    shutil.rmtree(out / "npu run", ignore_errors=True)
-    cli(
-        "run",
-        str(out / "npu"),
-        "--data",
-        str(out / "train.jsonl"),
-        "--eval-data",
-        str(out / "valid.jsonl"),
-        "--steps",
-        "4",
-        "--lr",
-        "0.01",
-        "--out",
-        str(out / "npu run"),
-        "--quiet",
-    )
+    make_artifact(out / "npu", "android-npu", "--soc SM8650 --queries 2 --length 64 --batch-size 1")
+    make_run(out, "npu", "npu run", "--steps 4")
 
 
-def cli_export(folder: Path, target: str, *more: str) -> None:
-    """Export unless the same exporter has done so with the same arguments."""
-    arguments = [
-        "export",
-        "--target",
-        target,
-        "--model",
-        "tiny:llama",
-        "--method",
-        "prge",
-        "--task",
-        "sst2",
-        "--form",
-        "functional",
-        "--out",
-        str(folder),
-        "--quiet",
-        "--set",
-        "export.check_steps=1",
-        "--set",
-        "train.seed=7",
-        *more,
-    ]
+def make_artifact(folder: Path, target: str, more: str) -> None:
+    """Export unless the same exporter has done so with the same arguments; all at once, for tests may be running."""
+    words = f"--model tiny:llama --method prge --task sst2 --form functional --set export.check_steps=1 {more}"
+    arguments = ["export", "--target", target, "--out", str(folder), "--set", "train.seed=7", *words.split()]
     stamp, made_by = folder.with_name(folder.name + ".sha256"), hashlib.sha256(json.dumps(arguments).encode())
     for name in ("exporters", "ondevice/methods/prge", "ondevice/models", "ondevice/artifact"):
         for path in sorted((ROOT / name).rglob("*.py")):
             made_by.update(path.read_bytes())
     if stamp.is_file() and stamp.read_text() == made_by.hexdigest() and (folder / "manifest.json").is_file():
         return
-    shutil.rmtree(folder, ignore_errors=True)
-    cli(*arguments)
+    cli(*arguments, "--overwrite")
     stamp.write_text(made_by.hexdigest())
 
 
-def run(out: Path) -> None:
-    """What `ondevice run` makes of the same program and data."""
-    shutil.rmtree(out / "run", ignore_errors=True)
-    cli(
-        "run",
-        str(out / ARTIFACT),
-        "--data",
-        str(out / "train.jsonl"),
-        "--eval-data",
-        str(out / "valid.jsonl"),
-        "--steps",
-        str(STEPS),
-        "--lr",
-        "0.01",
-        "--out",
-        str(out / "run"),
-        "--set",
-        "train.checkpoint_every=5",
-        "--set",
-        "train.eval_every=6",
-        "--quiet",
-        "--overwrite",
-    )
+def make_run(out: Path, artifact: str, name: str, more: str) -> None:
+    """What `ondevice run` makes of an artifact and the reviews, under `name` when it is whole."""
+    new, old = out / f".{name}.new", out / f".{name}.old"
+    data = ["--data", str(out / "train.jsonl"), "--eval-data", str(out / "valid.jsonl")]
+    cli("run", str(out / artifact), *data, "--lr", "0.01", "--out", str(new), *more.split(), "--overwrite")
+    shutil.rmtree(old, ignore_errors=True)
+    if (out / name).exists():
+        (out / name).rename(old)
+    new.rename(out / name)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write(path: Path, content: str) -> None:
+    """Replace a file all at once."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(content, encoding="utf-8")
+    new.replace(path)
 
 
 def folder_of(out: Path, name: str) -> Path:
@@ -188,18 +129,18 @@ def write_texts(out: Path) -> None:
         tokenizer = Tokenizer.from_file(str(folder_of(out, name) / "tokenizer.json"))
         specials = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
         made = texts.strings(count, specials, seed, normalized=name in ("qwen2", "digits"))
-        with (out / "texts" / f"{name}.jsonl").open("w", encoding="utf-8") as file:
-            for text in made:
-                plain = tokenizer.encode(text, add_special_tokens=False)
-                whole = tokenizer.encode(text)
-                row = {
-                    "text": text,
-                    "ids": plain.ids,
-                    "with_special": whole.ids,
-                    "decoded": tokenizer.decode(plain.ids, skip_special_tokens=False),
-                    "without_special": tokenizer.decode(plain.ids),
-                }
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        lines = []
+        for text in made:
+            plain = tokenizer.encode(text, add_special_tokens=False)
+            row = {
+                "text": text,
+                "ids": plain.ids,
+                "with_special": tokenizer.encode(text).ids,
+                "decoded": tokenizer.decode(plain.ids, skip_special_tokens=False),
+                "without_special": tokenizer.decode(plain.ids),
+            }
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        write(out / "texts" / f"{name}.jsonl", "".join(lines))
 
 
 def write_encoded(out: Path) -> None:
@@ -219,7 +160,7 @@ def write_encoded(out: Path) -> None:
                 encoded(path, tokenizer, task, length, prompt)
                 for length, prompt in ((64, False), (512, False), (48, True))
             ]
-            (folder / f"{path.stem}.{name}.json").write_text(json.dumps(expected, ensure_ascii=False), encoding="utf-8")
+            write(folder / f"{path.stem}.{name}.json", json.dumps(expected, ensure_ascii=False))
 
 
 def encoded(path: Path, tokenizer: Any, task: str | None, length: int, train_on_prompt: bool) -> dict[str, Any]:
@@ -293,7 +234,7 @@ def write_numbers(out: Path) -> None:
         values = rng.standard_normal(count).astype(np.float32)
         means.append({"values": values.tolist(), "mean": float(values.mean())})
     numbers = {"orders": orders, "rates": rates, "means": means}
-    (out / "numbers.json").write_text(json.dumps(numbers), encoding="utf-8")
+    write(out / "numbers.json", json.dumps(numbers))
 
 
 if __name__ == "__main__":

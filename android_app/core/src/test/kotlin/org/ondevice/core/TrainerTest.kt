@@ -229,6 +229,22 @@ class TrainerTest {
     }
 
     @Test
+    fun aProjectedGradientThatIsNoNumberStopsTheRun() {
+        val odd = object : Program by Runs.program {
+            override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
+                val outputs = Runs.program.execute(method, inputs)
+                return if (inputs[4].longs()[0] < 2) outputs else listOf(outputs[0], Tensor.of(FloatArray(4) { Float.NaN }, 4), outputs[2])
+            }
+        }
+        val folder = Fixtures.scratch()
+        val trainer = Runs.trainer(Session(manifest, odd), folder)
+        trainer.run()
+        val failed = trainer.state as TrainerState.Failed
+        assertTrue(failed.step == 2 && "projected gradient of step 2 is NaN" in failed.error.message!!, failed.error.message)
+        assertFalse(folder.list()!!.any { it.startsWith("checkpoint-") || it.startsWith("adapter") })
+    }
+
+    @Test
     fun aProgramThatFailsIsToldInItsOwnWords() {
         val folder = Fixtures.scratch()
         val broken = object : Program {
