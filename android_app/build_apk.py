@@ -38,7 +38,8 @@ def build(prepare: bool, flavour: str) -> Path | None:
     name = "ondevice-debug.apk" if flavour == "cpu" else f"ondevice-{flavour}-debug.apk"
     apk = bundle.bundle(base, dex.dex(), BUILD / name)
     megabytes = apk.stat().st_size / 1e6
-    print(f"apk: ExecuTorch {runtime['executorch']} ({runtime['name']}, {runtime['source']}), {', '.join(runtime['abis'])}")
+    abis = ", ".join(runtime["abis"])
+    print(f"apk: ExecuTorch {runtime['executorch']} ({runtime['name']}, {runtime['source']}), {abis}")
     print(f"apk: {apk} ({megabytes:.1f} MB, signed and aligned) in {time.monotonic() - start:.0f} s")
     return apk
 

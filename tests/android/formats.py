@@ -62,7 +62,9 @@ def symbols(data: bytes) -> tuple[set[str], set[str]]:
     table = next(section for section in sections if section[1] == 11)  # SHT_DYNSYM
     strings = sections[table[6]][4]
     taken, given = set(), set()
-    for name, _info, _other, section, _value, _size in struct.iter_unpack("<IBBHQQ", data[table[4] : table[4] + table[5]]):
+    for name, _info, _other, section, _value, _size in struct.iter_unpack(
+        "<IBBHQQ", data[table[4] : table[4] + table[5]]
+    ):
         text = data[strings + name : data.index(b"\0", strings + name)].decode()
         (given if section else taken).add(text)
     return taken - {""}, given

@@ -139,7 +139,11 @@ def test_classes(classes: set[str]) -> None:
         "com.google.gson.stream.JsonReader",
     ):
         assert wanted in classes, wanted
-    foreign = {name for name in classes if name.startswith(("android.", "androidx.", "java.", "org.junit.", "org.robolectric."))}
+    foreign = {
+        name
+        for name in classes
+        if name.startswith(("android.", "androidx.", "java.", "org.junit.", "org.robolectric."))
+    }
     assert foreign == set()
 
 
@@ -214,10 +218,50 @@ def test_a_kernel_that_does_not_exist_is_noticed(libraries: dict[str, bytes]) ->
 
 def test_a_missing_tool_is_named_with_its_package(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, str(APP / "build_apk.py")], capture_output=True, text=True, env={**os.environ, "PATH": str(tmp_path)}
+        [sys.executable, str(APP / "build_apk.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PATH": str(tmp_path)},
     )
     assert done.returncode == 1
     assert "aapt2 is missing" in done.stderr and "apt-get install -y aapt" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def chain():
+    """The chain's modules."""
+    sys.path.insert(0, str(APP))
+    try:
+        from tools import fetch, steps
+    finally:
+        sys.path.remove(str(APP))
+    return fetch, steps
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        '<uses-permission android:name="android.permission.INTERNET"/>',
+        '<application><provider android:name="x.Y" android:authorities="x"/></application>',
+    ],
+)
+def test_a_library_cannot_bring_permissions_or_components(chain, inside: str) -> None:
+    fetch, steps = chain
+    head = '<manifest xmlns:android="http://schemas.android.com/apk/res/android" package="x">'
+    fetch.check_manifest("plain.aar", head + '<uses-sdk android:minSdkVersion="21"/><application/></manifest>')
+    with pytest.raises(steps.BuildError, match=r"t\.aar: expected a library without permissions and components"):
+        fetch.check_manifest("t.aar", head + inside + "</manifest>")
+
+
+def test_an_unknown_flavour_is_refused() -> None:
+    needs_tools()
+    done = subprocess.run(
+        [sys.executable, str(APP / "build_apk.py")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "FLAVOUR": "foo"},
+    )
+    assert done.returncode == 1 and "FLAVOUR: expected one of cpu, qnn, received 'foo'" in done.stderr
 
 
 def test_gradle_and_maven_name_the_same_versions() -> None:
