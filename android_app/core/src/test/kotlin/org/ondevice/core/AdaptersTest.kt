@@ -91,6 +91,15 @@ class AdaptersTest {
             val c = (random.nextFloat() - 0.5f) * if (it % 3 == 0) 1e-7f else 2f
             assertEquals(Math.fma(a, b, c).toRawBits(), Float32Math.fma(a, b, c).toRawBits())
         }
+        // a sum that float64 cannot tell from the middle between two float32 numbers
+        repeat(1000) {
+            val c = Float.fromBits(random.nextInt(0x3f000000, 0x40000000) or 1)
+            val (a, b) = 1f + 1.1920929E-7f to Math.ulp(c) / 2 * (1f - 1.1920929E-7f)
+            for (sign in listOf(1f, -1f)) {
+                assertEquals(Math.fma(a, sign * b, c).toRawBits(), Float32Math.fma(a, sign * b, c).toRawBits())
+                assertEquals(Math.fma(a, sign * b, -c).toRawBits(), Float32Math.fma(a, sign * b, -c).toRawBits())
+            }
+        }
     }
 
     @Test

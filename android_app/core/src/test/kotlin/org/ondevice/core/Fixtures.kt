@@ -22,8 +22,10 @@ object Fixtures {
     fun tokenizer(name: String): Tokenizer =
         TokenizerFile.read(if (name == "tiny") File(artifact, "tokenizer") else File(folder, "tokenizers/$name"))
 
-    /** A new folder, with a space and letters beyond ASCII in its name. */
-    fun scratch(): File = Files.createTempDirectory("ondevice täst ").toFile().also { it.deleteOnExit() }
+    /** A new folder, with a space and letters beyond ASCII in its name; it goes when this JVM does. */
+    fun scratch(): File = Files.createTempDirectory("ondevice täst ").toFile().also { folder ->
+        Runtime.getRuntime().addShutdownHook(Thread { folder.deleteRecursively() })
+    }
 
     /** A copy of the artifact that a test may damage. */
     fun copyOfArtifact(): File = File(scratch(), "artifact").also { artifact.copyRecursively(it) }
