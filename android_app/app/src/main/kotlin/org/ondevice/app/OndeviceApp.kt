@@ -4,6 +4,7 @@ import android.app.Application
 import android.system.Os
 import org.ondevice.core.Artifact
 import org.ondevice.core.Program
+import org.ondevice.core.TrialResult
 import java.io.File
 
 /** What lives as long as the process: what is stored, what is running, and what the phone says of itself. */
@@ -13,6 +14,9 @@ class OndeviceApp : Application() {
     val health by lazy { PhoneHealth(this) }
     val wanted by lazy { WantedRun(File(filesDir, "wanted.json")) }
     val runs by lazy { Runs(this) }
+
+    /** What the try screen showed last; a rotation keeps it. */
+    var lastTrial: TrialResult? = null
 
     /** Opens an artifact's program: ExecuTorch on the phone; the JVM tests put Python's ExecuTorch here. */
     var openProgram: (Artifact) -> Program = { artifact ->

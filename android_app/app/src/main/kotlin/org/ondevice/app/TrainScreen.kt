@@ -88,8 +88,8 @@ class TrainScreen(host: MainActivity) : Screen(host) {
             return ui.page(R.id.page_train, *parts.toTypedArray())
         }
         val names = data.map { if (it == app.store.examples.file) string(R.string.own_examples) else it.name }
-        val model = ui.spinner(R.id.model, R.string.model, models.map { it.name }, models.indexOfFirst { it.name == draft.getString("model") })
-        val file = ui.spinner(R.id.data, R.string.data, names, data.indexOfFirst { it.name == draft.getString("data") })
+        val model = ui.spinner(R.id.model, models.map { it.name }, models.indexOfFirst { it.name == draft.getString("model") })
+        val file = ui.spinner(R.id.data, names, data.indexOfFirst { it.name == draft.getString("data") })
         val number = InputType.TYPE_CLASS_NUMBER
         val steps = ui.field(R.id.steps, R.string.steps, number).apply { setText(draft.getString("steps") ?: "200") }
         val chosen = models[model.selectedItemPosition.coerceAtLeast(0)]
@@ -112,8 +112,8 @@ class TrainScreen(host: MainActivity) : Screen(host) {
         val floors = FLOORS.map { if (it == 0) string(R.string.battery_any) else string(R.string.battery_below, it) }
         return ui.card(
             ui.heading(string(R.string.rules)),
-            ui.labelled(R.string.rule_heat, ui.spinner(R.id.heat, R.string.rule_heat, words, draft.getInt("heat", 1))),
-            ui.labelled(R.string.rule_battery, ui.spinner(R.id.battery, R.string.rule_battery, floors, draft.getInt("battery", 2))),
+            ui.labelled(R.string.rule_heat, ui.spinner(R.id.heat, words, draft.getInt("heat", 1))),
+            ui.labelled(R.string.rule_battery, ui.spinner(R.id.battery, floors, draft.getInt("battery", 2))),
             ui.toggle(R.id.charging, R.string.rule_charging, draft.getBoolean("charging"), {}),
             ui.soft(string(R.string.rule_others, Words.bytes(host, Rules().diskFloorBytes))),
             gap = 10,

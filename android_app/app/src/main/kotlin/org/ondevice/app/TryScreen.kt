@@ -18,7 +18,6 @@ import org.ondevice.core.TrialSide
 class TryScreen(host: MainActivity) : Screen(host) {
     private val watcher: () -> Unit = { render() }
     private val draft = Bundle()
-    private var result: TrialResult? = null
 
     private var blocked = false
 
@@ -72,8 +71,8 @@ class TryScreen(host: MainActivity) : Screen(host) {
         }
         val wanted = draft.getString("adapter") ?: adapters.activeName()
         val form = ArrayList<View>()
-        if (models.size > 1) form += ui.labelled(R.string.model, ui.spinner(R.id.model, R.string.model, models.map { it.name }, models.indexOf(model)))
-        form += ui.labelled(R.string.adapter, ui.spinner(R.id.adapter, R.string.adapter, names, names.indexOf(wanted)))
+        if (models.size > 1) form += ui.labelled(R.string.model, ui.spinner(R.id.model, models.map { it.name }, models.indexOf(model)))
+        form += ui.labelled(R.string.adapter, ui.spinner(R.id.adapter, names, names.indexOf(wanted)))
         val writes = Session.NEXT_TOKEN in model.manifest!!.methods
         val task = task(model)
         val prompt = ui.field(R.id.prompt, R.string.prompt, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("prompt") ?: "") }
@@ -93,7 +92,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
         val compare = ui.button(R.string.compare, Tone.PRIMARY) { compare(models) }.apply { id = R.id.compare }
         ui.enable(compare, !blocked && busy == null)
         parts += compare
-        result?.let { parts += sides(it) }
+        app.lastTrial?.let { parts += sides(it) }
         return ui.page(R.id.page_try, *parts.toTypedArray())
     }
 
@@ -107,7 +106,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
         val adapter = draft.getString("adapter") ?: return
         val prompt = draft.getString("prompt") ?: ""
         val task = task(model)
-        result = null
+        app.lastTrial = null
         app.jobs.run(PLACE, string(R.string.comparing), {
             val artifact = app.store.open(model.name)
             val vector = app.store.adapters(model.name, artifact.manifest).load(adapter)
@@ -120,7 +119,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
                     trial.judge(text, answers, vector)
                 }
             }
-        }) { result = it }
+        }) { app.lastTrial = it }
     }
 
     /** One answer a line; each goes on where the prompt ends, so a space comes between. */

@@ -8,6 +8,7 @@ import android.graphics.drawable.GradientDrawable
 import android.graphics.drawable.InsetDrawable
 import android.graphics.drawable.LayerDrawable
 import android.graphics.drawable.RippleDrawable
+import android.os.Build
 import android.text.InputType
 import android.view.Gravity
 import android.view.View
@@ -52,9 +53,14 @@ class Ui(val context: Context) {
             if (bold) typeface = Typeface.create("sans-serif-medium", Typeface.NORMAL)
         }
 
-    fun title(value: CharSequence) = text(value, 24f, bold = true)
+    fun title(value: CharSequence) = text(value, 24f, bold = true).also(::isHeading)
 
-    fun heading(value: CharSequence) = text(value, 16f, bold = true)
+    fun heading(value: CharSequence) = text(value, 16f, bold = true).also(::isHeading)
+
+    /** Screen readers go from heading to heading, from Android 9 on. */
+    private fun isHeading(view: View) {
+        if (Build.VERSION.SDK_INT >= 28) Heading28.mark(view)
+    }
 
     fun soft(value: CharSequence) = text(value, 13f, R.color.text_soft)
 
@@ -133,7 +139,6 @@ class Ui(val context: Context) {
     fun field(id: Int, label: Int, kind: Int = InputType.TYPE_CLASS_TEXT, lines: Int = 1): EditText = EditText(context).apply {
         this.id = id
         hint = context.getString(label)
-        contentDescription = context.getString(label)
         inputType = kind
         textSize = 15f
         minHeight = dp(48)
@@ -150,8 +155,9 @@ class Ui(val context: Context) {
         }
     }
 
-    /** A field with its name above it. */
-    fun labelled(label: Int, field: View): LinearLayout = column(soft(context.getString(label)), field, gap = 4)
+    /** A field with its name above it; a screen reader says the name, then what the field holds. */
+    fun labelled(label: Int, field: View): LinearLayout =
+        column(soft(context.getString(label)).apply { labelFor = field.id }, field, gap = 4)
 
     fun toggle(id: Int, label: Int, on: Boolean, onChange: (Boolean) -> Unit): Switch = Switch(context).apply {
         this.id = id
@@ -164,9 +170,8 @@ class Ui(val context: Context) {
     }
 
     /** A choice from a list, with a mark that it opens. */
-    fun spinner(id: Int, label: Int, items: List<String>, selected: Int): Spinner = Spinner(context).apply {
+    fun spinner(id: Int, items: List<String>, selected: Int): Spinner = Spinner(context).apply {
         this.id = id
-        contentDescription = context.getString(label)
         minimumHeight = dp(48)
         val mark = InsetDrawable(context.getDrawable(R.drawable.chevron), 0, 0, dp(8), 0)
         background = LayerDrawable(arrayOf(shape(R.color.background, 10, R.color.outline), mark)).apply {
@@ -230,5 +235,12 @@ class Ui(val context: Context) {
         bar.layoutParams = ViewGroup.LayoutParams(dp(24), dp(24))
         val label = text(words, 14f).apply { accessibilityLiveRegion = View.ACCESSIBILITY_LIVE_REGION_POLITE }
         return row(bar, label, stretched = setOf(label), gap = 12).apply { bar.layoutParams.width = dp(24); bar.layoutParams.height = dp(24) }
+    }
+}
+
+@Since(28)
+object Heading28 {
+    fun mark(view: View) {
+        view.isAccessibilityHeading = true
     }
 }

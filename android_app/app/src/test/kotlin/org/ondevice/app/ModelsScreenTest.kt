@@ -68,6 +68,10 @@ class ModelsScreenTest : AppTest() {
         shot("models-night")
     }
 
+    /** The text that names a field. */
+    private fun label(field: android.view.View): CharSequence? =
+        views(activity.window.decorView).filterIsInstance<android.widget.TextView>().firstOrNull { it.labelFor == field.id }?.text
+
     @Test
     fun everyButtonIsLargeEnoughAndHasAName() {
         importModel()
@@ -77,7 +81,7 @@ class ModelsScreenTest : AppTest() {
             activity.open(tab)
             settle()
             for (view in views(activity.window.decorView).filter { it.isClickable && it.isShown && it.width > 0 }) {
-                val name = view.contentDescription ?: (view as? android.widget.TextView)?.text
+                val name = view.contentDescription ?: (view as? android.widget.TextView)?.text?.ifEmpty { null } ?: label(view)
                 assertTrue("tab $tab: $view has no name", !name.isNullOrBlank())
                 assertTrue("tab $tab: '$name' is ${view.height} px high", view.height >= 48 * 2)
             }

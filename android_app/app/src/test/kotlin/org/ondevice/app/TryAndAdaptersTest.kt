@@ -46,6 +46,7 @@ class TryAndAdaptersTest : AppTest() {
         assertEquals("A warm, funny film that never looks away.", find<EditText>(R.id.prompt).text.toString())
         shot("try")
         rotate()
+        assertEquals(2, find<android.view.ViewGroup>(R.id.sides).childCount)
         assertEquals("A warm, funny film that never looks away.", find<EditText>(R.id.prompt).text.toString())
     }
 
