@@ -60,13 +60,16 @@ class AdaptersScreen(host: MainActivity) : Screen(host) {
         adapter.problem?.let { parts += ui.problem(it) }
         figures(adapter)?.let { parts += ui.text(it, 14f) }
         if (adapter.active) parts += ui.notice(string(R.string.is_in_use), Tone.PRIMARY)
-        val use = ui.button(R.string.use) { act { adapters.activate(adapter.name) } }.apply { contentDescription = string(R.string.use_named, adapter.name) }
+        val use = ui.button(R.string.use) { act { adapters.activate(adapter.name) } }
+        use.contentDescription = string(R.string.use_named, adapter.name)
         val share = ui.button(R.string.share) { share(model, adapters, adapter) }.apply {
             id = R.id.share
             contentDescription = string(R.string.share_named, adapter.name)
         }
-        val delete = ui.button(R.string.delete, Tone.DANGER) { delete(adapters, adapter) }.apply { contentDescription = string(R.string.delete_named, adapter.name) }
-        val buttons = listOfNotNull(use.takeIf { !adapter.active && adapter.problem == null }, share.takeIf { adapter.problem == null }, delete)
+        val delete = ui.button(R.string.delete, Tone.DANGER) { delete(adapters, adapter) }
+        delete.contentDescription = string(R.string.delete_named, adapter.name)
+        val usable = adapter.problem == null
+        val buttons = listOfNotNull(use.takeIf { usable && !adapter.active }, share.takeIf { usable }, delete)
         parts += ui.row(*buttons.toTypedArray())
         return ui.card(*parts.toTypedArray(), gap = 8)
     }

@@ -151,7 +151,8 @@ class DataScreen(host: MainActivity) : Screen(host) {
         if (stored.isEmpty()) parts += ui.empty(R.string.no_examples, R.string.no_examples_words)
         for ((index, example) in stored.withIndex()) {
             val edit = ui.button(R.string.edit) { edit(index) }.apply { contentDescription = string(R.string.edit_number, index + 1) }
-            val delete = ui.button(R.string.delete, Tone.DANGER) { deleteExample(index) }.apply { contentDescription = string(R.string.delete_number, index + 1) }
+            val delete = ui.button(R.string.delete, Tone.DANGER) { deleteExample(index) }
+            delete.contentDescription = string(R.string.delete_number, index + 1)
             val texts = ui.column(ui.text(example.prompt.ifEmpty { "—" }, 14f, R.color.text_soft), ui.text(example.completion.trim(), 15f), gap = 2)
             parts += ui.card(texts, ui.row(edit, delete), gap = 10)
         }
@@ -230,7 +231,8 @@ class DataScreen(host: MainActivity) : Screen(host) {
     private fun summary(preview: Preview): View {
         val parts = ArrayList<View>()
         parts += ui.heading(string(R.string.what_is_learned))
-        parts += ui.fact(string(R.string.format), listOfNotNull(preview.format.formatName, preview.task, preview.template.ifEmpty { null }).distinct().joinToString(", "))
+        val format = listOfNotNull(preview.format.formatName, preview.task, preview.template.ifEmpty { null })
+        parts += ui.fact(string(R.string.format), format.distinct().joinToString(", "))
         parts += ui.fact(string(R.string.rows), string(R.string.rows_used, Words.number(preview.sequences), Words.number(preview.rows)))
         parts += ui.fact(string(R.string.lengths), string(R.string.lengths_value, preview.medianTokens, preview.longestTokens, preview.maxLengthTokens))
         parts += ui.fact(string(R.string.trained_tokens), Words.number(preview.trainedTokens))
@@ -246,7 +248,8 @@ class DataScreen(host: MainActivity) : Screen(host) {
             parts += ui.text(highlighted(example), 14f).apply {
                 background = ui.shape(R.color.background, 10, R.color.outline)
                 setPadding(ui.dp(12), ui.dp(10), ui.dp(12), ui.dp(10))
-                contentDescription = string(R.string.example_words, example.filter { !it.trained }.joinToString("") { it.text }, example.filter { it.trained }.joinToString("") { it.text })
+                val (learned, given) = example.partition { it.trained }
+                contentDescription = string(R.string.example_words, given.joinToString("") { it.text }, learned.joinToString("") { it.text })
             }
         }
         return ui.card(*parts.toTypedArray(), gap = 8).apply { id = R.id.preview }

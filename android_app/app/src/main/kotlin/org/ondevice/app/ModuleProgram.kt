@@ -76,7 +76,8 @@ class ModuleProgram(private val artifact: Artifact) : Program {
             val lacksBackends = backends.filter { plain(it).isNotEmpty() && names.none { has -> plain(it) in has || has in plain(it) } }
             val lacksOps = ops.filter { it !in hasOps }
             if (lacksBackends.isEmpty() && lacksOps.isEmpty()) return null
-            val hint = if (lacksBackends.any { "qnn" in plain(it) }) "build the app with FLAVOUR=qnn" else "export it for android-cpu, or build the app with another ExecuTorch"
+            val hint = if (lacksBackends.any { "qnn" in plain(it) }) "build the app with FLAVOUR=qnn"
+            else "export it for android-cpu, or build the app with another ExecuTorch"
             return OndeviceException(
                 ErrorKind.ARTIFACT, "the ExecuTorch in this app lacks what the program needs",
                 (lacksBackends + lacksOps).joinToString(", "),

@@ -30,7 +30,7 @@ class Notifications(private val context: Context) {
         builder.setContentText(if (paused == null) progress else context.getString(R.string.notify_paused, progress, paused.reasons.joinToString("; ")))
             .setProgress(live.plan.steps, live.stepsDone, false)
             .setOngoing(true)
-        if (live.plan.paused) builder.addAction(action(R.string.resume, TrainService.RESUME)) else builder.addAction(action(R.string.pause, TrainService.PAUSE))
+        builder.addAction(if (live.pauseAsked) action(R.string.resume, TrainService.RESUME) else action(R.string.pause, TrainService.PAUSE))
         return builder.addAction(action(R.string.stop, TrainService.STOP)).build()
     }
 

@@ -84,7 +84,8 @@ class TrainScreen(host: MainActivity) : Screen(host) {
         app.jobs.error(PLACE)?.let { parts += ui.problem(it) }
         if (models.isEmpty() || data.isEmpty()) {
             parts += ui.empty(R.string.nothing_to_train, R.string.nothing_to_train_words)
-            parts += if (models.isEmpty()) ui.button(R.string.go_models, Tone.PRIMARY) { host.open(0) } else ui.button(R.string.go_data, Tone.PRIMARY) { host.open(1) }
+            val (label, tab) = if (models.isEmpty()) R.string.go_models to 0 else R.string.go_data to 1
+            parts += ui.button(label, Tone.PRIMARY) { host.open(tab) }
             return ui.page(R.id.page_train, *parts.toTypedArray())
         }
         val names = data.map { if (it == app.store.examples.file) string(R.string.own_examples) else it.name }
@@ -187,7 +188,8 @@ class TrainScreen(host: MainActivity) : Screen(host) {
             val card = ui.card(head, bar!!, gap = 6)
             if (live.state is TrainerState.Paused || live.pauseAsked) {
                 reasons = ui.notice("")
-                card.addView(reasons, LinearLayout.LayoutParams(LinearLayout.LayoutParams.MATCH_PARENT, LinearLayout.LayoutParams.WRAP_CONTENT).apply { topMargin = ui.dp(8) })
+                val size = LinearLayout.LayoutParams(LinearLayout.LayoutParams.MATCH_PARENT, LinearLayout.LayoutParams.WRAP_CONTENT)
+                card.addView(reasons, size.apply { topMargin = ui.dp(8) })
             }
             parts += card
             parts += buttons(live)
@@ -236,24 +238,29 @@ class TrainScreen(host: MainActivity) : Screen(host) {
     /** The numbers of now, in the views that are there. */
     private fun update(live: Runs.Live) {
         val state = live.state
+        val done = Words.number(live.stepsDone)
+        val all = Words.number(live.plan.steps)
         bar?.progress = live.stepsDone
         values[R.string.steps]?.text = when {
             state == null -> string(R.string.preparing)
-            state is TrainerState.Running && state.activity == "evaluating" -> string(R.string.evaluating, Words.number(live.stepsDone), Words.number(live.plan.steps))
-            else -> string(R.string.step_of, Words.number(live.stepsDone), Words.number(live.plan.steps))
+            state is TrainerState.Running && state.activity == "evaluating" -> string(R.string.evaluating, done, all)
+            else -> string(R.string.step_of, done, all)
         }
-        reasons?.text = (state as? TrainerState.Paused)?.let { paused -> string(R.string.paused_because, paused.reasons.joinToString("\n") { "• ${it.words}" }) }
-            ?: string(R.string.pausing)
+        val why = (state as? TrainerState.Paused)?.reasons?.joinToString("\n") { "• ${it.words}" }
+        reasons?.text = if (why == null) string(R.string.pausing) else string(R.string.paused_because, why)
         chart?.show(live.losses)
         val step = live.lastStep
         val health = app.health.now()
         val unknown = string(R.string.unknown)
-        values[R.string.speed]?.text = step?.let { string(R.string.speed_value, Words.number(it.stepsPerS, 2), Words.number(it.tokensPerS, 0)) } ?: unknown
+        val speed = step?.let { string(R.string.speed_value, Words.number(it.stepsPerS, 2), Words.number(it.tokensPerS, 0)) }
+        values[R.string.speed]?.text = speed ?: unknown
         values[R.string.time_left]?.text = if (live.isOver) unknown else step?.let { Words.duration(host, it.etaS) } ?: unknown
         values[R.string.memory]?.text = step?.let { Words.bytes(host, it.peakMemoryBytes) } ?: unknown
-        values[R.string.battery]?.text = health.batteryPercent?.let { string(if (health.charging) R.string.battery_charging else R.string.battery_value, it) } ?: unknown
+        val charge = if (health.charging) R.string.battery_charging else R.string.battery_value
+        values[R.string.battery]?.text = health.batteryPercent?.let { string(charge, it) } ?: unknown
         val heat = health.thermalStatus?.let { Thermal.word(it) } ?: unknown
-        values[R.string.temperature]?.text = health.batteryCelsius?.let { string(R.string.temperature_value, Words.number(it.toDouble(), 1), heat) } ?: heat
+        val warmth = health.batteryCelsius?.let { string(R.string.temperature_value, Words.number(it.toDouble(), 1), heat) }
+        values[R.string.temperature]?.text = warmth ?: heat
     }
 
     companion object {

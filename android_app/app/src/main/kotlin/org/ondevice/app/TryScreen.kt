@@ -98,7 +98,8 @@ class TryScreen(host: MainActivity) : Screen(host) {
 
     /** The artifact's task if one text is all that it asks about. */
     private fun task(model: ArtifactInfo): Task? =
-        model.manifest?.task?.let { name -> Tasks.ALL.values.firstOrNull { it.name == name } }?.takeIf { it.kind == Format.CLASSIFICATION && it.columns.size == 1 }
+        model.manifest?.task?.let { name -> Tasks.ALL.values.firstOrNull { it.name == name } }
+            ?.takeIf { it.kind == Format.CLASSIFICATION && it.columns.size == 1 }
 
     private fun compare(models: List<ArtifactInfo>) {
         keepDraft()

@@ -152,6 +152,7 @@ class TrainScreenTest : AppTest() {
         until("the pause") { paused() }
         assertTrue(app.wanted.read()!!.paused)
         assertTrue(texts(), "you paused it" in texts() && "Resume" in texts())
+        assertEquals(listOf("Resume", "Stop"), Notifications(app).training(live).actions.map { it.title.toString() })
         val done = live!!.stepsDone
         service(TrainService.RESUME)
         until("more steps") { live!!.stepsDone > done }
