@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from ondevice.errors import ArtifactError
 from ondevice.methods.prge import torch as prge_torch
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.session import PrgeSession
@@ -173,3 +174,21 @@ def test_training_lowers_the_loss() -> None:
     ids, labels = batch(4)
     losses = [target.step(ids, labels, step, 0.02).loss for step in range(60)]
     assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])
+
+
+def test_an_adapter_whose_frozen_a_another_machine_drew_is_taken_and_another_seed_s_is_not() -> None:
+    """The last bits of A depend on a machine's logarithm and sine; a phone's adapter must load here."""
+    trained, fresh = session(PrgeConfig(queries=2, rank=4)), session(PrgeConfig(queries=2, rank=4))
+    trained.step(*batch(2), 0, 0.05)
+    adapter = trained.adapter()
+    name = next(name for name in adapter.tensors if name.endswith("lora_A.weight"))
+    value = adapter.tensors[name].copy()
+    adapter.tensors[name] = np.nextafter(value, np.float32(1))
+    fresh.load_adapter(adapter)
+    assert fresh.flat().tobytes() == trained.flat().tobytes()
+    adapter.tensors[name] = value + np.float32(1e-4)
+    with pytest.raises(ArtifactError, match="frozen A differs"):
+        fresh.load_adapter(adapter)
+    adapter.tensors[name] = value[:, :-1]
+    with pytest.raises(ArtifactError, match="frozen A differs"):
+        fresh.load_adapter(adapter)

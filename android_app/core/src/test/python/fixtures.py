@@ -34,6 +34,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_data(out)
     export(out)
+    write_answers(out)
     npu(out)
     small_tokenizers.write(out / "tokenizers", ROOT)
     write_texts(out)
@@ -66,8 +67,36 @@ def write_data(out: Path) -> None:
 def export(out: Path) -> None:
     """A tiny Llama with two length buckets and what `ondevice run` makes of it."""
     more = "--queries 4 --length 32 --length 64 --batch-size 2 --set export.eval_batch_size=3"
-    make_artifact(out / ARTIFACT, "android-cpu", f"{more} --set method.loss_tiles=2 --set export.generator=aten")
+    more += " --set method.loss_tiles=2 --set export.generator=aten --set export.next_token=true"
+    make_artifact(out / ARTIFACT, "android-cpu", more)
     make_run(out, ARTIFACT, "run", "--steps 12 --set train.checkpoint_every=5 --set train.eval_every=6")
+
+
+def write_answers(out: Path) -> None:
+    """What the program itself writes behind a prompt, token by token, before and after the run."""
+    import numpy as np
+    from transformers import AutoTokenizer
+
+    from ondevice.api.opening import open_artifact
+    from ondevice.artifact.adapter import load_adapter
+
+    session = open_artifact(out / ARTIFACT)
+    tokenizer = AutoTokenizer.from_pretrained(str(out / ARTIFACT / "tokenizer"))
+    prompt, tokens, columns, texts = "A warm film. It was", 12, max(session.lengths_tokens), []
+    for folder in (None, out / "run" / "adapter"):
+        if folder is not None:
+            session.load_adapter(load_adapter(folder))
+        ids, answer = tokenizer(prompt)["input_ids"], []
+        for _ in range(tokens):
+            row = np.full((1, columns), tokenizer.pad_token_id, dtype=np.int64)
+            row[0, : len(ids)] = ids
+            following = int(session.next_token(row, len(ids)).argmax())
+            if following == tokenizer.eos_token_id:
+                break
+            answer.append(following)
+            ids = [*ids, following]
+        texts.append(tokenizer.decode(answer, clean_up_tokenization_spaces=False))
+    write(out / "answers.json", json.dumps({"prompt": prompt, "tokens": tokens, "before": texts[0], "after": texts[1]}))
 
 
 def npu(out: Path) -> None:

@@ -15,7 +15,7 @@ class TrialResult(val before: TrialSide, val after: TrialSide)
 /**
  * Tries a prompt before and after training.
  *
- * A program with a method `next_token` writes an answer. One without (the programs of today) can judge: it scores
+ * A program with a method `next_token` writes an answer. One exported without it can judge: it scores
  * the candidates that are given, such as the task's labels.
  */
 class Trial(private val session: Session, private val tokenizer: Tokenizer) {

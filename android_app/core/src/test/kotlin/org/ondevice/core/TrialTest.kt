@@ -20,7 +20,6 @@ class TrialTest {
         val program = Runs.program
         val session = Session(manifest, program)
         val trial = Trial(session, Runs.tokenizer)
-        assertFalse(trial.canGenerate)
         val (prompt, answers) = trial.ofTask(mapOf("sentence" to "A warm film. "))!!
         assertEquals("A warm film. It was" to listOf(" terrible", " great"), prompt to answers)
         val result = trial.judge(prompt, answers, trained)
@@ -35,7 +34,20 @@ class TrialTest {
         }
         assertNotEquals(result.before.ranked.map { it.meanLogLikelihood }, result.after.ranked.map { it.meanLogLikelihood })
         assertThrows(OndeviceException::class.java) { trial.judge("x", emptyList(), trained) }
-        assertThrows(OndeviceException::class.java) { trial.generate("x", trained) }
+        val silent = Trial(Session(manifest.copy(methods = manifest.methods - Session.NEXT_TOKEN), program), Runs.tokenizer)
+        assertFalse(silent.canGenerate)
+        assertThrows(OndeviceException::class.java) { silent.generate("x", trained) }
+    }
+
+    /** The real program writes what Python writes with it, token by token. */
+    @Test
+    fun writesWhatPythonWrites() {
+        val trained = PeftAdapter(manifest).read(File(Fixtures.folder, "run/adapter"))
+        val trial = Trial(Session(manifest, Runs.program), Runs.tokenizer)
+        assertTrue(trial.canGenerate)
+        val expected = Fixtures.json("answers.json") as Map<*, *>
+        val result = trial.generate(expected["prompt"] as String, trained, maxTokens = (expected["tokens"] as Long).toInt())
+        assertEquals(expected["before"] to expected["after"], result.before.text to result.after.text)
     }
 
     /** With a program that can write; its next token is one more than the last one's id, its end is token 257. */
