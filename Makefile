@@ -39,7 +39,7 @@ apk:
 	@$(MAKE) --no-print-directory -C android_app apk FLAVOUR="$(FLAVOUR)"
 
 ## make android-test  the app's logic and screens on the JVM, with pictures of the screens
-android-test: setup
+android-test: model
 	@$(MAKE) --no-print-directory -C android_app test
 
 ## make lint       ruff, import-linter, pyright
