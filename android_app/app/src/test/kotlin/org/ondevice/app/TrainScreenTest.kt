@@ -40,7 +40,7 @@ class TrainScreenTest : AppTest() {
     fun trainsToTheEndAndSavesTheAdapter() {
         prepared()
         shot("train-setup")
-        find<EditText>(R.id.steps).setText("30")
+        find<EditText>(R.id.steps).setText("600")
         find<EditText>(R.id.rate).setText("0.02")
         click(R.id.start)
         until("the service to be asked") { shadowOf(app).peekNextStartedService() != null }
@@ -48,12 +48,12 @@ class TrainScreenTest : AppTest() {
         val service = service()
         assertNotNull(shadowOf(service).lastForegroundNotification)
         until("some steps") { (live?.stepsDone ?: 0) >= 12 }
-        assertTrue(texts(), "of 30" in texts() && "steps/s" in texts())
+        assertTrue(texts(), "of 600" in texts() && "steps/s" in texts())
         shot("train-running")
-        until("the end") { live!!.isOver }
-        assertTrue(texts(), "Done: 30 steps." in texts() && "before" in texts())
+        until("the end", 240) { live!!.isOver }
+        assertTrue(texts(), "Done: 600 steps." in texts() && "before" in texts())
         val state = live!!.state as TrainerState.Finished
-        assertEquals(30, state.result.steps)
+        assertEquals(600, state.result.steps)
         val adapters = app.store.adapters("film reviews", app.store.models()[0].manifest!!)
         assertEquals(live!!.savedAdapter, adapters.activeName())
         assertTrue(adapters.activeVector().any { it != 0f })
@@ -95,7 +95,7 @@ class TrainScreenTest : AppTest() {
         until("more steps") { live!!.stepsDone > done }
         click(R.id.stop)
         service(TrainService.STOP)
-        until("the end") { live!!.isOver }
+        until("the end", 240) { live!!.isOver }
         assertTrue(texts(), "Stopped after" in texts())
     }
 
@@ -137,7 +137,7 @@ class TrainScreenTest : AppTest() {
         battery(80, charging = true)
         until("some steps") { live!!.stepsDone >= 1 }
         service(TrainService.STOP)
-        until("the end") { live!!.isOver }
+        until("the end", 240) { live!!.isOver }
         assertTrue(scheduler.allPendingJobs.isEmpty())
     }
 
@@ -196,7 +196,7 @@ class TrainScreenTest : AppTest() {
         assertEquals("coming back starts the service", TrainService::class.java.name, shadowOf(app).nextStartedService.component!!.className)
 
         service() // as START_STICKY does, with no action
-        until("the end") { live!!.isOver }
+        until("the end", 240) { live!!.isOver }
         val log = File(folder, "events.jsonl").readLines()
         assertTrue(log.joinToString("\n"), log.any { "\"event\": \"resume\"" in it || "\"event\":\"resume\"" in it })
         assertEquals(60, (live!!.state as TrainerState.Finished).result.steps)
@@ -229,7 +229,7 @@ class TrainScreenTest : AppTest() {
         healthyPhone()
         click(R.id.again)
         service()
-        until("the end") { live!!.isOver }
+        until("the end", 240) { live!!.isOver }
         assertTrue(texts(), "Done: 5 steps." in texts())
     }
 }

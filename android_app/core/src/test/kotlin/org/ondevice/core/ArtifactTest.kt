@@ -22,7 +22,7 @@ class ArtifactTest {
         assertEquals(2 to 3, manifest.batchSize to manifest.evalBatchSize)
         assertEquals(7L, manifest.generator.seed)
         assertEquals("prge" to 4, manifest.method.name to manifest.method.queries)
-        assertEquals(setOf("train_step", "train_step_32", "evaluate", "evaluate_32", "apply_update"), manifest.methods.keys)
+        assertEquals(setOf("train_step", "train_step_32", "evaluate", "evaluate_32", "next_token", "apply_update"), manifest.methods.keys)
         assertEquals(Port("adapter", DType.FLOAT32, listOf(manifest.adapterSize), ""), manifest.methods.getValue("train_step").inputs.first { it.name == "adapter" })
         assertEquals("sst2", manifest.task)
         assertEquals(manifest.adapter.last().let { it.offset + it.count }, manifest.adapterSize)
