@@ -170,7 +170,8 @@ def main() -> None:
         show_versions=["executorch", "onnxruntime-qnn"],
         notes=[
             f"All 30 layers, {LENGTH} tokens, LoRA-FA r=16 on q and v, one row and one direction a call, SM8650. The "
-            "seconds are the simulator's on this machine and say nothing about a phone."
+            "seconds are the simulator's, on a machine with other work, and say nothing about a phone. Directions that "
+            "were there from earlier runs of the command are counted."
         ],
     )
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ondevice.methods.prge.torch import PrgeProgram
     from ondevice.runtime.npu import NpuSession
 
-LOSS_LIMIT = {"none": 2e-2, "w8": 5e-2}
+LOSS_LIMIT = {"none": 1e-2, "w8": 5e-2}
 """Largest relative error of a loss, by quantisation: float16 in the blocks, and 8-bit weights."""
 ADAPTER_LIMIT = 1e-5
 """Largest error of the update, given the program's own projected gradients: float32 on the CPU."""
