@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from ondevice.api import artifacts
 from ondevice.api.opening import open_artifact
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.exporters.executorch.author import author
@@ -36,7 +37,7 @@ ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.backend ==
 
 def method(row: Row) -> Any:
     if row.program:
-        return config(row.program).method
+        return artifacts.export_jobs(config(row.program))[0].method
     return method_config(row.method, {**DEFAULTS[row.method], **row.settings})
 
 
