@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -26,26 +27,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("ondevice.exporters")
 
 
-class ExecutorchTarget:
+class ExecutorchTarget(ABC):
     """The order of an export; a subclass says what its target takes, lowers, and checks."""
 
     name: str
     socs: ClassVar[dict[str, str]] = {}
     perturbation_scale: ClassVar[float | None] = None
 
+    @abstractmethod
     def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
         """What only this target minds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def build(self, job: ExportJob, loaded: LoadedModel) -> tuple[Any, list[MethodSpec], Lowered]:
         """The training program, its methods, and the lowered program."""
-        raise NotImplementedError
 
+    @abstractmethod
     def verify(
         self, folder: Path, manifest: Manifest, program: Any, job: ExportJob
     ) -> tuple[dict[str, Any], list[str]]:
         """What the check measured, and warnings; raises if the program is wrong."""
-        raise NotImplementedError
 
     def check(self, job: ExportJob) -> list[str]:
         """Every reason why `job` cannot be exported; no weights are loaded."""
