@@ -2,7 +2,7 @@
 
     python android_app/core/src/test/python/fixtures.py android_app/core/target/fixtures
 
-It takes about a minute, most of it for lowering the program. An artifact that the same exporter made with the same
+It takes a few minutes, most of them for lowering the programs. An artifact that the same exporter made with the same
 arguments is kept.
 """
 
@@ -26,6 +26,7 @@ import small_tokenizers  # noqa: E402
 import texts  # noqa: E402
 
 ARTIFACT = "artifact with a space"
+WRITER = "writer"
 
 
 def main() -> None:
@@ -65,10 +66,12 @@ def write_data(out: Path) -> None:
 
 
 def export(out: Path) -> None:
-    """A tiny Llama with two length buckets and what `ondevice run` makes of it."""
-    more = "--queries 4 --length 32 --length 64 --batch-size 2 --set export.eval_batch_size=3"
+    """A tiny Llama with two length buckets and what `ondevice run` makes of it; the same of no task writes."""
+    more = "--task sst2 --queries 4 --length 32 --length 64 --batch-size 2 --set export.eval_batch_size=3"
     more += " --set method.loss_tiles=2 --set export.generator=aten --set export.next_token=true"
     make_artifact(out / ARTIFACT, "android-cpu", more)
+    writer = "--queries 1 --length 64 --batch-size 1 --set export.next_token=true"
+    make_artifact(out / WRITER, "android-cpu", writer)
     make_run(out, ARTIFACT, "run", "--steps 12 --set train.checkpoint_every=5 --set train.eval_every=6")
 
 
@@ -82,7 +85,7 @@ def write_answers(out: Path) -> None:
 
     session = open_artifact(out / ARTIFACT)
     tokenizer = AutoTokenizer.from_pretrained(str(out / ARTIFACT / "tokenizer"))
-    prompt, tokens, columns, texts = "A warm film. It was", 12, max(session.lengths_tokens), []
+    prompt, tokens, columns, texts = "A warm film. It was", 32, max(session.lengths_tokens), []
     for folder in (None, out / "run" / "adapter"):
         if folder is not None:
             session.load_adapter(load_adapter(folder))
@@ -107,13 +110,13 @@ def npu(out: Path) -> None:
     if reason is not None:
         write(out / "npu.txt", reason)
         return
-    make_artifact(out / "npu", "android-npu", "--soc SM8650 --queries 2 --length 64 --batch-size 1")
+    make_artifact(out / "npu", "android-npu", "--task sst2 --soc SM8650 --queries 2 --length 64 --batch-size 1")
     make_run(out, "npu", "npu run", "--steps 4")
 
 
 def make_artifact(folder: Path, target: str, more: str) -> None:
     """Export unless the same exporter has done so with the same arguments; all at once, for tests may be running."""
-    words = f"--model tiny:llama --method prge --task sst2 --form functional --set export.check_steps=1 {more}"
+    words = f"--model tiny:llama --method prge --form functional --set export.check_steps=1 {more}"
     arguments = ["export", "--target", target, "--out", str(folder), "--set", "train.seed=7", *words.split()]
     stamp, made_by = folder.with_name(folder.name + ".sha256"), hashlib.sha256(json.dumps(arguments).encode())
     for name in ("exporters", "ondevice/methods/prge", "ondevice/models", "ondevice/artifact"):

@@ -45,8 +45,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
     }
 
     private fun keepDraft() {
-        val prompt: EditText = root.findViewById(R.id.prompt) ?: return
-        draft.putString("prompt", prompt.text.toString())
+        root.findViewById<EditText>(R.id.prompt)?.let { draft.putString("prompt", it.text.toString()) }
         root.findViewById<EditText>(R.id.answers)?.let { draft.putString("answers", it.text.toString()) }
         root.findViewById<Spinner>(R.id.adapter)?.let { draft.putString("adapter", it.selectedItem?.toString()) }
         root.findViewById<Spinner>(R.id.model)?.let { draft.putString("model", it.selectedItem?.toString()) }
@@ -64,19 +63,21 @@ class TryScreen(host: MainActivity) : Screen(host) {
         val model = models.firstOrNull { it.name == draft.getString("model") } ?: models[0]
         val adapters = app.store.adapters(model.name, model.manifest!!)
         val names = adapters.list().filter { it.problem == null }.map { it.name }
+        val form = ArrayList<View>()
+        if (models.size > 1) form += ui.labelled(R.string.model, ui.spinner(R.id.model, models.map { it.name }, models.indexOf(model), ::otherModel))
         if (names.isEmpty()) {
+            if (form.isNotEmpty()) parts += ui.card(*form.toTypedArray())
             parts += ui.empty(R.string.no_adapter_to_try, R.string.no_adapter_to_try_words)
             parts += ui.button(R.string.go_train, Tone.PRIMARY) { host.openTrain() }
             return ui.page(R.id.page_try, *parts.toTypedArray())
         }
-        val wanted = draft.getString("adapter") ?: adapters.activeName()
-        val form = ArrayList<View>()
-        if (models.size > 1) form += ui.labelled(R.string.model, ui.spinner(R.id.model, models.map { it.name }, models.indexOf(model)))
+        val wanted = draft.getString("adapter")?.takeIf { it in names } ?: adapters.activeName()
         form += ui.labelled(R.string.adapter, ui.spinner(R.id.adapter, names, names.indexOf(wanted)))
         val writes = Session.NEXT_TOKEN in model.manifest!!.methods
         val task = task(model)
-        val prompt = ui.field(R.id.prompt, R.string.prompt, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("prompt") ?: "") }
-        form += ui.labelled(if (task != null) R.string.text_to_judge else R.string.prompt, prompt)
+        val label = if (task != null) R.string.text_to_judge else R.string.prompt
+        val prompt = ui.field(R.id.prompt, label, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("prompt") ?: "") }
+        form += ui.labelled(label, prompt)
         if (task != null) {
             form += ui.soft(string(R.string.asks_task, task.prompt.replace(Regex("\\{\\w+\\}"), "…"), task.choices.joinToString { it.answer.trim() }))
         } else if (!writes) {
@@ -94,6 +95,13 @@ class TryScreen(host: MainActivity) : Screen(host) {
         parts += compare
         app.lastTrial?.let { parts += sides(it) }
         return ui.page(R.id.page_try, *parts.toTypedArray())
+    }
+
+    /** Another model has other adapters and may ask otherwise. */
+    private fun otherModel() {
+        app.lastTrial = null
+        app.jobs.dismiss(PLACE)
+        render()
     }
 
     /** The artifact's task if one text is all that it asks about. */
@@ -142,7 +150,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
 
     private fun side(heading: Int, side: TrialSide): View {
         val parts = arrayListOf<View>(ui.heading(string(heading)))
-        side.text?.let { parts += ui.text(it, 15f) }
+        side.text?.let { parts += if (it.isEmpty()) ui.soft(string(R.string.wrote_nothing)) else ui.text(it, 15f) }
         for ((index, answer) in side.ranked.withIndex()) {
             val percent = string(R.string.percent, Words.number(answer.share * 100, 1))
             val bar = android.widget.ProgressBar(host, null, android.R.attr.progressBarStyleHorizontal).apply {

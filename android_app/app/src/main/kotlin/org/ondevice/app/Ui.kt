@@ -15,6 +15,7 @@ import android.view.View
 import android.view.ViewGroup
 import android.view.ViewGroup.LayoutParams.MATCH_PARENT
 import android.view.ViewGroup.LayoutParams.WRAP_CONTENT
+import android.widget.AdapterView
 import android.widget.ArrayAdapter
 import android.widget.Button
 import android.widget.EditText
@@ -169,8 +170,8 @@ class Ui(val context: Context) {
         setOnCheckedChangeListener { _, checked -> onChange(checked) }
     }
 
-    /** A choice from a list, with a mark that it opens. */
-    fun spinner(id: Int, items: List<String>, selected: Int): Spinner = Spinner(context).apply {
+    /** A choice from a list, with a mark that it opens; [onChange] hears of a choice other than [selected]. */
+    fun spinner(id: Int, items: List<String>, selected: Int, onChange: (() -> Unit)? = null): Spinner = Spinner(context).apply {
         this.id = id
         minimumHeight = dp(48)
         val mark = InsetDrawable(context.getDrawable(R.drawable.chevron), 0, 0, dp(8), 0)
@@ -186,7 +187,15 @@ class Ui(val context: Context) {
                 setPadding(dp(12), 0, dp(4), 0)
             }
         }
-        setSelection(selected.coerceIn(0, maxOf(0, items.size - 1)))
+        val first = selected.coerceIn(0, maxOf(0, items.size - 1))
+        setSelection(first)
+        onItemSelectedListener = object : AdapterView.OnItemSelectedListener {
+            override fun onItemSelected(parent: AdapterView<*>?, view: View?, position: Int, id: Long) {
+                if (position != first) onChange?.invoke()
+            }
+
+            override fun onNothingSelected(parent: AdapterView<*>?) = Unit
+        }
     }
 
     /** A name and its value on one line. */

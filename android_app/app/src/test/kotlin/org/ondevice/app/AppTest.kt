@@ -65,9 +65,9 @@ abstract class AppTest {
         return activity
     }
 
-    /** The fixture's artifact, as if the user had imported it. */
-    protected fun importModel(name: String = "film reviews") {
-        app.store.library.importZip(ByteArrayInputStream(zip(artifact)), name)
+    /** A fixture's artifact, as if the user had imported it. */
+    protected fun importModel(name: String = "film reviews", folder: File = artifact) {
+        app.store.library.importZip(ByteArrayInputStream(zip(folder)), name)
     }
 
     protected fun importData(name: String = "reviews.jsonl") {

@@ -3,15 +3,21 @@ package org.ondevice.app
 import android.content.Intent
 import android.net.Uri
 import android.view.View
+import android.view.ViewGroup
 import android.widget.EditText
+import android.widget.Spinner
+import android.widget.TextView
 import org.junit.Assert.assertEquals
 import org.junit.Assert.assertFalse
 import org.junit.Assert.assertNull
 import org.junit.Assert.assertThrows
 import org.junit.Assert.assertTrue
 import org.junit.Test
+import org.ondevice.core.Json
+import org.ondevice.core.PipeProgram
 import org.robolectric.RuntimeEnvironment
 import org.robolectric.Shadows.shadowOf
+import java.io.File
 import java.io.FileNotFoundException
 import java.util.zip.ZipInputStream
 
@@ -20,7 +26,7 @@ class TryAndAdaptersTest : AppTest() {
 
     /** A model with two adapters, the newer one in use. */
     private fun trained() {
-        importModel()
+        if (app.store.models().isEmpty()) importModel()
         val size = app.store.models()[0].manifest!!.adapterSize
         for ((index, name) in listOf("reviews 2026-11-20 18.30.00", "reviews 2026-11-21 09.12.44").withIndex()) {
             val used = app.store.models()[0].manifest!!.adapter.sumOf { it.count }
@@ -38,16 +44,56 @@ class TryAndAdaptersTest : AppTest() {
         click(R.id.compare)
         until("the comparison") { app.jobs.words(TryScreen.PLACE) == null }
         assertNull(app.jobs.error(TryScreen.PLACE))
-        val sides = find<android.view.ViewGroup>(R.id.sides)
-        val words = (0 until 2).map { side -> views(sides.getChildAt(side)).filterIsInstance<android.widget.TextView>().map { it.text.toString() } }
+        val sides = find<ViewGroup>(R.id.sides)
+        val words = (0 until 2).map { side -> views(sides.getChildAt(side)).filterIsInstance<TextView>().map { it.text.toString() } }
         assertEquals(listOf("Before", "After"), words.map { it[0] })
         assertEquals(setOf("terrible", "great"), words[0].filterIndexed { index, _ -> index in listOf(1, 3) }.toSet())
         assertFalse("the adapter changes nothing: $words", words[0].drop(1) == words[1].drop(1))
         assertEquals("A warm, funny film that never looks away.", find<EditText>(R.id.prompt).text.toString())
         shot("try")
         rotate()
-        assertEquals(2, find<android.view.ViewGroup>(R.id.sides).childCount)
+        assertEquals(2, find<ViewGroup>(R.id.sides).childCount)
         assertEquals("A warm, funny film that never looks away.", find<EditText>(R.id.prompt).text.toString())
+    }
+
+    /** A program of no task that can write, with the adapter that Python trained. */
+    private fun writer(name: String = "stories") {
+        importModel(name, File(fixtures, "writer"))
+        val manifest = app.store.models().first { it.name == name }.manifest!!
+        app.store.adapters(name, manifest).apply { addFrom(File(fixtures, "run/adapter"), "from Python") }.activate("from Python")
+        app.openProgram = { PipeProgram(it.folder, property("ondevice.python"), File(property("ondevice.root")).canonicalFile) }
+    }
+
+    @Test
+    fun writesWhatPythonWrites() {
+        val expected = Json.parse(File(fixtures, "answers.json").readText()) as Map<*, *>
+        writer()
+        open(3)
+        assertNull("a program that writes asks for no answers", activity.findViewById(R.id.answers))
+        find<EditText>(R.id.prompt).setText(expected["prompt"] as String)
+        click(R.id.compare)
+        until("the answers") { app.jobs.words(TryScreen.PLACE) == null }
+        assertNull(app.jobs.error(TryScreen.PLACE))
+        val sides = find<ViewGroup>(R.id.sides)
+        val words = (0 until 2).map { side -> views(sides.getChildAt(side)).filterIsInstance<TextView>().map { it.text.toString() } }
+        assertEquals(listOf(listOf("Before", expected["before"]), listOf("After", expected["after"])), words)
+        shot("try-writes")
+    }
+
+    @Test
+    fun eachModelIsAskedInItsOwnWay() {
+        writer()
+        importModel("film reviews")
+        open(3)
+        assertTrue("a model without an adapter must not hide the others: ${texts()}", "Nothing trained yet" in texts())
+        find<Spinner>(R.id.model).setSelection(1)
+        until("the other model") { "Prompt" in texts() }
+        assertEquals("from Python", find<Spinner>(R.id.adapter).selectedItem)
+        trained()
+        find<Spinner>(R.id.model).setSelection(0)
+        until("the task") { "answered by one of: terrible, great" in texts() }
+        assertEquals("reviews 2026-11-21 09.12.44", find<Spinner>(R.id.adapter).selectedItem)
+        shot("try-models")
     }
 
     @Test
