@@ -65,7 +65,6 @@ def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], found
     from ondevice.data import Batches, pad_id_of
     from ondevice.exporters.base import ExportConfig
     from ondevice.exporters.executorch.author import author
-    from ondevice.exporters.executorch.qnn.check import losses_at
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.models import load_model
     from ondevice.runtime.npu import NpuSession
@@ -89,8 +88,9 @@ def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], found
             start = time.perf_counter()
             result = session.step(ids, labels, number, 0.0)
             seconds = time.perf_counter() - start
+            copies = program.perturbed(zero, seed, torch.tensor([number]), scale)
             with torch.inference_mode():
-                losses = losses_at(program, ids, labels, zero, seed, torch.tensor([number]), scale).double().numpy()
+                losses = program.losses(torch.from_numpy(ids), torch.from_numpy(labels), copies).double().numpy()
             expected = float(losses[0] - losses[1]) / (2 * scale)
             error = float(np.max(np.abs(np.array(result.losses) - losses) / losses))
             pairs[str(number)] = [result.projected_gradients[0], expected, error, seconds]

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ondevice.methods.prge.layout import NOISE_TENSOR
-
 if TYPE_CHECKING:
     from ondevice.exporters.executorch.check import Batch
     from ondevice.methods.prge.torch import PrgeProgram
@@ -84,39 +82,18 @@ def agreement(
             before, step = torch.from_numpy(session.flat().copy()), torch.tensor([number])
             result = session.step(ids, labels, number, learning_rate)
             gradients = torch.tensor(result.projected_gradients, dtype=torch.float32)
+            tokens = torch.from_numpy(ids), torch.from_numpy(labels)
             with torch.inference_mode():
-                losses = losses_at(program, ids, labels, before, seed, step, scale)
+                losses = program.losses(*tokens, program.perturbed(before, seed, step, scale))
                 updated = program.apply_update(before, gradients, seed, step, rate)
             reference = losses.double().numpy()
             difference = np.abs(np.array(result.losses) - reference) / np.maximum(np.abs(reference), 1e-12)
             loss_error = float(np.maximum(loss_error, difference.max()))  # NaN stays NaN
             adapter_error = float(np.maximum(adapter_error, np.abs(session.flat() - updated.numpy()).max()))
             received += result.projected_gradients
-            expected += (
-                program.projected_gradients(losses) * (program.config.perturbation_scale / scale)
-                if program.config.estimator == "central"
-                else program.projected_gradients(losses)
-            ).tolist()
+            expected += program.projected_gradients(losses, scale).tolist()
     finally:
         session.perturbation_scale = own_scale
     signs = float(np.mean(np.sign(received) == np.sign(expected)))
     correlation = float(np.corrcoef(received, expected)[0, 1]) if len(received) > 2 else float("nan")
     return Agreement(scale, len(received), signs, correlation, loss_error, adapter_error)
-
-
-def losses_at(
-    program: PrgeProgram,
-    ids: np.ndarray,
-    labels: np.ndarray,
-    adapter: torch.Tensor,
-    seed: torch.Tensor,
-    step: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Mean loss of each copy at a perturbation scale of choice, float32 [copies]."""
-
-    def copies_of(start: int, count: int) -> torch.Tensor:
-        z = program.noise(seed, step, NOISE_TENSOR, program.config.queries, start, count)
-        return program.moved(adapter[None, start : start + count], z * scale)
-
-    return program.losses(torch.from_numpy(ids), torch.from_numpy(labels), copies_of)

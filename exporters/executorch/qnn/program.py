@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ondevice.exporters.executorch.programs import ApplyUpdate, MethodSpec, Port
 from ondevice.exporters.executorch.qnn.body import METHOD
-from ondevice.methods.prge.layout import NOISE_TENSOR
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.torch import PrgeProgram
@@ -40,10 +39,8 @@ class NpuStep(nn.Module):
         learning_rate: Tensor,
         scale: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        program, layout = self.program, self.program.layout
-        config = program.config
-        z_QP = program.noise(seed, step, NOISE_TENSOR, config.queries, 0, layout.size)
-        copies_GP = program.moved(adapter_P[None], z_QP * scale)
+        program, layout, copies = self.program, self.program.layout, self.program.config.copies
+        copies_GP = program.perturbed(adapter_P, seed, step, scale)(0, layout.size)
         b = [
             copies_GP[:, entry.offset : entry.offset + entry.count].reshape(-1, entry.rank, entry.outputs)
             for entry in layout.entries
@@ -51,10 +48,8 @@ class NpuStep(nn.Module):
         hidden = self.body(program.family.embed(ids_RT), *b)
         hidden = program.family.final_norm(hidden[0] if isinstance(hidden, list | tuple) else hidden)
         nll, tokens = program.row_nll(hidden, labels_RT)
-        losses = nll.reshape(config.copies, -1).sum(1) / tokens.reshape(config.copies, -1).sum(1)
-        gradients = program.projected_gradients(losses)
-        if config.estimator == "central":
-            gradients = gradients * (config.perturbation_scale / scale.clamp(min=SMALLEST_SCALE))
+        losses = nll.reshape(copies, -1).sum(1) / tokens.reshape(copies, -1).sum(1)
+        gradients = program.projected_gradients(losses, scale.clamp(min=SMALLEST_SCALE))
         adapter = program.apply_update(adapter_P, gradients, seed, step, learning_rate)
         return losses, gradients, adapter, nll, tokens
 

@@ -12,14 +12,14 @@ from ondevice.runtime_ops import triton_ops
 class CudaPrgeProgram(PrgeProgram):
     """All copies of the flat adapter are made by one kernel, in the model's precision; z is never stored."""
 
-    def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor) -> CopiesOf:
+    def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None) -> CopiesOf:
         config = self.config
         copies_GP = triton_ops.perturb(
             adapter_P,
             seed,
             step,
             config.queries,
-            config.perturbation_scale,
+            config.perturbation_scale if scale is None else float(scale),
             config.noise,
             self.family.head_weight.dtype,
             config.estimator == "one_sided",

@@ -144,11 +144,16 @@ class PrgeProgram(nn.Module):
         stride = members[1] - members[0] if len(members) > 1 else 1
         return lambda start, count: copies_of(start, count)[members[0] : members[-1] + 1 : stride]
 
-    def projected_gradients(self, losses: Tensor) -> Tensor:
-        """(L+ - L-) / 2 epsilon of each query (Eq. 1), or the one-sided differences over their deviation (FZOO)."""
+    def projected_gradients(self, losses: Tensor, scale: Tensor | float | None = None) -> Tensor:
+        """(L+ - L-) / 2 epsilon of each query (Eq. 1), or the one-sided differences over their deviation (FZOO).
+
+        Args:
+            losses: float32 [copies], of the copies that `perturbed` gives.
+            scale: epsilon; the config's by default.
+        """
         q = self.config.queries
         if self.config.estimator == "central":
-            return (losses[:q] - losses[q:]) / (2.0 * self.config.perturbation_scale)
+            return (losses[:q] - losses[q:]) / (2.0 * (self.config.perturbation_scale if scale is None else scale))
         differences = losses[1:] - losses[:1]
         centred = differences - differences.mean(dim=0, keepdim=True)
         deviation = (centred * centred).sum(dim=0, keepdim=True).div(q - 1).sqrt()
@@ -175,22 +180,20 @@ class PrgeProgram(nn.Module):
         hidden = self.hidden(ids_ET, adapter_P)
         return self.row_nll(hidden, labels_ET)
 
-    def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor) -> CopiesOf:
-        """The step's copies, made range by range when a layer asks for them."""
+    def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None) -> CopiesOf:
+        """The step's copies, made range by range when a layer asks for them.
+
+        They are moved by `scale` (the config's by default) along the noise both ways, or one way and not at all.
+        """
         config = self.config
 
         def copies_of(start: int, count: int) -> Tensor:
             base = adapter_P[None, start : start + count]
             z = self.noise(seed, step, NOISE_TENSOR, config.queries, start, count)
-            return self.moved(base, z * config.perturbation_scale)
+            z = z * (config.perturbation_scale if scale is None else scale)
+            return torch.cat([base + z, base - z] if config.estimator == "central" else [base, base + z])
 
         return copies_of
-
-    def moved(self, base_1P: Tensor, z_QP: Tensor) -> Tensor:
-        """The copies of a range, float32 [copies, count]: moved along `z` both ways, or one way and not at all."""
-        return torch.cat(
-            [base_1P + z_QP, base_1P - z_QP] if self.config.estimator == "central" else [base_1P, base_1P + z_QP]
-        )
 
     def _passes(self) -> list[list[int]]:
         """Which copies share a forward pass."""
