@@ -116,5 +116,8 @@ class TrainConfig(Section):
     eval_rows: int | None = Field(default=None, ge=1)
     """Evaluate the first so many rows only."""
 
+    backend: Literal["auto", "torch", "mlx"] = "auto"
+    """Which framework computes. `auto` takes MLX on a Mac with Metal where the method has it, else torch."""
+
     out: Path = Path("runs/default")
     """The run's folder: events, checkpoints and the adapter."""

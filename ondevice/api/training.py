@@ -11,7 +11,7 @@ from ondevice.api.opening import artifact_tokenizer, read_dataset, resolve_devic
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.errors import ConfigError
-from ondevice.methods.registry import OFFLOADING, RANKED, open_session
+from ondevice.methods.registry import OFFLOADING, RANKED, backend_for, home_of, open_session, reads_files
 from ondevice.train import events
 from ondevice.train.evaluate import EvalResult, evaluate_dataset
 from ondevice.train.history import RunResult
@@ -81,7 +81,7 @@ def train(
     adapter: Path | None = None,
     sinks: Iterable[Sink] = (),
 ) -> Trained:
-    """Fine-tune in eager PyTorch.
+    """Fine-tune in eager PyTorch, or in MLX where `config.train.backend` says so.
 
     Args:
         config: the run.
@@ -94,7 +94,7 @@ def train(
     Under `torchrun` every process calls this with the same arguments. Rank 0 reads the data and writes; the others
     compute with it, and return what it returns.
     """
-    from ondevice.models import load_model
+    from ondevice.models import load_model, open_model
     from ondevice.plan.estimate import plan
     from ondevice.plan.fits import ensure_fits
 
@@ -102,26 +102,31 @@ def train(
     if data.path is None:
         raise ConfigError("no data is given", expected="data.path in the run file, or --data")
     rank, world = ranks_of(config)
-    device = resolve_device(config.model.device)
+    backend = backend_for(config.method, config.train.backend)
+    device = "cpu" if backend == "mlx" else resolve_device(config.model.device)
     estimate = plan(
         config.model.source,
         config.method,
         batch_size=config.train.batch_size // world,
         length_tokens=data.max_length_tokens,
         dtype=config.model.dtype,
+        runtime="mlx" if backend == "mlx" else "torch",
         device=f"this-{device}",
     )
     ensure_fits(estimate, force)
-    home = "cpu" if config.method.name in OFFLOADING else device
-    loaded = load_model(config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=home)
+    given = {"revision": config.model.revision, "dtype": config.model.dtype}
+    if backend == "mlx" or reads_files(config.method):
+        loaded = open_model(config.model.source, **given)
+    else:
+        loaded = load_model(config.model.source, **given, device=home_of(config.method, device))
     if rank:
-        session = cast(Any, open_session(loaded, config.method, config.train.seed, device))
+        session = cast(Any, open_session(loaded, config.method, config.train.seed, device, backend))
         with StopRequest():  # a signal is for rank 0, which ends the running step and saves
             return session.follow()
     options = {"task": data.task, "max_length_tokens": data.max_length_tokens, "train_on_prompt": data.train_on_prompt}
     dataset = read_dataset(data.path, loaded.tokenizer, **options)
     evaluation = read_dataset(data.eval_path, loaded.tokenizer, **options) if data.eval_path else None
-    session = open_session(loaded, config.method, config.train.seed, device)
+    session = open_session(loaded, config.method, config.train.seed, device, backend)
     if adapter is not None:
         session.load_adapter(load_adapter(adapter))
     start = events.Start(

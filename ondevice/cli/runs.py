@@ -26,6 +26,7 @@ def train(
     queries: common.Queries = None,
     perturbation_scale: common.Scale = None,
     bus_limit: common.BusLimit = None,
+    backend: common.Backend = None,
     seed: common.Seed = None,
     adapter: common.AdapterPath = None,
     target_dir: common.Out = None,
@@ -37,7 +38,7 @@ def train(
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Fine-tune in eager PyTorch: P-RGE or one of its baselines."""
+    """Fine-tune in eager PyTorch, or in MLX: any of the methods."""
     from ondevice.api.runfile import RunConfig
     from ondevice.api.training import ranks_of
     from ondevice.api.training import train as train_run
@@ -58,6 +59,7 @@ def train(
             method__queries=queries,
             method__perturbation_scale=perturbation_scale,
             method__bus_limit_gb_per_s=bus_limit,
+            train__backend=backend,
             train__seed=seed,
             train__out=target_dir,
         ),
@@ -169,6 +171,7 @@ def _progress(silent: bool) -> Any:
 
 def _dry_run(config: Any, json: bool) -> None:
     from ondevice.data import read_rows
+    from ondevice.methods.registry import backend_for
     from ondevice.plan.estimate import plan as make_plan
     from ondevice.plan.render import render
 
@@ -182,6 +185,7 @@ def _dry_run(config: Any, json: bool) -> None:
         batch_size=config.train.batch_size,
         length_tokens=config.data.max_length_tokens,
         dtype=config.model.dtype,
+        runtime=backend_for(config.method, config.train.backend),
     )
     if json:
         print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Annotated, Any
+import importlib.util
+import sys
+from functools import cache
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field
 
 from ondevice.config import Section
-from ondevice.errors import ConfigError
+from ondevice.errors import ConfigError, MissingPackageError
 from ondevice.methods.full.config import FullConfig
 from ondevice.methods.lora.config import LoraConfig, LoraFaConfig
 from ondevice.methods.lsp.config import LspConfig
+from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mezo.config import MezoConfig
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.slideformer.config import SlideformerConfig
 
 if TYPE_CHECKING:
     from ondevice.methods.session import Session
-    from ondevice.models import LoadedModel
+    from ondevice.models import LoadedModel, ModelFiles
 
 CONFIGS: dict[str, type[Section]] = {
     "prge": PrgeConfig,
@@ -28,6 +32,7 @@ CONFIGS: dict[str, type[Section]] = {
     "full": FullConfig,
     "slideformer": SlideformerConfig,
     "lsp": LspConfig,
+    "mesp": MespConfig,
 }
 MODULES = {
     "prge": "prge.session",
@@ -37,14 +42,20 @@ MODULES = {
     "full": "full.torch",
     "slideformer": "slideformer.torch",
     "lsp": "lsp.torch",
+    "mesp": "mesp.torch",
 }
+MLX_MODULES = {"mesp": "mesp.mlx"}
+"""Methods that also run in MLX, and the module that opens their session."""
 OFFLOADING = ("slideformer", "lsp")
 """Methods with an engine of their own: they load the model on the host, and compute on a device that they are told."""
+PLACED = ("mesp",)
+"""Methods whose sessions are told a device, and bring there what is not yet there."""
 RANKED = ("slideformer",)
 """Methods that several processes can train together, under `torchrun`."""
 
+Backend = Literal["torch", "mlx"]
 MethodConfig = Annotated[
-    PrgeConfig | MezoConfig | LoraConfig | LoraFaConfig | FullConfig | SlideformerConfig | LspConfig,
+    PrgeConfig | MezoConfig | LoraConfig | LoraFaConfig | FullConfig | SlideformerConfig | LspConfig | MespConfig,
     Field(discriminator="name"),
 ]
 """Any method's settings; `name` says which."""
@@ -61,13 +72,64 @@ def method_config(name: str, values: dict[str, Any] | None = None) -> Any:
     return CONFIGS[name].parse({**(values or {}), "name": name}, "method")
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> Session:
+def backend_for(config: Any, backend: str) -> Backend:
+    """`torch` or `mlx` for a method's settings and `train.backend`; `auto` takes MLX on a Mac with Metal.
+
+    Raises:
+        ConfigError: MLX is asked for and the method has no part in it.
+    """
+    if backend == "mlx" and config.name not in MLX_MODULES:
+        raise ConfigError(
+            f"method {config.name} does not run in MLX",
+            expected=f"--backend torch, or one of these methods: {', '.join(MLX_MODULES)}",
+            received="--backend mlx",
+        )
+    if backend != "auto":
+        return "mlx" if backend == "mlx" else "torch"
+    return "mlx" if config.name in MLX_MODULES and metal() else "torch"
+
+
+@cache
+def metal() -> bool:
+    """Whether this is a Mac with MLX and Metal."""
+    if sys.platform != "darwin" or importlib.util.find_spec("mlx") is None:
+        return False
+    return bool(importlib.import_module("mlx.core").metal.is_available())
+
+
+def reads_files(config: Any) -> bool:
+    """Whether a torch session of these settings reads the weights itself: it takes `ModelFiles`."""
+    return getattr(config, "weights", None) == "streamed"
+
+
+def home_of(config: Any, device: str) -> str:
+    """Where torch loads the model: on the host for methods that move or quantise it themselves."""
+    return "cpu" if config.name in OFFLOADING or getattr(config, "bits", None) else device
+
+
+def open_session(
+    loaded: LoadedModel | ModelFiles, config: Any, seed: int, device: str | None = None, backend: str = "torch"
+) -> Session:
     """An eager session of the method that `config` names; changes `loaded.model` in place.
 
     Args:
-        device: where an offloading method computes; None is where the model is. Other methods take the model's.
+        loaded: a model with its weights; `ModelFiles` for MLX, and for torch where `reads_files` says so.
+        device: where torch computes, for methods that offload, stream or quantise; None is where the model is.
+            Other methods take the model's.
+        backend: `torch` or `mlx`, from `backend_for`.
+
+    Raises:
+        MissingPackageError: the framework is not installed.
     """
+    if backend == "mlx":
+        if importlib.util.find_spec("mlx") is None:
+            raise MissingPackageError("mlx is not installed", hint="pip install 'ondevice-train[mlx]'")
+        return importlib.import_module(f"ondevice.methods.{MLX_MODULES[config.name]}").open_session(
+            loaded, config, seed
+        )
     module = importlib.import_module(f"ondevice.methods.{MODULES[config.name]}")
     if config.name in OFFLOADING:
-        return module.open_session(loaded, config, seed, device or str(loaded.family.head_weight.device))
+        return module.open_session(loaded, config, seed, device or str(cast(Any, loaded).family.head_weight.device))
+    if config.name in PLACED:
+        return module.open_session(loaded, config, seed, device)
     return module.open_session(loaded, config, seed)

@@ -2,6 +2,7 @@
 
 from ondevice.models.base import Family, ModelDims, forward_hidden
 from ondevice.models.load import LoadedModel, load_model, load_tokenizer, read_dims, save_tokenizer
+from ondevice.models.opened import ModelFiles, open_model
 from ondevice.models.registry import families
 from ondevice.models.source import SourceInfo, find_cached
 from ondevice.models.tiny import save_tiny, tiny_model
@@ -10,12 +11,14 @@ __all__ = [
     "Family",
     "LoadedModel",
     "ModelDims",
+    "ModelFiles",
     "SourceInfo",
     "families",
     "find_cached",
     "forward_hidden",
     "load_model",
     "load_tokenizer",
+    "open_model",
     "read_dims",
     "save_tiny",
     "save_tokenizer",

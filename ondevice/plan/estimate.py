@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from ondevice.models import ModelDims
 
-Runtime = Literal["torch", "executorch"]
-RUNTIMES = ("torch", "executorch")
+Runtime = Literal["torch", "mlx", "executorch"]
+RUNTIMES = ("torch", "mlx", "executorch")
 MIB = 1 << 20
 TOKENIZER_BYTES = 1000
 """A token of the vocabulary in the tokenizer (measured: 48 MB for SmolLM2's 49,152)."""
@@ -30,12 +30,13 @@ RETAINED_BYTES = 64 * MIB
 BASELINE_BYTES = {
     ("torch", "cpu"): 500 * MIB,
     ("torch", "cuda"): 600 * MIB,
+    ("mlx", "cpu"): 150 * MIB,
     ("executorch", "python"): 420 * MIB,
     ("executorch", "app"): 150 * MIB,
 }
 """The process before a model is loaded. Measured as anonymous memory on Linux x86-64: Python with torch 2.13,
-transformers and peft; Python with ExecuTorch 1.4. On CUDA: the context and the libraries' workspaces on the
-GPU. The app's is an assumption: a plain Android app."""
+transformers and peft; Python with MLX, transformers' tokenizers and this package; Python with ExecuTorch 1.4. On CUDA:
+the context and the libraries' workspaces on the GPU. The app's is an assumption: a plain Android app."""
 
 HOME = {
     "slideformer": "the model is in host memory; the accelerator holds a window of its layers",
@@ -150,7 +151,7 @@ def plan(
         length_tokens: tokens a row; for a program with several buckets, the longest.
         dtype: precision of frozen weights and activations in eager PyTorch; programs are float32.
         export: how the program is exported; its quantisation counts in both runtimes.
-        runtime: `torch` or `executorch`.
+        runtime: `torch`, `mlx` or `executorch`.
         device: a name of the device table or a `Device`.
         device_file: YAML with more devices.
         evaluates: the run also evaluates; ExecuTorch then holds a second method's packed weights.
@@ -202,7 +203,11 @@ def plan_request(name: str, request: Request) -> Plan:
             notes.append("the program needs this project's ops in the runtime")
     else:
         place = in_torch(weights)
-        baseline = BASELINE_BYTES["torch", device.torch_device]
+        if hasattr(module, "weights"):  # the method streams or quantises them itself
+            place = Placement(module.weights(dims, method, DTYPE_BYTES[request.dtype]), 0, 0, 0)
+        baseline = BASELINE_BYTES["mlx", "cpu"]
+        if request.runtime == "torch":
+            baseline = BASELINE_BYTES["torch", device.torch_device]
         if method.name in OFFLOADING:
             place = Placement(0, 0, 0, 0)
             host = module.host_memory(dims, method, request.batch_size, request.length_tokens)

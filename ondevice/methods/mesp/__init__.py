@@ -1,0 +1,1 @@
+"""Exact LoRA gradients in little memory, by a backward pass written by hand (MeSP)."""

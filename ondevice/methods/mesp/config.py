@@ -1,0 +1,98 @@
+"""Settings of MeSP; rank and targets are the paper's (section 5.1), the optimizer is AdamW unless SGD is asked for."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from ondevice.config import Section
+from ondevice.methods.prge.config import Target
+
+ALL_TARGETS: tuple[Target, ...] = (
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
+
+
+class MespConfig(Section):
+    """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward pass keeps."""
+
+    name: Literal["mesp"] = "mesp"
+    """Method name."""
+
+    rank: int = Field(default=8, ge=1, le=1024)
+    """LoRA rank r."""
+
+    alpha: float = Field(default=16.0, gt=0)
+    """LoRA alpha; the adapter's output is scaled by alpha / rank."""
+
+    targets: tuple[Target, ...] = Field(default=ALL_TARGETS, min_length=1)
+    """Linear layers that carry an adapter."""
+
+    learning_rate: float = Field(default=3e-4, gt=0)
+    """Learning rate; the paper trains with SGD at 1e-4."""
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """`adamw` keeps two moments of the adapter, `sgd` keeps nothing (the paper's)."""
+
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's first decay rate."""
+
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    """AdamW's second decay rate."""
+
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, of either optimizer."""
+
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Rows computed at once; the gradients of a batch of more are accumulated, in the adapter's size in float32.
+    None computes all rows at once, and every gradient is applied and dropped where it arises."""
+
+    gradients: Literal["manual", "blockwise", "checkpoint", "autodiff"] = "manual"
+    """Whose backward pass: this method's; or automatic differentiation block by block with the gradients applied
+    and dropped (what MeBP does), with a checkpoint a block, or plain. The last three are for comparison."""
+
+    store_h: bool = False
+    """Keep every h = x A^T from the recomputation of a block to its backward pass, instead of computing it a
+    second time (the paper's Table 5)."""
+
+    weights: Literal["resident", "streamed"] = "resident"
+    """`streamed` reads the frozen weights from their files block by block, in every pass; two blocks are in memory."""
+
+    bits: Literal[4] | None = None
+    """4: frozen matrices in 4 bits: NF4 through bitsandbytes (torch on CUDA), affine groups (MLX)."""
+
+    loss_tiles: int = Field(default=8, ge=1)
+    """Vocabulary tiles of the cross-entropy."""
+
+    loss_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Labelled tokens whose logits exist at once, in each tile; None is all of them."""
+
+    mlp_chunk_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that pass through a block's MLP at once, in the backward pass too; None is all of them."""
+
+    activations: Literal["device", "host"] = "device"
+    """Where each block's input waits for the backward pass; `host` is pinned host memory (CUDA)."""
+
+    kernels: Literal["auto", "torch", "liger"] = "auto"
+    """Norm, rotary embedding and SwiGLU: liger-kernel's on a GPU where it is installed, or PyTorch's."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError("targets: a linear layer is named twice")
+        if self.store_h and self.gradients != "manual":
+            raise ValueError(f"store_h goes with gradients: manual; automatic differentiation ({self.gradients}) "
+                             "keeps what it keeps")  # fmt: skip
+        if self.weights == "streamed" and self.gradients in ("checkpoint", "autodiff"):
+            raise ValueError(f"weights: streamed goes with gradients manual or blockwise: {self.gradients} holds "
+                             "every block's weights until its backward pass")  # fmt: skip
+        return self
+
+    @property
+    def scale(self) -> float:
+        """What the adapter's output is multiplied by."""
+        return self.alpha / self.rank

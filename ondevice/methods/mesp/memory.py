@@ -1,0 +1,93 @@
+"""Bytes of a MeSP step by part, from dimensions alone: what is resident, and the largest stage of a backward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.methods.sizes import INPUTS_ON_THE_WAY, backward_bytes
+
+if TYPE_CHECKING:
+    from ondevice.methods.mesp.config import MespConfig
+    from ondevice.models import ModelDims
+
+BITS_4 = 4.5
+"""Bits of a 4-bit weight: NF4 has one float32 for 64 weights, MLX's affine form a float16 scale and bias."""
+WINDOW = 2
+"""Streamed blocks in memory: the one that computes, and the one that is being read."""
+ATTENTION_TILE = 128
+"""Queries whose scores exist at once where attention's backward pass is written out."""
+
+
+def memory(
+    dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
+    """Peak bytes by part: adapter and optimizer, block inputs, one block's backward pass, the loss.
+
+    Args:
+        dims: the model.
+        config: the method.
+        batch_size: rows of data; `config.micro_batch_size` of them are computed at once.
+        length_tokens: tokens a row.
+        activation_bytes: bytes of one activation.
+    """
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens = rows * length_tokens
+    trained = trained_numbers(dims, config) * 4
+    whole = config.gradients in ("autodiff", "checkpoint")
+    accumulates = rows < batch_size or whole
+    inputs = tokens * dims.hidden * activation_bytes
+    kept = INPUTS_ON_THE_WAY if config.activations == "host" else dims.layers
+    if config.gradients == "manual":
+        block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
+    else:
+        blocks = backward_bytes(dims, rows, length_tokens, activation_bytes)
+        block = blocks if config.gradients == "autodiff" else blocks // dims.layers
+    return {
+        "adapter": trained * (2 if accumulates else 1),
+        "optimizer": 2 * trained if config.optimizer == "adamw" else 0,
+        "block inputs": 0 if config.gradients == "autodiff" else kept * inputs,
+        "activations": block,
+        "logits": head_bytes(dims, config, tokens, activation_bytes),
+    }
+
+
+def weights(dims: ModelDims, config: MespConfig, weight_bytes: int) -> int:
+    """Bytes of the frozen weights that are in memory; `weight_bytes` is that of one in full precision."""
+    matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
+    item = BITS_4 / 8 if config.bits else weight_bytes
+    block = int(matrices * item) + (dims.block_parameters - matrices) * weight_bytes
+    table = dims.vocab * dims.hidden * weight_bytes
+    if config.weights == "resident":
+        return dims.layers * block + table * (1 if dims.tied else 2) + dims.hidden * weight_bytes
+    tile = -(-dims.vocab // config.loss_tiles) * dims.hidden * weight_bytes
+    return max(WINDOW * block, tile) + dims.hidden * weight_bytes
+
+
+def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
+    """Numbers in all pairs."""
+    shapes = [dims.linear_shape(target) for target in config.targets]
+    return dims.layers * config.rank * sum(inputs + outputs for inputs, outputs in shapes)
+
+
+def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: int, activation_bytes: int) -> int:
+    """The most that the stages of one block's backward pass hold at once, beside the block's input.
+
+    The MLP's stages hold the gradient, the block's middle and its norm, what attention keeps for its own backward
+    pass (queries, keys, values, its output), and gate, up and their product; attention's hold the gradients of
+    queries, keys and values beside them, and the scores of one tile of queries.
+    """
+    tokens = rows * length_tokens
+    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    kept = 2 * queries + 2 * keys
+    mlp = 4 * dims.hidden + kept + 3 * dims.intermediate
+    attention = 3 * dims.hidden + kept + 2 * queries + 2 * keys
+    scores = 3 * rows * (dims.heads // dims.kv_heads) * min(ATTENTION_TILE, length_tokens) * length_tokens
+    return max(tokens * mlp, tokens * attention + scores) * activation_bytes
+
+
+def head_bytes(dims: ModelDims, config: MespConfig, tokens: int, activation_bytes: int) -> int:
+    """The cross-entropy of `tokens` labelled tokens: a tile's logits and their exponentials in float32, and the
+    hidden states with their gradient."""
+    tile = -(-dims.vocab // config.loss_tiles)
+    chunk = min(tokens, config.loss_chunk_tokens or tokens)
+    return 2 * chunk * tile * 4 + 2 * tokens * dims.hidden * (4 + activation_bytes)
