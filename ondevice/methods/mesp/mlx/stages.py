@@ -1,0 +1,328 @@
+"""One block's stages as pure functions of arrays, forward and backward, derived by hand (appendix A).
+
+A stage takes arrays by name and gives arrays by name; what it takes and gives is listed in `schedule`. Nothing is
+kept between two stages but what a stage gives, and nothing here asks for a gradient: each `_backward` is a formula.
+
+Shapes: B rows, T tokens, D hidden, H query heads, K key heads, G = H / K, h head_dim, F a tile of the MLP's inner
+dimension, C queries of a chunk, S = keys that they see. x, m [B, T, D]: a block's input, and the residual stream
+between attention and MLP. q [B, H, T, h], k and v [B, K, T, h], o [B, C, H h]. A float32 [rank, inputs], B float32
+[outputs, rank]. Sums over tiles are float32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+if TYPE_CHECKING:
+    from ondevice.methods.mesp.mlx.settings import Settings
+
+Arrays = dict[str, Any]
+
+
+class Stages:
+    """The functions of one run; every method but the helpers is a stage."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.dims = settings, settings.dims
+        self.dtype = getattr(mx, settings.dtype)
+        wavelengths = settings.rope.wavelengths
+        self.wavelengths = None if wavelengths is None else mx.array(wavelengths, dtype=mx.float32)
+
+    def call(self, stage: str, arrays: Arrays) -> Arrays:
+        """Run `stage`."""
+        return getattr(self, stage)(arrays)
+
+    # Linear layers: y = x W^T + b + s (x A^T) B^T, appendix A.1.
+
+    def product(self, x: Any, a: Arrays, name: str) -> Any:
+        """x W^T for a dense or packed W [outputs, inputs]."""
+        weight, settings = a[f"{name}.weight"], self.settings
+        if f"{name}.scales" not in a:
+            return x @ weight.astype(x.dtype).T
+        if settings.product == "quantized":
+            return self._packed(x, a, name, True)
+        return x @ self._dense(a, name, x.dtype).T
+
+    def product_backward(self, g: Any, a: Arrays, name: str) -> Any:
+        """g W, the gradient of the input of x W^T."""
+        weight, settings = a[f"{name}.weight"], self.settings
+        if f"{name}.scales" not in a:
+            return g @ weight.astype(g.dtype)
+        if settings.product == "quantized":
+            return self._packed(g, a, name, False)
+        return g @ self._dense(a, name, g.dtype)
+
+    def _packed(self, x: Any, a: Arrays, name: str, transpose: bool) -> Any:
+        parts = (a[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
+        options = {"group_size": self.settings.group_size, "bits": self.settings.bits}
+        return mx.quantized_matmul(x, *parts, transpose=transpose, **options).astype(x.dtype)
+
+    def _dense(self, a: Arrays, name: str, dtype: Any) -> Any:
+        parts = (a[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
+        options = {"group_size": self.settings.group_size, "bits": self.settings.bits}
+        return mx.dequantize(*parts, **options).astype(dtype)
+
+    def has(self, target: str) -> bool:
+        """Whether that linear layer carries an adapter."""
+        return target in self.settings.targets
+
+    def h(self, x: Any, a: Arrays, target: str) -> Any:
+        """x A^T: [..., rank]."""
+        return x @ a[f"{target}.A"].astype(x.dtype).T
+
+    def linear(self, x: Any, a: Arrays, target: str, h: Any = None) -> Any:
+        """A whole linear layer; `h` is x A^T where it is there already."""
+        y = self.product(x, a, target)
+        if f"{target}.bias" in a:
+            y = y + a[f"{target}.bias"].astype(y.dtype)
+        if self.has(target):
+            h = self.h(x, a, target) if h is None else h
+            y = y + self.settings.scale * (h @ a[f"{target}.B"].astype(h.dtype).T)
+        return y
+
+    def linear_backward(self, x: Any, g: Any, a: Arrays, target: str, out: Arrays) -> Any:
+        """The gradient of the input; those of A and B go to `out` (Eqs. 10 to 13)."""
+        gx = self.product_backward(g, a, target)
+        if not self.has(target):
+            return gx
+        b = a[f"{target}.B"]
+        h = a[f"{target}.h"] if f"{target}.h" in a else self.h(x, a, target)
+        gs = self.settings.scale * g
+        gh = gs @ b.astype(gs.dtype)
+        out[f"{target}.dA"] = _sum_outer(gh, x)
+        out[f"{target}.dB"] = _sum_outer(gs, h)
+        return gx + gh @ a[f"{target}.A"].astype(gh.dtype)
+
+    # RMSNorm, appendix A.3.
+
+    def rms_norm(self, x: Any, weight: Any) -> Any:
+        return mx.fast.rms_norm(x, weight.astype(x.dtype), self.dims.norm_eps)
+
+    def rms_norm_backward(self, x: Any, weight: Any, g: Any) -> Any:
+        """float32, like x."""
+        x, g = x.astype(mx.float32), g.astype(mx.float32) * weight.astype(mx.float32)
+        r = mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + self.dims.norm_eps)
+        return r * (g - x * (mx.square(r) * mx.mean(g * x, axis=-1, keepdims=True)))
+
+    # Attention, forward.
+
+    def norm(self, a: Arrays) -> Arrays:
+        """x -> n, its norm."""
+        return {"n": self.rms_norm(a["x"], a["input_norm.weight"])}
+
+    def project(self, a: Arrays) -> Arrays:
+        """n -> q, k, v before the rotation, by head."""
+        out: Arrays = {}
+        for target, heads in self._heads():
+            h = self.h(a["n"], a, target) if self.has(target) else None
+            y = self.linear(a["n"], a, target, h)
+            rows, tokens, _ = y.shape
+            out[target[0]] = y.reshape(rows, tokens, heads, self.dims.head_dim).transpose(0, 2, 1, 3)
+            if h is not None and self.settings.store_h:
+                out[f"{target}.h"] = h
+        return out
+
+    def rope(self, a: Arrays) -> Arrays:
+        """q, k -> rotated."""
+        return {name: self._rotate(a[name], 1.0) for name in ("q", "k")}
+
+    def _rotate(self, x: Any, sign: float) -> Any:
+        """Rotate [B, heads, T, h] by its positions; backwards with sign -1, which is the gradient too."""
+        rope = self.settings.rope
+        base = None if self.wavelengths is not None else rope.theta
+        options = {"base": base, "scale": sign * rope.scale, "offset": 0, "freqs": self.wavelengths}
+        return mx.fast.rope(x, self.dims.head_dim, traditional=False, **options)
+
+    def attend(self, a: Arrays) -> Arrays:
+        """q [B, H, C, h] of a chunk, k and v [B, K, S, h] up to its end -> o [B, C, H h]."""
+        p = self._probabilities(a["q"], a["k"])
+        return {"o": self._join_heads((p @ a["v"]), a["q"].shape[2])}
+
+    def _probabilities(self, q: Any, k: Any) -> Any:
+        """softmax(q k^T / sqrt(h)) with the causal mask: [B, K, G C, S], the last query seeing all S keys."""
+        rows, _, queries, width = q.shape
+        kv_heads, keys = k.shape[1], k.shape[2]
+        scores = (q.reshape(rows, kv_heads, -1, width) * width**-0.5) @ k.swapaxes(-1, -2)
+        seen = mx.arange(keys - queries, keys)[:, None] >= mx.arange(keys)[None]
+        scores = mx.where(seen, scores.reshape(rows, kv_heads, -1, queries, keys), -mx.inf)
+        return mx.softmax(scores, axis=-1, precise=True).reshape(rows, kv_heads, -1, keys)
+
+    def _join_heads(self, o: Any, queries: int) -> Any:
+        """[B, K, G C, h] -> [B, C, H h]."""
+        rows, width = o.shape[0], o.shape[3]
+        return o.reshape(rows, -1, queries, width).transpose(0, 2, 1, 3).reshape(rows, queries, -1)
+
+    def _split_heads(self, g: Any) -> Any:
+        """[B, C, H h] -> [B, K, G C, h]."""
+        rows, queries, _ = g.shape
+        by_head = g.reshape(rows, queries, self.dims.heads, self.dims.head_dim).transpose(0, 2, 1, 3)
+        return by_head.reshape(rows, self.dims.kv_heads, -1, self.dims.head_dim)
+
+    def _heads(self) -> list[tuple[str, int]]:
+        dims = self.dims
+        return [("q_proj", dims.heads), ("k_proj", dims.kv_heads), ("v_proj", dims.kv_heads)]
+
+    def out(self, a: Arrays) -> Arrays:
+        """x, all chunks of o -> m = x + o Wo^T."""
+        o, found = _joined(a, "o", 1), {}
+        h = self.h(o, a, "o_proj") if self.has("o_proj") else None
+        if h is not None and self.settings.store_h:
+            found["o_proj.h"] = h
+        return {"m": a["x"] + self.linear(o, a, "o_proj", h), **found}
+
+    # MLP, forward.
+
+    def mlp_norm(self, a: Arrays) -> Arrays:
+        """m -> its norm, h of gate and up, and y, to which the tiles are added."""
+        n = self.rms_norm(a["m"], a["mlp_norm.weight"])
+        y = a["m"].astype(mx.float32)
+        if "down_proj.bias" in a:
+            y = y + a["down_proj.bias"].astype(mx.float32)
+        return {"mn": n, "y": y, **self._gate_up_h(n, a)}
+
+    def mlp_norm_again(self, a: Arrays) -> Arrays:
+        """m -> its norm and h of gate and up, as the backward pass of the MLP begins."""
+        n = self.rms_norm(a["m"], a["mlp_norm.weight"])
+        return {"mn": n, **self._gate_up_h(n, a)}
+
+    def _gate_up_h(self, n: Any, a: Arrays) -> Arrays:
+        return {f"{target}.h": self.h(n, a, target) for target in ("gate_proj", "up_proj") if self.has(target)}
+
+    def gate_up(self, a: Arrays) -> Arrays:
+        """A tile of the gate and of what it lets through: [B, T, F] each."""
+        return {
+            name: self.linear(a["mn"], a, target, a.get(f"{target}.h"))
+            for name, target in (("gate", "gate_proj"), ("up", "up_proj"))
+        }
+
+    def act(self, a: Arrays) -> Arrays:
+        """silu(gate) up."""
+        gate = a["gate"]
+        return {"act": gate * mx.sigmoid(gate) * a["up"]}
+
+    def down(self, a: Arrays) -> Arrays:
+        """y + act Wd^T, the tile's part; the bias is in y already."""
+        y = self.product(a["act"], a, "down_proj").astype(mx.float32)
+        if self.has("down_proj"):
+            h = self.h(a["act"], a, "down_proj")
+            y = y + self.settings.scale * (h @ a["down_proj.B"].astype(h.dtype).T)
+        return {"y": a["y"] + y}
+
+    def end(self, a: Arrays) -> Arrays:
+        """y -> the next block's input, in the dtype of activations."""
+        return {"x": a["y"].astype(self.dtype)}
+
+    # MLP, backward: g is the gradient of the block's output.
+
+    def down_backward(self, a: Arrays) -> Arrays:
+        """gate, up, g -> the gradient of act; the tile's columns of dA, and its part of h (act A^T)."""
+        g = a["g"].astype(self.dtype)
+        gact, out = self.product_backward(g, a, "down_proj"), {}
+        if self.has("down_proj"):
+            act = a["gate"] * mx.sigmoid(a["gate"]) * a["up"]
+            gh = self.settings.scale * (g @ a["down_proj.B"].astype(g.dtype))
+            out["down_proj.dA"] = _sum_outer(gh, act)
+            h = self.h(act, a, "down_proj").astype(mx.float32)
+            out["down_proj.h"] = a["down_proj.h"] + h if "down_proj.h" in a else h
+            gact = gact + gh @ a["down_proj.A"].astype(gh.dtype)
+        return {"gact": gact, **out}
+
+    def act_backward(self, a: Arrays) -> Arrays:
+        """The gradients of gate and up (appendix A.4)."""
+        gate, s = a["gate"], mx.sigmoid(a["gate"])
+        silu = gate * s
+        return {"ggate": a["gact"] * a["up"] * (s + silu * (1 - s)), "gup": a["gact"] * silu}
+
+    def gate_up_backward(self, a: Arrays) -> Arrays:
+        """gn and gh of gate and up, to which a tile adds; the tile's rows of dB."""
+        out: Arrays = {}
+        gn = a.get("gn")
+        for name, target in (("ggate", "gate_proj"), ("gup", "up_proj")):
+            g = a[name]
+            part = self.product_backward(g, a, target).astype(mx.float32)
+            gn = part if gn is None else gn + part
+            if self.has(target):
+                gs = self.settings.scale * g
+                out[f"{target}.dB"] = _sum_outer(gs, a[f"{target}.h"])
+                gh = (gs @ a[f"{target}.B"].astype(gs.dtype)).astype(mx.float32)
+                out[f"{target}.gh"] = a[f"{target}.gh"] + gh if f"{target}.gh" in a else gh
+        return {"gn": gn, **out}
+
+    def mlp_norm_backward(self, a: Arrays) -> Arrays:
+        """The gradient of m, and whole gradients of gate, up and down."""
+        gn, out = a["gn"], {}
+        for target in ("gate_proj", "up_proj"):
+            if self.has(target):
+                gh = a[f"{target}.gh"]
+                out[f"{target}.dA"] = _sum_outer(gh, a["mn"])
+                out[f"{target}.dB"] = _joined(a, f"{target}.dB", 0)
+                gn = gn + gh @ a[f"{target}.A"]
+        if self.has("down_proj"):
+            out["down_proj.dA"] = _joined(a, "down_proj.dA", 1)
+            out["down_proj.dB"] = _sum_outer(self.settings.scale * a["g"], a["down_proj.h"])
+        gm = a["g"].astype(mx.float32) + self.rms_norm_backward(a["m"], a["mlp_norm.weight"], gn)
+        return {"gm": gm.astype(self.dtype), **out}
+
+    # Attention, backward.
+
+    def out_backward(self, a: Arrays) -> Arrays:
+        """gm, all chunks of o -> the gradient of o."""
+        out: Arrays = {}
+        return {"go": self.linear_backward(_joined(a, "o", 1), a["gm"], a, "o_proj", out), **out}
+
+    def attend_backward(self, a: Arrays) -> Arrays:
+        """A chunk of q and go, keys and values up to its end -> its gq; gk and gv of all tokens so far (A.2).
+
+        Chunks come last first, so that the first one makes gk and gv of the whole sequence.
+        """
+        q, k, v = a["q"], a["k"], a["v"]
+        rows, _, queries, width = q.shape
+        p, go = self._probabilities(q, k), self._split_heads(a["go"])
+        gv = p.swapaxes(-1, -2) @ go
+        gp = go @ v.swapaxes(-1, -2)
+        gs = p * (gp - mx.sum(gp * p, axis=-1, keepdims=True)) * width**-0.5
+        gk = gs.swapaxes(-1, -2) @ q.reshape(*go.shape)
+        gq = (gs @ k).reshape(rows, -1, queries, width)
+        return {"gq": gq, "gk": _added(a.get("gk"), gk), "gv": _added(a.get("gv"), gv)}
+
+    def rope_backward(self, a: Arrays) -> Arrays:
+        """gq of all chunks, gk -> unrotated."""
+        return {"gq": self._rotate(_joined(a, "gq", 2), -1.0), "gk": self._rotate(a["gk"].astype(self.dtype), -1.0)}
+
+    def project_backward(self, a: Arrays) -> Arrays:
+        """gq, gk, gv -> the gradient of n."""
+        gn, out = None, {}
+        for target, _ in self._heads():
+            g = a[f"g{target[0]}"].astype(self.dtype).transpose(0, 2, 1, 3)
+            part = self.linear_backward(a["n"], g.reshape(*g.shape[:2], -1), a, target, out)
+            gn = part if gn is None else gn + part
+        return {"gn": gn, **out}
+
+    def norm_backward(self, a: Arrays) -> Arrays:
+        """The gradient of the block's input."""
+        gx = a["gm"].astype(mx.float32) + self.rms_norm_backward(a["x"], a["input_norm.weight"], a["gn"])
+        return {"g": gx.astype(self.dtype)}
+
+
+def _sum_outer(g: Any, x: Any) -> Any:
+    """Sum over all tokens of g x^T: float32 [outputs, inputs]."""
+    return g.reshape(-1, g.shape[-1]).astype(mx.float32).T @ x.reshape(-1, x.shape[-1]).astype(mx.float32)
+
+
+def _joined(a: Arrays, name: str, axis: int) -> Any:
+    """The pieces `name@0`, `name@1` ... as one."""
+    pieces = []
+    while f"{name}@{len(pieces)}" in a:
+        pieces.append(a[f"{name}@{len(pieces)}"])
+    return mx.concatenate(pieces, axis=axis) if len(pieces) > 1 else pieces[0]
+
+
+def _added(whole: Any, part: Any) -> Any:
+    """`part`, of the first tokens, added to `whole` [B, K, T, h], which is float32."""
+    part = part.astype(mx.float32)
+    if whole is None or whole.shape[2] == part.shape[2]:
+        return part if whole is None else whole + part
+    count = part.shape[2]
+    return mx.concatenate([whole[:, :, :count] + part, whole[:, :, count:]], axis=2)
