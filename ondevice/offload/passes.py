@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ondevice.offload.activations import Activations
     from ondevice.offload.config import EngineConfig
     from ondevice.offload.device import Device, Event
+    from ondevice.offload.graphs import Compute
     from ondevice.offload.lsp.held import Held
     from ondevice.offload.report import Timeline
     from ondevice.offload.units import Units
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 AHEAD = 3
 """Layers that may be in the queue before the accelerator has computed the first of them."""
+LENGTHS = 8
+"""Lengths whose positions are kept."""
 
 
 class Passes:
@@ -72,10 +75,11 @@ class Passes:
             slot = window.layer(i)
             window.bind(unit, slot)
             started = self._start()
+            forward = self._forward(i, position)
             for m, part in enumerate(h):
                 if keep:
                     self.activations.save(i, m, part)
-                h[m] = self.family.block(i, part, position)
+                (h[m],) = window.run("forward", i, None, position, (part,), forward) if keep else forward(part)
             slot.used = self._end("forward", unit.name, started)
             if i + len(window.layers) < self.layers:
                 window.fetch_layer(i + len(window.layers))
@@ -119,23 +123,35 @@ class Passes:
             window.fetch_layer(i)
             slot, leaving = window.layer(i), window.layer_gradient(i)
             window.bind(unit, slot, leaving)
-            started = self._start()
+            started, backward = self._start(), self._backward(i, position)
             for m in micro:
-                entered = activations.load(i, m, tuple(gradients[m].shape)).detach().requires_grad_(True)
+                entered = activations.load(i, m, tuple(gradients[m].shape))
                 at = (self.layers - 1 - i) * len(parts) + m
                 if at + 1 < len(order):
                     activations.prefetch(*order[at + 1])
-                with torch.enable_grad():
-                    left = self.family.block(i, entered, position)
-                torch.autograd.backward(left, gradients[m])
+                (gradients[m],) = window.run("backward", i, leaving, position, (entered, gradients[m]), backward)
                 activations.done(i, m)
-                gradients[m] = entered.grad if entered.grad is not None else torch.zeros_like(entered)
             slot.used = self._end("backward", unit.name, started)
             window.send_layer(i, leaving)
             if i >= len(window.layers):
                 window.fetch_layer(i - len(window.layers))
         self._leave(gradients, ids, parts)
         window.send_rest()
+
+    def _forward(self, i: int, position: tuple[Tensor, Tensor]) -> Compute:
+        return lambda h: (self.family.block(i, h, position),)
+
+    def _backward(self, i: int, position: tuple[Tensor, Tensor]) -> Compute:
+        """Of a layer's input and its output's gradient: the input's; those of parameters are added where they are."""
+
+        def run(entered: Tensor, gradient: Tensor) -> tuple[Tensor]:
+            entered = entered.detach().requires_grad_(True)
+            with torch.enable_grad():
+                left = self.family.block(i, entered, position)
+            torch.autograd.backward(left, gradient)
+            return (entered.grad if entered.grad is not None else torch.zeros_like(entered),)
+
+        return run
 
     def _ask(self, every: np.ndarray) -> Slot:
         """The embedding's rows that all ranks read, each once, from its owner; before the layers."""
@@ -210,7 +226,9 @@ class Passes:
     def _positions(self, length: int) -> tuple[Tensor, Tensor]:
         """The family's, kept: making them waits for the accelerator."""
         if length not in self.kept_positions:
-            self.kept_positions = {length: self.family.positions(length, self.where, self.dtype)}
+            if len(self.kept_positions) >= LENGTHS:
+                del self.kept_positions[next(iter(self.kept_positions))]
+            self.kept_positions[length] = self.family.positions(length, self.where, self.dtype)
         return self.kept_positions[length]
 
     def _upload(self, values: np.ndarray) -> Tensor:

@@ -18,6 +18,7 @@ from ondevice.offload.moves import Moves, square
 if TYPE_CHECKING:
     from ondevice.offload.config import OffloadConfig
     from ondevice.offload.device import Device, Event
+    from ondevice.offload.graphs import Compute
     from ondevice.offload.host import HostStore
     from ondevice.offload.report import Timeline
     from ondevice.offload.units import Unit, Units
@@ -125,6 +126,13 @@ class Window:
         low, high = self.parts[part]
         slot = self.arrive(self.head_gradient[part % len(self.head_gradient)])
         return slot, slot.memory[: (high - low) * self.width].zero_().view(-1, self.width)
+
+    def run(
+        self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
+        compute: Compute,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`compute(*inputs)` of layer `i`."""
+        return compute(*inputs)
 
     def layer_gradient(self, i: int) -> Slot:
         """Zeroed memory for a layer's gradients, once the one before it has left."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.errors import ModelError
+from ondevice.offload.graphs import recorder
 from ondevice.offload.lsp.config import ProjectorConfig
 from ondevice.offload.lsp.linear import attach, detach, is_linear
 from ondevice.offload.lsp.matrix import Look, Matrix, carried
@@ -51,7 +52,7 @@ class LspAdamW:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ModelError("no parameter of the model requires a gradient", expected="at least one")
-        plane = Plane()
+        self.plane = plane = Plane(recorder(next(iter(trained.values())).device))
         self.entries: list[tuple[nn.Parameter, Matrix | None, Tensor, Tensor]] = []
         matrices: dict[int, Matrix] = {}
         for number, (name, p) in enumerate(trained.items()):
@@ -95,6 +96,7 @@ class LspAdamW:
                 matrix.effective(p.data, (change * learning_rate).to(p.dtype), decay, p.data)
                 gradient.zero_()
             p.grad = None
+        self.plane.descents.clear()
         self._watch()
 
     def close(self) -> None:

@@ -29,6 +29,8 @@ class Base(Protocol):
     """Weights of layers, in flat runs as `Unit` lays them out."""
 
     folds: bool
+    stays: bool
+    """Whether `source` reads the same memory every time, and nothing else."""
 
     def fetch(self, unit: Unit, slot: Slot) -> None:
         """Ask for a layer early."""
@@ -54,7 +56,7 @@ class Base(Protocol):
 class Resident:
     """On the accelerator, in the compute dtype or in float32."""
 
-    folds = True
+    folds, stays = True, True
 
     def __init__(self, units: tuple[Unit, ...], device: Device, compute: torch.dtype, dtype: torch.dtype) -> None:
         self.compute, self.memory = compute, {u.index: device.empty(u.numel, dtype) for u in units}
@@ -81,7 +83,7 @@ class Resident:
 class OnHost:
     """In pinned host memory; layers slide through the accelerator, once up and once down."""
 
-    folds = True
+    folds, stays = True, False
 
     def __init__(self, units: tuple[Unit, ...], device: Device, timeline: Timeline, compute: torch.dtype) -> None:
         self.device, self.timeline = device, timeline
@@ -128,7 +130,7 @@ class Quantised:
         MissingPackageError: bitsandbytes is not installed.
     """
 
-    folds = False
+    folds, stays = False, False
 
     def __init__(self, units: tuple[Unit, ...], where: torch.device, compute: torch.dtype, kind: str) -> None:
         try:

@@ -63,3 +63,7 @@ class LspEngineConfig(EngineConfig, ProjectorConfig):
 
     activations: Literal["device", "host"] = "device"
     """Where each layer's input waits for the backward pass."""
+
+    cuda_graphs: bool = True
+    """Run a layer's passes as CUDA graphs where there is CUDA: the launches of many kernels bound small steps. The
+    first four shapes of batches that come again get them; temporary memory of a layer is then held all the time."""

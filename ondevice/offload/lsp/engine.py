@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ondevice.offload.activations import Activations
 from ondevice.offload.engine import host_threads
+from ondevice.offload.graphs import Graphs, recorder
 from ondevice.offload.host import DTYPES, HostStore, release
 from ondevice.offload.lsp.bases import Base, OnHost, Quantised, Resident
 from ondevice.offload.lsp.config import FOLDED
@@ -70,6 +71,8 @@ class LspEngine(Stepping):
         super().__init__(family, config, device)
         self.family, self.seed, self.dtype = family, seed, DTYPES[config.compute]
         self.attached: list[Any] = []
+        self.graphs = Graphs(recorder(self.where) if config.cuda_graphs else None)
+        self.plane = Plane(self.graphs.record)
         self.parts, self.looks = self._parts(), {}
         self.base = self._base() if any(part.matrices for part in self.parts) else None
         tables = tuple(part.unit for part in self.parts if part.matrices and part.unit.kind != "layer")
@@ -89,7 +92,8 @@ class LspEngine(Stepping):
 
     def _assemble(self, family: Family) -> None:
         config, where = self.config, (self.device, self.dtype, self.updates)
-        self.held = Held(self.units, self.parts, self.base, self.tables.memory, self.exact, config, *where)
+        memory = (self.base, self.tables.memory, self.exact)
+        self.held = Held(self.units, self.parts, *memory, config, *where, self.graphs)
         self.activations = Activations(self.device, self.timeline, config.activations, None)
         ahead = (self.units, config, self.device, self.timeline, self.held, self.activations)
         self.passes = Passes(family, *ahead, self.where, self.liger)
@@ -117,6 +121,7 @@ class LspEngine(Stepping):
         known = self.held.send_total(total.reshape(1), self.total)
         self.passes.backward(gradients, ids, parts)
         self.updates.end_backward()
+        self.plane.descents.clear()
         known().wait()
         return float(self.total) / count
 
@@ -171,7 +176,7 @@ class LspEngine(Stepping):
             self.device.close()
 
     def _parts(self) -> list[Part]:
-        config, plane = self.config if self.config.project else None, Plane()
+        config, plane = self.config if self.config.project else None, self.plane
         numbers = {name: number for number, (name, _) in enumerate(self.family.model.named_parameters())}
         where = (self.device, self.where)
         return [split(unit, config, self.seed, numbers, *where, plane) for unit in self.units.all]
@@ -214,7 +219,7 @@ class LspEngine(Stepping):
 
     def _watch(self, step: int) -> None:
         """Let every matrix look at its bias in this step, if it is one for it."""
-        due = step % self.config.check_every == 0
+        self.graphs.paused = due = step % self.config.check_every == 0
         for part in self.parts:
             for piece, matrix, offset in part.matrices:
                 matrix.watch = partial(self._look, part, piece, offset) if due else None

@@ -18,6 +18,7 @@ from ondevice.offload.window import Slot
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Device, Event
+    from ondevice.offload.graphs import Compute, Graphs
     from ondevice.offload.lsp.bases import Base
     from ondevice.offload.lsp.config import LspEngineConfig
     from ondevice.offload.lsp.part import Part
@@ -30,11 +31,11 @@ class Held:
 
     def __init__(
         self, units: Units, parts: list[Part], base: Base | None, tables: dict[int, Tensor], exact: dict[int, Tensor],
-        config: LspEngineConfig, device: Device, dtype: torch.dtype, updates: Updates,
+        config: LspEngineConfig, device: Device, dtype: torch.dtype, updates: Updates, graphs: Graphs,
     ) -> None:  # fmt: skip
         self.units, self.parts_of, self.base, self.tables = units, parts, base, tables
         self.device, self.dtype, self.updates, self.config = device, dtype, updates, config
-        self.exact = exact
+        self.exact, self.graphs = exact, graphs
         layers = [parts[unit.index] for unit in units.layers]
         if base is None:
             self.layers = [Slot(self.exact[part.unit.index]) for part in layers]
@@ -89,11 +90,36 @@ class Held:
         if self.base is None or self.held[at] == i:
             return slot
         self.held[at] = i
-        source, change = self.base.source(unit, slot), part.change.to(self.dtype)
-        for piece, matrix, offset in part.matrices:
-            own = part.changes(matrix, offset, change)
-            part.effective(matrix, own, self._view(source, piece), self._view(slot.memory, piece))
+        base = self.base
+
+        def make() -> tuple[Tensor, ...]:
+            source, change = base.source(unit, slot), part.change.to(self.dtype)
+            for piece, matrix, offset in part.matrices:
+                own = part.changes(matrix, offset, change)
+                part.effective(matrix, own, self._view(source, piece), self._view(slot.memory, piece))
+            return ()
+
+        steady = base.stays and not part.older
+        factors = tuple(matrix.gain for _, matrix, _ in part.matrices)
+        state = (*self.places(i, None), part.decay, *factors) if steady else None
+        self.graphs.run(("make", i), state, (), make)
         return slot
+
+    def run(
+        self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
+        compute: Compute,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`compute(*inputs)` of layer `i`, which is bound, as a graph where it has one."""
+        state = (*self.places(i, leaving), *(x.data_ptr() for x in position))
+        return self.graphs.run((kind, i), state, inputs, compute)
+
+    def places(self, i: int, leaving: Slot | None) -> tuple[int, ...]:
+        """Addresses of what layer `i` is computed with, which may be memory for others, too; its projectors are dense
+        from now on. `leaving` is for its gradient."""
+        slots, part = [self.layers[i % len(self.layers)], leaving], self.parts_of[self.units.layers[i].index]
+        shown = [x for pair in part.matrices[0][1].group.pairs(self.dtype) for x in pair] if part.matrices else []
+        own = [slot.memory for slot in slots if slot is not None]
+        return tuple(x.data_ptr() for x in (*own, *shown, self.exact[part.unit.index]) if x is not None)
 
     def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
         """Let the model's parameters of `unit` be what `slot` holds; exact ones have their gradients in `gradient`."""

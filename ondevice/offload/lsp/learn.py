@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ondevice.offload.lsp.descent import Descents, square
 from ondevice.offload.lsp.projector import Projector
 
 
@@ -43,19 +43,20 @@ class Learned:
 
 def relative_bias(left: Projector, right: Projector, gradient: Tensor) -> float:
     """||P P^T G Q Q^T - G|| / ||G|| on this gradient [m, n], Theorem 1's alpha; 0 where the gradient is."""
-    whole = float(_square(gradient))
+    whole = float(square(gradient))
     if not whole:
         return 0.0
     p, q = left.dense(torch.float32), right.dense(torch.float32)
     middle = p.T @ (gradient @ q.to(gradient.dtype)).float()
-    found = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum() - 2 * _square(middle)
+    found = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum() - 2 * square(middle)
     value = float(found) / whole + 1.0
     return 0.0 if value < 0 else value**0.5
 
 
 def learn(
-    left: Projector, right: Projector, gradient: Tensor, rounds: int = 2, steps: int = 6, gamma: float = 1e-3
-) -> Learned:
+    left: Projector, right: Projector, gradient: Tensor, rounds: int = 2, steps: int = 6, gamma: float = 1e-3,
+    descents: Descents | None = None,
+) -> Learned:  # fmt: skip
     """Better values for `left` and `right`, at the same positions.
 
     Args:
@@ -63,18 +64,20 @@ def learn(
         rounds: products with the gradient, for each side.
         steps: of a side in a round.
         gamma: weight of the values' mean squares.
+        descents: memory for other matrices of the shape, too.
     """
-    whole = float(_square(gradient))
-    if not whole or (left.exact and right.exact):
+    whole = square(gradient)
+    if (left.exact and right.exact) or not whole:
         return Learned(left, right, (), relative_bias(left, right, gradient))
     left, right = _scaled(left, right, gradient)
-    losses: list[float] = []
+    descents, losses = descents or Descents(None), list[Tensor]()
     for _ in range(rounds):
-        other = gamma * _mean_square(right)
-        left = _side(left, right, gradient, whole, gamma, other, steps, losses)
-        other = gamma * _mean_square(left)
-        right = _side(right, left, gradient.T, whole, gamma, other, steps, losses)
-    return Learned(left, right, tuple(losses), relative_bias(left, right, gradient))
+        for side in (0, 1):
+            one, other, rows = (left, right, gradient) if side == 0 else (right, left, gradient.T)
+            moved = _side(one, other, rows, whole, gamma, steps, losses, descents)
+            left, right = (moved, right) if side == 0 else (left, moved)
+    reached = torch.stack(losses).tolist()
+    return Learned(left, right, tuple(reached), relative_bias(left, right, gradient))
 
 
 def _scaled(left: Projector, right: Projector, gradient: Tensor) -> tuple[Projector, Projector]:
@@ -83,76 +86,24 @@ def _scaled(left: Projector, right: Projector, gradient: Tensor) -> tuple[Projec
     middle = p.T @ (gradient @ q.to(gradient.dtype)).float()
     estimate = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum()
     sides = [side for side in (left, right) if not side.exact]
-    factor = float(_square(middle) / estimate) ** (0.5 / len(sides))
+    factor = float(square(middle) / estimate) ** (0.5 / len(sides))
     left, right = (s if s.values is None else replace(s, values=s.values * factor) for s in (left, right))
     return left, right
 
 
 def _side(
-    side: Projector, held: Projector, gradient: Tensor, whole: float, gamma: float, other: float, steps: int,
-    losses: list[float],
+    side: Projector, held: Projector, gradient: Tensor, whole: Tensor, gamma: float, steps: int, losses: list[Tensor],
+    descents: Descents,
 ) -> Projector:  # fmt: skip
     """Some steps of `side`; `gradient` has its rows."""
-    if side.values is None or side.positions is None:
+    if side.positions is None or side.values is None:
         return side
     q = held.dense(torch.float32)
     outer, gram = (gradient @ q.to(gradient.dtype)).float(), q.T @ q  # Y [m, s], D [s, s]
-    values, penalty = side.values, gamma / side.rows
-    slope, direction = torch.zeros_like(values), torch.zeros_like(values)
+    other = gamma * (torch.ones_like(whole) if held.values is None else square(held.values) / held.rows)
+    one = descents.of(side, held.size)
+    one.begin(side.positions, side.values, outer, gram, whole, gamma / side.rows, other)
     for _ in range(steps):
-        p = replace(side, values=values).dense(torch.float32)
-        s, c = p.T @ outer, p.T @ p
-        sd = s @ gram
-        full = 2 * ((p @ sd - outer) @ s.T + outer @ (c @ sd - s).T)
-        new = full.gather(1, side.positions) / whole + 2 * penalty * values
-        turn = ((new * (new - slope)).sum() / _square(slope).clamp(min=1e-30)).clamp(min=0.0)  # Polak and Ribiere
-        direction = turn * direction - new
-        slope, direction = new, torch.where((direction * new).sum() < 0, direction, -new)
-        along = _along(p, replace(side, values=direction).dense(torch.float32), outer, gram, s, c)
-        shrink = (_square(values), 2 * (values * direction).sum(), _square(direction))
-        known = np.array(torch.stack((*along, *shrink)).tolist())  # the one wait for the accelerator
-        poly = known[:5] / whole
-        poly[:3] += penalty * known[5:]
-        poly[0] += 1.0 + other
-        if not losses:
-            losses.append(float(poly[0]))
-        length, reached = _lowest(poly)
-        if not length:
-            break
-        values = values + length * direction
-        losses.append(reached)
-    return replace(side, values=values)
-
-
-def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, ...]:
-    """Five coefficients, from the constant up, of tr(C S D S^T) - 2 ||S||^2 at P + x E: a polynomial in x."""
-    t, mixed, square = e.T @ outer, p.T @ e, e.T @ e
-    mixed = mixed + mixed.T
-    ss, st, tt = s @ gram @ s.T, s @ gram @ t.T, t @ gram @ t.T
-    return (
-        (c * ss).sum() - 2 * _square(s),
-        2 * (c * st).sum() + (mixed * ss).sum() - 4 * (s * t).sum(),
-        (c * tt).sum() + 2 * (mixed * st).sum() + (square * ss).sum() - 2 * _square(t),
-        (mixed * tt).sum() + 2 * (square * st).sum(),
-        (square * tt).sum(),
-    )
-
-
-def _lowest(poly: np.ndarray) -> tuple[float, float]:
-    """Where x >= 0 makes a polynomial of degree four lowest, and how low; coefficients from the constant up."""
-    if not np.isfinite(poly).all():
-        return 0.0, float(poly[0])
-    roots = np.roots((poly[1:] * [1, 2, 3, 4])[::-1])
-    real = roots.real[abs(roots.imag) < 1e-6 * (1 + abs(roots.real))]
-    lengths = np.concatenate([[0.0], real[real > 0]])
-    reached = np.polyval(poly[::-1], lengths)
-    best = int(reached.argmin())
-    return float(lengths[best]), float(reached[best])
-
-
-def _square(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float32).square()
-
-
-def _mean_square(side: Projector) -> float:
-    return 1.0 if side.values is None else float(_square(side.values)) / side.rows
+        descents.step(one)
+        losses += [one.reached.clone()] if losses else [one.start.clone(), one.reached.clone()]
+    return replace(side, values=one.values.clone())

@@ -138,7 +138,7 @@ class Matrix:
         self.turn += 1
         pair = self.drawn(self.turn)
         if c.learned:
-            found = learn(*pair, gradient, c.learn_rounds, c.learn_steps, c.gamma)
+            found = learn(*pair, gradient, c.learn_rounds, c.learn_steps, c.gamma, self.group.plane.descents)
             pair, after = (found.left, found.right), found.bias
             if not after < before:
                 return Look(before)

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ondevice.offload.lsp.descent import Descents
+
 if TYPE_CHECKING:
+    from ondevice.offload.graphs import Record
     from ondevice.offload.lsp.matrix import Matrix
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -17,9 +20,15 @@ Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Plane:
-    """Memory for the dense projectors of one group of matrices at a time, shared by all groups; one for each dtype."""
+    """Memory for the dense projectors of one group of matrices at a time, shared by all groups; one for each dtype.
+    And `descents`, memory that all learn in.
 
-    def __init__(self) -> None:
+    Args:
+        record: makes graphs of the learning.
+    """
+
+    def __init__(self, record: Record | None = None) -> None:
+        self.descents = Descents(record)
         self.memory: dict[torch.dtype, Tensor] = {}
         self.shown: dict[torch.dtype, Group] = {}
 

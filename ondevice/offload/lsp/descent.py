@@ -1,0 +1,158 @@
+"""Steps of conjugate gradients of one side of a pair of projectors, with an exact line search (see `learn.py`).
+
+Nothing in a step waits for the accelerator, and all that it reads lies in memory that stays: so it is a CUDA graph, the
+same one for all matrices of a shape.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ondevice.offload.graphs import Graphs, Record
+from ondevice.offload.lsp.projector import Projector
+
+
+class Descent:
+    """One side [rows, s] with d values a row, on its way; `begin` before every matrix.
+
+    Args:
+        width: of the other side's subspace.
+
+    Attributes:
+        values: float32 [rows, d], changed by every step.
+        start, reached: float64 [], the objective before and after the last step.
+    """
+
+    def __init__(self, side: Projector, width: int) -> None:
+        rows, nonzeros = side.shape
+        kind = {"dtype": torch.float32, "device": side.device}
+        self.size, self.positions = side.size, torch.empty(rows, nonzeros, dtype=torch.int64, device=side.device)
+        self.values, self.slope, self.direction = (torch.empty(rows, nonzeros, **kind) for _ in range(3))
+        self.outer, self.gram = torch.empty(rows, width, **kind), torch.empty(width, width, **kind)
+        self.scales = torch.empty(3, dtype=torch.float64, device=side.device)
+        self.start, self.reached = torch.empty_like(self.scales[0]), torch.empty_like(self.scales[0])
+
+    def begin(
+        self, positions: Tensor, values: Tensor, outer: Tensor, gram: Tensor, whole: Tensor, penalty: float,
+        other: Tensor,
+    ) -> None:  # fmt: skip
+        """Take a side as it is.
+
+        Args:
+            outer: Y = G Q, float32 [rows, width].
+            gram: D = Q^T Q, float32 [width, width].
+            whole: ||G||^2, [].
+            penalty: gamma / rows.
+            other: what the held side adds to the objective, [].
+        """
+        self.positions.copy_(positions)
+        self.values.copy_(values)
+        self.outer.copy_(outer)
+        self.gram.copy_(gram)
+        self.slope.zero_()
+        self.direction.zero_()
+        for at, value in enumerate((whole, torch.full_like(whole, penalty), other)):
+            self.scales[at].copy_(value)
+
+    def step(self) -> None:
+        """Down one direction, to the lowest point along it."""
+        whole, penalty, other = self.scales.unbind()
+        p = self._dense(self.values)
+        s, c = p.T @ self.outer, p.T @ p
+        sd = s @ self.gram
+        full = 2 * ((p @ sd - self.outer) @ s.T + self.outer @ (c @ sd - s).T)
+        new = full.gather(1, self.positions) / whole.float() + 2 * penalty.float() * self.values
+        turn = ((new * (new - self.slope)).sum() / square(self.slope).clamp(min=1e-30)).clamp(min=0.0)
+        direction = turn * self.direction - new  # Polak and Ribiere
+        direction = torch.where((direction * new).sum() < 0, direction, -new)
+        self.slope.copy_(new)
+        self.direction.copy_(direction)
+        along = torch.stack(_along(p, self._dense(direction), self.outer, self.gram, s, c)).double() / whole
+        shrink = torch.stack((square(self.values), 2 * (self.values * direction).sum(), square(direction))).double()
+        along[:3] += penalty * shrink
+        along[0] += 1.0 + other
+        self.start.copy_(along[0])
+        length, reached = lowest(along)
+        self.values.add_(length.float() * direction)
+        self.reached.copy_(reached)
+
+    def _dense(self, values: Tensor) -> Tensor:
+        return values.new_zeros(len(values), self.size).scatter_(1, self.positions, values)
+
+
+class Descents:
+    """A `Descent` for each shape, and the graphs of their steps."""
+
+    def __init__(self, record: Record | None) -> None:
+        self.record = record
+        self.clear()
+
+    def clear(self) -> None:
+        """Give the memory back, some hundred MB for the largest matrices."""
+        self.known: dict[tuple[int, ...], Descent] = {}
+        self.graphs = Graphs(self.record)
+
+    def of(self, side: Projector, width: int) -> Descent:
+        """That of the side's shape."""
+        key = (*side.shape, side.size, width)
+        if key not in self.known:
+            self.known[key] = Descent(side, width)
+        return self.known[key]
+
+    def step(self, one: Descent) -> None:
+        """One step."""
+
+        def run() -> tuple[Tensor, ...]:
+            one.step()
+            return ()
+
+        self.graphs.run((id(one),), (), (), run)
+
+
+def square(x: Tensor) -> Tensor:
+    """||x||^2 in float32, []."""
+    return torch.linalg.vector_norm(x, dtype=torch.float32).square()
+
+
+def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+    """Five coefficients, from the constant up, of tr(C S D S^T) - 2 ||S||^2 at P + x E: a polynomial in x."""
+    t, mixed, own = e.T @ outer, p.T @ e, e.T @ e
+    mixed = mixed + mixed.T
+    ss, st, tt = s @ gram @ s.T, s @ gram @ t.T, t @ gram @ t.T
+    return (
+        (c * ss).sum() - 2 * square(s),
+        2 * (c * st).sum() + (mixed * ss).sum() - 4 * (s * t).sum(),
+        (c * tt).sum() + 2 * (mixed * st).sum() + (own * ss).sum() - 2 * square(t),
+        (mixed * tt).sum() + 2 * (own * st).sum(),
+        (own * tt).sum(),
+    )
+
+
+def lowest(poly: Tensor) -> tuple[Tensor, Tensor]:
+    """Where x >= 0 makes a polynomial of degree four lowest, and how low; float64 coefficients [5] from the constant
+    up. Where no such x is lower, or the coefficients are not finite, x is 0.
+
+    The slope is a cubic: its roots are known in closed form, and two steps of Newton's method make them exact.
+    """
+    powers = torch.arange(5, dtype=poly.dtype, device=poly.device)
+    d, c, b = (poly[1:4] * powers[1:4] / (4 * poly[4])).unbind()  # x^3 + b x^2 + c x + d
+    p, q = c - b * b / 3, (2 * b * b * b - 9 * b * c) / 27 + d
+    inside = q * q / 4 + p * p * p / 27
+    big = -torch.sign(q + (q == 0)) * (q.abs() / 2 + inside.clamp(min=0).sqrt()) ** (1 / 3)
+    one = big - torch.where(big == 0, 0.0, p / (3 * big))
+    radius = 2 * (-p / 3).clamp(min=0).sqrt()
+    ratio = torch.where(radius == 0, 0.0, 3 * q / (p * radius)).clamp(-1, 1)
+    angles = (torch.arccos(ratio) - 2 * math.pi * powers[:3]) / 3
+    x = torch.where(inside > 0, one, radius * torch.cos(angles)) - b / 3
+    for _ in range(2):
+        slope, bend = ((x + b) * x + c) * x + d, (3 * x + 2 * b) * x + c
+        x = x - torch.where(bend == 0, 0.0, slope / bend)
+    x = torch.cat((torch.zeros_like(x[:1]), torch.where(x.isfinite() & (x > 0), x, 0.0)))
+    found = (poly * x[:, None] ** powers).sum(1)
+    found = torch.where(found.isfinite(), found, math.inf)
+    at = found.argmin()
+    length, reached = x.take(at), found.take(at)  # an index would wait for its value
+    return length, torch.where(reached.isfinite(), reached, poly[0])

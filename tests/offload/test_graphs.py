@@ -1,0 +1,107 @@
+"""Work as graphs gives the bits of the work itself, and is recorded anew where what it depends on has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.offload.graphs import SHAPES, WARM, Graphs  # noqa: E402
+from ondevice.offload.lsp import engine as lsp_engine  # noqa: E402
+from ondevice.offload.lsp.engine import LspEngine  # noqa: E402
+from ondevice.offload.lsp.learn import learn  # noqa: E402
+from ondevice.offload.lsp.plane import Plane  # noqa: E402
+from tests.offload.lsp.dense import low_rank, pair  # noqa: E402
+from tests.offload.lsp.test_engine import FAMILIES, RATE, furthest, settings  # noqa: E402
+from tests.offload.recording import record  # noqa: E402
+from tests.offload.reference import batches  # noqa: E402
+
+
+def train(name: str, data: list[Any], **values: Any) -> tuple[list[float], dict[str, Any], list[int]]:
+    """Losses, weights, and how many graphs there were after each step."""
+    family, sizes = FAMILIES[name]
+    engine = LspEngine(tiny_model(family, **sizes).family, settings(**values), "cpu")
+    try:
+        losses, made = [], []
+        for step, (ids, labels) in enumerate(data):
+            losses.append(engine.step(ids, labels, step, RATE))
+            made.append(engine.graphs.made)
+        engine.flush()
+        return losses, engine.weights(), made
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "weights": "float32", "window": 2}, {"weights": "nf4"},
+     {"weights": "host"}, {"project": False}, {"micro_batch_size": 2}, {"activations": "host"}],
+    ids=str,
+)  # fmt: skip
+def test_an_engine_with_graphs_has_the_bits_of_one_without(
+    name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through two refreshes, with batches of two lengths."""
+    long, short = batches(14, rows=3), batches(14, rows=3, length=7)
+    data = [(long if step % 5 else short)[step] for step in range(14)]
+    chosen = {"check_every": 6, **values}
+    losses, weights, none = train(name, data, **chosen)
+    monkeypatch.setattr(lsp_engine, "recorder", lambda _: record)
+    ours, trained, made = train(name, data, **chosen)
+    assert ours == losses and furthest(trained, weights) == 0
+    assert not any(none) and made[1] == 0 < made[4]
+    assert made[6] == made[5] and made[12] == made[11], "a step that looks at the bias is done as it stands"
+    *_, without = train(name, data, **chosen, cuda_graphs=False)
+    assert not any(without)
+
+
+def test_steady_work_is_recorded_once_and_other_state_again() -> None:
+    graphs, factor = Graphs(record), 2.0
+    x = torch.arange(3.0)
+
+    def compute(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (x * factor,)
+
+    for turn in range(1, WARM + 4):
+        assert torch.equal(graphs.run(("a",), (factor,), (x + turn,), compute)[0], (x + turn) * 2)
+        assert graphs.made == (turn > WARM)
+    factor = 3.0
+    for turn in range(1, WARM + 4):
+        assert torch.equal(graphs.run(("a",), (factor,), (x + turn,), compute)[0], (x + turn) * 3)
+        assert graphs.made == 1 + (turn > WARM)
+
+
+def test_what_comes_out_is_the_callers_own() -> None:
+    graphs = Graphs(record)
+    found = [graphs.run(("a",), (), (torch.full((2,), float(i)),), lambda x: (x + 1,))[0] for i in range(8)]
+    assert [float(x[0]) for x in found] == [i + 1.0 for i in range(8)]
+
+
+def test_further_shapes_run_as_they_stand() -> None:
+    graphs = Graphs(record)
+    for length in range(1, SHAPES + 4):
+        for _ in range(WARM + 2):
+            graphs.run(("a",), (), (torch.ones(length),), lambda x: (x * 2,))
+    assert graphs.made == SHAPES
+
+
+@pytest.mark.parametrize("rows", [31, 9])
+def test_learning_with_graphs_has_the_same_bits(rows: int) -> None:
+    """Of several matrices, one of them with an exact side, in memory that they share."""
+    plane = Plane(record)
+    for seed in range(3):
+        gradient, drawn = low_rank(rows, 23, 3, seed), pair(rows, 23, 9, 4)
+        expected, found = learn(*drawn, gradient), learn(*drawn, gradient, descents=plane.descents)
+        assert found.losses == expected.losses and found.bias == expected.bias
+        for a, b in ((found.left, expected.left), (found.right, expected.right)):
+            assert a.exact == b.exact
+            assert a.exact or np.array_equal(a.values.numpy(), b.values.numpy())  # pyright: ignore
+    assert plane.descents.graphs.made == 1 + (rows > 9)
+    plane.descents.clear()
+    assert plane.descents.graphs.made == 0 and not plane.descents.known
