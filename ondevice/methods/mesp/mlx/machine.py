@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ondevice.methods.mesp.mlx.schedule import Call, Ref
+from ondevice.methods.mesp.mlx.weights import part
 
 Update = Callable[[str, Any, Any], None]
 """Takes the target, and the gradients of A [rank, inputs] and of B [outputs, rank]."""
@@ -26,8 +27,8 @@ class Functions(Protocol):
 class BlockWeights(Protocol):
     """One block's frozen arrays by their names in the schedule."""
 
-    def get(self, name: str) -> Any:
-        """An array; read from its file where that is where it is."""
+    def get(self, ref: Ref) -> Any:
+        """An array or a range of it; read from its file where that is where it is."""
         ...
 
     def drop(self, name: str) -> None:
@@ -72,7 +73,7 @@ class Machine:
                 if update is not None:
                     update(call.outputs["target"], *pair)
                 continue
-            arrays = {name: _part(self._find(ref, held, weights, adapter), ref) for name, ref in call.inputs.items()}
+            arrays = {name: _find(ref, held, weights, adapter) for name, ref in call.inputs.items()}
             made = self.functions.call(call.stage, arrays)
             arrays.clear()
             held.update({name: made.pop(output) for output, name in call.outputs.items()})
@@ -88,18 +89,10 @@ class Machine:
                     clear_cache()
         return held
 
-    def _find(self, ref: Ref, held: dict[str, Any], weights: BlockWeights, adapter: Mapping[str, Any]) -> Any:
-        if ref.name in held:
-            return held[ref.name]
-        return adapter[ref.name] if ref.name in adapter else weights.get(ref.name)
 
-
-def _part(array: Any, ref: Ref) -> Any:
-    if ref.whole:
-        return array
-    index = [slice(None)] * array.ndim
-    index[ref.axis] = slice(ref.start, ref.stop)
-    return array[tuple(index)]
+def _find(ref: Ref, held: dict[str, Any], weights: BlockWeights, adapter: Mapping[str, Any]) -> Any:
+    found = held if ref.name in held else adapter if ref.name in adapter else None
+    return weights.get(ref) if found is None else part(found[ref.name], ref)
 
 
 def clear_cache() -> None:

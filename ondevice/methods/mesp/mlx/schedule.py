@@ -139,7 +139,11 @@ def _mlp_backward(settings: Settings) -> list[Call]:
     if "down_proj" in lora:
         inputs |= _same("down_proj.h", *_pieces("down_proj.dA", len(tiles)))
         outputs |= _gradients("down_proj")
-    return [*calls, Call("mlp_norm_backward", inputs, outputs), *_updates(settings, "gate_proj", "up_proj", "down_proj")]
+    return [
+        *calls,
+        Call("mlp_norm_backward", inputs, outputs),
+        *_updates(settings, "gate_proj", "up_proj", "down_proj"),
+    ]
 
 
 def _attention_backward(settings: Settings, length_tokens: int) -> list[Call]:
@@ -236,3 +240,45 @@ def with_frees(calls: list[Call], results: tuple[str, ...]) -> list[Call]:
         found.append(replace(call, free=tuple(sorted(free - (made & needed)))))
         needed = (needed - made) | used
     return found[::-1]
+
+
+def embed(settings: Settings) -> list[Call]:
+    """Gathered rows of the embedding -> x."""
+    return with_frees([Call("embed", _rows(settings), _named("x"))], ("x",))
+
+
+def final_norm() -> list[Call]:
+    """x -> hn; x stays for the backward pass."""
+    return with_frees([Call("final_norm", _same("x", "final_norm.weight"), _named("hn"))], ("hn",))
+
+
+def final_norm_backward() -> list[Call]:
+    """x and ghn -> g."""
+    call = Call("final_norm_backward", _same("x", "final_norm.weight", "ghn"), _named("g"))
+    return with_frees([call], ("g",))
+
+
+def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> list[Call]:
+    """hn of labelled tokens, the head's rows of their labels, and each token's weight -> nll, and gh with `gradient`."""
+    calls = [Call("loss_begin", _same("hn") | _rows(settings), _named("target", "maximum", "total"), evaluate=False)]
+    for low, high in tiles:
+        head = {ref.name: ref for ref in _head(settings, low, high)}
+        calls.append(Call("loss_tile", _same("hn", "maximum", "total") | head, _named("maximum", "total")))
+    calls.append(Call("loss_end", _same("target", "maximum", "total"), _named("nll", "logsumexp")))
+    if not gradient:
+        return with_frees(calls, ("nll",))
+    calls.append(Call("loss_begin_backward", _rows(settings) | _same("weight"), _named("gh")))
+    for low, high in tiles:
+        head = {ref.name: ref for ref in _head(settings, low, high)}
+        calls.append(Call("loss_tile_backward", _same("hn", "logsumexp", "weight", "gh") | head, _named("gh")))
+    return with_frees(calls, ("nll", "gh"))
+
+
+def _rows(settings: Settings) -> dict[str, Ref]:
+    parts = ("weight", "scales", "biases") if settings.bits else ("weight",)
+    return _same(*(f"rows.{part}" for part in parts))
+
+
+def _head(settings: Settings, low: int, high: int) -> list[Ref]:
+    parts = ("weight", "scales", "biases") if settings.bits else ("weight",)
+    return [Ref(f"head.{part}", 0, low, high) for part in parts]
