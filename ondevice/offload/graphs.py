@@ -30,6 +30,12 @@ class CudaRecord:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
+        one = torch.zeros(1, device=device)
+
+        def add() -> None:
+            one.add_(one + 1)
+
+        self.first = self(add)  # a pool ends with its last graph
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()

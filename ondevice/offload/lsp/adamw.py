@@ -52,7 +52,8 @@ class LspAdamW:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ModelError("no parameter of the model requires a gradient", expected="at least one")
-        self.plane = plane = Plane(recorder(next(iter(trained.values())).device))
+        where = next(iter(trained.values())).device
+        self.plane = plane = Plane(lambda: recorder(where))
         self.entries: list[tuple[nn.Parameter, Matrix | None, Tensor, Tensor]] = []
         matrices: dict[int, Matrix] = {}
         for number, (name, p) in enumerate(trained.items()):

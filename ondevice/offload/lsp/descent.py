@@ -7,6 +7,7 @@ same one for all matrices of a shape.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -84,16 +85,20 @@ class Descent:
 
 
 class Descents:
-    """A `Descent` for each shape, and the graphs of their steps."""
+    """A `Descent` for each shape, and the graphs of their steps.
 
-    def __init__(self, record: Record | None) -> None:
-        self.record = record
+    Args:
+        records: gives what makes the graphs, anew after each `clear`.
+    """
+
+    def __init__(self, records: Callable[[], Record | None]) -> None:
+        self.records = records
         self.clear()
 
     def clear(self) -> None:
         """Give the memory back, some hundred MB for the largest matrices."""
         self.known: dict[tuple[int, ...], Descent] = {}
-        self.graphs = Graphs(self.record)
+        self.graphs: Graphs | None = None
 
     def of(self, side: Projector, width: int) -> Descent:
         """That of the side's shape."""
@@ -109,6 +114,8 @@ class Descents:
             one.step()
             return ()
 
+        if self.graphs is None:
+            self.graphs = Graphs(self.records())
         self.graphs.run((id(one),), (), (), run)
 
 

@@ -70,7 +70,7 @@ def learn(
     if (left.exact and right.exact) or not whole:
         return Learned(left, right, (), relative_bias(left, right, gradient))
     left, right = _scaled(left, right, gradient)
-    descents, losses = descents or Descents(None), list[Tensor]()
+    descents, losses = descents or Descents(lambda: None), list[Tensor]()
     for _ in range(rounds):
         for side in (0, 1):
             one, other, rows = (left, right, gradient) if side == 0 else (right, left, gradient.T)

@@ -4,6 +4,7 @@ tensor cores can multiply by them. What is stored stays d values and positions a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,11 +25,11 @@ class Plane:
     And `descents`, memory that all learn in.
 
     Args:
-        record: makes graphs of the learning.
+        records: gives what makes graphs of the learning.
     """
 
-    def __init__(self, record: Record | None = None) -> None:
-        self.descents = Descents(record)
+    def __init__(self, records: Callable[[], Record | None] = lambda: None) -> None:
+        self.descents = Descents(records)
         self.memory: dict[torch.dtype, Tensor] = {}
         self.shown: dict[torch.dtype, Group] = {}
 
