@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,8 @@ def ranks_of(config: RunConfig) -> tuple[int, int]:
     Raises:
         ConfigError: the method or the batch cannot be divided.
     """
+    if "WORLD_SIZE" not in os.environ:
+        return 0, 1  # and torch, which knows of ranks, is not imported for a method that does without it
     from ondevice.offload.ranks import asked, check_rows
 
     rank, world = asked()
