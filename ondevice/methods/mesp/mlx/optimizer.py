@@ -45,6 +45,7 @@ class Optimizer:
     def __init__(self, config: MespConfig) -> None:
         self.config, self.steps = config, 0
         self.moments: dict[str, list[Any]] = {}
+        self.scalars: list[Any] = []
         self.constants = mx.array([config.beta1, config.beta2, config.eps], dtype=mx.float32)
 
     def begin(self, learning_rate: float) -> None:
@@ -64,8 +65,9 @@ class Optimizer:
             return value
         if name not in self.moments:
             self.moments[name] = [mx.zeros_like(value) for _ in MOMENTS]
-        value, *moments = adamw(value, gradient, *self.moments[name], *self.scalars, self.constants)
-        self.moments[name] = moments
+        first, second = self.moments[name]
+        rate, kept, root = self.scalars
+        value, *self.moments[name] = adamw(value, gradient, first, second, rate, kept, root, self.constants)
         return value
 
     def state(self) -> dict[str, Any]:
@@ -86,7 +88,6 @@ class Optimizer:
         if self.config.optimizer == "sgd":
             return
         for name in names:
-            pair = [state.get(f"{key}/{name}") for key in MOMENTS]
-            if any(array is None for array in pair):
+            if any(f"{key}/{name}" not in state for key in MOMENTS):
                 raise CheckpointError(f"the checkpoint lacks the moments of {name}", hint="resume from an older one")
-            self.moments[name] = [mx.array(array) for array in pair]
+            self.moments[name] = [mx.array(state[f"{key}/{name}"]) for key in MOMENTS]

@@ -259,7 +259,7 @@ def final_norm_backward() -> list[Call]:
 
 
 def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> list[Call]:
-    """hn of labelled tokens, the head's rows of their labels, and each token's weight -> nll, and gh with `gradient`."""
+    """hn of labelled tokens, the head's rows of their labels, each token's weight -> nll, and gh with `gradient`."""
     calls = [Call("loss_begin", _same("hn") | _rows(settings), _named("target", "maximum", "total"), evaluate=False)]
     for low, high in tiles:
         head = {ref.name: ref for ref in _head(settings, low, high)}

@@ -98,7 +98,7 @@ class TensorFile:
         return entry["dtype"], self.start + entry["data_offsets"][0], tuple(entry["shape"])
 
     def _fill(self, array: np.ndarray, offset: int, name: str) -> None:
-        left = memoryview(array.reshape(-1).view(np.uint8))
+        left = array.reshape(-1).view(np.uint8).data
         try:
             while left:
                 count = os.preadv(self.file.fileno(), [left], offset)
