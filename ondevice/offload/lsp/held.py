@@ -85,24 +85,31 @@ class Held:
     def layer(self, i: int) -> Slot:
         """Layer `i` as it is computed with."""
         at, unit = i % len(self.layers), self.units.layers[i]
-        slot, part = self.layers[at], self.parts_of[unit.index]
+        slot, part, base = self.layers[at], self.parts_of[unit.index], self.base
         self.settle(part)
-        if self.base is None or self.held[at] == i:
+        if base is None or not part.matrices:
+            return slot
+        group = part.matrices[0][1].group
+        if self.held[at] == i:
+            group.plane.show(group, self.dtype)
             return slot
         self.held[at] = i
-        base = self.base
 
         def make() -> tuple[Tensor, ...]:
+            group.plane.fill(group, self.dtype)
             source, change = base.source(unit, slot), part.change.to(self.dtype)
             for piece, matrix, offset in part.matrices:
                 own = part.changes(matrix, offset, change)
                 part.effective(matrix, own, self._view(source, piece), self._view(slot.memory, piece))
             return ()
 
-        steady = base.stays and not part.older
-        factors = tuple(matrix.gain for _, matrix, _ in part.matrices)
-        state = (*self.places(i, None), part.decay, *factors) if steady else None
+        state = None
+        if base.stays and not part.older:
+            factors = (matrix.gain for _, matrix, _ in part.matrices)
+            flat = (x.data_ptr() for x in group.flat(self.dtype))
+            state = (*self.places(i, None), part.decay, *factors, *flat)
         self.graphs.run(("make", i), state, (), make)
+        group.plane.shown[self.dtype] = group
         return slot
 
     def run(
@@ -114,12 +121,16 @@ class Held:
         return self.graphs.run((kind, i), state, inputs, compute)
 
     def places(self, i: int, leaving: Slot | None) -> tuple[int, ...]:
-        """Addresses of what layer `i` is computed with, which may be memory for others, too; its projectors are dense
-        from now on. `leaving` is for its gradient."""
-        slots, part = [self.layers[i % len(self.layers)], leaving], self.parts_of[self.units.layers[i].index]
-        shown = [x for pair in part.matrices[0][1].group.pairs(self.dtype) for x in pair] if part.matrices else []
-        own = [slot.memory for slot in slots if slot is not None]
-        return tuple(x.data_ptr() for x in (*own, *shown, self.exact[part.unit.index]) if x is not None)
+        """Addresses of what layer `i` is computed with, which may be memory for others, too; `leaving` is for its
+        gradient."""
+        part = self.parts_of[self.units.layers[i].index]
+        memory = [self.layers[i % len(self.layers)].memory, self.exact[part.unit.index]]
+        if leaving is not None:
+            memory.append(leaving.memory)
+        if part.matrices:
+            group = part.matrices[0][1].group
+            memory.append(group.plane.room(group, self.dtype))
+        return tuple(x.data_ptr() for x in memory)
 
     def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
         """Let the model's parameters of `unit` be what `slot` holds; exact ones have their gradients in `gradient`."""

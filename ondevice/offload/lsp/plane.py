@@ -33,15 +33,23 @@ class Plane:
         self.memory: dict[torch.dtype, Tensor] = {}
         self.shown: dict[torch.dtype, Group] = {}
 
-    def show(self, group: Group, dtype: torch.dtype) -> Tensor:
-        """The group's dense projectors, flat, in `dtype`; made anew only if another group's were there."""
+    def room(self, group: Group, dtype: torch.dtype) -> Tensor:
+        """Memory for the group's dense projectors."""
         memory = self.memory.get(dtype)
         if memory is None or memory.numel() < group.numel or memory.device != group.device:
             memory = self.memory[dtype] = torch.empty(group.numel, dtype=dtype, device=group.device)
-        if self.shown.get(dtype) is not group:
-            memory[: group.numel].zero_().scatter_(0, *group.flat(dtype))
-            self.shown[dtype] = group
         return memory
+
+    def show(self, group: Group, dtype: torch.dtype) -> Tensor:
+        """The group's dense projectors, flat, in `dtype`; made anew only if another group's were there."""
+        if self.shown.get(dtype) is not group or dtype not in self.memory:
+            self.fill(group, dtype)
+        return self.memory[dtype]
+
+    def fill(self, group: Group, dtype: torch.dtype) -> None:
+        """Make them."""
+        self.room(group, dtype)[: group.numel].zero_().scatter_(0, *group.flat(dtype))
+        self.shown[dtype] = group
 
 
 class Group:

@@ -187,13 +187,15 @@ class Updates:
         self.update.submit(unit.name, update, priority)
 
     def _step(self, part: Part, now: Step, buffer: Tensor) -> None:
-        """AdamW: of the changes a step of length one, which the accelerator multiplies by the learning rate."""
+        """AdamW: of the changes a step of length one, which the accelerator multiplies by the learning rate. What the
+        memory held decays to nothing in it, so it is written once."""
         adam = self.clipping.apply(now, part.unit)
         if part.narrow:
-            steps = self.steps[: part.narrow].zero_()
-            state = HostState(steps, None, None, part.moments, part.unit.index)
-            self._adam(buffer[: part.narrow], state, replace(adam, learning_rate=1.0, weight_decay=0.0))
-            self.answers[part.unit.index].copy_(steps)
+            answer = self.answers[part.unit.index]
+            half = answer.dtype != torch.float32
+            steps, high = (self.steps[: part.narrow], answer.view(torch.uint16)) if half else (answer, None)
+            state = HostState(steps, high, None, part.moments, part.unit.index)
+            self._adam(buffer[: part.narrow], state, replace(adam, learning_rate=1.0, weight_decay=1.0))
         if part.exact.numel:
             self._adam(buffer[part.narrow : part.numel], self.store.states[part.unit.index], adam)
 
