@@ -46,7 +46,7 @@ class Row:
 
 STEPS = 6
 LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "full": 1e-3}
-LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3}
+LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3, "mesp": 1e-2}
 BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
 WHOLE = "float32 and bfloat16; AdamW itself where the subspace is as large as the matrices"
 EAGER = (
@@ -74,6 +74,9 @@ EAGER = (
     ),
     Row("lsp", "torch-cpu", WHOLE, adapter_error=1e-3),
     Row("lsp", "torch-cpu", WHOLE, {"schedule": "zero"}, adapter_error=1e-3, **BIAS),
+    Row("mesp", "torch-cpu", adapter_error=2e-4),
+    Row("mesp", "torch-cpu", settings={"mlp_chunk_tokens": 7, "micro_batch_size": 1}, adapter_error=2e-4, **BIAS),
+    Row("mesp", "torch-cpu", family="mistral", adapter_error=2e-4),
 )
 CUDA = tuple(
     Row(method, "torch-cuda", loss_error=1e-5, gradient_error=2e-2, adapter_error=error, claimed=claimed)
@@ -85,6 +88,7 @@ CUDA = tuple(
         ("full", 2e-3, True),
         ("slideformer", 2e-3, True),
         ("lsp", 2e-3, False),
+        ("mesp", 1e-3, False),
     )
 )
 PROGRAMS = (

@@ -31,6 +31,7 @@ DEFAULTS = {
     "full": {},
     "slideformer": {"compute": "float32"},
     "lsp": {"compute": "float32", "subspace": 1024},
+    "mesp": {"rank": 4},
 }
 ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.backend == "torch-cuda" else []) for row in TABLE]
 
@@ -155,7 +156,7 @@ def test_a_resume_has_the_bits_of_a_run_that_never_stopped(row) -> None:
     assert ours.keys() == theirs.keys() and all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.values[0].method in ("prge", "lora", "lora-fa")])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.values[0].method in ("prge", "lora", "lora-fa", "mesp")])
 def test_the_adapter_goes_through_a_file(row, tmp_path) -> None:
     session, other = open_row(row), open_row(row)
     given = batches(session)

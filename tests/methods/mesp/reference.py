@@ -1,0 +1,81 @@
+"""Exact gradients by another road: autograd in float64 over transformers' own forward, adapters merged into weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ondevice.methods.registry import method_config, open_session
+from tests.methods.reference import in_double, plain_loss
+
+
+def session(loaded: Any, seed: int = 3, device: str | None = None, **settings: Any) -> Any:
+    """A session of mesp whose B matrices are not zero, so that A has gradients."""
+    opened = open_session(loaded, method_config("mesp", settings), seed, device)
+    adapter, random = opened.adapter(), np.random.default_rng(seed)
+    for name, value in adapter.tensors.items():
+        if ".lora_B." in name:
+            value[:] = 0.3 * random.standard_normal(value.shape) / value.shape[1] ** 0.5
+    opened.load_adapter(adapter)
+    return opened
+
+
+def learned(opened: Any, ids: np.ndarray, labels: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss of one step and every gradient that was applied in it, summed over micro-batches."""
+    found: dict[str, np.ndarray] = {}
+    apply = opened.updates.apply
+
+    def keep(pair: Any, ga: torch.Tensor, gb: torch.Tensor) -> None:
+        for name, value in ((pair.a_name, ga), (pair.b_name, gb)):
+            found[name] = found.get(name, 0.0) + value.double().cpu().numpy()
+        apply(pair, ga, gb)
+
+    opened.updates.apply = keep
+    loss = opened.step(ids, labels, 0, 1e-3).loss
+    opened.updates.apply = apply
+    return loss, found
+
+
+def exact(
+    loaded: Any, tensors: dict[str, np.ndarray], scale: float, ids: np.ndarray, labels: np.ndarray
+) -> tuple[float, dict[str, np.ndarray]]:
+    """Loss and gradients of every A and B; `loaded` becomes a float64 model."""
+    model = in_double(loaded.model)
+    leaves = {name: torch.from_numpy(value).double().requires_grad_(True) for name, value in tensors.items()}
+    weights = {}
+    for name in tensors:
+        if name.endswith(".lora_A.weight"):
+            linear = name.removesuffix(".lora_A.weight")
+            delta = leaves[f"{linear}.lora_B.weight"] @ leaves[name]
+            weights[f"{linear}.weight"] = model.get_parameter(f"{linear}.weight") + scale * delta
+    output = torch.func.functional_call(model, weights, (torch.from_numpy(ids),), {"use_cache": False})
+    loss = plain_loss(output.logits, torch.from_numpy(labels))
+    loss.backward()
+    return loss.item(), {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
+
+
+FLOOR = 1e-4
+"""Of the largest tensor's norm: what a tensor's error is relative to at least. With one labelled token the gradient of
+the queries is zero in exact arithmetic."""
+
+
+def errors(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> dict[str, float]:
+    """Relative error of each tensor, ||ours - theirs|| / ||theirs||."""
+    assert ours.keys() == theirs.keys()
+    norms = {name: float(np.linalg.norm(value)) for name, value in theirs.items()}
+    least = FLOOR * max(norms.values()) + 1e-30
+    return {name: float(np.linalg.norm(ours[name] - theirs[name])) / max(norms[name], least) for name in theirs}
+
+
+def rows(count: int, length: int, seed: int, vocab: int = 256) -> tuple[np.ndarray, np.ndarray]:
+    """Random ids and labels: rows of different true length padded on the right, some prompt tokens not labelled."""
+    random = np.random.default_rng(seed)
+    ids = random.integers(0, vocab, (count, length))
+    labels = ids.copy()
+    for row in range(count):
+        true = int(random.integers(2, length + 1)) if row else length
+        ids[row, true:], labels[row, true:] = 256, -100
+        labels[row, : int(random.integers(0, true - 1)) if row else 1] = -100
+    return ids, labels
