@@ -33,13 +33,17 @@ class ModelStages(Stages):
 
     def loss_begin(self, a: Arrays) -> Arrays:
         """hn [N, D] and the head's rows of the labels -> their logits, and the empty log-sum-exp, float32 [N]."""
-        hn = a["hn"].astype(mx.float32)
-        target = mx.sum(hn * self._rows(a, "rows", self.dtype).astype(mx.float32), axis=-1)
-        return {"target": target, "maximum": mx.full(target.shape, -mx.inf), "total": mx.zeros(target.shape)}
+        hn = a["hn"].astype(self.sums)
+        target = mx.sum(hn * self._rows(a, "rows", self.dtype).astype(self.sums), axis=-1)
+        return {
+            "target": target,
+            "maximum": mx.full(target.shape, -mx.inf, dtype=self.sums),
+            "total": mx.zeros(target.shape, dtype=self.sums),
+        }
 
     def loss_tile(self, a: Arrays) -> Arrays:
         """The running maximum, and the sum of exponentials below it, after the tile's V logits."""
-        logits = self.product(a["hn"], a, "head").astype(mx.float32)
+        logits = self.product(a["hn"], a, "head").astype(self.sums)
         larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
         total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(mx.exp(logits - larger[:, None]), axis=-1)
         return {"maximum": larger, "total": total}
@@ -51,11 +55,11 @@ class ModelStages(Stages):
 
     def loss_begin_backward(self, a: Arrays) -> Arrays:
         """weight [N], the gradient of each nll -> the label's part of gh, float32 [N, D]."""
-        return {"gh": -a["weight"][:, None] * self._rows(a, "rows", self.dtype).astype(mx.float32)}
+        return {"gh": -a["weight"][:, None] * self._rows(a, "rows", self.dtype).astype(self.sums)}
 
     def loss_tile_backward(self, a: Arrays) -> Arrays:
         """gh with the tile's part: weight softmax(logits) W."""
-        logits = self.product(a["hn"], a, "head").astype(mx.float32)
+        logits = self.product(a["hn"], a, "head").astype(self.sums)
         share = mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
         gh = self.product_backward(share.astype(self.dtype), a, "head")
-        return {"gh": a["gh"] + gh.astype(mx.float32)}
+        return {"gh": a["gh"] + gh.astype(self.sums)}

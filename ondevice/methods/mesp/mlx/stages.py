@@ -27,6 +27,7 @@ class Stages:
     def __init__(self, settings: Settings) -> None:
         self.settings, self.dims = settings, settings.dims
         self.dtype = getattr(mx, settings.dtype)
+        self.sums = mx.float32
         wavelengths = settings.rope.wavelengths
         self.wavelengths = None if wavelengths is None else mx.array(wavelengths, dtype=mx.float32)
 
@@ -91,9 +92,13 @@ class Stages:
         h = a[f"{target}.h"] if f"{target}.h" in a else self.h(x, a, target)
         gs = self.settings.scale * g
         gh = gs @ b.astype(gs.dtype)
-        out[f"{target}.dA"] = _sum_outer(gh, x)
-        out[f"{target}.dB"] = _sum_outer(gs, h)
+        out[f"{target}.dA"] = self.outer(gh, x)
+        out[f"{target}.dB"] = self.outer(gs, h)
         return gx + gh @ a[f"{target}.A"].astype(gh.dtype)
+
+    def outer(self, g: Any, x: Any) -> Any:
+        """The sum over all tokens of g x^T: float32 [outputs, inputs]."""
+        return g.reshape(-1, g.shape[-1]).astype(self.sums).T @ x.reshape(-1, x.shape[-1]).astype(self.sums)
 
     # RMSNorm, appendix A.3.
 
@@ -102,7 +107,7 @@ class Stages:
 
     def rms_norm_backward(self, x: Any, weight: Any, g: Any) -> Any:
         """float32, like x."""
-        x, g = x.astype(mx.float32), g.astype(mx.float32) * weight.astype(mx.float32)
+        x, g = x.astype(self.sums), g.astype(self.sums) * weight.astype(self.sums)
         r = mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + self.dims.norm_eps)
         return r * (g - x * (mx.square(r) * mx.mean(g * x, axis=-1, keepdims=True)))
 
@@ -177,9 +182,9 @@ class Stages:
     def mlp_norm(self, a: Arrays) -> Arrays:
         """m -> its norm, h of gate and up, and y, to which the tiles are added."""
         n = self.rms_norm(a["m"], a["mlp_norm.weight"])
-        y = a["m"].astype(mx.float32)
+        y = a["m"].astype(self.sums)
         if "down_proj.bias" in a:
-            y = y + a["down_proj.bias"].astype(mx.float32)
+            y = y + a["down_proj.bias"].astype(self.sums)
         return {"mn": n, "y": y, **self._gate_up_h(n, a)}
 
     def mlp_norm_again(self, a: Arrays) -> Arrays:
@@ -204,7 +209,7 @@ class Stages:
 
     def down(self, a: Arrays) -> Arrays:
         """y + act Wd^T, the tile's part; the bias is in y already."""
-        y = self.product(a["act"], a, "down_proj").astype(mx.float32)
+        y = self.product(a["act"], a, "down_proj").astype(self.sums)
         if self.has("down_proj"):
             h = self.h(a["act"], a, "down_proj")
             y = y + self.settings.scale * (h @ a["down_proj.B"].astype(h.dtype).T)
@@ -223,8 +228,8 @@ class Stages:
         if self.has("down_proj"):
             act = a["gate"] * mx.sigmoid(a["gate"]) * a["up"]
             gh = self.settings.scale * (g @ a["down_proj.B"].astype(g.dtype))
-            out["down_proj.dA"] = _sum_outer(gh, act)
-            h = self.h(act, a, "down_proj").astype(mx.float32)
+            out["down_proj.dA"] = self.outer(gh, act)
+            h = self.h(act, a, "down_proj").astype(self.sums)
             out["down_proj.h"] = a["down_proj.h"] + h if "down_proj.h" in a else h
             gact = gact + gh @ a["down_proj.A"].astype(gh.dtype)
         return {"gact": gact, **out}
@@ -241,12 +246,12 @@ class Stages:
         gn = a.get("gn")
         for name, target in (("ggate", "gate_proj"), ("gup", "up_proj")):
             g = a[name]
-            part = self.product_backward(g, a, target).astype(mx.float32)
+            part = self.product_backward(g, a, target).astype(self.sums)
             gn = part if gn is None else gn + part
             if self.has(target):
                 gs = self.settings.scale * g
-                out[f"{target}.dB"] = _sum_outer(gs, a[f"{target}.h"])
-                gh = (gs @ a[f"{target}.B"].astype(gs.dtype)).astype(mx.float32)
+                out[f"{target}.dB"] = self.outer(gs, a[f"{target}.h"])
+                gh = (gs @ a[f"{target}.B"].astype(gs.dtype)).astype(self.sums)
                 out[f"{target}.gh"] = a[f"{target}.gh"] + gh if f"{target}.gh" in a else gh
         return {"gn": gn, **out}
 
@@ -256,13 +261,13 @@ class Stages:
         for target in ("gate_proj", "up_proj"):
             if self.has(target):
                 gh = a[f"{target}.gh"]
-                out[f"{target}.dA"] = _sum_outer(gh, a["mn"])
+                out[f"{target}.dA"] = self.outer(gh, a["mn"])
                 out[f"{target}.dB"] = _joined(a, f"{target}.dB", 0)
                 gn = gn + gh @ a[f"{target}.A"]
         if self.has("down_proj"):
             out["down_proj.dA"] = _joined(a, "down_proj.dA", 1)
-            out["down_proj.dB"] = _sum_outer(self.settings.scale * a["g"], a["down_proj.h"])
-        gm = a["g"].astype(mx.float32) + self.rms_norm_backward(a["m"], a["mlp_norm.weight"], gn)
+            out["down_proj.dB"] = self.outer(self.settings.scale * a["g"], a["down_proj.h"])
+        gm = a["g"].astype(self.sums) + self.rms_norm_backward(a["m"], a["mlp_norm.weight"], gn)
         return {"gm": gm.astype(self.dtype), **out}
 
     # Attention, backward.
@@ -285,7 +290,11 @@ class Stages:
         gs = p * (gp - mx.sum(gp * p, axis=-1, keepdims=True)) * width**-0.5
         gk = gs.swapaxes(-1, -2) @ q.reshape(*go.shape)
         gq = (gs @ k).reshape(rows, -1, queries, width)
-        return {"gq": gq, "gk": _added(a.get("gk"), gk), "gv": _added(a.get("gv"), gv)}
+        return {
+            "gq": gq,
+            "gk": _added(a.get("gk"), gk.astype(self.sums)),
+            "gv": _added(a.get("gv"), gv.astype(self.sums)),
+        }
 
     def rope_backward(self, a: Arrays) -> Arrays:
         """gq of all chunks, gk -> unrotated."""
@@ -302,13 +311,8 @@ class Stages:
 
     def norm_backward(self, a: Arrays) -> Arrays:
         """The gradient of the block's input."""
-        gx = a["gm"].astype(mx.float32) + self.rms_norm_backward(a["x"], a["input_norm.weight"], a["gn"])
+        gx = a["gm"].astype(self.sums) + self.rms_norm_backward(a["x"], a["input_norm.weight"], a["gn"])
         return {"g": gx.astype(self.dtype)}
-
-
-def _sum_outer(g: Any, x: Any) -> Any:
-    """Sum over all tokens of g x^T: float32 [outputs, inputs]."""
-    return g.reshape(-1, g.shape[-1]).astype(mx.float32).T @ x.reshape(-1, x.shape[-1]).astype(mx.float32)
 
 
 def _joined(a: Arrays, name: str, axis: int) -> Any:
@@ -320,8 +324,7 @@ def _joined(a: Arrays, name: str, axis: int) -> Any:
 
 
 def _added(whole: Any, part: Any) -> Any:
-    """`part`, of the first tokens, added to `whole` [B, K, T, h], which is float32."""
-    part = part.astype(mx.float32)
+    """`part`, of the first tokens, added to `whole` [B, K, T, h]."""
     if whole is None or whole.shape[2] == part.shape[2]:
         return part if whole is None else whole + part
     count = part.shape[2]
