@@ -15,7 +15,7 @@ class Row:
 
     Attributes:
         method: name of the method.
-        backend: `torch-cpu`, `torch-cuda`, or a target of `ondevice export`.
+        backend: `torch-cpu`, `torch-cuda`, `mlx-cpu`, or a target of `ondevice export`.
         claim: what README says of it.
         settings: of the method, over small defaults.
         family: of the tiny model; `sizes` of it.
@@ -104,11 +104,16 @@ PROGRAMS = (
         gradient_error=1e-1,
     ),
 )
-TABLE: tuple[Row, ...] = (*EAGER, *CUDA, *PROGRAMS)
+MLX = (
+    Row("mesp", "mlx-cpu", "float32; 4-bit and streamed weights", adapter_error=2e-4),
+    Row("mesp", "mlx-cpu", "float32; 4-bit and streamed weights", {"weights": "streamed"}, adapter_error=2e-4, **BIAS),
+)
+TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS)
 
 WHERE = {
     "torch-cpu": "PyTorch on the CPU",
     "torch-cuda": "PyTorch on an NVIDIA GPU",
+    "mlx-cpu": "MLX on the CPU",
     "android-cpu": "ExecuTorch program (`android-cpu`)",
     "android-npu": "ExecuTorch program for a Qualcomm NPU (`android-npu`)",
 }

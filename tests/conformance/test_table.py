@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ondevice.api.opening import open_artifact
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.exporters.executorch.author import author
 from ondevice.methods.registry import OFFLOADING, method_config, open_session
-from ondevice.models import load_model
+from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge
 from tests.conformance.table import LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
@@ -48,12 +49,22 @@ def open_row(row: Row) -> Any:
         needs_qnn()
     if row.program:
         return open_artifact(program(row.program))
+    if row.backend == "mlx-cpu":
+        return open_in_mlx(row)
     loaded = tiny_model(row.family, **row.sizes)
     if row.backend == "torch-cuda" and row.method not in OFFLOADING:
         loaded.model.cuda()
     session = open_session(loaded, method(row), SEED, row.backend.removeprefix("torch-"))
     assert session.backend == row.backend
     return session
+
+
+def open_in_mlx(row: Row) -> Any:
+    """From files, as MLX reads them."""
+    pytest.importorskip("mlx.core")
+    with tempfile.TemporaryDirectory() as folder:
+        files = open_model(str(save_tiny(Path(folder) / "model", row.family, **row.sizes)))
+        return open_session(files, method(row), SEED, backend="mlx")
 
 
 def reference(row: Row, session: Any) -> Plain:
@@ -183,4 +194,4 @@ def test_every_method_and_target_is_in_the_table() -> None:
     from ondevice.methods.registry import CONFIGS
 
     assert {pair[0] for pair in claims()} == CONFIGS.keys()
-    assert {pair[1] for pair in claims()} - {"torch-cpu", "torch-cuda"} == TARGETS.keys()
+    assert {pair[1] for pair in claims()} - {"torch-cpu", "torch-cuda", "mlx-cpu"} == TARGETS.keys()

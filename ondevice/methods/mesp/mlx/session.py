@@ -142,10 +142,12 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int) -> MlxSession
         ModelError: the files are torn, or the rotary embedding is of another kind.
         StorageError: no space for the files of streamed weights.
     """
-    for name, only in (("activations", "device"), ("kernels", "auto")):
+    for name, only in (("activations", "device"), ("kernels", "auto"), ("mlp_chunk_tokens", None)):
         if getattr(config, name) != only:
             raise ConfigError(
-                f"method.{name}: {getattr(config, name)} is for CUDA", expected=only, hint="leave it out with MLX"
+                f"method.{name}: {getattr(config, name)} is for torch",
+                expected=f"{only} with MLX",
+                hint="method.mlp_tiles makes the MLP's part smaller" if only is None else "leave it out",
             )
     settings = settings_of(files, config)
     pairs = pairs_of(files.dims, files.family, config)
@@ -166,6 +168,7 @@ def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
         rope,
         bits=config.bits,
         dtype=files.dtype,
+        mlp_tiles=config.mlp_tiles,
         product="quantized" if metal or files.dtype == "float32" else "dequantized",
     )
     settings.check()
