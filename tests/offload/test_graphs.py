@@ -65,7 +65,7 @@ def test_steady_work_is_recorded_once_and_other_state_again() -> None:
     graphs, factor = Graphs(record), 2.0
     x = torch.arange(3.0)
 
-    def compute(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def compute(x: Any) -> tuple[Any, ...]:
         return (x * factor,)
 
     for turn in range(1, WARM + 4):
@@ -94,14 +94,12 @@ def test_further_shapes_run_as_they_stand() -> None:
 @pytest.mark.parametrize("rows", [31, 9])
 def test_learning_with_graphs_has_the_same_bits(rows: int) -> None:
     """Of several matrices, one of them with an exact side, in memory that they share."""
-    plane = Plane(lambda: record)
-    for seed in range(3):
+    plane = Plane(record)
+    for seed in range(5):
         gradient, drawn = low_rank(rows, 23, 3, seed), pair(rows, 23, 9, 4)
         expected, found = learn(*drawn, gradient), learn(*drawn, gradient, descents=plane.descents)
         assert found.losses == expected.losses and found.bias == expected.bias
         for a, b in ((found.left, expected.left), (found.right, expected.right)):
             assert a.exact == b.exact
             assert a.exact or np.array_equal(a.values.numpy(), b.values.numpy())  # pyright: ignore
-    assert plane.descents.graphs is not None and plane.descents.graphs.made == 1 + (rows > 9)
-    plane.descents.clear()
-    assert plane.descents.graphs is None and not plane.descents.known
+    assert plane.descents.graphs.made == 1 + (rows > 9)

@@ -52,8 +52,7 @@ class LspAdamW:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ModelError("no parameter of the model requires a gradient", expected="at least one")
-        where = next(iter(trained.values())).device
-        self.plane = plane = Plane(lambda: recorder(where))
+        plane = Plane(recorder(next(iter(trained.values())).device))
         self.entries: list[tuple[nn.Parameter, Matrix | None, Tensor, Tensor]] = []
         matrices: dict[int, Matrix] = {}
         for number, (name, p) in enumerate(trained.items()):
@@ -97,7 +96,6 @@ class LspAdamW:
                 matrix.effective(p.data, (change * learning_rate).to(p.dtype), decay, p.data)
                 gradient.zero_()
             p.grad = None
-        self.plane.descents.clear()
         self._watch()
 
     def close(self) -> None:

@@ -31,10 +31,10 @@ class ProjectorConfig(Section):
     learned: bool = True
     """False leaves the projectors as they are drawn, and draws others at every check."""
 
-    learn_rounds: int = Field(default=2, ge=1)
+    learn_rounds: int = Field(default=1, ge=1)
     """Products with the gradient, for each side, when projectors are learned."""
 
-    learn_steps: int = Field(default=6, ge=1)
+    learn_steps: int = Field(default=12, ge=1)
     """Steps of conjugate gradients of a side in a round."""
 
     gamma: float = Field(default=1e-3, ge=0)

@@ -7,34 +7,31 @@ same one for all matrices of a shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ondevice.offload.graphs import Graphs, Record
-from ondevice.offload.lsp.projector import Projector
 
 
 class Descent:
-    """One side [rows, s] with d values a row, on its way; `begin` before every matrix.
+    """One side [rows, s] with d values a row, on its way.
 
     Args:
         width: of the other side's subspace.
+        steps: that `run` takes.
 
     Attributes:
-        values: float32 [rows, d], changed by every step.
-        start, reached: float64 [], the objective before and after the last step.
+        values: float32 [rows, d], changed by `run`.
+        reached: float64 [1 + steps], the objective at the start and after every step.
     """
 
-    def __init__(self, side: Projector, width: int) -> None:
-        rows, nonzeros = side.shape
-        kind = {"dtype": torch.float32, "device": side.device}
-        self.size, self.positions = side.size, torch.empty(rows, nonzeros, dtype=torch.int64, device=side.device)
-        self.values, self.slope, self.direction = (torch.empty(rows, nonzeros, **kind) for _ in range(3))
-        self.outer, self.gram = torch.empty(rows, width, **kind), torch.empty(width, width, **kind)
-        self.scales = torch.empty(3, dtype=torch.float64, device=side.device)
-        self.start, self.reached = torch.empty_like(self.scales[0]), torch.empty_like(self.scales[0])
+    def __init__(self, positions: Tensor, size: int, width: int, steps: int) -> None:
+        self.positions, self.size = torch.empty_like(positions), size
+        self.values, self.slope, self.direction = (torch.empty_like(positions, dtype=torch.float32) for _ in range(3))
+        self.outer, self.gram = self.values.new_empty(len(positions), width), self.values.new_empty(width, width)
+        self.scales = self.values.new_empty(3, dtype=torch.float64)
+        self.reached = self.scales.new_empty(1 + steps)
 
     def begin(
         self, positions: Tensor, values: Tensor, outer: Tensor, gram: Tensor, whole: Tensor, penalty: float,
@@ -53,70 +50,65 @@ class Descent:
         self.values.copy_(values)
         self.outer.copy_(outer)
         self.gram.copy_(gram)
+        self.scales.copy_(torch.stack((whole, torch.full_like(whole, penalty), other)))
+
+    def run(self) -> tuple[Tensor, ...]:
+        """All steps; on CUDA products have TF32's precision, which learns as well (docs/methods/lsp.md)."""
         self.slope.zero_()
         self.direction.zero_()
-        for at, value in enumerate((whole, torch.full_like(whole, penalty), other)):
-            self.scales[at].copy_(value)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if self.values.is_cuda else before)
+        try:
+            for number in range(1, len(self.reached)):
+                self._step(number)
+        finally:
+            torch.set_float32_matmul_precision(before)
+        return ()
 
-    def step(self) -> None:
+    def _step(self, number: int) -> None:
         """Down one direction, to the lowest point along it."""
         whole, penalty, other = self.scales.unbind()
-        p = self._dense(self.values)
-        s, c = p.T @ self.outer, p.T @ p
+        p, outer = self._dense(self.values), self.outer
+        s, c = (p.T @ torch.cat((outer, p), 1)).split((outer.shape[1], self.size), 1)
         sd = s @ self.gram
-        full = 2 * ((p @ sd - self.outer) @ s.T + self.outer @ (c @ sd - s).T)
-        new = full.gather(1, self.positions) / whole.float() + 2 * penalty.float() * self.values
+        slopes = torch.cat((p, outer), 1) @ torch.cat((sd @ s.T, (c @ sd - 2 * s).T))
+        new = 2 * slopes.gather(1, self.positions) / whole.float() + 2 * penalty.float() * self.values
         turn = ((new * (new - self.slope)).sum() / square(self.slope).clamp(min=1e-30)).clamp(min=0.0)
         direction = turn * self.direction - new  # Polak and Ribiere
         direction = torch.where((direction * new).sum() < 0, direction, -new)
         self.slope.copy_(new)
         self.direction.copy_(direction)
-        along = torch.stack(_along(p, self._dense(direction), self.outer, self.gram, s, c)).double() / whole
+        along = torch.stack(_along(p, self._dense(direction), outer, self.gram, s, c, sd)).double() / whole
         shrink = torch.stack((square(self.values), 2 * (self.values * direction).sum(), square(direction))).double()
         along[:3] += penalty * shrink
         along[0] += 1.0 + other
-        self.start.copy_(along[0])
         length, reached = lowest(along)
         self.values.add_(length.float() * direction)
-        self.reached.copy_(reached)
+        if number == 1:
+            self.reached[0].copy_(along[0])
+        self.reached[number].copy_(reached)
 
     def _dense(self, values: Tensor) -> Tensor:
         return values.new_zeros(len(values), self.size).scatter_(1, self.positions, values)
 
 
 class Descents:
-    """A `Descent` for each shape, and the graphs of their steps.
+    """A `Descent` for each shape, and its graph. What the largest matrices need is some hundred MB."""
 
-    Args:
-        records: gives what makes the graphs, anew after each `clear`.
-    """
-
-    def __init__(self, records: Callable[[], Record | None]) -> None:
-        self.records = records
-        self.clear()
-
-    def clear(self) -> None:
-        """Give the memory back, some hundred MB for the largest matrices."""
+    def __init__(self, record: Record | None = None) -> None:
         self.known: dict[tuple[int, ...], Descent] = {}
-        self.graphs: Graphs | None = None
+        self.graphs = Graphs(record)
 
-    def of(self, side: Projector, width: int) -> Descent:
-        """That of the side's shape."""
-        key = (*side.shape, side.size, width)
+    def of(self, positions: Tensor, size: int, width: int, steps: int) -> Descent:
+        """That of a side with these positions [rows, d] in `size` columns; for the rest see `Descent`."""
+        key = (*positions.shape, size, width, steps)
         if key not in self.known:
-            self.known[key] = Descent(side, width)
+            self.known[key] = Descent(positions, size, width, steps)
         return self.known[key]
 
-    def step(self, one: Descent) -> None:
-        """One step."""
-
-        def run() -> tuple[Tensor, ...]:
-            one.step()
-            return ()
-
-        if self.graphs is None:
-            self.graphs = Graphs(self.records())
-        self.graphs.run((id(one),), (), (), run)
+    def run(self, one: Descent) -> None:
+        """All its steps."""
+        self.graphs.run((id(one),), (), (), one.run)
 
 
 def square(x: Tensor) -> Tensor:
@@ -124,11 +116,13 @@ def square(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float32).square()
 
 
-def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tensor, sd: Tensor) -> tuple[Tensor, ...]:
     """Five coefficients, from the constant up, of tr(C S D S^T) - 2 ||S||^2 at P + x E: a polynomial in x."""
-    t, mixed, own = e.T @ outer, p.T @ e, e.T @ e
+    size = p.shape[1]
+    t, mixed, own = (e.T @ torch.cat((outer, p, e), 1)).split((outer.shape[1], size, size), 1)
     mixed = mixed + mixed.T
-    ss, st, tt = s @ gram @ s.T, s @ gram @ t.T, t @ gram @ t.T
+    ss, st = (sd @ torch.cat((s, t)).T).split(size, 1)
+    tt = t @ gram @ t.T
     return (
         (c * ss).sum() - 2 * square(s),
         2 * (c * st).sum() + (mixed * ss).sum() - 4 * (s * t).sum(),

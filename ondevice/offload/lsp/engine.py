@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ondevice.offload.activations import Activations
 from ondevice.offload.engine import host_threads
-from ondevice.offload.graphs import Graphs, Record, recorder
+from ondevice.offload.graphs import Graphs, recorder
 from ondevice.offload.host import DTYPES, HostStore, release
 from ondevice.offload.lsp.bases import Base, OnHost, Quantised, Resident
 from ondevice.offload.lsp.config import FOLDED
@@ -71,8 +71,9 @@ class LspEngine(Stepping):
         super().__init__(family, config, device)
         self.family, self.seed, self.dtype = family, seed, DTYPES[config.compute]
         self.attached: list[Any] = []
-        self.graphs = Graphs(self._recorder())
-        self.plane = Plane(self._recorder)
+        graphs = config.cuda_graphs
+        self.graphs = Graphs(recorder(self.where) if graphs else None)
+        self.plane = Plane(recorder(self.where) if graphs else None)
         self.parts, self.looks = self._parts(), {}
         self.base = self._base() if any(part.matrices for part in self.parts) else None
         tables = tuple(part.unit for part in self.parts if part.matrices and part.unit.kind != "layer")
@@ -121,7 +122,6 @@ class LspEngine(Stepping):
         known = self.held.send_total(total.reshape(1), self.total)
         self.passes.backward(gradients, ids, parts)
         self.updates.end_backward()
-        self.plane.descents.clear()
         known().wait()
         return float(self.total) / count
 
@@ -174,9 +174,6 @@ class LspEngine(Stepping):
             detach(module)
         if self.updates.close():
             self.device.close()
-
-    def _recorder(self) -> Record | None:
-        return recorder(self.where) if self.config.cuda_graphs else None
 
     def _parts(self) -> list[Part]:
         config, plane = self.config if self.config.project else None, self.plane

@@ -54,7 +54,7 @@ def relative_bias(left: Projector, right: Projector, gradient: Tensor) -> float:
 
 
 def learn(
-    left: Projector, right: Projector, gradient: Tensor, rounds: int = 2, steps: int = 6, gamma: float = 1e-3,
+    left: Projector, right: Projector, gradient: Tensor, rounds: int = 1, steps: int = 12, gamma: float = 1e-3,
     descents: Descents | None = None,
 ) -> Learned:  # fmt: skip
     """Better values for `left` and `right`, at the same positions.
@@ -70,13 +70,13 @@ def learn(
     if (left.exact and right.exact) or not whole:
         return Learned(left, right, (), relative_bias(left, right, gradient))
     left, right = _scaled(left, right, gradient)
-    descents, losses = descents or Descents(lambda: None), list[Tensor]()
+    descents, losses = descents or Descents(), list[Tensor]()
     for _ in range(rounds):
         for side in (0, 1):
             one, other, rows = (left, right, gradient) if side == 0 else (right, left, gradient.T)
             moved = _side(one, other, rows, whole, gamma, steps, losses, descents)
             left, right = (moved, right) if side == 0 else (left, moved)
-    reached = torch.stack(losses).tolist()
+    reached = torch.cat(losses).tolist()
     return Learned(left, right, tuple(reached), relative_bias(left, right, gradient))
 
 
@@ -101,9 +101,8 @@ def _side(
     q = held.dense(torch.float32)
     outer, gram = (gradient @ q.to(gradient.dtype)).float(), q.T @ q  # Y [m, s], D [s, s]
     other = gamma * (torch.ones_like(whole) if held.values is None else square(held.values) / held.rows)
-    one = descents.of(side, held.size)
+    one = descents.of(side.positions, side.size, held.size, steps)
     one.begin(side.positions, side.values, outer, gram, whole, gamma / side.rows, other)
-    for _ in range(steps):
-        descents.step(one)
-        losses += [one.reached.clone()] if losses else [one.start.clone(), one.reached.clone()]
+    descents.run(one)
+    losses.append(one.reached[1 if losses else 0 :].clone())
     return replace(side, values=one.values.clone())

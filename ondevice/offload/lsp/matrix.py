@@ -80,7 +80,7 @@ class Matrix:
         self.left, self.right = left, right
         squares = [1.0 if p.values is None else float(p.values.square().sum()) / p.rows for p in (left, right)]
         self.gain = (squares[0] * squares[1]) ** -0.5
-        self.group.changed()
+        self.group.changed(self)
 
     def drawn(self, turn: int) -> tuple[Projector, Projector]:
         """The random pair of that turn."""

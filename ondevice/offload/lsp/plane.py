@@ -4,7 +4,6 @@ tensor cores can multiply by them. What is stored stays d values and positions a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +14,7 @@ from ondevice.offload.lsp.descent import Descents
 if TYPE_CHECKING:
     from ondevice.offload.graphs import Record
     from ondevice.offload.lsp.matrix import Matrix
+    from ondevice.offload.lsp.projector import Projector
 
 Pair = tuple[Tensor | None, Tensor | None]
 """Dense projectors of rows and columns, [rows, s]; None for the identity."""
@@ -25,11 +25,11 @@ class Plane:
     And `descents`, memory that all learn in.
 
     Args:
-        records: gives what makes graphs of the learning.
+        record: makes graphs of the learning.
     """
 
-    def __init__(self, records: Callable[[], Record | None] = lambda: None) -> None:
-        self.descents = Descents(records)
+    def __init__(self, record: Record | None = None) -> None:
+        self.descents = Descents(record)
         self.memory: dict[torch.dtype, Tensor] = {}
         self.shown: dict[torch.dtype, Group] = {}
 
@@ -83,10 +83,20 @@ class Group:
             self.views[dtype] = memory, found
         return self.views[dtype][1]
 
-    def changed(self) -> None:
-        """A member has other projectors."""
-        self.known = {}
-        self.plane.shown = {dtype: group for dtype, group in self.plane.shown.items() if group is not self}
+    def changed(self, matrix: Matrix) -> None:
+        """A member has other projectors of the same shape."""
+        low = 0
+        for member in self.members:
+            for start, side in zip(member.starts, (member.left, member.right), strict=True):
+                if side.positions is None or side.values is None:
+                    continue
+                span = slice(low, low := low + side.positions.numel())
+                for dtype, (positions, values) in self.known.items() if member is matrix else ():
+                    positions[span].copy_(self._places(start, side, side.positions))
+                    values[span].copy_(side.values.view(-1))
+                    if self.plane.shown.get(dtype) is self:
+                        own = self.plane.memory[dtype][start : start + side.rows * side.size]
+                        own.zero_().scatter_(0, positions[span] - start, values[span])
 
     def flat(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Positions, int64, and values of all members in the plane."""
@@ -95,8 +105,12 @@ class Group:
             for matrix in self.members:
                 for start, side in zip(matrix.starts, (matrix.left, matrix.right), strict=True):
                     if side.positions is not None and side.values is not None:
-                        rows = torch.arange(side.rows, device=self.device)[:, None]
-                        positions.append((start + rows * side.size + side.positions).view(-1))
+                        positions.append(self._places(start, side, side.positions))
                         values.append(side.values.to(dtype).view(-1))
             self.known[dtype] = torch.cat(positions), torch.cat(values)
         return self.known[dtype]
+
+    def _places(self, start: int, side: Projector, positions: Tensor) -> Tensor:
+        return (
+            torch.arange(start, start + side.rows * side.size, side.size, device=self.device)[:, None] + positions
+        ).view(-1)

@@ -41,11 +41,6 @@ class Projector:
         return self.positions is None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and values of each; of the identity one."""
-        return self.rows, 1 if self.values is None else self.values.shape[1]
-
-    @property
     def bytes(self) -> int:
         """Of positions, as they are stored, and values."""
         return sum(t.numel() * t.element_size() for t in (self.positions, self.values) if t is not None)

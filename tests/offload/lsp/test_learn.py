@@ -264,7 +264,7 @@ def test_defaults_are_those_of_the_configuration() -> None:
     gradient, drawn = low_rank(45, 33, 3), pair(45, 33, 14, 4)
     found = learn(*drawn, gradient)
     wanted = learn(*drawn, gradient, config.learn_rounds, config.learn_steps, config.gamma)
-    assert (config.learn_rounds, config.learn_steps, config.gamma) == (2, 6, 1e-3)
+    assert (config.learn_rounds, config.learn_steps, config.gamma) == (1, 12, 1e-3)
     assert found.losses == wanted.losses and len(found.losses) == 1 + 2 * 2 * 6
     assert found.losses != learn(*drawn, gradient, gamma=2e-3).losses
 

@@ -55,8 +55,8 @@ def test_a_group_shows_its_projectors_in_two_dtypes_at_once() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
 def test_projectors_are_made_dense_only_where_others_were(device: str) -> None:
-    """What is written over them stays until they must be made anew, in the same memory. A device with an index is the
-    one without, as `cuda` is where tensors say `cuda:0`."""
+    """What is written over them stays until they must be made anew, in the same memory; a member's own are, where it
+    gets others. A device with an index is the one without, as `cuda` is where tensors say `cuda:0`."""
     plane, dtypes = Plane(), (torch.float32, torch.bfloat16)
     group, other = members(plane, device=device), members(plane, [(31, 33)], len(MEMBERS), device)
     for dtype in dtypes:
@@ -73,11 +73,20 @@ def test_projectors_are_made_dense_only_where_others_were(device: str) -> None:
 
     other[0].put(*other[0].drawn(1))
     assert not any(made_anew(one, dtype) for one in (group[0], group[-1]) for dtype in dtypes)
+    for dtype in dtypes:
+        plane.memory[dtype].fill_(7.0)
+    before = {dtype: [x.data_ptr() for x in group[0].group.flat(dtype)] for dtype in dtypes}
     group[0].put(*group[0].drawn(1))
     for dtype in dtypes:
-        assert made_anew(group[-1], dtype) and not made_anew(group[0], dtype)
+        for side, pair in zip((group[0].left, group[0].right), group[0].dense_pair(dtype), strict=True):
+            assert side.exact if pair is None else torch.equal(pair, table(side).to(dtype))
+        assert bool((group[-1].dense_pair(dtype)[1] == 7).all())
+        assert before[dtype] == [x.data_ptr() for x in group[0].group.flat(dtype)], "a graph reads it"
+        del plane.shown[dtype]
+        shows(group, dtype)
     assert made_anew(other[0]) and not made_anew(other[0])
-    assert not made_anew(group[0], torch.bfloat16) and made_anew(group[0])
+    assert not made_anew(group[0], torch.bfloat16)
+    assert made_anew(group[0]) and not made_anew(group[0])
     for dtype in dtypes:
         shows(other, dtype)
         shows(group, dtype)
