@@ -37,6 +37,24 @@ class PlainStages(ModelStages):
     def __init__(self, model: Model) -> None:
         super().__init__(replace(model.settings, mlp_tiles=1, query_chunk_tokens=1 << 30, store_h=False))
 
+    def product(self, x: Any, a: Arrays, name: str) -> Any:
+        """A matrix that is made dense is made so again for the gradient, not kept."""
+        if self.settings.product == "quantized" or f"{name}.scales" not in a:
+            return super().product(x, a, name)
+        parts = {key: a[key] for key in a if key.startswith(f"{name}.")}
+        forward = super().product
+        backward = super().product_backward
+
+        @mx.custom_function
+        def product(x: Any) -> Any:
+            return forward(x, parts, name)
+
+        @product.vjp
+        def gradient(x: Any, g: Any, _: Any) -> Any:
+            return backward(g, parts, name)
+
+        return product(x)
+
     def attend(self, a: Arrays) -> Arrays:
         q = a["q"]
         o = mx.fast.scaled_dot_product_attention(q, a["k"], a["v"], scale=q.shape[-1] ** -0.5, mask="causal")

@@ -40,8 +40,8 @@ class Settings:
         scale: LoRA's alpha / rank.
         bits: of packed weights, in groups of `group_size`; None is dense.
         dtype: of activations; sums over tiles and all of LoRA are float32.
-        product: `quantized` multiplies packed weights as they are; `dequantized` makes each tile dense first, which is
-            faster with a good BLAS.
+        product: `quantized` multiplies packed weights as they are; `dequantized` makes some rows dense at a time,
+            which is faster with a good BLAS.
         mlp_tiles: pieces of the MLP's inner dimension that are computed one after the other.
         query_chunk_tokens: queries whose attention scores exist at once.
         store_h: keep x A^T of q, k, v and o from a block's recomputation to its backward pass (Table 5).

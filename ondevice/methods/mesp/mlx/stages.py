@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.mlx.settings import Settings
 
 Arrays = dict[str, Any]
+DENSE_ROWS = 512
+"""Rows of a packed matrix that are made dense at once, where they are."""
 
 
 class Stages:
@@ -44,7 +46,11 @@ class Stages:
             return x @ weight.astype(x.dtype).T
         if settings.product == "quantized":
             return self._packed(x, a, name, True)
-        return x @ self._dense(a, name, x.dtype).T
+        pieces: list[Any] = []
+        for low, high in _row_tiles(weight):
+            after = mx.depends([x], pieces[-1:])[0] if pieces else x
+            pieces.append(after @ self._dense(a, name, x.dtype, low, high).T)
+        return mx.concatenate(pieces, axis=-1) if len(pieces) > 1 else pieces[0]
 
     def product_backward(self, g: Any, a: Arrays, name: str) -> Any:
         """g W, the gradient of the input of x W^T."""
@@ -53,15 +59,21 @@ class Stages:
             return g @ weight.astype(g.dtype)
         if settings.product == "quantized":
             return self._packed(g, a, name, False)
-        return g @ self._dense(a, name, g.dtype)
+        total = None
+        for low, high in _row_tiles(weight):
+            after = g if total is None else mx.depends([g], [total])[0]
+            part = after[..., low:high] @ self._dense(a, name, g.dtype, low, high)
+            total = part if total is None else total + part
+        return total
 
     def _packed(self, x: Any, a: Arrays, name: str, transpose: bool) -> Any:
         parts = (a[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
         options = {"group_size": self.settings.group_size, "bits": self.settings.bits}
         return mx.quantized_matmul(x, *parts, transpose=transpose, **options).astype(x.dtype)
 
-    def _dense(self, a: Arrays, name: str, dtype: Any) -> Any:
-        parts = (a[f"{name}.{part}"] for part in ("weight", "scales", "biases"))
+    def _dense(self, a: Arrays, name: str, dtype: Any, low: int = 0, high: int | None = None) -> Any:
+        """A packed matrix, or some rows of it, as numbers."""
+        parts = (a[f"{name}.{part}"][low:high] for part in ("weight", "scales", "biases"))
         options = {"group_size": self.settings.group_size, "bits": self.settings.bits}
         return mx.dequantize(*parts, **options).astype(dtype)
 
@@ -313,6 +325,12 @@ class Stages:
         """The gradient of the block's input."""
         gx = a["gm"].astype(self.sums) + self.rms_norm_backward(a["x"], a["input_norm.weight"], a["gn"])
         return {"g": gx.astype(self.dtype)}
+
+
+def _row_tiles(weight: Any) -> list[tuple[int, int]]:
+    """Ranges of a matrix's rows that are dense at once."""
+    rows = weight.shape[0]
+    return [(low, min(low + DENSE_ROWS, rows)) for low in range(0, rows, DENSE_ROWS)]
 
 
 def _joined(a: Arrays, name: str, axis: int) -> Any:
