@@ -27,6 +27,8 @@ COLUMNS = [
     {"key": "bias_after", "title": "after"},
     {"key": "held_out_bias", "title": "on another batch"},
 ]
+TIMED = ("step_s", "look_s", "seconds_curves")
+"""Of a row: None or empty where runs were beside each other."""
 BASE = "before training"
 COLORS = {
     "full": "#222222", "lsp": "#1f5fa8", "lsp-random": "#7fb2e5", "galore": "#c4541a", "galore-4": "#e8a45c",
@@ -90,7 +92,7 @@ def _row(group: list[dict[str, Any]]) -> dict[str, Any]:
     row |= {"looks": looks or None, "evaluated_at": first["evaluated_at"]}
     row |= {"loss_curves": [[_number(x) for x in run["losses"]] for run in group]}
     row |= {"train_loss_curves": [[_number(x) for x in run["train_losses"]] for run in group]}
-    row |= {"seconds_curves": [run["seconds"] for run in group]}
+    row |= {"seconds_curves": [run["seconds"] for run in group if run["seconds"] is not None]}
     row |= {"accuracy_curves": [run["accuracies"] for run in group] if judged else None}
     return row
 
@@ -110,9 +112,14 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
-    """Result files as one document: of rows of one task, method and rate, that of the later file."""
+    """Result files as one document: of rows of one task, method and rate, that of more seeds or of the later file,
+    with the other's seconds where it has none."""
     documents = [json.loads(path.read_text()) for path in paths]
-    rows = {(r["task"], r["method"], r["learning_rate"]): r for document in documents for r in document["rows"]}
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in (row for document in documents for row in document["rows"]):
+        key = (row["task"], row["method"], row["learning_rate"])
+        other, row = sorted((rows.get(key, row), row), key=lambda one: len(one["seeds"]))
+        rows[key] = row if row["seconds_curves"] else row | {name: other[name] for name in TIMED}
     names = list(dict.fromkeys(task for task, _, _ in rows))
     ordered = sorted(rows.values(), key=lambda row: (names.index(row["task"]), row["method"] != BASE))
     document = documents[0] | {"rows": mark(ordered)}
@@ -145,9 +152,11 @@ def plot(document: dict[str, Any], path: Path) -> None:
                 "steps": row["evaluated_at"],
                 "seconds": [_mean(column) for column in _columns(row["seconds_curves"])],
             }
+            if not at["seconds"]:
+                del at["seconds"]
             color = COLORS.get(row["method"], "#888888")
             label = f"{row['method']} ({row['learning_rate']:g})"
-            for axes, values in zip(panels, at.values(), strict=True):
+            for axes, values in zip(panels, at.values(), strict=False):
                 axes.plot(values[: len(means)], means, "-", color=color, linewidth=1.6, label=label)
                 axes.fill_between(values[: len(means)], low, high, color=color, alpha=0.18, linewidth=0)
         for axes, unit in zip(panels, ("steps", "seconds of training"), strict=True):
@@ -155,7 +164,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
         panels[0].set_ylabel("validation loss (nats a token)")
         panels[0].set_title(task, loc="left", fontsize=10)
-        panels[1].legend(frameon=False, fontsize=8)
+        panels[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
@@ -178,7 +187,7 @@ def _band(curves: list[list[float | None]]) -> tuple[list[float], list[float], l
 
 def _columns(curves: list[list[Any]]) -> list[list[Any]]:
     """The seeds' values of every evaluation that one of them reached."""
-    return [[curve[i] for curve in curves if i < len(curve)] for i in range(max(map(len, curves)))]
+    return [[curve[i] for curve in curves if i < len(curve)] for i in range(max(map(len, curves), default=0))]
 
 
 def _finite(value: float | None) -> bool:

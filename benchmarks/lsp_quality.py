@@ -10,16 +10,13 @@ Alpaca's answers, or the word that stands for the class (the templates of `ondev
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks._lsp_pool import Job, Runner, load
 from benchmarks._lsp_report import COLUMNS, merged, plot, ranking, rows_of
-from benchmarks._lsp_run import before_training, train
 from benchmarks.common import finish, parse_args, write_result
 
 NEEDS = ("cuda",)
@@ -41,6 +38,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval-every", type=int, default=100)
     parser.add_argument("--eval-rows", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--best-rates", action="store_true", help="the first seed chooses the others' rates")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time, without seconds if more than one")
     parser.add_argument("--subspace", type=int, default=256)
     parser.add_argument("--nonzeros", type=int, default=8)
     parser.add_argument("--check-every", type=int, default=200, help="steps between looks at the projectors' bias")
@@ -114,6 +113,8 @@ def settings(args: Any, tasks: dict[str, Task], half: bool) -> str:
     text += f"GaLore: rank {args.rank}, anew every {args.refresh} steps, alpha 0.25 (galore-4: 4), embedding and norms "
     text += f"by AdamW. LoRA: rank {args.rank} on the blocks' linear layers. Seconds a step are without evaluations, "
     text += "with looks and decompositions; LSP is the reference in memory, not the engine."
+    if args.best_rates:
+        text += " Where a rate has one seed, another was better with it."
     return text + (f" Rows left out as too long (training + validation): {', '.join(left)}." if left else "")
 
 
@@ -122,39 +123,29 @@ def main() -> None:
     if args.from_results:
         _from_results(args)
         return
-    from ondevice.api.opening import resolve_device
-    from ondevice.data import pad_id_of
-    from ondevice.models import load_model
-
-    started = time.perf_counter()
-    device = torch.device(resolve_device(args.device))
-    half = args.precision == "bfloat16" or (args.precision == "auto" and device.type == "cuda")
     rates = parse_rates(args.rates, args.methods.split(","))
-    base = load_model(args.model, dtype="float32")
-    tasks = {name: Task(name, args.data, base.tokenizer, args.eval_rows) for name in args.tasks.split(",")}
-    counts = [int(number) for number in args.steps.split(",")] * (1 if "," in args.steps else len(tasks))
-    runs: list[dict[str, Any]] = []
-    missing: list[str] = []
+    here = load(args)
+    tasks, before, runs = here["tasks"], here["before"], list[dict[str, Any]]()
+    order = [(method, rate) for method in rates for rate in rates[method]]
     extra: dict[str, Any] = {"columns": COLUMNS, "title": "Loss of full, projected and low-rank fine-tuning"}
-    before = {
-        name: before_training(task, base, pad_id_of(base.tokenizer), device, half) for name, task in tasks.items()
-    }
-    jobs = [(seed, name, method, rate) for seed in range(args.seeds) for name in tasks for method in rates
-            for rate in rates[method]]  # fmt: skip
-    steps = dict(zip(tasks, counts, strict=True))
-    for seed, name, method, rate in jobs:
-        if time.perf_counter() - started > args.time_budget_s:
-            missing.append(f"{name} {method} {rate:g} seed {seed}")
-            continue
-        runs.append(train(args, tasks[name], base, before[name], method, rate, seed, steps[name], device, half))
-        _free(device)
-        said = {key: runs[-1][key] for key in ("task", "method", "learning_rate", "seed", "step_s", "losses")}
-        print(f"{time.perf_counter() - started:.0f} s: {said}", flush=True)
-        extra["notes"] = [settings(args, tasks, half), *ranking(rows_of(runs))]
-        if args.out:
-            write_result(NAME, rows_of([*before.values(), *runs]), args.out, **extra)
-    if missing:
-        extra["notes"] = [*extra.get("notes", []), f"Not run for lack of time: {'; '.join(missing)}."]
+    with Runner(args, here) as runner:
+        for seeds in ([0], range(1, args.seeds)):
+            rows = rows_of(runs)
+            chosen = {(row["task"], row["method"], row["learning_rate"]) for row in rows if row["best_rate"]}
+            jobs = [Job(name, method, rate, seed) for name in tasks for seed in seeds for method in rates
+                    for rate in rates[method]
+                    if seed == 0 or not args.best_rates or (name, method, rate) in chosen]  # fmt: skip
+            for run in runner.run(jobs):
+                runs.append(run)
+                runs.sort(key=lambda run: (run["seed"], order.index((run["method"], run["learning_rate"]))))
+                said = {key: run[key] for key in ("task", "method", "learning_rate", "seed", "step_s", "losses")}
+                print(f"{time.perf_counter() - runner.started:.0f} s: {said}", flush=True)
+                extra["notes"] = [settings(args, tasks, here["half"]), *ranking(rows_of(runs))]
+                if args.out:
+                    write_result(NAME, rows_of([*before.values(), *runs]), args.out, **extra)
+        if runner.missing:
+            missing = f"Not run for lack of time: {'; '.join(map(str, runner.missing))}."
+            extra["notes"] = [*extra.get("notes", []), missing]
     rows = rows_of([*before.values(), *runs])
     finish(NAME, rows, args, **extra)
     if args.plot:
@@ -168,12 +159,6 @@ def _from_results(args: Any) -> None:
         args.out.write_text(json.dumps(document, indent=1) + "\n")
     if args.plot:
         plot(document, args.plot)
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

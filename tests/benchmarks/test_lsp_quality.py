@@ -217,6 +217,27 @@ def test_the_script_writes_rows_and_draws_them(data: Path, tmp_path: Path, monke
     assert (tmp_path / "c.png").stat().st_size > 10_000
 
 
+def test_runs_beside_each_other_are_those_alone_without_seconds(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first seed chooses the rate of the others; merged with timed runs, seconds are theirs."""
+    words = f"--model tiny:llama --data {data} --tasks cola --methods full --eval-every 2 --steps 4 --batch-size 2"
+    rates = ("--rates", "full=1e-3,1e-30")
+    script(monkeypatch, f"{words} --seeds 3 --best-rates --workers 2 --out {tmp_path / 'a.json'}", *rates)
+    script(monkeypatch, f"{words} --seeds 1 --out {tmp_path / 'b.json'}", *rates)
+    beside, alone = (json.loads((tmp_path / name).read_text())["rows"] for name in ("a.json", "b.json"))
+    assert [row["seeds"] for row in beside] == [[None], [0, 1, 2], [0]] and beside[1]["best_rate"]
+    for one, other in zip(beside[1:], alone[1:], strict=True):
+        assert one["loss_curves"][0] == pytest.approx(other["loss_curves"][0], rel=1e-4)
+        assert one["step_s"] is None and not one["seconds_curves"] and other["seconds_curves"]
+    for order in ("ab", "ba"):
+        rows = merged([tmp_path / f"{name}.json" for name in order])["rows"]
+        for row, one, other in zip(rows[1:], beside[1:], alone[1:], strict=True):
+            assert row["seeds"] == one["seeds"] and row["seconds_curves"] == other["seconds_curves"]
+    script(monkeypatch, f"--from-results {tmp_path / 'a.json'} --plot {tmp_path / 'a.png'}")
+    assert (tmp_path / "a.png").stat().st_size > 10_000
+
+
 def test_a_run_that_diverges_ends_and_what_is_not_run_is_said(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
