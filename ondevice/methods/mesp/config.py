@@ -72,7 +72,8 @@ class MespConfig(Section):
     """Labelled tokens whose logits exist at once, in each tile; None is all of them."""
 
     mlp_chunk_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that pass through a block's MLP at once, in the backward pass too; None is all of them (torch)."""
+    """Tokens that pass through a block's MLP at once, in the backward pass too; None is 256 on a CPU and 4096 on a GPU
+    (torch)."""
 
     mlp_tiles: int = Field(default=8, ge=1)
     """Pieces of the MLP's inner dimension that are computed one after the other, for all tokens (MLX)."""

@@ -13,15 +13,21 @@ if TYPE_CHECKING:
 BITS_4 = 4.5
 """Bits of a 4-bit weight: NF4 has one float32 for 64 weights, MLX's affine form a float16 scale and bias."""
 WINDOW = 2
-"""Streamed blocks in memory: the one that computes, and the one that is being read."""
-ATTENTION_TILE = 128
-"""Queries whose scores exist at once where attention's backward pass is written out."""
+"""Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is being read."""
+MLP_CHUNK_TOKENS = 256
+"""Tokens of the MLP at once where the settings do not say."""
+MLP_CHUNK_TOKENS_GPU = 4096
+TILE_NUMBERS = 1 << 17
+"""Attention scores of a tile, of all rows and heads, on a CPU: half a megabyte stays in its cache."""
+TILE_TOKENS = 16
+"""Queries of a tile, at least."""
 
 
 def memory(
     dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part: adapter and optimizer, block inputs, one block's backward pass, the loss.
+    """Peak bytes by part: adapter and optimizer, block inputs, one block's backward pass, and what the loss needs
+    beyond that, as neither is there while the other runs.
 
     Args:
         dims: the model.
@@ -37,17 +43,20 @@ def memory(
     accumulates = rows < batch_size or whole
     inputs = tokens * dims.hidden * activation_bytes
     kept = INPUTS_ON_THE_WAY if config.activations == "host" else dims.layers
+    head = head_bytes(dims, config, tokens, activation_bytes)
     if config.gradients == "manual":
         block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
     else:
         blocks = backward_bytes(dims, rows, length_tokens, activation_bytes)
-        block = blocks if config.gradients == "autodiff" else blocks // dims.layers
+        block = blocks if config.gradients == "autodiff" else blocks // dims.layers + 4 * inputs
+    if config.gradients != "autodiff":  # the head is through before a block is computed again
+        head = max(0, head - block)
     return {
         "adapter": trained * (2 if accumulates else 1),
         "optimizer": 2 * trained if config.optimizer == "adamw" else 0,
         "block inputs": 0 if config.gradients == "autodiff" else kept * inputs,
         "activations": block,
-        "logits": head_bytes(dims, config, tokens, activation_bytes),
+        "logits": head,
     }
 
 
@@ -60,7 +69,7 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int) -> int:
     if config.weights == "resident":
         return dims.layers * block + table * (1 if dims.tied else 2) + dims.hidden * weight_bytes
     tile = -(-dims.vocab // config.loss_tiles) * dims.hidden * weight_bytes
-    return max(WINDOW * block, tile) + dims.hidden * weight_bytes
+    return WINDOW * max(block, tile) + dims.hidden * weight_bytes
 
 
 def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
@@ -72,22 +81,24 @@ def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
 def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: int, activation_bytes: int) -> int:
     """The most that the stages of one block's backward pass hold at once, beside the block's input.
 
-    The MLP's stages hold the gradient, the block's middle and its norm, what attention keeps for its own backward
-    pass (queries, keys, values, its output), and gate, up and their product; attention's hold the gradients of
-    queries, keys and values beside them, and the scores of one tile of queries.
+    While the MLP's stages run, the gradient, the block's middle and what attention needs for its own (queries, keys,
+    values, its output) wait; of gate, up and their product there is a chunk of tokens. Attention's stages hold the
+    gradients of queries, keys and values beside them, those of keys and values in float32, and two tiles of scores.
     """
     tokens = rows * length_tokens
+    chunk = min(tokens, config.mlp_chunk_tokens or MLP_CHUNK_TOKENS)
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    kept = 2 * queries + 2 * keys
-    mlp = 4 * dims.hidden + kept + 3 * dims.intermediate
-    attention = 3 * dims.hidden + kept + 2 * queries + 2 * keys
-    scores = 3 * rows * (dims.heads // dims.kv_heads) * min(ATTENTION_TILE, length_tokens) * length_tokens
-    return max(tokens * mlp, tokens * attention + scores) * activation_bytes
+    mlp = tokens * (2 * dims.hidden + 2 * queries + 2 * keys) + chunk * (3 * dims.intermediate + 2 * dims.hidden)
+    attention = tokens * (dims.hidden + 3 * queries + 4 * keys)
+    tile = min(length_tokens, max(TILE_TOKENS, TILE_NUMBERS // (rows * dims.heads * length_tokens)))
+    scores = 2 * rows * dims.heads * tile * length_tokens * 4 + 2 * tokens * keys * 4
+    project = tokens * (5 * dims.hidden + queries + 2 * keys)
+    return max(mlp * activation_bytes, attention * activation_bytes + scores, project * activation_bytes)
 
 
 def head_bytes(dims: ModelDims, config: MespConfig, tokens: int, activation_bytes: int) -> int:
-    """The cross-entropy of `tokens` labelled tokens: a tile's logits and their exponentials in float32, and the
-    hidden states with their gradient."""
+    """The cross-entropy of `tokens` labelled tokens: the hidden states as they are, normed, and their gradient in
+    float32, and a tile's logits and their exponentials in float32."""
     tile = -(-dims.vocab // config.loss_tiles)
     chunk = min(tokens, config.loss_chunk_tokens or tokens)
-    return 2 * chunk * tile * 4 + 2 * tokens * dims.hidden * (4 + activation_bytes)
+    return 2 * chunk * tile * 4 + tokens * dims.hidden * (4 * activation_bytes + 4)

@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ondevice.methods.mesp.memory import TILE_NUMBERS, TILE_TOKENS
 from ondevice.methods.mesp.torch.kernels import wide
 
 Form = Literal["flash", "tiles"]
-TILE_NUMBERS = 1 << 20
-"""Scores that exist at once, of all rows and heads; a tile is at least `TILE_TOKENS` queries."""
-TILE_TOKENS = 16
+GPU_TILES = 64
+"""A GPU's tile is so many times as large: its launches cost more than its memory."""
 FLASH_HEAD = 256
 """Widest head that FlashAttention takes."""
 
@@ -29,9 +29,10 @@ def form_for(q: Tensor) -> Form:
     return "flash" if q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= FLASH_HEAD else "tiles"
 
 
-def tile_tokens(rows: int, heads: int, length_tokens: int) -> int:
+def tile_tokens(rows: int, heads: int, length_tokens: int, gpu: bool = False) -> int:
     """Queries of a tile."""
-    return min(length_tokens, max(TILE_TOKENS, TILE_NUMBERS // (rows * heads * length_tokens)))
+    numbers = TILE_NUMBERS * (GPU_TILES if gpu else 1)
+    return min(length_tokens, max(TILE_TOKENS, numbers // (rows * heads * length_tokens)))
 
 
 def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> tuple[Tensor, Any]:
@@ -92,7 +93,7 @@ def _attend_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
 
 def _tiles(q: Tensor) -> list[tuple[int, int]]:
     length = q.shape[1]
-    size = tile_tokens(q.shape[0], q.shape[2], length)
+    size = tile_tokens(q.shape[0], q.shape[2], length, q.is_cuda)
     return [(low, min(low + size, length)) for low in range(0, length, size)]
 
 

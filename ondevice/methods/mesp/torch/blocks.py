@@ -43,10 +43,10 @@ class Blocks:
     """Forward and backward of one block over [N, D], N = rows * tokens.
 
     Args:
-        chunk_tokens: tokens of the MLP at once; None is all.
+        chunk_tokens: tokens of the MLP at once.
     """
 
-    def __init__(self, stages: Stages, chunk_tokens: int | None = None) -> None:
+    def __init__(self, stages: Stages, chunk_tokens: int) -> None:
         self.stages, self.chunk_tokens = stages, chunk_tokens
 
     def forward(self, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
@@ -114,6 +114,5 @@ class Blocks:
         sums.give()
 
     def _chunks(self, tokens: int) -> Iterator[slice]:
-        size = self.chunk_tokens or tokens
-        for low in range(0, tokens, size):
-            yield slice(low, min(low + size, tokens))
+        for low in range(0, tokens, self.chunk_tokens):
+            yield slice(low, min(low + self.chunk_tokens, tokens))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, MLP_CHUNK_TOKENS_GPU
 from ondevice.methods.mesp.torch.blocks import Blocks
 from ondevice.methods.mesp.torch.kernels import choose
 from ondevice.methods.mesp.torch.loss import Loss
@@ -31,7 +32,8 @@ class Passes:
         self.manual = config.gradients == "manual"
         stages = Stages(weights.dims, kernels, config.store_h)
         self.peer = AutodiffBlocks(weights.dims)
-        self.blocks: Any = Blocks(stages, config.mlp_chunk_tokens) if self.manual else self.peer
+        usual = MLP_CHUNK_TOKENS if weights.device.type == "cpu" else MLP_CHUNK_TOKENS_GPU
+        self.blocks: Any = Blocks(stages, config.mlp_chunk_tokens or usual) if self.manual else self.peer
         loss = (weights.norm, weights.dims.norm_eps, kernels, config.loss_tiles, config.loss_chunk_tokens)
         self.loss = Loss(weights, *loss)
         device = open_device(str(weights.device))
