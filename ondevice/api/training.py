@@ -184,10 +184,13 @@ def _data_identity(config: RunConfig, path: Path) -> dict[str, Any]:
 
 def adapter_identity(adapter: Path | None) -> dict[str, Any]:
     """What names the adapter that a run started from; nothing where it started from none."""
+    from ondevice.artifact import mlx_lm_files, peft_files
     from ondevice.artifact.files import sha256_file
-    from ondevice.artifact.peft_files import WEIGHTS_NAME
 
-    return {} if adapter is None else {"adapter": sha256_file(Path(adapter) / WEIGHTS_NAME)}
+    if adapter is None:
+        return {}
+    form = mlx_lm_files if mlx_lm_files.is_mlx_lm(Path(adapter)) else peft_files
+    return {"adapter": sha256_file(Path(adapter) / form.WEIGHTS_NAME)}
 
 
 def run_artifact(

@@ -1,4 +1,4 @@
-"""LoRA adapters on disk, in PEFT's own layout: adapter_config.json and adapter_model.safetensors.
+"""LoRA adapters on disk, in PEFT's own layout: adapter_config.json and adapter_model.safetensors; mlx-lm's is read too.
 
 What is written here loads in `peft.PeftModel.from_pretrained` and in everything that reads PEFT's files;
 what PEFT wrote loads here when it is plain LoRA. Anything else is refused by name: a part that is ignored
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.mlx_lm_files import is_mlx_lm, load_mlx_lm_adapter
 from ondevice.artifact.peft_files import (
     CONFIG_NAME,
     DIGEST_KEY,
@@ -121,13 +122,15 @@ def peft_config(adapter: Adapter) -> dict[str, Any]:
 
 
 def load_adapter(folder: str | Path) -> Adapter:
-    """Read a PEFT LoRA adapter. Tensors become float32; rank-stabilised LoRA's scale is folded into alpha.
+    """Read a PEFT LoRA adapter, or mlx-lm's. Tensors become float32; rank-stabilised LoRA's scale is folded into alpha.
 
     Raises:
         ArtifactError: a file is missing, torn, changed, pickled, or of a kind that is not plain LoRA; the
             error names the file and the field or tensor.
     """
     folder = Path(folder)
+    if is_mlx_lm(folder):
+        return load_mlx_lm_adapter(folder)
     config_path, weights_path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
     config = read_config(config_path)
     check_kind(config, config_path)

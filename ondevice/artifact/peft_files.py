@@ -31,17 +31,16 @@ _MUST_BE_FALSE = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "trai
 def read_config(path: Path) -> dict[str, Any]:
     """`adapter_config.json` as a dictionary that has a `peft_type`."""
     if not path.is_file():
-        received, hint = "no such file", "give the folder that holds adapter_config.json"
-        if (path.parent / "adapters.safetensors").is_file():
-            received, hint = "an mlx-lm adapter (adapters.safetensors)", "convert it to PEFT's layout first"
-        raise ArtifactError(f"{path.parent} is not a PEFT adapter", expected=CONFIG_NAME, received=received, hint=hint)
+        hint = "give the folder that holds adapter_config.json"
+        expected, received = CONFIG_NAME, "no such file"
+        raise ArtifactError(f"{path.parent} is not a PEFT adapter", expected=expected, received=received, hint=hint)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ArtifactError(f"{path} is not readable JSON", received=str(error), hint="copy it again") from None
     if not isinstance(config, dict) or "peft_type" not in config:
         found = ", ".join(sorted(config)[:6]) if isinstance(config, dict) else type(config).__name__
-        hint = "mlx-lm writes a file of the same name; convert that adapter first"
+        hint = "mlx-lm writes a file of the same name, beside adapters.safetensors: is that missing?"
         raise ArtifactError(f"{path}: no field 'peft_type'", expected="LORA", received=found, hint=hint)
     return config
 
@@ -93,7 +92,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
         if match is None:
             expected = f"{PEFT_PREFIX}<linear>.lora_A.weight or .lora_B.weight"
             raise ArtifactError(f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected)
-        array = _to_float32(entry["dtype"], entry["data"], path, stored).reshape(entry["shape"])
+        array = to_float32(entry["dtype"], entry["data"], path, stored).reshape(entry["shape"])
         tensors[f"{match['linear']}.lora_{match['side']}.weight"] = array
     recorded = header.get("__metadata__", {}).get(DIGEST_KEY)
     if recorded is not None and recorded != digest(tensors):
@@ -106,7 +105,8 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
+def to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
+    """A stored tensor's numbers as a flat array."""
     if dtype == "BF16":
         return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
     if dtype not in _NUMPY:

@@ -1,4 +1,4 @@
-"""`ondevice fuse` and `ondevice chat`."""
+"""`ondevice fuse`, `ondevice convert` and `ondevice chat`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,28 @@ def fuse(
         raise ConfigError("no folder is given", expected="--out DIR")
     report = fuse_model(model, adapter, target_dir)
     values = {name: getattr(report, name) for name in report.__dataclass_fields__}
+    print_json(values) if json else table(values)
+
+
+def convert(
+    adapter: Annotated[Path, typer.Argument(help="The adapter's folder, PEFT's or mlx-lm's.")],
+    to: Annotated[str, typer.Option("--to", help="peft or mlx-lm.")] = "peft",
+    target_dir: common.Out = None,
+    json: common.Json = False,
+) -> None:
+    """Write an adapter in the layout of another library; its numbers stay as they are."""
+    from ondevice.artifact.adapter import load_adapter, save_adapter
+    from ondevice.artifact.mlx_lm_files import save_mlx_lm_adapter
+
+    writers = {"peft": save_adapter, "mlx-lm": save_mlx_lm_adapter}
+    if to not in writers:
+        raise ConfigError("unknown layout of adapters", expected=", ".join(writers), received=to)
+    if target_dir is None:
+        raise ConfigError("no folder is given", expected="--out DIR")
+    found = load_adapter(adapter)
+    writers[to](found, target_dir)
+    values = {"adapter": str(target_dir), "layout": to, "rank": found.rank, "alpha": found.alpha,
+              "layers": len(found.linears), "base_model": found.base_model or None}  # fmt: skip
     print_json(values) if json else table(values)
 
 

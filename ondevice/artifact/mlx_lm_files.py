@@ -1,0 +1,127 @@
+"""mlx-lm's adapters: adapters.safetensors and adapter_config.json, read and written.
+
+mlx-lm keeps `lora_a` [inputs, rank] and `lora_b` [rank, outputs], and a `scale` where PEFT has alpha = scale x rank.
+What is written here loads in `mlx_lm.tuner.utils.load_adapters` and with `mlx_lm.load(..., adapter_path=...)`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.peft_files import CONFIG_NAME, check_tensors, targets_of, to_float32
+from ondevice.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+
+WEIGHTS_NAME = "adapters.safetensors"
+_KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[ab])")
+_LAYER = re.compile(r"model\.layers\.\d+\.(?P<module>.+)")
+ALL_LAYERS = -1
+
+
+def is_mlx_lm(folder: Path) -> bool:
+    """Whether a folder holds an adapter of mlx-lm."""
+    return (folder / WEIGHTS_NAME).is_file()
+
+
+def save_mlx_lm_adapter(adapter: Adapter, folder: str | Path) -> None:
+    """Write `adapter` as mlx-lm keeps one, all at once; an adapter that is there is replaced.
+
+    Raises:
+        ArtifactError: the tensors are no whole set of finite pairs, or lie outside a model's blocks.
+        StorageError: the disk is full, or `folder` holds something else than an adapter.
+    """
+    from safetensors.numpy import save
+
+    check_tensors(adapter.tensors, str(folder))
+    modules, tensors = set(), {}
+    for linear in adapter.linears:
+        match = _LAYER.fullmatch(linear)
+        if match is None:
+            raise ArtifactError(f"{linear} is in no block", expected="model.layers.N.<module>", received=linear)
+        modules.add(match["module"])
+        for side, value in zip("ab", adapter.pair(linear)):
+            tensors[f"{linear}.lora_{side}"] = np.ascontiguousarray(value.T, dtype=np.float32)
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": ALL_LAYERS,
+        "lora_parameters": {
+            "rank": adapter.rank,
+            "scale": adapter.alpha / adapter.rank,
+            "dropout": 0.0,
+            "keys": sorted(modules),
+        },
+        "model": adapter.base_model,
+    }
+    with atomic_directory(folder, marker=CONFIG_NAME) as partial:
+        (partial / WEIGHTS_NAME).write_bytes(save(tensors, metadata={"format": "mlx"}))
+        (partial / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_mlx_lm_adapter(folder: str | Path) -> Adapter:
+    """Read an adapter of mlx-lm; tensors become float32.
+
+    Raises:
+        ArtifactError: a file is missing or torn, or the adapter is no plain LoRA (DoRA, a full fine-tune).
+    """
+    from ondevice.artifact.adapter import Adapter
+
+    folder = Path(folder)
+    config = _config(folder / CONFIG_NAME)
+    tensors = _tensors(folder / WEIGHTS_NAME)
+    rank = check_tensors(tensors, str(folder / WEIGHTS_NAME))
+    parameters = config.get("lora_parameters")
+    parameters = parameters if isinstance(parameters, dict) else {}
+    if parameters.get("rank") != rank:
+        raise ArtifactError(
+            f"{folder / CONFIG_NAME}: field 'rank' does not fit {WEIGHTS_NAME}",
+            expected=rank,
+            received=parameters.get("rank"),
+        )
+    scale = parameters.get("scale")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ArtifactError(f"{folder / CONFIG_NAME}: field 'scale'", expected="a number", received=scale)
+    return Adapter(tensors, rank, float(scale) * rank, targets_of(tensors), str(config.get("model") or ""))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(f"{path.parent} lacks a file", expected=CONFIG_NAME, received="no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} is not readable JSON", received=str(error), hint="copy it again") from None
+    kind = config.get("fine_tune_type", "lora") if isinstance(config, dict) else type(config).__name__
+    if kind != "lora":
+        hint = "only plain LoRA can be used; fuse such an adapter with mlx_lm.fuse"
+        raise ArtifactError(f"{path}: field 'fine_tune_type'", expected="lora", received=kind, hint=hint)
+    return config
+
+
+def _tensors(path: Path) -> dict[str, np.ndarray]:
+    """Under PEFT's names and in its layout."""
+    import safetensors
+
+    try:
+        entries = safetensors.deserialize(path.read_bytes())
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} is torn or no safetensors file", received=str(error), hint="copy it again"
+        ) from None
+    found = {}
+    for stored, entry in entries:
+        match = _KEY.fullmatch(stored)
+        array = to_float32(entry["dtype"], entry["data"], path, stored).reshape(entry["shape"])
+        if match is None or array.ndim != 2:
+            expected = "<linear>.lora_a or .lora_b, of 2 dimensions"
+            raise ArtifactError(f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected)
+        found[f"{match['linear']}.lora_{match['side'].upper()}.weight"] = np.ascontiguousarray(array.T)
+    return found
