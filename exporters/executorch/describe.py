@@ -96,7 +96,8 @@ Made by `ondevice export --target {manifest.target}`.
 
 - Train here: `ondevice run DIR --data train.jsonl --steps 100`
 - Check here: `ondevice verify DIR`
-- On a phone: load `program.pte` with the ExecuTorch runtime and call `train_step` in a loop.
+- On a phone: `ondevice push DIR` puts it into the app. In an app of your own, load `program.pte` with the ExecuTorch
+  runtime and call `train_step` in a loop.
 
 `train_step` takes {inputs} and gives {outputs}. {state};
 count `step` up from 0; keep `seed` as it is. Labels are token ids, -100 where nothing is trained.
