@@ -129,11 +129,13 @@ def stages(silent: bool) -> Iterator[None]:
                 err.print(record.getMessage(), markup=False)
                 status.update(record.getMessage())
 
-        handler, level = Show(logging.INFO), logger.level
+        handler, level, propagate = Show(logging.INFO), logger.level, logger.propagate
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+        logger.propagate = False  # a library may give the root logger a handler, which would say everything again
         try:
             yield
         finally:
             logger.removeHandler(handler)
             logger.setLevel(level)
+            logger.propagate = propagate

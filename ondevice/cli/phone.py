@@ -26,7 +26,7 @@ def push(
     from ondevice.api.phone import push as send
 
     columns = ("pushing", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, disable=quiet or json) as bar:
+    with Progress(*columns, console=err, disable=quiet or json, transient=True) as bar:
         task = bar.add_task("push", total=None)
         sent = send(
             artifact,

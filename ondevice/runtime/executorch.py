@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+CHATTER = "[cpuinfo_utils.cpp"
+"""What ExecuTorch says of a processor that it does not know."""
+
+
 def load_runtime() -> Any:
     """The ExecuTorch runtime of this process.
 
@@ -28,7 +32,7 @@ def load_runtime() -> Any:
     """
     os.environ.setdefault("ET_LOG_LEVEL", "error")
     try:
-        with without_lines("[cpuinfo_utils.cpp"):
+        with without_lines(CHATTER):
             from executorch.runtime import Runtime
     except ImportError:
         raise MissingPackageError(
@@ -72,7 +76,7 @@ class ExecutorchSession:
         self._adapter = np.zeros(manifest.adapter_size, dtype=np.float32)
         if self.stateful:
             for name in ("get_adapter", "set_adapter"):
-                self._methods[name] = self.program.load_method(name)
+                self._methods[name] = self._loaded(name)
             self._set(self._adapter)
 
     def _missing_kernels(self, runtime: Any) -> None:
@@ -109,10 +113,14 @@ class ExecutorchSession:
         for loaded in [key for key in self._methods if key.startswith(kinds) and not key.startswith(kind)]:
             del self._methods[loaded]
 
+    def _loaded(self, name: str) -> Any:
+        with without_lines(CHATTER):  # XNNPACK looks at the processor when the first method is loaded
+            return self.program.load_method(name)
+
     def _load(self, name: str) -> None:
         """Load a method when it is first needed; loading writes the initial state into the shared buffer again."""
         kept = self.flat().copy() if self.stateful else None
-        self._methods[name] = self.program.load_method(name)
+        self._methods[name] = self._loaded(name)
         if kept is not None:
             self._run("set_adapter", kept)
 

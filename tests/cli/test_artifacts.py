@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import subprocess
+import sys
 
 import pytest
 
+from ondevice.cli.common import stages
 from ondevice.errors import ArtifactError
 from tests.cli.command import classes
 from tests.cli.test_training import bits
@@ -163,6 +167,24 @@ def test_an_export_says_which_backend_runs_what(capsys) -> None:
     _show([report("functional"), report("npu")], json=True)
     artifacts = json.loads(capsys.readouterr().out)["artifacts"]
     assert artifacts[1]["partition"]["train_step"][0]["backend"] == "QnnBackend"
+
+
+def test_libraries_say_nothing_of_their_own(tmp_path, capsys) -> None:
+    run = ["run", str(program("functional")), "--data", str(classes(tmp_path / "rows.jsonl")), "--steps", "1"]
+    command = [sys.executable, "-m", "ondevice", *run, "--out", str(tmp_path / "run"), "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0 and "cpuinfo" not in done.stderr, done.stderr
+
+    heard: list[logging.LogRecord] = []
+    root = logging.Handler()
+    root.emit = heard.append
+    logging.getLogger().addHandler(root)
+    try:
+        with stages(silent=False):
+            logging.getLogger("ondevice.exporters").info("lowering")
+    finally:
+        logging.getLogger().removeHandler(root)
+    assert capsys.readouterr().err.count("lowering") == 1 and not heard
 
 
 def test_an_npu_s_flags_reach_the_exporter(ondevice) -> None:
