@@ -118,8 +118,9 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for document in documents for row in document["rows"]):
         key = (row["task"], row["method"], row["learning_rate"])
-        other, row = sorted((rows.get(key, row), row), key=lambda one: len(one["seeds"]))
-        rows[key] = row if row["seconds_curves"] else row | {name: other[name] for name in TIMED}
+        pair: list[dict[str, Any]] = [rows.get(key) or row, row]
+        fewer, more = sorted(pair, key=lambda one: len(one["seeds"]))
+        rows[key] = more if more["seconds_curves"] else {**more, **{name: fewer[name] for name in TIMED}}
     names = list(dict.fromkeys(task for task, _, _ in rows))
     ordered = sorted(rows.values(), key=lambda row: (names.index(row["task"]), row["method"] != BASE))
     document = documents[0] | {"rows": mark(ordered)}
