@@ -61,10 +61,10 @@ def shapes(draw):
 
 def worst(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
     """The largest relative error of a tensor. One whose gradient is nearly nothing (a token that attends to itself
-    alone) has only rounding errors: it is held against the largest."""
+    alone, keys that are all the same) has only rounding errors of activations, which are about 1 here."""
     assert found.keys() == expected.keys()
     largest = max(np.linalg.norm(value) for value in expected.values())
-    floors = {name: max(float(np.linalg.norm(value)), 1e-3 * largest, 1e-3) for name, value in expected.items()}
+    floors = {name: max(float(np.linalg.norm(value)), 1e-3 * largest, 0.05) for name, value in expected.items()}
     return max(float(np.linalg.norm(found[name] - value)) / floors[name] for name, value in expected.items())
 
 

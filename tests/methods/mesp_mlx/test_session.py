@@ -16,6 +16,7 @@ from ondevice.methods.mesp.mlx.optimizer import Optimizer  # noqa: E402
 from ondevice.methods.mesp.mlx.weights import block_file  # noqa: E402
 from ondevice.methods.registry import method_config, open_session  # noqa: E402
 from ondevice.models import open_model, save_tiny  # noqa: E402
+from tests.methods.mesp_mlx.made import dims, made  # noqa: E402
 from tests.methods.reference import batch  # noqa: E402
 
 
@@ -46,7 +47,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 def test_the_optimizer_is_torch_s(optimizer, values) -> None:
     config, random = method_config("mesp", {"optimizer": optimizer, **values}), np.random.default_rng(0)
     value, parameter = random.standard_normal((5, 7)).astype(np.float32), torch.nn.Parameter(torch.zeros(5, 7))
-    ours, found = Optimizer(config), mx.array(value)
+    ours, found = Optimizer(config, made(dims()).machine.functions), mx.array(value)
     parameter.data.copy_(torch.from_numpy(value))
     options = {"betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay}
     adamw = torch.optim.AdamW([parameter], lr=1.0, foreach=False, **options)
@@ -79,7 +80,8 @@ def test_resumed_it_has_the_same_bits(folder, values) -> None:
 @pytest.mark.parametrize(
     "values",
     [{"weights": "streamed"}, {"store_h": True}, {"micro_batch_size": 1}, {"micro_batch_size": 2},
-     {"loss_chunk_tokens": 2, "loss_tiles": 5}, {"mlp_tiles": 1}, {"gradients": "blockwise"}, {"gradients": "checkpoint"},
+     {"loss_chunk_tokens": 2, "loss_tiles": 5}, {"mlp_tiles": 1}, {"gradients": "blockwise"},
+     {"gradients": "checkpoint"},
      {"gradients": "autodiff"}, {"gradients": "blockwise", "weights": "streamed", "micro_batch_size": 2}],
 )  # fmt: skip
 def test_settings_that_change_memory_change_no_number(folder, values) -> None:

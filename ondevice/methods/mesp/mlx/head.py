@@ -1,4 +1,4 @@
-"""What lies before and after the blocks: embedding, final norm, and the cross-entropy in tiles of the vocabulary.
+"""What lies before and after the blocks: embedding, final norm, cross-entropy in tiles of the vocabulary, updates.
 
 The cross-entropy goes over the vocabulary twice: the first time for the log-sum-exp, the second for the gradient.
 So a tile's logits are dead before the next tile's exist. Shapes: N labelled tokens, V rows of a tile.
@@ -63,3 +63,27 @@ class ModelStages(Stages):
         share = mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
         gh = self.product_backward(share.astype(self.dtype), a, "head")
         return {"gh": a["gh"] + gh.astype(self.sums)}
+
+    def gather_rows(self, a: Arrays) -> Arrays:
+        """Rows `place` int32 [N] of hidden states [B T, D]."""
+        return {"hn": mx.take(a["all"], a["place"], axis=0)}
+
+    def scatter_rows(self, a: Arrays) -> Arrays:
+        """gh added to rows `place` of ghn, float32 [B T, D]."""
+        return {"ghn": a["ghn"].at[a["place"]].add(a["gh"])}
+
+    def sgd(self, a: Arrays) -> Arrays:
+        """value kept - rate gradient; `kept` is 1 - learning rate times weight decay."""
+        return {"value": a["value"] * a["kept"] - a["rate"] * a["gradient"]}
+
+    def adamw(self, a: Arrays) -> Arrays:
+        """As `torch.optim.AdamW`, one matrix.
+
+        `rate` is learning rate / (1 - beta1^t), `kept` as for `sgd`, `root` sqrt(1 - beta2^t), all float32 [];
+        `constants` are beta1, beta2 and eps.
+        """
+        beta1, beta2, eps = (a["constants"][i] for i in range(3))
+        first = beta1 * a["first"] + (1 - beta1) * a["gradient"]
+        second = beta2 * a["second"] + (1 - beta2) * mx.square(a["gradient"])
+        moved = a["rate"] * (first / (mx.sqrt(second) / a["root"] + eps))
+        return {"value": a["value"] * a["kept"] - moved, "first": first, "second": second}

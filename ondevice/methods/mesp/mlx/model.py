@@ -27,6 +27,7 @@ class Model:
         loss_tiles: of the vocabulary.
         loss_chunk_tokens: labelled tokens whose logits exist at once; None is all.
         functions: the stages, if not Python's.
+        fixed_chunks: pad each chunk of labelled tokens to `loss_chunk_tokens`.
         clear: give back what MLX's allocator keeps after every evaluation.
 
     Attributes:
@@ -41,12 +42,13 @@ class Model:
         loss_tiles: int = 8,
         loss_chunk_tokens: int | None = None,
         functions: Functions | None = None,
+        fixed_chunks: bool = False,
         clear: bool = True,
     ) -> None:
         self.settings, self.weights = settings, weights
         self.machine = Machine(functions or ModelStages(settings), clear=clear)
         self.tiles = bounds(settings.dims.vocab, loss_tiles)
-        self.chunk_tokens = loss_chunk_tokens
+        self.chunk_tokens, self.fixed_chunks = loss_chunk_tokens, fixed_chunks
         self.adapter: list[dict[str, Any]] = [{} for _ in range(settings.dims.layers)]
 
     @property
@@ -94,15 +96,16 @@ class Model:
         if not len(where):
             return 0.0, None
         hn = self._final_norm(x)
-        ghn = mx.zeros(hn.shape, dtype=mx.float32)
-        total = 0.0
+        ghn, total = mx.zeros(hn.shape, dtype=mx.float32), 0.0
         for low, high in self._chunks(len(where)):
-            place = mx.array(where[low:high])
-            given = {"hn": hn[place], "weight": mx.full((high - low,), 1 / labelled)}
+            place, given = self._gather(hn, where[low:high])
+            given["weight"] = mx.where(mx.arange(place.size) < high - low, 1 / labelled, 0.0)
             found = self._loss(given, wanted[low:high], gradient=True)
-            ghn[place] = found["gh"]
-            total += float(mx.sum(found["nll"]))
-            del found, given
+            rows = {"ghn": ghn, "place": place, "gh": found.pop("gh")}
+            ghn = self.machine.functions.call("scatter_rows", rows)["ghn"]
+            mx.eval(ghn)
+            total += float(mx.sum(found.pop("nll")[: high - low]))
+            del given, rows
         del hn
         given = {"x": x, "ghn": ghn.reshape(x.shape)}
         del ghn, x
@@ -119,17 +122,29 @@ class Model:
         if len(where):
             hn = self._final_norm(x)
             for low, high in self._chunks(len(where)):
-                found = self._loss({"hn": hn[mx.array(where[low:high])]}, wanted[low:high], gradient=False)
-                sums += np.bincount(rows[low:high], np.array(found["nll"], dtype=np.float64), len(ids))
+                found = self._loss(self._gather(hn, where[low:high])[1], wanted[low:high], gradient=False)
+                nll = np.array(found["nll"], dtype=np.float64)[: high - low]
+                sums += np.bincount(rows[low:high], nll, len(ids))
         return sums.astype(np.float32), np.bincount(rows, minlength=len(ids)).astype(np.int64)
 
     def _final_norm(self, x: Any) -> Any:
         hn = self.machine.run(schedule.final_norm(), {"x": x}, self.weights.final, {})["hn"]
         return hn.reshape(-1, hn.shape[-1])
 
+    def _gather(self, hn: Any, where: np.ndarray) -> tuple[Any, dict[str, Any]]:
+        """Places of some labelled tokens, int32, and their hidden states."""
+        place = mx.array(self._padded(where))
+        return place, self.machine.functions.call("gather_rows", {"all": hn, "place": place})
+
+    def _padded(self, values: np.ndarray) -> np.ndarray:
+        """With zeros behind, where every chunk has the same size."""
+        if not self.fixed_chunks or self.chunk_tokens is None:
+            return values
+        return np.pad(values, (0, self.chunk_tokens - len(values)))
+
     def _loss(self, given: dict[str, Any], wanted: np.ndarray, gradient: bool) -> dict[str, Any]:
         mx.eval(given)
-        given |= self.weights.head_rows(wanted)
+        given |= self.weights.head_rows(self._padded(wanted))
         return self.machine.run(schedule.loss(self.settings, self.tiles, gradient), given, self.weights.head, {})
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""SGD and AdamW on one matrix at a time, as `torch.optim` computes them; what is baked in is only their constants."""
+"""SGD and AdamW on one matrix at a time: the moments, and the scalars of each step."""
 
 from __future__ import annotations
 
@@ -13,62 +13,40 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ondevice.methods.mesp.config import MespConfig
+    from ondevice.methods.mesp.mlx.machine import Functions
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def sgd(value: Any, gradient: Any, rate: Any, kept: Any) -> tuple[Any]:
-    """value kept - rate gradient; all scalars float32 []."""
-    return (value * kept - rate * gradient,)
-
-
-def adamw(
-    value: Any, gradient: Any, first: Any, second: Any, rate: Any, kept: Any, root: Any, constants: Any
-) -> tuple[Any, Any, Any]:
-    """The new value and moments.
-
-    Args:
-        rate: learning rate / (1 - beta1^t).
-        kept: 1 - learning rate times weight decay.
-        root: sqrt(1 - beta2^t).
-        constants: beta1, beta2 and eps, float32 [3].
-    """
-    beta1, beta2, eps = constants[0], constants[1], constants[2]
-    first = beta1 * first + (1 - beta1) * gradient
-    second = beta2 * second + (1 - beta2) * mx.square(gradient)
-    return value * kept - rate * (first / (mx.sqrt(second) / root + eps)), first, second
-
-
 class Optimizer:
-    """The moments of all matrices and the number of the step."""
+    """The moments of all matrices and the number of the step; the arithmetic is the stages `sgd` and `adamw`."""
 
-    def __init__(self, config: MespConfig) -> None:
-        self.config, self.steps = config, 0
-        self.moments: dict[str, list[Any]] = {}
-        self.scalars: list[Any] = []
+    def __init__(self, config: MespConfig, functions: Functions) -> None:
+        self.config, self.functions, self.steps = config, functions, 0
+        self.moments: dict[str, tuple[Any, Any]] = {}
+        self.scalars: dict[str, Any] = {}
         self.constants = mx.array([config.beta1, config.beta2, config.eps], dtype=mx.float32)
 
     def begin(self, learning_rate: float) -> None:
         """A new step; its scalars are computed in double precision."""
         self.steps += 1
         config = self.config
-        scalars = [learning_rate, 1 - learning_rate * config.weight_decay]
+        scalars = {"rate": learning_rate, "kept": 1 - learning_rate * config.weight_decay}
         if config.optimizer == "adamw":
-            scalars[0] /= 1 - config.beta1**self.steps
-            scalars.append(math.sqrt(1 - config.beta2**self.steps))
-        self.scalars = [mx.array(value, dtype=mx.float32) for value in scalars]
+            scalars["rate"] /= 1 - config.beta1**self.steps
+            scalars["root"] = math.sqrt(1 - config.beta2**self.steps)
+        self.scalars = {name: mx.array(value, dtype=mx.float32) for name, value in scalars.items()}
 
     def update(self, name: str, value: Any, gradient: Any) -> Any:
         """The new value of a matrix; its gradient may go."""
+        given = {"value": value, "gradient": gradient, **self.scalars}
         if self.config.optimizer == "sgd":
-            (value,) = sgd(value, gradient, *self.scalars)
-            return value
-        if name not in self.moments:
-            self.moments[name] = [mx.zeros_like(value) for _ in MOMENTS]
-        first, second = self.moments[name]
-        rate, kept, root = self.scalars
-        value, *self.moments[name] = adamw(value, gradient, first, second, rate, kept, root, self.constants)
-        return value
+            return self.functions.call("sgd", given)["value"]
+        first, second = self.moments.get(name) or (mx.zeros_like(value), mx.zeros_like(value))
+        given |= {"first": first, "second": second, "constants": self.constants}
+        found = self.functions.call("adamw", given)
+        self.moments[name] = (found["first"], found["second"])
+        return found["value"]
 
     def state(self) -> dict[str, Any]:
         """Moments and the step's number, as arrays of MLX."""
@@ -90,4 +68,5 @@ class Optimizer:
         for name in names:
             if any(f"{key}/{name}" not in state for key in MOMENTS):
                 raise CheckpointError(f"the checkpoint lacks the moments of {name}", hint="resume from an older one")
-            self.moments[name] = [mx.array(state[f"{key}/{name}"]) for key in MOMENTS]
+            first, second = (mx.array(state[f"{key}/{name}"]) for key in MOMENTS)
+            self.moments[name] = (first, second)

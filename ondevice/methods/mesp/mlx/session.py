@@ -44,7 +44,7 @@ class MlxSession:
     def __init__(self, model: Model, pairs: tuple[Pair, ...], config: MespConfig, source: str) -> None:
         self.model, self.pairs, self.config, self.source = model, pairs, config, source
         self.backend = "mlx-gpu" if mx.default_device().type == mx.DeviceType.gpu else "mlx-cpu"
-        self.optimizer = Optimizer(config)
+        self.optimizer = Optimizer(config, model.machine.functions)
         self.names = {(pair.layer, pair.target): (pair.a_name, pair.b_name) for pair in pairs}
         self.gradients = gradients_of(config)
 
