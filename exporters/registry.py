@@ -10,6 +10,7 @@ from ondevice.exporters.base import Exporter
 TARGETS = {
     "android-cpu": ("ondevice.exporters.executorch.targets.android_cpu", "Android or any CPU, ExecuTorch with XNNPACK"),
     "android-npu": ("ondevice.exporters.executorch.targets.android_npu", "Android with a Qualcomm NPU, through QNN"),
+    "apple-mlx": ("ondevice.exporters.mlx.targets.apple_mlx", "A Mac or an iPhone, MLX functions and their order"),
 }
 
 

@@ -54,6 +54,9 @@ class Share(Section):
 class AdapterEntry(Section):
     """One LoRA B matrix in the flat adapter vector: float32 [rank, outputs], row-major, at `offset` elements."""
 
+    a_offset: int | None = None
+    """Where its A is, float32 [rank, inputs]; None where A is frozen and drawn from the generator."""
+
     linear: str
     layer: int
     target: str
@@ -113,6 +116,8 @@ class Manifest(Section):
     tokenizer_sha256: str
     chat_template_sha256: str | None = None
     task: str | None = None
+    caveats: tuple[str, ...] = ()
+    """What could not be tried where the program was exported."""
     check: dict[str, Any] = Field(default_factory=dict)
     """What the export measured against eager PyTorch before the artifact was written."""
     files: dict[str, str] = Field(default_factory=dict)

@@ -116,16 +116,20 @@ class Model:
         x = self.embed(ids)
         for layer in range(self.layers):
             x = self.forward(layer, x)
+        return self.row_nll_of(x, labels)
+
+    def row_nll_of(self, x: Any, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`row_nll` from the last block's output."""
         where, wanted = targets(labels)
-        rows = where // ids.shape[1]
-        sums = np.zeros(len(ids), dtype=np.float64)
+        rows, count = where // labels.shape[1], len(labels)
+        sums = np.zeros(count, dtype=np.float64)
         if len(where):
             hn = self._final_norm(x)
             for low, high in self._chunks(len(where)):
                 found = self._loss(self._gather(hn, where[low:high])[1], wanted[low:high], gradient=False)
                 nll = np.array(found["nll"], dtype=np.float64)[: high - low]
-                sums += np.bincount(rows[low:high], nll, len(ids))
-        return sums.astype(np.float32), np.bincount(rows, minlength=len(ids)).astype(np.int64)
+                sums += np.bincount(rows[low:high], nll, count)
+        return sums.astype(np.float32), np.bincount(rows, minlength=count).astype(np.int64)
 
     def _final_norm(self, x: Any) -> Any:
         hn = self.machine.run(schedule.final_norm(), {"x": x}, self.weights.final, {})["hn"]

@@ -142,13 +142,7 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int) -> MlxSession
         ModelError: the files are torn, or the rotary embedding is of another kind.
         StorageError: no space for the files of streamed weights.
     """
-    for name, only in (("activations", "device"), ("kernels", "auto"), ("mlp_chunk_tokens", None)):
-        if getattr(config, name) != only:
-            raise ConfigError(
-                f"method.{name}: {getattr(config, name)} is for torch",
-                expected=f"{only} with MLX",
-                hint="method.mlp_tiles makes the MLP's part smaller" if only is None else "leave it out",
-            )
+    check_config(config)
     settings = settings_of(files, config)
     pairs = pairs_of(files.dims, files.family, config)
     model = Model(settings, _weights(files, config, settings), loss_tiles=config.loss_tiles,
@@ -156,6 +150,21 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int) -> MlxSession
     session = MlxSession(model, pairs, config, files.source.source)
     session._load_tensors(initial_tensors(pairs, seed))
     return session
+
+
+def check_config(config: MespConfig) -> None:
+    """Refuse settings that are for torch.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for name, only in (("activations", "device"), ("kernels", "auto"), ("mlp_chunk_tokens", None)):
+        if getattr(config, name) != only:
+            raise ConfigError(
+                f"method.{name}: {getattr(config, name)} is for torch",
+                expected=f"{only} with MLX",
+                hint="method.mlp_tiles makes the MLP's part smaller" if only is None else "leave it out",
+            )
 
 
 def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
