@@ -58,6 +58,14 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "8da4w": ("two layers", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }
+EXACT: dict[str, tuple[str, dict[str, Any]]] = {
+    "exact": ("two layers", {"export.batch_size": 2, "export.lengths_tokens": [24, 16], "export.next_token": True}),
+    "exact, sgd": (
+        "qwen2 with bias",
+        {"method.optimizer": "sgd", "method.weight_decay": 0.1, "method.targets": ["q_proj", "down_proj"]},
+    ),
+}
+"""Programs with exact gradients (mesp)."""
 NPU: dict[str, tuple[str, dict[str, Any]]] = {
     "npu": ("wide", {"export.batch_size": 2}),
     "npu unrolled": (
@@ -100,7 +108,11 @@ def model(name: str) -> Path:
 
 def config(name: str, **more: Any) -> RunConfig:
     """The run file of one of `PROGRAMS`."""
-    source, values = (PROGRAMS | NPU)[name]
+    source, values = (PROGRAMS | NPU | EXACT)[name]
+    if name in EXACT:
+        method = {"method.name": "mesp", "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 1e-2}
+        base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
+        return RunConfig.load(None, {**base, **method, **values, **more})
     if name in NPU:
         values = {"export.target": "android-npu", **values}
     base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}

@@ -10,6 +10,8 @@ from typing import Any
 from ondevice.artifact.manifest import AdapterEntry, GeneratorInfo, Manifest, ModelInfo, ProgramMethod, TensorPort
 from ondevice.exporters.base import ExportJob
 from ondevice.exporters.executorch.author import settle
+from ondevice.exporters.executorch.mesp.job import START
+from ondevice.methods.mesp.layout import Ranges
 
 
 def describe(
@@ -56,15 +58,27 @@ def describe(
         eval_batch_size=step[0].shape[0] if npu else job.export.eval_batch_size,
         soc=job.export.soc[0] if npu else None,
         partition=lowered.partition,
-        generator=GeneratorInfo(distribution=job.method.noise, lowering=lowering.generator, seed=job.seed),
-        adapter_size=program.layout.size,
-        adapter=tuple(
-            AdapterEntry(linear=names[(entry.layer, entry.target)], **asdict(entry)) for entry in program.layout.entries
+        generator=GeneratorInfo(
+            distribution=getattr(job.method, "noise", "none"),
+            lowering=lowering.generator if job.method.name == "prge" else "none",
+            seed=job.seed,
         ),
+        adapter_size=program.layout.size,
+        adapter=tuple(_entry(entry, names) for entry in program.layout.entries),
         custom_ops=tuple(ops),
         tokenizer_sha256=sha256(backend.encode()).hexdigest(),
         chat_template_sha256=sha256(template.encode()).hexdigest() if template else None,
         task=job.task,
+    )
+
+
+def _entry(entry: Any, names: Any) -> AdapterEntry:
+    if not isinstance(entry, Ranges):
+        return AdapterEntry(linear=names[(entry.layer, entry.target)], **asdict(entry))
+    pair = entry.pair
+    shape = {"rank": pair.rank, "inputs": pair.inputs, "outputs": pair.outputs}
+    return AdapterEntry(
+        linear=pair.name, layer=pair.layer, target=pair.target, offset=entry.b, a_offset=entry.a, **shape
     )
 
 
@@ -83,6 +97,12 @@ after copy, and pass `perturbation_scale` {manifest.method["perturbation_scale"]
 copy and `perturbation_scale` 0; then `nll_sum` and `tokens` are those of the adapter itself; the rest means nothing.
 """
     state = "Feed the adapter that comes out back in, starting from zeros"
+    count = "count `step` up from 0; keep `seed` as it is"
+    phone = "`ondevice push DIR` puts it into the app. In an app of your own, load"
+    if manifest.method["name"] == "mesp":
+        moments = ", and the moments, starting from zeros" * ("exp_avg" in [port.name for port in step.inputs])
+        state = f"Feed the adapter that comes out back in,\nstarting from `{START}` (float32){moments}"
+        count, phone = "count `step` up from 0", "in an app of your own, load"
     if manifest.form == "stateful":
         state = (
             "The program keeps the adapter; `get_adapter` and `set_adapter` take it out and put it in.\n"
@@ -96,11 +116,11 @@ Made by `ondevice export --target {manifest.target}`.
 
 - Train here: `ondevice run DIR --data train.jsonl --steps 100`
 - Check here: `ondevice verify DIR`
-- On a phone: `ondevice push DIR` puts it into the app. In an app of your own, load `program.pte` with the ExecuTorch
+- On a phone: {phone} `program.pte` with the ExecuTorch
   runtime and call `train_step` in a loop.
 
 `train_step` takes {inputs} and gives {outputs}. {state};
-count `step` up from 0; keep `seed` as it is. Labels are token ids, -100 where nothing is trained.
+{count}. Labels are token ids, -100 where nothing is trained.
 {npu}
 Kernels of this project that the runtime must link: {ops}.
 `manifest.json` lists every method, tensor, kernel and checksum.

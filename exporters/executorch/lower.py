@@ -122,7 +122,7 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
     return Lowered(
         buffer=program.buffer,
         planned_bytes={name: sum(plans[name].non_const_buffer_sizes) for name in names},
-        ops={name: sorted({_op_name(op) for op in plans[name].operators}) for name in names},
+        ops={name: sorted({op_name(op) for op in plans[name].operators}) for name in names},
         delegates={name: len(plans[name].delegates) for name in names},
         seconds=time.perf_counter() - started,
         partition=shares(edge, program, names),
@@ -130,5 +130,6 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
     )
 
 
-def _op_name(op: Any) -> str:
+def op_name(op: Any) -> str:
+    """As the runtime's registry names it."""
     return f"{op.name}.{op.overload}" if op.overload else op.name

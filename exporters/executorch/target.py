@@ -33,6 +33,8 @@ class ExecutorchTarget(ABC):
     name: str
     socs: ClassVar[dict[str, str]] = {}
     perturbation_scale: ClassVar[float | None] = None
+    methods: ClassVar[tuple[str, ...]] = ("prge",)
+    """Methods whose step it takes."""
 
     @abstractmethod
     def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
@@ -55,9 +57,12 @@ class ExecutorchTarget(ABC):
         problems = []
         if importlib.util.find_spec("executorch") is None:
             problems.append("executorch is not installed: pip install 'ondevice-train[executorch]'")
-        if not isinstance(job.method, PrgeConfig):
-            return [*problems, f"method {job.method.name} does not export to {self.name}: use --method prge"]
-        if job.method.form != "master" or not (job.method.inner_loop and job.method.outer_loop):
+        if job.method.name not in self.methods:
+            known = " or ".join(self.methods)
+            return [*problems, f"method {job.method.name} does not export to {self.name}: use --method {known}"]
+        if isinstance(job.method, PrgeConfig) and (
+            job.method.form != "master" or not (job.method.inner_loop and job.method.outer_loop)
+        ):
             problems.append(
                 "an exported step has form master, inner_loop and outer_loop: the others are eager baselines"
             )
@@ -70,8 +75,9 @@ class ExecutorchTarget(ABC):
                 dims.linear_shape(target)
         except OndeviceError as error:
             problems.append(str(error))
-        if job.method.top_layers is not None and job.method.top_layers > dims.layers:
-            problems.append(f"top_layers is {job.method.top_layers} and the model has {dims.layers} layers")
+        top_layers = getattr(job.method, "top_layers", None)
+        if top_layers is not None and top_layers > dims.layers:
+            problems.append(f"top_layers is {top_layers} and the model has {dims.layers} layers")
         if max(job.export.lengths_tokens) > dims.max_positions:
             problems.append(
                 f"lengths_tokens {max(job.export.lengths_tokens)} exceeds the model's {dims.max_positions} positions"

@@ -132,6 +132,12 @@ def push(folder: Path, *, name: str | None = None, serial: str | None = None, pr
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
+    if manifest.method.get("name") != "prge":
+        raise ArtifactError(
+            f"the app does not run programs of {manifest.method.get('name')}",
+            expected="a program of prge",
+            hint="the artifact's README says how an app of your own runs it",
+        )
     name = name or re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"
     if not NAME.fullmatch(name):
         raise ConfigError("a model's name", expected="letters, digits, '.', '_' and '-', at most 64", received=name)

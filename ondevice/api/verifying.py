@@ -42,16 +42,22 @@ def verify(
         perturbation_scales: the scales to compare at, for an NPU's program; the manifest's unless given.
 
     Returns:
-        For a CPU's program: `steps`, `max_rel_loss_error` (free-running), `max_rel_loss_error_replayed` (the
-        runtime's projected gradients fed to both sides), `max_abs_adapter_error`, `gradient_correlation`, `backend`,
-        `ok`. For an NPU's: `directions`, `sign_agreement`, `correlation`, `loss_error`, `adapter_error`,
-        `perturbation_scale`, `backend`, `ok`, against float32; with several scales, `scales` lists them all.
+        For a program with exact gradients: `steps`, `gradient_error` (the largest relative one of a tensor),
+        `max_rel_loss_error`, `max_abs_adapter_error`, `backend`, `ok`. For a CPU's zeroth-order program: `steps`,
+        `max_rel_loss_error` (free-running), `max_rel_loss_error_replayed` (the runtime's projected gradients fed to
+        both sides), `max_abs_adapter_error`, `gradient_correlation`, `backend`, `ok`. For an NPU's: `directions`,
+        `sign_agreement`, `correlation`, `loss_error`, `adapter_error`, `perturbation_scale`, `backend`, `ok`, against
+        float32; with several scales, `scales` lists them all.
 
     Raises:
         ArtifactError: if the model is not the one that was exported.
         ConfigError: an argument that does not go with the program.
     """
     manifest = read_manifest(folder)
+    if manifest.runtime.startswith("mlx "):
+        return _in_mlx(Path(folder), manifest, steps or DEFAULT_STEPS, data, model)
+    if manifest.method.get("name") == "mesp":
+        return _exact(Path(folder), manifest, steps or DEFAULT_STEPS, data, model)
     if manifest.soc is None and (directions is not None or perturbation_scales):
         raise ConfigError(
             "directions and perturbation scales are for an NPU's program", expected="steps", received=manifest.target
@@ -74,13 +80,7 @@ def _eager(folder: Path, manifest: Manifest, model: str | None) -> tuple[PrgePro
 
     source = model or manifest.model.source
     loaded = load_model(source, revision=manifest.model.revision, dtype="float32", device="cpu")
-    if loaded.source.sha256 != manifest.model.sha256:
-        raise ArtifactError(
-            f"{source} is not the model that was exported",
-            expected=manifest.model.sha256,
-            received=loaded.source.sha256,
-            hint="--model says where the exported model is",
-        )
+    _same_model(loaded, source, manifest)
     config = ExportConfig.parse(
         {
             "quantize": manifest.quantize,
@@ -92,6 +92,53 @@ def _eager(folder: Path, manifest: Manifest, model: str | None) -> tuple[PrgePro
     )
     method = PrgeConfig.parse(manifest.method, "manifest.json: method")
     return author(loaded, method, config, manifest.generator.seed), loaded.tokenizer
+
+
+def _same_model(loaded: Any, source: str, manifest: Manifest) -> None:
+    if loaded.source.sha256 != manifest.model.sha256:
+        raise ArtifactError(
+            f"{source} is not the model that was exported",
+            expected=manifest.model.sha256,
+            received=loaded.source.sha256,
+            hint="--model says where the exported model is",
+        )
+
+
+def _exact(folder: Path, manifest: Manifest, steps: int, data: Path | None, model: str | None) -> dict[str, Any]:
+    """A program with exact gradients against automatic differentiation."""
+    from ondevice.exporters.executorch.mesp.check import compare
+    from ondevice.exporters.executorch.mesp.job import GRADIENT_TOLERANCE
+    from ondevice.models import load_model
+    from ondevice.runtime.first_order import FirstOrderProgramSession
+
+    source = model or manifest.model.source
+    loaded = load_model(source, revision=manifest.model.revision, dtype="float32", device="cpu")
+    _same_model(loaded, source, manifest)
+    session = FirstOrderProgramSession(folder, manifest)
+    batches = _batches(session, manifest, loaded.tokenizer, data, steps)
+    result = compare(session, loaded, session.config, batches, session.config.learning_rate).to_dict()
+    session.close()
+    ok = result["gradient_error"] <= GRADIENT_TOLERANCE and result["max_rel_loss_error"] <= LIMITS["none"][0]
+    return {**result, "backend": "executorch", "ok": bool(ok and np.isfinite(result["max_abs_adapter_error"]))}
+
+
+def _in_mlx(folder: Path, manifest: Manifest, steps: int, data: Path | None, model: str | None) -> dict[str, Any]:
+    """An MLX program against Python's own stages over the model's own files."""
+    from ondevice.exporters.mlx.check import compare
+    from ondevice.methods.mesp.config import MespConfig
+    from ondevice.methods.mesp.mlx.session import open_session
+    from ondevice.models import open_model
+    from ondevice.runtime.mlx import MlxProgramSession
+
+    source = model or manifest.model.source
+    session = MlxProgramSession(folder, manifest)
+    files = open_model(source, revision=manifest.model.revision, dtype=session.model.settings.dtype)
+    _same_model(files, source, manifest)
+    reference = open_session(files, MespConfig.parse(manifest.method, "manifest.json: method"), session.seed)
+    batches = None if data is None else _batches(session, manifest, files.tokenizer, data, steps)
+    result = compare(session, reference, files.dims.vocab, steps, reference.config.learning_rate, batches)
+    session.close()
+    return {**result, "backend": session.backend}
 
 
 def _batches(session: Any, manifest: Manifest, tokenizer: Any, data: Path | None, steps: int) -> Iterator[Batch]:

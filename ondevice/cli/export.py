@@ -116,6 +116,11 @@ def _show(reports: list[Any], json: bool) -> None:
 
 
 def _against_eager(check: dict[str, Any]) -> dict[str, str]:
+    if "gradient_error" in check:
+        return {
+            "gradient error against autodiff": f"{check['gradient_error']:.1e}",
+            "loss error against eager": f"{check['max_rel_loss_error']:.1e}",
+        }
     if "max_rel_loss_error_replayed" in check:
         return {
             "loss error against eager": f"{check['max_rel_loss_error_replayed']:.1e}",
@@ -167,5 +172,5 @@ def verify(
         raise VerificationError(
             "the program does not follow eager PyTorch",
             received="; ".join(broken)
-            or f"{result['max_rel_loss_error']:.3g} free-running, {result['max_rel_loss_error_replayed']:.3g} replayed",
+            or ", ".join(f"{name} {result[name]:.3g}" for name in result if name.endswith("_error")),
         )

@@ -98,7 +98,8 @@ class PlainFirstOrder:
         self.leaves = {name: torch.from_numpy(value.copy()).double() for name, value in start.items()}
         frozen = ".lora_A." if config.name == "lora-fa" else "nothing"
         trained = [leaf.requires_grad_(True) for name, leaf in self.leaves.items() if frozen not in name]
-        self.optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=config.weight_decay, foreach=False)
+        kind = torch.optim.SGD if getattr(config, "optimizer", "") == "sgd" else torch.optim.AdamW
+        self.optimizer = kind(trained, lr=0.0, weight_decay=config.weight_decay, foreach=False)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         if self.config.name in ("full", "slideformer", "lsp"):

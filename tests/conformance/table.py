@@ -95,6 +95,8 @@ PROGRAMS = (
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="functional"),
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="stateful"),
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="q4"),
+    Row("mesp", "android-cpu", "float32, exact gradients", program="exact", adapter_error=2e-4),
+    Row("mesp", "android-cpu", "float32, exact gradients", program="exact, sgd", adapter_error=1e-5),
     Row(
         "prge",
         "android-npu",

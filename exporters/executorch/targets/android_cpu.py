@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ondevice.errors import VerificationError
+from ondevice.exporters.executorch.mesp import job as mesp
 from ondevice.exporters.executorch.target import ExecutorchTarget, check_round_trip, log
 
 if TYPE_CHECKING:
@@ -28,8 +29,11 @@ class Target(ExecutorchTarget):
     """ExecuTorch programs for phones' CPUs; they run on any CPU that ExecuTorch supports."""
 
     name = "android-cpu"
+    methods: ClassVar[tuple[str, ...]] = ("prge", "mesp")
 
     def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
+        if job.method.name == "mesp":
+            return mesp.problems(job, dims)
         problems = []
         if job.export.quantize not in TOLERANCE:
             problems.append(f"quantize {job.export.quantize} is for the NPU; expected {', '.join(TOLERANCE)}")
@@ -48,6 +52,9 @@ class Target(ExecutorchTarget):
         return problems
 
     def build(self, job: ExportJob, loaded: LoadedModel) -> tuple[Any, list[MethodSpec], Lowered]:
+        if job.method.name == "mesp":
+            log.info("lowering a step of exact gradients: some ten seconds a layer")
+            return mesp.build(job, loaded)
         from ondevice.exporters.executorch import author as authoring
         from ondevice.exporters.executorch.lower import lower
         from ondevice.exporters.executorch.programs import build_methods
@@ -67,6 +74,8 @@ class Target(ExecutorchTarget):
         self, folder: Path, manifest: Manifest, program: Any, job: ExportJob
     ) -> tuple[dict[str, Any], list[str]]:
         """N steps against eager and an adapter round trip; raises before anything is renamed into place."""
+        if job.method.name == "mesp":
+            return mesp.verify(folder, manifest, program, job), []
         from ondevice.exporters.executorch.check import compare, random_batches
         from ondevice.runtime.executorch import ExecutorchSession
 

@@ -1,0 +1,160 @@
+"""Programs with exact gradients, made for an inference runtime, against automatic differentiation."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ondevice.api import artifacts
+from ondevice.api.opening import open_artifact
+from ondevice.api.phone import push
+from ondevice.api.verifying import verify
+from ondevice.artifact.manifest import read_manifest
+from ondevice.errors import ArtifactError, CheckpointError, ConfigError, ModelError
+from ondevice.exporters.registry import exporter
+from ondevice.methods.mesp.config import ALL_TARGETS
+from ondevice.methods.mesp.layout import FlatLayout
+from ondevice.methods.mesp.torch import graph
+from ondevice.methods.mesp.torch.program import MespProgram
+from ondevice.methods.registry import method_config, open_session
+from ondevice.models import load_model, save_tiny
+from ondevice.models.tiny import tiny_model
+from tests.methods.mesp.reference import errors, exact, rows, session
+from tests.methods.reference import batch
+from tests.programs import EXACT, config, model, program
+
+pytest.importorskip("executorch.exir")
+STOCK = {"aten", "dim_order_ops"}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from([("llama", {}), ("qwen2", {"tied": False}), ("llama", {"attention_bias": True, "mlp_bias": True})]),
+    st.sampled_from([(4, 2), (4, 4), (2, 1), (1, 1)]),
+    st.lists(st.sampled_from(ALL_TARGETS), min_size=1, unique=True),
+    st.integers(1, 7),
+    st.integers(1, 3),
+    st.integers(4, 30),
+    st.sampled_from((1, 1 << 17)),
+    st.integers(1, 5),
+)
+def test_the_pure_function_has_autograd_s_gradients(kind, heads, targets, rank, count, length, numbers, tiles) -> None:
+    family, sizes = kind[0], {**kind[1], "heads": heads[0], "kv_heads": heads[1], "vocab": 261}
+    ids, labels = rows(count, length, rank)
+    opened = session(tiny_model(family, **sizes), rank=rank, targets=tuple(targets), loss_tiles=tiles)
+    start = opened.adapter().tensors
+    _, theirs = exact(tiny_model(family, **sizes), start, opened.config.scale, ids, labels)
+    before, graph.TILE_NUMBERS = graph.TILE_NUMBERS, numbers
+    try:
+        made = MespProgram(tiny_model(family, **sizes), opened.config, (length,))
+        flat = torch.from_numpy(made.layout.to_flat(start))
+        loss, found = made.gradients(torch.from_numpy(ids), torch.from_numpy(labels), flat)
+        nll, tokens = made.evaluate(torch.from_numpy(ids), torch.from_numpy(labels), flat)
+    finally:
+        graph.TILE_NUMBERS = before
+    assert max(errors(made.layout.to_tensors(found.numpy()), theirs).values()) <= 3e-5
+    wanted, count_of = opened.evaluate(ids, labels)
+    np.testing.assert_allclose(nll.detach().numpy(), wanted, rtol=2e-5)
+    assert tokens.tolist() == count_of.tolist()
+    assert float(loss) == pytest.approx(wanted.sum() / count_of.sum(), rel=3e-6)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_verify_holds_a_program_against_autodiff(name) -> None:
+    result = verify(program(name), steps=6)
+    assert result["ok"] and result["steps"] == 6 and json.dumps(result)
+    assert result["gradient_error"] <= 1e-5 and result["max_rel_loss_error"] <= 1e-5
+    assert result["max_abs_adapter_error"] <= 1e-4
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_stock_runtime_runs_it_in_planned_memory(name) -> None:
+    manifest = read_manifest(program(name))
+    assert manifest.custom_ops == () and manifest.form == "functional"
+    for method in manifest.methods.values():
+        assert {op.split("::")[0] for op in method.ops} <= STOCK
+        assert method.delegates == 0
+    step = manifest.methods["train_step"]
+    size = (manifest.adapter_size,)
+    assert {port.shape for port in (*step.inputs, *step.outputs) if port.name in ("adapter", "exp_avg")} == {size}
+    assert manifest.generator.distribution == "none"
+    assert all(entry.a_offset is not None and entry.a_offset < entry.offset for entry in manifest.adapter)
+    start = np.fromfile(program(name) / "adapter_start.bin", "<f4")
+    assert start.tobytes() == open_artifact(program(name)).flat().tobytes()
+
+
+def test_depth_adds_little_more_than_block_inputs_to_the_plan(tmp_path) -> None:
+    """One arena for every block: two more blocks cost their inputs and their part of adapter and moments."""
+    planned, sizes = [], {"hidden": 64, "intermediate": 512, "heads": 4, "kv_heads": 2}
+    for layers in (1, 3):
+        save_tiny(tmp_path / f"{layers}", "llama", 1, layers=layers, **sizes)
+        values = {"model.source": str(tmp_path / f"{layers}"), "method.name": "mesp", "method.rank": 1}
+        values |= {"export.lengths_tokens": [64], "method.optimizer": "sgd", "export.check_steps": 1}
+        from ondevice.api.runfile import RunConfig
+
+        report = artifacts.export(RunConfig.load(None, values), tmp_path / f"program-{layers}")
+        manifest = read_manifest(report.path)
+        planned.append((report.planned_bytes["train_step"], manifest.adapter_size * 4))
+    (one, small), (three, large) = planned
+    inputs = 2 * 64 * 64 * 4
+    assert three - one <= inputs + 4 * (large - small) and three < 1.5 * one
+
+
+def test_resumed_it_has_the_same_bits_and_refuses_another_s_state() -> None:
+    straight, second = open_artifact(program("exact")), open_artifact(program("exact"))
+    given_rows = [batch(2, (16, 24)[step % 2], seed=step) for step in range(4)]
+    losses = [straight.step(*given_rows[step], step, 1e-2).loss for step in range(4)]
+    assert [second.step(*given_rows[step], step, 1e-2).loss for step in range(2)] == losses[:2]
+    state, third = second.state(), open_artifact(program("exact"))
+    third.load_state(state)
+    assert [third.step(*given_rows[step], step, 1e-2).loss for step in range(2, 4)] == losses[2:]
+    ours, theirs = straight.state(), third.state()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    for lacking, words in (("exp_avg", "exp_avg"), ("optimizer_step", "optimizer_step"), ("adapter", "adapter")):
+        with pytest.raises(CheckpointError, match=words):
+            third.load_state({name: value for name, value in state.items() if name != lacking})
+    with pytest.raises(ConfigError, match="replay"):
+        third.apply_update((1.0,), 0, 1e-2)
+
+
+def test_its_adapter_is_eager_s_and_says_the_same_next_token() -> None:
+    opened = open_artifact(program("exact"))
+    for step in range(2):
+        opened.step(*batch(2, 24, seed=step), step, 1e-2)
+    eager = open_session(load_model(str(model("two layers"))), method_config("mesp", {"rank": 4}), 4)
+    eager.load_adapter(opened.adapter())
+    ids, labels = batch(2, 24, seed=8)
+    np.testing.assert_allclose(opened.evaluate(ids, labels)[0], eager.evaluate(ids, labels)[0], rtol=1e-5)
+    one, length = ids[:1], 9
+    logits = opened.next_token(one, length)
+    last = labels[:1].copy()
+    last[:] = -100
+    for token in (3, 77):
+        asked = one.copy()
+        asked[0, length] = last[0, length] = token
+        nll = eager.evaluate(asked, last)[0][0]
+        assert np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[token] == pytest.approx(
+            nll, rel=1e-4
+        )
+    with pytest.raises(ArtifactError, match="rank"):
+        opened.load_adapter(session(load_model(str(model("two layers"))), rank=3).adapter())
+
+
+def test_what_a_program_cannot_be_is_listed() -> None:
+    changes: dict[str, Any] = {"export.quantize": "q4", "export.form": "stateful", "method.gradients": "blockwise"}
+    job = artifacts.export_jobs(config("exact", **changes))[0]
+    problems = " ".join(exporter("android-cpu").check(job))
+    for words in ("export.quantize is q4", "export.form is stateful", "method.gradients is blockwise"):
+        assert words in problems
+    job = artifacts.export_jobs(config("exact", **{"export.target": "android-npu"}))[0]
+    assert "does not export to android-npu" in " ".join(exporter("android-npu").check(job))
+    with pytest.raises(ArtifactError, match="does not run programs of mesp"):
+        push(program("exact"))
+    with pytest.raises(ModelError, match="gpt2"):
+        FlatLayout.build(session(tiny_model("gpt2")).pairs)
