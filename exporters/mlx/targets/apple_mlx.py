@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ondevice.artifact.adapter import save_adapter
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.manifest import MANIFEST_NAME, GeneratorInfo, Manifest, ModelInfo, write_manifest
-from ondevice.artifact.tensors import write_tensors
 from ondevice.errors import ConfigError, OndeviceError, VerificationError
 from ondevice.exporters.base import ExportJob, ExportReport
 from ondevice.exporters.executorch.target import check_free
@@ -127,7 +127,7 @@ class Target:
         source = Source(files.folder, session.model.settings, files.family.linear_parents)
         write_weights(source, folder / "weights")
         source.close()
-        write_tensors(folder / "adapter.safetensors", session._tensors())
+        save_adapter(session.adapter(), folder / "adapter")
         save_tokenizer(files, folder / "tokenizer")
         described = program(session.model, job.method, session.pairs, listed, job.export.batch_size, lengths,
                             version("mlx"))  # fmt: skip
@@ -192,5 +192,5 @@ Runtime: {manifest.runtime}.
   freed after each call.
 - `functions/`: one `.mlxfn` a stage for the CPU, shared by all layers, weights are inputs; `functions-gpu/`: for Metal.
 - `weights/`: one file a block, so that weights can be read a block at a time; `table.safetensors` is the embedding.
-- `adapter.safetensors`: A and B as training starts. `manifest.json`: inputs and outputs of every function, hashes.
+- `adapter/`: A and B as training starts, in PEFT's layout. `manifest.json`: what every function takes and gives, hashes.
 """
