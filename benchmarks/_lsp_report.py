@@ -134,7 +134,8 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Validation loss against steps and against seconds: mean and deviation over seeds at each method's best rate."""
+    """Validation loss against steps and, where runs were timed, against seconds: mean and deviation over seeds at each
+    method's best rate. The loss before training may lie above the picture."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -145,10 +146,12 @@ def plot(document: dict[str, Any], path: Path) -> None:
         raise SystemExit("--plot: no run has a loss")
     figure, grid = pyplot.subplots(len(tasks), 2, figsize=(10, 3.3 * len(tasks)), dpi=150, squeeze=False, sharey="row")
     for task, panels in zip(tasks, grid, strict=True):
+        trained: list[float] = []
         for row in document["rows"]:
             if row["task"] != task or not row["best_rate"]:
                 continue
             means, low, high = _band(row["loss_curves"])
+            trained += means[1:]
             at = {
                 "steps": row["evaluated_at"],
                 "seconds": [_mean(column) for column in _columns(row["seconds_curves"])],
@@ -162,8 +165,12 @@ def plot(document: dict[str, Any], path: Path) -> None:
                 axes.fill_between(values[: len(means)], low, high, color=color, alpha=0.18, linewidth=0)
         for axes, unit in zip(panels, ("steps", "seconds of training"), strict=True):
             axes.set_xlabel(unit)
+            axes.set_axis_on() if axes.lines else axes.set_axis_off()
             axes.spines[["top", "right"]].set_visible(False)
         panels[0].set_ylabel("validation loss (nats a token)")
+        if trained:
+            margin = 0.2 * (max(trained) - min(trained))
+            panels[0].set_ylim(min(trained) - margin, max(trained) + 2 * margin)
         panels[0].set_title(task, loc="left", fontsize=10)
         panels[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
