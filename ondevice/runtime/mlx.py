@@ -33,7 +33,7 @@ FUNCTIONS = {"cpu": "functions", "gpu": "functions-gpu"}
 
 
 class ImportedFunctions:
-    """Stages from `.mlxfn` files, each loaded when it is first called.
+    """Stages from `.mlxfn` files.
 
     Args:
         folder: of the files.
@@ -42,18 +42,16 @@ class ImportedFunctions:
 
     def __init__(self, folder: Path, listed: dict[str, Any]) -> None:
         self.folder, self.listed = folder, listed
-        self.loaded: dict[str, Any] = {}
+        self.loaded = {stage: import_function(folder / entry["file"]) for stage, entry in listed.items()}
 
     def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
         """The outputs of `stage` by name.
 
         Raises:
-            ArtifactError: its file cannot be read, is of another version of MLX, or has no trace for these shapes.
+            ArtifactError: there is no trace for these shapes.
         """
         entry = self.listed[stage]
         try:
-            if stage not in self.loaded:
-                self.loaded[stage] = import_function(self.folder / entry["file"])
             found = self.loaded[stage](**arrays)
         except (ValueError, RuntimeError) as error:
             raise ArtifactError(

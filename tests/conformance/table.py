@@ -87,7 +87,7 @@ CUDA = tuple(
         ("lora-fa", 1e-3, True),
         ("full", 2e-3, True),
         ("slideformer", 2e-3, True),
-        ("lsp", 2e-3, False),
+        ("lsp", 2e-3, True),
         ("mesp", 1e-3, False),
     )
 )
@@ -109,6 +109,8 @@ PROGRAMS = (
 MLX = (
     Row("mesp", "mlx-cpu", "float32; 4-bit and streamed weights", adapter_error=2e-4),
     Row("mesp", "mlx-cpu", "float32; 4-bit and streamed weights", {"weights": "streamed"}, adapter_error=2e-4, **BIAS),
+    Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
+    Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
 )
 TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS)
 
@@ -116,6 +118,7 @@ WHERE = {
     "torch-cpu": "PyTorch on the CPU",
     "torch-cuda": "PyTorch on an NVIDIA GPU",
     "mlx-cpu": "MLX on the CPU",
+    "apple-mlx": "MLX functions (`apple-mlx`), from Python and C++",
     "android-cpu": "ExecuTorch program (`android-cpu`)",
     "android-npu": "ExecuTorch program for a Qualcomm NPU (`android-npu`)",
 }

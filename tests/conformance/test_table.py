@@ -14,7 +14,10 @@ import torch
 from ondevice.api import artifacts
 from ondevice.api.opening import open_artifact
 from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.config import ModelConfig
+from ondevice.exporters.base import ExportConfig, ExportJob
 from ondevice.exporters.executorch.author import author
+from ondevice.exporters.registry import exporter
 from ondevice.methods.registry import OFFLOADING, method_config, open_session
 from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
@@ -49,7 +52,7 @@ def open_row(row: Row) -> Any:
         needs_qnn()
     if row.program:
         return open_artifact(program(row.program))
-    if row.backend == "mlx-cpu":
+    if row.backend in ("mlx-cpu", "apple-mlx"):
         return open_in_mlx(row)
     loaded = tiny_model(row.family, **row.sizes)
     if row.backend == "torch-cuda" and row.method not in OFFLOADING:
@@ -60,11 +63,16 @@ def open_row(row: Row) -> Any:
 
 
 def open_in_mlx(row: Row) -> Any:
-    """From files, as MLX reads them."""
+    """From files, as MLX reads them; or exported, and opened from there."""
     pytest.importorskip("mlx.core")
     with tempfile.TemporaryDirectory() as folder:
-        files = open_model(str(save_tiny(Path(folder) / "model", row.family, **row.sizes)))
-        return open_session(files, method(row), SEED, backend="mlx")
+        source = str(save_tiny(Path(folder) / "model", row.family, **row.sizes))
+        if row.backend == "mlx-cpu":
+            return open_session(open_model(source), method(row), SEED, backend="mlx")
+        export = ExportConfig(target=row.backend, lengths_tokens=(12, 16), batch_size=2, check_steps=1)
+        job = ExportJob(ModelConfig(source=source), method(row), export, SEED)
+        exporter(row.backend).export(job, Path(folder) / "artifact")
+        return open_artifact(Path(folder) / "artifact")
 
 
 def reference(row: Row, session: Any) -> Plain:

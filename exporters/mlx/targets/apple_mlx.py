@@ -192,5 +192,5 @@ Runtime: {manifest.runtime}.
   freed after each call.
 - `functions/`: one `.mlxfn` a stage for the CPU, shared by all layers, weights are inputs; `functions-gpu/`: for Metal.
 - `weights/`: one file a block, so that weights can be read a block at a time; `table.safetensors` is the embedding.
-- `adapter/`: A and B as training starts, in PEFT's layout. `manifest.json`: what every function takes and gives, hashes.
+- `adapter/`: A and B as training starts, in PEFT's layout. `manifest.json`: what functions take and give, hashes.
 """
