@@ -83,7 +83,7 @@ def train(args: argparse.Namespace) -> ondevice.Trained:
 
 def for_mlx_lm(source: str, out: Path) -> Path:
     """The model's folder as mlx-lm reads one: links to its files, and the rotary base where mlx-lm looks for it."""
-    folder = open_model(source).folder
+    folder = open_model(source, packed=True).folder
     with atomic_directory(out, marker="config.json") as partial:
         for path in folder.iterdir():
             if path.is_file() and path.name != "config.json":

@@ -117,7 +117,7 @@ def train(
     ensure_fits(estimate, force)
     given = {"revision": config.model.revision, "dtype": config.model.dtype}
     if backend == "mlx" or reads_files(config.method):
-        loaded = open_model(config.model.source, **given)
+        loaded = open_model(config.model.source, **given, packed=backend == "mlx")
     else:
         loaded = load_model(config.model.source, **given, device=home_of(config.method, device))
     if rank:

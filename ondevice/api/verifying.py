@@ -132,7 +132,7 @@ def _in_mlx(folder: Path, manifest: Manifest, steps: int, data: Path | None, mod
 
     source = model or manifest.model.source
     session = MlxProgramSession(folder, manifest)
-    files = open_model(source, revision=manifest.model.revision, dtype=session.model.settings.dtype)
+    files = open_model(source, revision=manifest.model.revision, dtype=session.model.settings.dtype, packed=True)
     _same_model(files, source, manifest)
     reference = open_session(files, MespConfig.parse(manifest.method, "manifest.json: method"), session.seed)
     batches = None if data is None else _batches(session, manifest, files.tokenizer, data, steps)

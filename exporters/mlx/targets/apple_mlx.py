@@ -52,7 +52,7 @@ class Target:
         if job.export.form != "functional":
             problems.append(f"form {job.export.form}: MLX programs are functional")
         try:
-            files = open_model(job.model.source, revision=job.model.revision, dtype=job.model.dtype)
+            files = open_model(job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True)
             if not problems:
                 from ondevice.methods.mesp.mlx.session import check_config, settings_of
 
@@ -78,7 +78,7 @@ class Target:
         from ondevice.runtime.mlx import MlxProgramSession
 
         log.info("loading %s", job.model.source)
-        files = open_model(job.model.source, revision=job.model.revision, dtype=job.model.dtype)
+        files = open_model(job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True)
         session = open_session(files, job.method, job.seed)
         began = time.monotonic()
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
@@ -98,7 +98,7 @@ class Target:
             manifest = manifest.model_copy(update={"check": check})
             write_manifest(manifest, folder)
             size = sum(path.stat().st_size for path in (folder / "functions").iterdir())
-        peak = _step_bytes(job)
+        peak = _step_bytes(job, files.dims)
         return ExportReport(
             path=out, target=self.name, program_bytes=size, lowering_s=seconds, planned_bytes={"train_step": peak},
             custom_ops=(), check=check, warnings=manifest.caveats, partition={"train_step": ()},
@@ -148,7 +148,7 @@ class Target:
                             dims=asdict(files.dims)),
             program=PROGRAM,
             form="functional",
-            quantize="q4" if job.method.bits else "none",
+            quantize=f"q{session.model.settings.bits}" if session.model.settings.bits else "none",
             loss="tiled",
             methods=ports,
             lengths_tokens=tuple(sorted(job.export.lengths_tokens)),
@@ -164,12 +164,10 @@ class Target:
         )  # fmt: skip
 
 
-def _step_bytes(job: ExportJob) -> int:
+def _step_bytes(job: ExportJob, dims: Any) -> int:
     """What a step of the longest bucket needs beside weights and adapter."""
     from ondevice.methods.mesp.memory import memory
-    from ondevice.models import read_dims
 
-    dims = read_dims(job.model.source, job.model.revision)
     parts = memory(dims, job.method, job.export.batch_size, max(job.export.lengths_tokens))
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
 

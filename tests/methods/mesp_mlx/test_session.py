@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +227,56 @@ def test_half_precision_trains_its_adapter_in_float32(folder) -> None:
     losses = [session.step(*batch(2, seed=1), step, 1e-2).loss for step in range(4)]
     assert losses[-1] < losses[0]
     assert {value.dtype for value in session.state().values()} == {np.dtype("float32"), np.dtype("int64")}
+
+
+@pytest.fixture(scope="module", params=[(4, 64), (8, 32)])
+def packed(request, tmp_path_factory) -> Path:
+    """A model that mlx-lm has packed."""
+    utils = pytest.importorskip("mlx_lm.utils")
+    place = tmp_path_factory.mktemp("packed")
+    folder = save_tiny(place / "model", "qwen2", layers=2)
+    model, config = utils.load_model(folder)
+    bits, group = request.param
+    model, config = utils.quantize_model(model, config, group_size=group, bits=bits)
+    utils.save_model(place / "packed", model)
+    utils.save_config(config, config_path=place / "packed/config.json")
+    for path in folder.glob("tokenizer*"):
+        shutil.copy(path, place / "packed" / path.name)
+    return place / "packed"
+
+
+@pytest.mark.parametrize("weights", ["resident", "streamed"])
+def test_a_model_that_mlx_lm_packed_keeps_its_numbers(packed, weights) -> None:
+    utils = pytest.importorskip("mlx_lm.utils")
+    config = json.loads((packed / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # where mlx-lm looks for it
+    (packed / "config.json").write_text(json.dumps(config))
+    files = open_model(str(packed), packed=True)
+    session = open_session(files, method_config("mesp", {"rank": 4, "weights": weights}), 3, backend="mlx")
+    ids, labels = batch(2)
+    labels[:] = ids
+    logits = utils.load_model(packed)[0](mx.array(ids)).astype(mx.float32)[:, :-1]
+    expected = mx.logsumexp(logits, -1) - mx.take_along_axis(logits, mx.array(ids[:, 1:, None]), -1)[..., 0]
+    np.testing.assert_allclose(session.evaluate(ids, labels)[0], np.array(expected.sum(1)), rtol=1e-5)
+    losses = [session.step(ids, labels, step, 1e-2).loss for step in range(3)]
+    assert losses[-1] < losses[0]
+
+
+def test_a_packed_model_is_refused_where_it_cannot_be_read(packed, tmp_path) -> None:
+    with pytest.raises(ModelError, match="quantised"):
+        open_model(str(packed))
+    config = json.loads((packed / "config.json").read_text())
+    shutil.copytree(packed, tmp_path / "mixed")
+    config["quantization"]["model.layers.0.mlp.up_proj"] = {"bits": 8, "group_size": 64}
+    (tmp_path / "mixed/config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="not supported") as raised:
+        open_model(str(tmp_path / "mixed"), packed=True)
+    assert "up_proj" in str(raised.value)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
+    folder = save_tiny(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
+    with pytest.raises(ModelError, match=r"tokenizer is another model's|does not fit"):
+        open_model(str(folder))

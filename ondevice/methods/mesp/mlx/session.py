@@ -15,7 +15,7 @@ from ondevice.methods.mesp.mlx.baselines import gradients_of
 from ondevice.methods.mesp.mlx.load import Source, read_rope, read_weights, write_weights
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.optimizer import Optimizer
-from ondevice.methods.mesp.mlx.settings import Settings
+from ondevice.methods.mesp.mlx.settings import GROUP_SIZE, Settings
 from ondevice.methods.mesp.mlx.weights import Weights
 from ondevice.methods.mesp.pairs import Pair, check_adapter, initial_tensors, pairs_of, shapes
 from ondevice.methods.session import StepResult
@@ -171,11 +171,19 @@ def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
     """A run's shape, from its model and its method."""
     rope = read_rope(read_config(files.folder), files.dims, str(files.folder / "config.json"))
     metal = mx.default_device().type == mx.DeviceType.gpu
+    bits, group_size = files.packed or (config.bits, GROUP_SIZE)
+    if files.packed and config.bits not in (None, bits):
+        raise ConfigError(
+            f"{files.source.source} is packed already",
+            expected=f"method.bits: null, or the {bits} that it has",
+            received=config.bits,
+        )
     settings = Settings.of(
         files.dims,
         config,
         rope,
-        bits=config.bits,
+        bits=bits,
+        group_size=group_size,
         dtype=files.dtype,
         mlp_tiles=config.mlp_tiles,
         product="quantized" if metal or files.dtype == "float32" else "dequantized",
