@@ -82,7 +82,7 @@ class MespConfig(Section):
     """Where each block's input waits for the backward pass; `host` is pinned host memory (CUDA)."""
 
     kernels: Literal["auto", "torch", "liger"] = "auto"
-    """Norm, rotary embedding and SwiGLU: liger-kernel's on a GPU where it is installed, or PyTorch's."""
+    """Norm and SwiGLU: PyTorch's, or liger-kernel's on a GPU; `auto` is PyTorch's."""
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

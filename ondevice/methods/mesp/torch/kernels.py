@@ -91,7 +91,8 @@ class LigerKernels:
         from liger_kernel.ops import rms_norm as ops  # pyright: ignore[reportMissingImports]
 
         _, x_2d, rstd, block, warps, casting = ops.rms_norm_forward(x, weight, eps, 0.0, "llama", None)
-        return g.add_(ops.rms_norm_backward(gn, x_2d, weight, rstd, 0.0, casting, block, warps, True, None)[0])
+        found = ops.rms_norm_backward(gn, x_2d, weight, rstd, 0.0, casting, block, warps, True, None, needs_dw=False)
+        return g.add_(found[0])
 
     def rope(self, q: Tensor, k: Tensor, position: Position) -> None:
         TorchKernels().rope(q, k, position)
@@ -108,7 +109,7 @@ class LigerKernels:
 
 
 def choose(kernels: str, device: str) -> Kernels:
-    """The kernels that `method.kernels` asks for; `auto` takes liger's on CUDA where it is installed.
+    """The kernels that `method.kernels` asks for; `auto` is torch's until liger's are measured to be faster.
 
     Raises:
         MissingPackageError: liger is asked for, and not installed or there is no GPU.
@@ -121,4 +122,4 @@ def choose(kernels: str, device: str) -> Kernels:
             received="no package" if device.startswith("cuda") else "no GPU",
             hint='pip install "ondevice-train[cuda]", or method.kernels: torch',
         )
-    return LigerKernels() if possible and kernels != "torch" else TorchKernels()
+    return LigerKernels() if kernels == "liger" else TorchKernels()
