@@ -193,7 +193,11 @@ def plan_request(name: str, request: Request) -> Plan:
     if request.runtime == "executorch" and export is not None:
         npu = export.target == "android-npu"
         methods = 1 if npu else len(export.lengths_tokens) * (2 if request.evaluates else 1)
-        place = in_npu(weights, export) if npu else in_executorch(dims, weights, export, method.loss_tiles, methods)
+        if hasattr(module, "program_memory"):  # on the runtime's own kernels: the mapped file and the arena are all
+            place = Placement(weights.total, 0, 0, weights.total)
+            working = module.program_memory(dims, method, request.batch_size, request.length_tokens)
+        else:
+            place = in_npu(weights, export) if npu else in_executorch(dims, weights, export, method.loss_tiles, methods)
         baseline = BASELINE_BYTES["executorch", "app" if device.kind == "phone" else "python"]
         if npu:
             notes.append("packed weights are the NPU's own copy; its scratch memory is not counted")

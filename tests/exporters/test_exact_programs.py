@@ -106,6 +106,28 @@ def test_depth_adds_little_more_than_block_inputs_to_the_plan(tmp_path) -> None:
     assert three - one <= inputs + 4 * (large - small) and three < 1.5 * one
 
 
+@pytest.mark.parametrize("name", EXACT)
+def test_the_plan_knows_the_arena(name) -> None:
+    from ondevice.methods.mesp.memory import program_memory
+    from ondevice.models import read_dims
+
+    manifest, settings = read_manifest(program(name)), config(name)
+    dims = read_dims(settings.model.source)
+    length = max(manifest.lengths_tokens)
+    planned = program_memory(dims, settings.method, manifest.batch_size, length)  # type: ignore[arg-type]
+    assert sum(planned.values()) == pytest.approx(manifest.methods["train_step"].planned_bytes, rel=0.35)
+
+
+def test_the_plan_knows_the_arena_of_smollm2() -> None:
+    """66.3 MB for AdamW at 128 tokens and rank 8 (benchmarks.mesp_executorch)."""
+    from ondevice.methods.mesp.memory import program_memory
+    from ondevice.models import ModelDims
+
+    smollm = ModelDims("llama", 30, 576, 1536, 9, 3, 64, 49152, True, False, 1e5, 1e-5, 8192)
+    planned = program_memory(smollm, method_config("mesp", {"loss_tiles": 24}), 1, 128)
+    assert sum(planned.values()) == pytest.approx(66_320_000, rel=0.1)
+
+
 def test_resumed_it_has_the_same_bits_and_refuses_another_s_state() -> None:
     straight, second = open_artifact(program("exact")), open_artifact(program("exact"))
     given_rows = [batch(2, (16, 24)[step % 2], seed=step) for step in range(4)]

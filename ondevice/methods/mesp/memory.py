@@ -102,3 +102,25 @@ def head_bytes(dims: ModelDims, config: MespConfig, tokens: int, activation_byte
     tile = -(-dims.vocab // config.loss_tiles)
     chunk = min(tokens, config.loss_chunk_tokens or tokens)
     return 2 * chunk * tile * 4 + tokens * dims.hidden * (4 * activation_bytes + 4)
+
+
+def program_memory(dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int) -> dict[str, int]:
+    """Bytes of an exported program's arena by part; everything is float32.
+
+    Adapter and moments go in and come out. As the backward pass begins, all block inputs and one block's stages are
+    there beside what came in; at its end, all new values, and one vector of them put together.
+    """
+    vector = trained_numbers(dims, config) * 4
+    vectors = 3 if config.optimizer == "adamw" else 1
+    tokens = batch_size * length_tokens
+    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    stages = tokens * (5 * dims.hidden + 3 * queries + 2 * keys + 5 * dims.intermediate) * 4
+    tile = -(-dims.vocab // config.loss_tiles)
+    head = (3 * tokens * tile + 4 * tokens * dims.hidden) * 4
+    begins = vectors * vector + dims.layers * tokens * dims.hidden * 4 + max(stages, head)
+    total = max(begins, (2 * vectors + 1) * vector)
+    return {
+        "adapter": 2 * vector,
+        "optimizer": 2 * (vectors - 1) * vector,
+        "activations": max(0, total - 2 * vectors * vector),
+    }
