@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ondevice.api import artifacts
@@ -25,7 +25,7 @@ from ondevice.methods.mesp.torch.program import MespProgram
 from ondevice.methods.registry import method_config, open_session
 from ondevice.models import load_model, save_tiny
 from ondevice.models.tiny import tiny_model
-from tests.methods.mesp.reference import errors, exact, rows, session
+from tests.methods.mesp.reference import errors, exact, learned, rows, session
 from tests.methods.reference import batch
 from tests.programs import EXACT, config, model, program
 
@@ -44,7 +44,9 @@ STOCK = {"aten", "dim_order_ops"}
     st.sampled_from((1, 1 << 17)),
     st.integers(1, 5),
 )
+@example(("llama", {}), (4, 4), ["q_proj", "k_proj"], 1, 1, 4, 1, 1)
 def test_the_pure_function_has_autograd_s_gradients(kind, heads, targets, rank, count, length, numbers, tiles) -> None:
+    """To 1e-4, or what autograd itself rounds in float32: tiny softmaxes of few tokens cancel."""
     family, sizes = kind[0], {**kind[1], "heads": heads[0], "kv_heads": heads[1], "vocab": 261}
     ids, labels = rows(count, length, rank)
     opened = session(tiny_model(family, **sizes), rank=rank, targets=tuple(targets), loss_tiles=tiles)
@@ -58,7 +60,11 @@ def test_the_pure_function_has_autograd_s_gradients(kind, heads, targets, rank, 
         nll, tokens = made.evaluate(torch.from_numpy(ids), torch.from_numpy(labels), flat)
     finally:
         graph.TILE_NUMBERS = before
-    assert max(errors(made.layout.to_tensors(found.numpy()), theirs).values()) <= 3e-5
+    peer = session(tiny_model(family, **sizes), rank=rank, targets=tuple(targets), gradients="autodiff")
+    rounded, wrong = (errors(gradients, theirs) for gradients in (learned(peer, ids, labels)[1],
+                                                                  made.layout.to_tensors(found.numpy())))  # fmt: skip
+    for name in theirs:
+        assert wrong[name] <= max(1e-4, 3 * rounded[name]), name
     wanted, count_of = opened.evaluate(ids, labels)
     np.testing.assert_allclose(nll.detach().numpy(), wanted, rtol=2e-5)
     assert tokens.tolist() == count_of.tolist()
