@@ -117,6 +117,11 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
                 do_quant_fusion_and_const_prop=quantized_fusion,
             )
         )
+    return lowered(edge, program, methods, started)
+
+
+def lowered(edge: Any, program: Any, methods: list[MethodSpec], started: float) -> Lowered:
+    """What a program came to; `started` is of `time.perf_counter`."""
     plans = {plan.name: plan for plan in program.executorch_program.execution_plan}
     names = [method.name for method in methods]
     return Lowered(

@@ -18,8 +18,7 @@ from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_
 from executorch.exir.passes import MemoryPlanningPass
 from torch import Tensor, nn
 
-from ondevice.exporters.executorch.lower import Lowered, op_name, shared_records
-from ondevice.exporters.executorch.partition import shares
+from ondevice.exporters.executorch.lower import Lowered, lowered, shared_records
 from ondevice.exporters.executorch.programs import MethodSpec, Port
 
 if TYPE_CHECKING:
@@ -97,14 +96,4 @@ def lower(methods: list[MethodSpec]) -> Lowered:
             compile_config=EdgeCompileConfig(preserve_ops=linear, _core_aten_ops_exception_list=linear),
         )
         program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass()))
-    plans = {plan.name: plan for plan in program.executorch_program.execution_plan}
-    names = [method.name for method in methods]
-    return Lowered(
-        buffer=program.buffer,
-        planned_bytes={name: sum(plans[name].non_const_buffer_sizes) for name in names},
-        ops={name: sorted({op_name(op) for op in plans[name].operators}) for name in names},
-        delegates={name: len(plans[name].delegates) for name in names},
-        seconds=time.perf_counter() - started,
-        partition=shares(edge, program, names),
-        graph_sizes={name: sum(len(chain.instructions) for chain in plans[name].chains) for name in names},
-    )
+    return lowered(edge, program, methods, started)
