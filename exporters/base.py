@@ -8,8 +8,9 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from ondevice.artifact.manifest import Share
+from ondevice.artifact.manifest import MANIFEST_NAME, Share
 from ondevice.config import ModelConfig, Section
+from ondevice.errors import ArtifactError
 
 
 class ExportConfig(Section):
@@ -117,3 +118,20 @@ class Exporter(Protocol):
             VerificationError: if the program does not do what eager PyTorch does; nothing is written then.
         """
         ...
+
+
+def check_free(out: Path, overwrite: bool) -> None:
+    """Refuse a place that cannot be written before minutes are spent on a program."""
+    if out.exists() and not out.is_dir():
+        raise ArtifactError(f"{out} is a file", expected="a folder or a free name", hint="choose another name")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise ArtifactError(f"{out} is not empty", hint="choose another folder, or pass --overwrite")
+    if not (out / MANIFEST_NAME).is_file():
+        raise ArtifactError(
+            f"{out} is not an artifact and is not replaced",
+            expected=MANIFEST_NAME,
+            received=min(p.name for p in out.iterdir()),
+            hint="choose another folder, or empty this one yourself",
+        )

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,8 +15,8 @@ import numpy as np
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.manifest import MANIFEST_NAME
-from ondevice.errors import ArtifactError, ConfigError, OndeviceError, VerificationError
-from ondevice.exporters.base import ExportJob, ExportReport
+from ondevice.errors import ConfigError, OndeviceError, VerificationError
+from ondevice.exporters.base import ExportJob, ExportReport, check_free
 from ondevice.methods.prge.config import PrgeConfig
 
 if TYPE_CHECKING:
@@ -125,8 +126,11 @@ class ExecutorchTarget(ABC):
         )
 
 
-def check_round_trip(session: Any, program: Any) -> None:
+def check_round_trip(session: Any, entries: Iterable[Any] | None = None) -> None:
     """The adapter survives saving and loading.
+
+    Args:
+        entries: where its flat vector holds numbers; None is everywhere.
 
     Raises:
         VerificationError: it does not.
@@ -135,25 +139,8 @@ def check_round_trip(session: Any, program: Any) -> None:
         save_adapter(session.adapter(), Path(temporary) / "adapter")
         flat = session.flat().copy()
         session.load_adapter(load_adapter(Path(temporary) / "adapter"))
-    used = np.zeros(len(flat), dtype=bool)
-    for entry in program.layout.entries:
+    used = np.full(len(flat), entries is None)
+    for entry in entries or ():
         used[entry.offset : entry.offset + entry.count] = True
     if not np.array_equal(session.flat()[used], flat[used]):
         raise VerificationError("the adapter does not survive saving and loading; nothing was written")
-
-
-def check_free(out: Path, overwrite: bool) -> None:
-    """Refuse a place that cannot be written before minutes are spent on a program."""
-    if out.exists() and not out.is_dir():
-        raise ArtifactError(f"{out} is a file", expected="a folder or a free name", hint="choose another name")
-    if not out.is_dir() or not any(out.iterdir()):
-        return
-    if not overwrite:
-        raise ArtifactError(f"{out} is not empty", hint="choose another folder, or pass --overwrite")
-    if not (out / MANIFEST_NAME).is_file():
-        raise ArtifactError(
-            f"{out} is not an artifact and is not replaced",
-            expected=MANIFEST_NAME,
-            received=min(p.name for p in out.iterdir()),
-            hint="choose another folder, or empty this one yourself",
-        )

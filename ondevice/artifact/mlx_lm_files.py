@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.peft_files import CONFIG_NAME, check_tensors, targets_of, to_float32
+from ondevice.artifact.peft_files import CONFIG_NAME, check_tensors, stored_tensors, targets_of, to_float32
 from ondevice.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -108,16 +108,8 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _tensors(path: Path) -> dict[str, np.ndarray]:
     """Under PEFT's names and in its layout."""
-    import safetensors
-
-    try:
-        entries = safetensors.deserialize(path.read_bytes())
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} is torn or no safetensors file", received=str(error), hint="copy it again"
-        ) from None
     found = {}
-    for stored, entry in entries:
+    for stored, entry in stored_tensors(path.read_bytes(), path):
         match = _KEY.fullmatch(stored)
         array = to_float32(entry["dtype"], entry["data"], path, stored).reshape(entry["shape"])
         if match is None or array.ndim != 2:

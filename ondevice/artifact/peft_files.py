@@ -66,8 +66,6 @@ def check_kind(config: dict[str, Any], path: Path) -> None:
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:
     """The tensors in float32 under the base model's own names, checked against the recorded digest if any."""
-    import safetensors
-
     if not path.is_file():
         pickled = path.with_suffix(".bin")
         if pickled.is_file():
@@ -78,15 +76,8 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             )
         raise ArtifactError(f"{path.parent} lacks a file", expected=WEIGHTS_NAME, received="no such file")
     data = path.read_bytes()
-    try:
-        entries = safetensors.deserialize(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    except (safetensors.SafetensorError, ValueError) as error:
-        raise ArtifactError(
-            f"{path} is torn or no safetensors file", received=str(error), hint="copy it again"
-        ) from None
     tensors = {}
-    for stored, entry in entries:
+    for stored, entry in stored_tensors(data, path):
         name = stored.removeprefix(PEFT_PREFIX)
         match = _KEY.fullmatch(name)
         if match is None:
@@ -94,6 +85,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             raise ArtifactError(f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected)
         array = to_float32(entry["dtype"], entry["data"], path, stored).reshape(entry["shape"])
         tensors[f"{match['linear']}.lora_{match['side']}.weight"] = array
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     recorded = header.get("__metadata__", {}).get(DIGEST_KEY)
     if recorded is not None and recorded != digest(tensors):
         raise ArtifactError(
@@ -103,6 +95,18 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             hint="copy it again from where it was trained",
         )
     return tensors
+
+
+def stored_tensors(data: bytes, path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """What a safetensors file holds by name: `dtype`, `shape`, `data`."""
+    import safetensors
+
+    try:
+        return safetensors.deserialize(data)
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} is torn or no safetensors file", received=str(error), hint="copy it again"
+        ) from None
 
 
 def to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:

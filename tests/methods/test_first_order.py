@@ -11,6 +11,7 @@ import torch
 from ondevice.errors import ArtifactError, CheckpointError, ConfigError
 from ondevice.methods.registry import method_config, open_session
 from ondevice.models.tiny import tiny_model
+from tests.methods.mesp.reference import exact
 from tests.methods.reference import batch, in_double, plain_loss
 
 BETAS, EPSILON = (0.9, 0.999), 1e-8
@@ -36,18 +37,7 @@ def lora_gradients(
     tensors: dict[str, np.ndarray], family: str, sizes: dict, ids: np.ndarray, labels: np.ndarray
 ) -> tuple[float, dict[str, np.ndarray]]:
     """The adapter added to the weights: W + (alpha / rank) B A, float64."""
-    model = in_double(tiny_model(family, **sizes).model)
-    leaves = {name: torch.from_numpy(value).double().requires_grad_(True) for name, value in tensors.items()}
-    weights = {}
-    for name in tensors:
-        if name.endswith(".lora_A.weight"):
-            linear = name.removesuffix(".lora_A.weight")
-            delta = leaves[f"{linear}.lora_B.weight"] @ leaves[name]
-            weights[f"{linear}.weight"] = model.get_parameter(f"{linear}.weight") + 2.0 * delta
-    output = torch.func.functional_call(model, weights, (torch.from_numpy(ids),), {"use_cache": False})
-    loss = plain_loss(output.logits, torch.from_numpy(labels))
-    loss.backward()
-    return loss.item(), {name: leaf.grad.numpy() for name, leaf in leaves.items() if leaf.grad is not None}
+    return exact(tiny_model(family, **sizes), tensors, 2.0, ids, labels)
 
 
 def adamw(value: np.ndarray, gradients: list[np.ndarray], rate: float, decay: float) -> np.ndarray:

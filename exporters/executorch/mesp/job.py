@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.errors import OndeviceError, VerificationError
+from ondevice.exporters.executorch.target import check_round_trip
 from ondevice.methods.mesp.pairs import check_family
 
 if TYPE_CHECKING:
@@ -80,15 +77,6 @@ def verify(folder: Path, manifest: Manifest, program: MespProgram, job: ExportJo
             expected=f"relative error of gradients <= {GRADIENT_TOLERANCE:g}, of losses <= {LOSS_TOLERANCE:g}",
             received=f"{result.gradient_error:.3g}, {result.max_rel_loss_error:.3g}",
         )
-    _check_round_trip(session)
+    check_round_trip(session)
     session.close()
     return {**result.to_dict(), "adapter_round_trip": True}
-
-
-def _check_round_trip(session: Any) -> None:
-    before = session.flat().copy()
-    with tempfile.TemporaryDirectory() as temporary:
-        save_adapter(session.adapter(), Path(temporary) / "adapter")
-        session.load_adapter(load_adapter(Path(temporary) / "adapter"))
-    if not np.array_equal(session.flat(), before):
-        raise VerificationError("the adapter does not survive saving and loading; nothing was written")

@@ -90,7 +90,7 @@ class Target(ExecutorchTarget):
                 expected=f"relative loss error <= {limit:g}, adapter error <= {ADAPTER_TOLERANCE:g}",
                 received=f"{result.max_rel_loss_error_replayed:.3g}, {result.max_abs_adapter_error:.3g}",
             )
-        check_round_trip(session, program)
+        check_round_trip(session, program.layout.entries)
         check = {**result.to_dict(), "adapter_round_trip": True}
         if job.export.quantize == "8da4w":
             check["gradient_correlation_float32"] = _against_float32(session, job, vocabulary)

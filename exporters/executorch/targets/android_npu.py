@@ -104,6 +104,6 @@ class Target(ExecutorchTarget):
                 expected="; ".join(expected for expected, _ in reasons),
                 received="; ".join(received for _, received in reasons),
             )
-        check_round_trip(session, program)
+        check_round_trip(session, program.layout.entries)
         session.close()
         return {**result.to_dict(), "backend": session.backend, "adapter_round_trip": True}, []

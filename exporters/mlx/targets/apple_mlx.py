@@ -16,8 +16,7 @@ from ondevice.artifact.adapter import save_adapter
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.manifest import MANIFEST_NAME, GeneratorInfo, Manifest, ModelInfo, write_manifest
 from ondevice.errors import ConfigError, OndeviceError, VerificationError
-from ondevice.exporters.base import ExportJob, ExportReport
-from ondevice.exporters.executorch.target import check_free
+from ondevice.exporters.base import ExportJob, ExportReport, check_free
 from ondevice.methods.mesp.config import MespConfig
 
 if TYPE_CHECKING:
