@@ -31,8 +31,8 @@ TIMED = ("step_s", "look_s", "seconds_curves")
 """Of a row: None or empty where runs were beside each other."""
 BASE = "before training"
 COLORS = {
-    "full": "#222222", "lsp": "#1f5fa8", "lsp-random": "#7fb2e5", "galore": "#c4541a", "galore-4": "#e8a45c",
-    "lora": "#3a8f4d",
+    "full": "#222222", "lsp": "#1f5fa8", "lsp-early": "#0a9396", "lsp-random": "#7fb2e5", "galore": "#c4541a",
+    "galore-4": "#e8a45c", "lora": "#3a8f4d",
 }  # fmt: skip
 
 

@@ -22,7 +22,8 @@ from benchmarks.common import finish, parse_args, write_result
 NEEDS = ("cuda",)
 NAME = "lsp_quality"
 MAX_TOKENS = 256
-RATES = "full=1e-5,3e-5;lsp=3e-5,1e-4;lsp-random=3e-5,1e-4;galore=1e-4,3e-4;galore-4=1e-5,3e-5;lora=3e-4,1e-3"
+RATES = "full=1e-5,3e-5;lsp=3e-5,1e-4;lsp-early=3e-5,1e-4;lsp-random=3e-5,1e-4;galore=1e-4,3e-4;"
+RATES += "galore-4=1e-5,3e-5;lora=3e-4,1e-3"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
     parser.add_argument("--tasks", default="alpaca,sst2,rte,mrpc,cola,qnli")
     parser.add_argument(
-        "--methods", default="full,lsp,lsp-random,galore,lora", help="also galore-4 (alpha 4, not 0.25)"
+        "--methods",
+        default="full,lsp,lsp-random,galore,lora",
+        help="also lsp-early (looks at steps 8, 32, ...), galore-4 (alpha 4, not 0.25)",
     )
     parser.add_argument("--rates", default="", help=f"instead of the default ones: {RATES}")
     parser.add_argument("--steps", default="1000", help="one number, or one for each task")

@@ -1,7 +1,7 @@
 """MeSP on a GPU: time and memory of a step against automatic differentiation with checkpoints, and the longest row.
 
 python -m benchmarks.mesp_cuda              an 8B-shape model of some layers, bfloat16 and NF4, each way to gradients
-python -m benchmarks.mesp_cuda --longest    all layers in NF4: the longest row that a step fits with
+python -m benchmarks.mesp_cuda --longest    the longest row that a step in NF4 fits with
 
 Weights are random; every method has the same ones, the same loss, and AdamW on rank-8 pairs beside all seven linears.
 """
@@ -28,6 +28,11 @@ COLUMNS = [
     {"key": "step_bytes", "title": "Step (MiB)", "scale": 2**-20, "digits": 0},
     {"key": "peak_bytes", "title": "Peak (MiB)", "scale": 2**-20, "digits": 0},
 ]
+LONGEST = [
+    *COLUMNS[:5],
+    {"key": "peak_bytes", "title": "Peak (GiB)", "scale": 2**-30, "digits": 1},
+    {"key": "computed_bytes", "title": "computed (GiB)", "scale": 2**-30, "digits": 1},
+]
 METHODS = {
     "manual": {"gradients": "manual", "kernels": "torch"},
     "manual, liger": {"gradients": "manual", "kernels": "liger"},
@@ -46,9 +51,9 @@ def main() -> None:
 
     args = parse_args(__doc__, more)
     if args.longest:
-        rows = longest()
-    else:
-        rows = [row for bits in (None, 4) for row in compare(args.layers, args.tokens, bits, args.repeats)]
+        finish("mesp_cuda_longest", longest(), args, columns=LONGEST, title="The longest row in 80 GB, 8B shape, NF4")
+        return
+    rows = [row for bits in (None, 4) for row in compare(args.layers, args.tokens, bits, args.repeats)]
     finish("mesp_cuda", rows, args, columns=COLUMNS, title="MeSP on a GPU, 8B shape, one row, rank 8")
 
 
@@ -92,6 +97,50 @@ def opened(loaded: Any, bits: int | None, **settings: Any) -> Any:
     return open_session(loaded, method_config("mesp", values), 0, "cuda")
 
 
+class Peft:
+    """The usual way: transformers' model with its gradient checkpointing, peft's LoRA, NF4 by bitsandbytes (QLoRA)."""
+
+    def __init__(self, layers: int, bits: int | None) -> None:
+        import peft
+        import torch
+
+        made = model(layers).model
+        self.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+        if bits:
+            for block in made.model.layers:
+                for parent in (block.self_attn, block.mlp):
+                    for name in self.targets:
+                        if hasattr(parent, name):
+                            setattr(parent, name, nf4(getattr(parent, name)))
+        made.config.use_cache = False
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        settings = peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(self.targets), lora_dropout=0.0)
+        self.model: Any = peft.get_peft_model(made, settings).train()
+        self.model.enable_input_require_grads()
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], fused=True)
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> None:
+        import torch
+
+        ids_BT = torch.from_numpy(ids).to(next(self.model.parameters()).device)
+        with torch.autocast(ids_BT.device.type, torch.bfloat16):
+            self.model(input_ids=ids_BT, labels=ids_BT).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def nf4(linear: Any) -> Any:
+    """A linear layer's weights in NF4, on the same device."""
+    import bitsandbytes as bnb
+    import torch
+
+    made = bnb.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+    )
+    made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+    return made.to(linear.weight.device)
+
+
 def compare(layers: int, lengths: list[int], bits: int | None, repeats: int) -> list[dict[str, Any]]:
     """Every method at every length, in turns; the weights are shared, so only the steps differ."""
     import torch
@@ -107,6 +156,7 @@ def compare(layers: int, lengths: list[int], bits: int | None, repeats: int) -> 
             continue
         sessions[name].weights = sessions[name].passes.weights = first.weights
         sessions[name].passes.loss.head = first.weights
+    sessions["peft, HF checkpointing"] = Peft(layers, bits)
     torch.cuda.synchronize()
     rows = []
     for tokens in lengths:
@@ -142,46 +192,84 @@ def compare(layers: int, lengths: list[int], bits: int | None, repeats: int) -> 
     return rows
 
 
-def longest(limit_bytes: int = 80 * 10**9) -> list[dict[str, Any]]:
-    """All 32 layers in NF4: double the row until a step passes `limit_bytes` or the GPU's memory."""
-    import torch
+def longest(layers: int = 32, limit_bytes: int = 80 * 10**9, start: int = 32768) -> list[dict[str, Any]]:
+    """The longest row whose step stays below `limit_bytes` in NF4, by powers of two.
 
-    from ondevice.errors import DoesNotFitError
-
-    loaded, rows = model(32), []
-    first = opened(loaded, 4)
-    for name, settings in (
-        ("checkpoint", {"gradients": "checkpoint"}),
-        ("manual", {}),
-        ("manual, inputs on the host", {"activations": "host"}),
-    ):
-        session = opened(loaded, None, loss_chunk_tokens=2048, **{k: v for k, v in settings.items()})
-        session.weights = session.passes.weights = first.weights
-        session.passes.loss.head = first.weights
-        tokens, best = 32768, None
+    Rows are run with two layers, since attention over a million tokens takes minutes a layer; to what that needs, the
+    weights of the other layers are added, and their inputs where those stay on the GPU. A row of `start` tokens is
+    run with all layers, too, and says how near that is.
+    """
+    ways = {
+        "checkpoint": {"gradients": "checkpoint"},
+        "manual": {},
+        "manual, inputs on the host": {"activations": "host"},
+    }
+    whole = Held(layers)
+    measured = {name: whole.step(settings, start) for name, settings in ways.items()}
+    resident = whole.resident
+    del whole
+    few, rows = Held(2), []
+    block = (resident - few.resident) // (layers - 2)
+    for name, settings in ways.items():
+        tokens, best = start, None
         while tokens <= 1 << 20:
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            started = time.perf_counter()
-            try:
-                session.torn = False
-                session.step(*batch(tokens), 0, 1e-4)
-            except (DoesNotFitError, torch.OutOfMemoryError) as error:
-                print(name, tokens, str(error).splitlines()[0], flush=True)
+            found = few.step(settings, tokens)
+            if found is None:
                 break
-            seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated()
-            print(name, tokens, f"{seconds:.1f} s, {peak / 2**30:.1f} GiB", flush=True)
+            kept = 0 if "host" in name else tokens * SHAPE["hidden"] * 2
+            peak = found[1] + (layers - 2) * (block + kept)
+            print(name, tokens, f"{found[0]:.1f} s, {peak / 2**30:.1f} GiB with {layers} layers", flush=True)
+            if tokens == start and measured[name] is not None:
+                rows.append(row(name, layers, start, *measured[name], computed_bytes=peak))
             if peak > limit_bytes:
                 break
-            best = {"method": name, "weights": "NF4", "layers": 32, "tokens": tokens, "step_s": [seconds],
-                    "ratio": None, "step_bytes": None, "peak_bytes": peak}  # fmt: skip
-            if seconds > 100:
+            best = row(name, layers, tokens, None, None, computed_bytes=peak)
+            if peak + found[1] - few.resident > limit_bytes:  # twice the row needs at least this
                 break
             tokens *= 2
-        if best is not None:
-            rows.append(best)
+        rows += [] if best is None else [best]
     return rows
+
+
+class Held:
+    """A model's weights in NF4 on the GPU, and steps with them."""
+
+    def __init__(self, layers: int) -> None:
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.loaded = model(layers)
+        self.weights = opened(self.loaded, 4).weights
+        gc.collect()
+        self.resident = torch.cuda.memory_allocated()
+
+    def step(self, settings: dict[str, Any], tokens: int) -> tuple[float, int] | None:
+        """Seconds and peak bytes of a step, None where the GPU's memory does not suffice."""
+        import torch
+
+        from ondevice.errors import DoesNotFitError
+
+        session = opened(self.loaded, None, loss_chunk_tokens=2048, **settings)
+        session.weights = session.passes.weights = session.passes.loss.head = self.weights
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        try:
+            session.step(*batch(tokens), 0, 1e-4)
+            torch.cuda.synchronize()
+        except (DoesNotFitError, torch.OutOfMemoryError) as error:
+            print(tokens, str(error).splitlines()[0], flush=True)
+            return None
+        return time.perf_counter() - started, torch.cuda.max_memory_allocated()
+
+
+def row(name: str, layers: int, tokens: int, seconds: float | None, peak: int | None, **more: Any) -> dict[str, Any]:
+    """A row of the longest rows' table."""
+    seconds_list = None if seconds is None else [seconds]
+    return {"method": name, "weights": "NF4", "layers": layers, "tokens": tokens, "step_s": seconds_list,
+            "peak_bytes": peak, **more}  # fmt: skip
 
 
 if __name__ == "__main__":

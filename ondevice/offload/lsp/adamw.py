@@ -106,7 +106,7 @@ class LspAdamW:
 
     def _watch(self) -> None:
         """Before a step that is to look at the bias, let every matrix do so at its first gradient."""
-        if self.count % self.config.check_every:
+        if not self.config.due(self.count):
             return
         moments: dict[int, tuple[Tensor, Tensor]] = {}
 

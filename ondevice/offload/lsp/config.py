@@ -11,6 +11,8 @@ from ondevice.offload.config import EngineConfig
 
 FOLDED = 1 << 24
 """Elements of a weight that take their change at once."""
+EARLY = tuple(8 * 4**k for k in range(16))
+"""Steps of the early looks."""
 
 
 class ProjectorConfig(Section):
@@ -24,6 +26,9 @@ class ProjectorConfig(Section):
 
     check_every: int = Field(default=1000, ge=1)
     """Steps between two looks at the projectors' bias, on the first micro-batch of the step."""
+
+    early_looks: bool = False
+    """Look at steps 8, 32, 128, 512 and so on below `check_every`, too: gradients change most at the beginning."""
 
     threshold: float = Field(default=0.3, ge=0)
     """Projectors are drawn and learned anew where ||P P^T G Q Q^T - G|| / ||G|| is at least this."""
@@ -39,6 +44,11 @@ class ProjectorConfig(Section):
 
     gamma: float = Field(default=1e-3, ge=0)
     """Weight of the projectors' mean squares beside the relative bias while they are learned."""
+
+    def due(self, step: int) -> bool:
+        """Whether step number `step` (from 0) looks at the projectors."""
+        early = self.early_looks and step < self.check_every and step in EARLY
+        return early or step % self.check_every == 0
 
 
 class LspEngineConfig(EngineConfig, ProjectorConfig):
