@@ -1,0 +1,1 @@
+"""RevFFN: full-parameter fine-tuning through reversible blocks."""
