@@ -18,6 +18,7 @@ from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mezo.config import MezoConfig
 from ondevice.methods.prge.config import PrgeConfig
+from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.slideformer.config import SlideformerConfig
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ CONFIGS: dict[str, type[Section]] = {
     "slideformer": SlideformerConfig,
     "lsp": LspConfig,
     "mesp": MespConfig,
+    "revffn": RevffnConfig,
 }
 MODULES = {
     "prge": "prge.session",
@@ -43,6 +45,7 @@ MODULES = {
     "slideformer": "slideformer.torch",
     "lsp": "lsp.torch",
     "mesp": "mesp.torch",
+    "revffn": "revffn.torch",
 }
 MLX_MODULES = {"mesp": "mesp.mlx"}
 """Methods that also run in MLX, and the module that opens their session."""
@@ -55,7 +58,15 @@ RANKED = ("slideformer",)
 
 Backend = Literal["torch", "mlx"]
 MethodConfig = Annotated[
-    PrgeConfig | MezoConfig | LoraConfig | LoraFaConfig | FullConfig | SlideformerConfig | LspConfig | MespConfig,
+    PrgeConfig
+    | MezoConfig
+    | LoraConfig
+    | LoraFaConfig
+    | FullConfig
+    | SlideformerConfig
+    | LspConfig
+    | MespConfig
+    | RevffnConfig,
     Field(discriminator="name"),
 ]
 """Any method's settings; `name` says which."""

@@ -1,0 +1,283 @@
+"""Optimizers that update one tensor at a time, in place, as soon as its gradient is known.
+
+All arithmetic is in float32, piece by piece, so that what an update needs beside the weights does not grow with them. A
+bfloat16 weight is rounded once, after the update. SGD has no state (with the fused update that is LOMO, arXiv
+2306.09782); AdamW's and the 8-bit one's arithmetic are torch's and bitsandbytes' own kernels; Adafactor's is
+`torch.optim.Adafactor`'s, which would hold several float32 copies of the largest tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ondevice.errors import CheckpointError, MissingPackageError
+from ondevice.offload.lsp.bases import rounded
+from ondevice.runtime_ops.generator import stream_key
+from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
+
+if TYPE_CHECKING:
+    from ondevice.methods.revffn.config import RevffnConfig
+
+PIECE = 1 << 24
+"""Elements that are updated at once; a multiple of the 256 that share a scale in bitsandbytes."""
+SMALL = 4096
+"""Tensors of fewer elements keep float32 moments under `adamw8bit`, as in bitsandbytes."""
+BETA2_DECAY, EPS2 = -0.8, 1e-3
+"""Adafactor's, as `torch.optim.Adafactor` has them by default; its eps1 is the epsilon of float32."""
+State = dict[str, Tensor]
+
+
+class Rule(Protocol):
+    """One optimizer's arithmetic."""
+
+    def state(self, parameter: Tensor) -> State:
+        """What it keeps of a parameter, before the first step."""
+        ...
+
+    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
+        """One step with a gradient of the parameter's shape."""
+        ...
+
+
+class Written:
+    """A parameter that is updated piece by piece: float32 in between, rounded once where it has fewer bits."""
+
+    def __init__(self, parameter: Tensor, key: int | None) -> None:
+        """`key`: of stochastic rounding; None rounds to the nearest."""
+        self.parameter, self.key = parameter.detach(), key
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Ranges of the flat parameter, each as float32; what was done to a piece is written before the next."""
+        flat = self.parameter.view(-1)
+        for number, low in enumerate(range(0, flat.numel(), PIECE)):
+            part = slice(low, min(low + PIECE, flat.numel()))
+            yield part, (work := flat[part].float())
+            self.write(flat[part], work, number)
+
+    def write(self, out: Tensor, work: Tensor, number: int) -> None:
+        """Round `work` into `out`, a view of the parameter; piece `number` has its own chances."""
+        if out.dtype == torch.float32:
+            if out.data_ptr() != work.data_ptr():
+                out.copy_(work)
+        elif self.key is None or out.dtype != torch.bfloat16:
+            out.copy_(work)
+        else:
+            rounded(out, work, stream_key(self.key, number, 0, 0))
+
+
+class Scaled:
+    """A gradient that is multiplied as it is read, in float32; the gradient itself stays as it is."""
+
+    def __init__(self, values: Tensor, scale: Tensor | None) -> None:
+        self.values, self.scale = values, scale
+
+    def view(self, *shape: int) -> Scaled:
+        """The same in another shape."""
+        return Scaled(self.values.view(*shape), self.scale)
+
+    def __getitem__(self, part: Any) -> Tensor:
+        piece = self.values[part].float()
+        return piece if self.scale is None else piece * self.scale
+
+
+class Sgd:
+    """w -= rate * g; no state."""
+
+    def state(self, parameter: Tensor) -> State:
+        return {}
+
+    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
+        for part, work in write.pieces():
+            if adam.weight_decay:
+                work.mul_(1 - adam.learning_rate * adam.weight_decay)
+            work.add_(gradient.view(-1)[part], alpha=-adam.learning_rate)
+
+
+class AdamW:
+    """`torch.optim.AdamW(fused=True)` with float32 moments."""
+
+    def state(self, parameter: Tensor) -> State:
+        make = {"device": parameter.device, "dtype": torch.float32}
+        return {name: torch.zeros(parameter.numel(), **make) for name in ("exp_avg", "exp_avg_sq")}
+
+    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
+        for part, work in write.pieces():
+            moments = (state[name][part] for name in ("exp_avg", "exp_avg_sq"))
+            torch_step(work, gradient.view(-1)[part], *moments, adam)
+
+
+class AdamW8bit:
+    """`bitsandbytes.optim.AdamW8bit`: moments in 8 bits with a scale for 256 of them."""
+
+    def __init__(self) -> None:
+        try:
+            import bitsandbytes.functional as functional
+        except ImportError:
+            raise MissingPackageError(
+                "bitsandbytes is not installed",
+                hint="pip install 'ondevice-train[cuda]', or method.optimizer: adafactor",
+            ) from None
+        self.functional, self.small = functional, AdamW()
+        self.maps = {kind: functional.create_dynamic_map(signed=kind == 1) for kind in (1, 2)}
+
+    def state(self, parameter: Tensor) -> State:
+        count, device = parameter.numel(), parameter.device
+        if count < SMALL:
+            return self.small.state(parameter)
+        blocks = -(-count // 256)
+        found: State = {}
+        for kind in (1, 2):
+            found[f"state{kind}"] = torch.zeros(count, dtype=torch.uint8, device=device)
+            found[f"absmax{kind}"] = torch.zeros(blocks, dtype=torch.float32, device=device)
+        return found
+
+    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
+        if "exp_avg" in state:
+            return self.small.apply(write, gradient, state, adam)
+        maps = self.maps = {kind: values.to(write.parameter.device) for kind, values in self.maps.items()}
+        for part, work in write.pieces():
+            blocks = slice(part.start // 256, -(-part.stop // 256))
+            self.functional.optimizer_update_8bit_blockwise(
+                "adam", gradient.view(-1)[part], work, state["state1"][part], state["state2"][part],
+                adam.beta1, adam.beta2, 0.0, 0.0, adam.eps, adam.step, adam.learning_rate, maps[1], maps[2],
+                state["absmax1"][blocks], state["absmax2"][blocks], adam.weight_decay,
+            )  # fmt: skip
+        return None
+
+
+class Adafactor:
+    """`torch.optim.Adafactor`: second moments as a row and a column of each matrix (a 3-D tensor is a stack of them),
+    no first moment; the rate is relative to the root mean square of the parameter."""
+
+    def state(self, parameter: Tensor) -> State:
+        make = {"device": parameter.device, "dtype": torch.float32}
+        if parameter.ndim < 2:
+            return {"variance": torch.zeros(parameter.shape, **make)}
+        *outer, rows, columns = parameter.shape
+        return {"row_var": torch.zeros(*outer, rows, 1, **make), "col_var": torch.zeros(*outer, 1, columns, **make)}
+
+    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
+        parameter, eps1 = write.parameter, torch.finfo(torch.float32).eps
+        stack = parameter if parameter.ndim > 1 else parameter[None]
+        *_, rows, columns = stack.shape
+        stack, gradient = stack.view(-1, rows, columns), gradient.view(-1, rows, columns)
+        new, pieces = adam.step**BETA2_DECAY, list(_pieces(stack.shape))
+        square = torch.zeros((), device=parameter.device)
+        row = torch.zeros(*stack.shape[:2], 1, device=parameter.device)
+        column = torch.zeros(stack.shape[0], 1, columns, device=parameter.device)
+        for piece in pieces:
+            square += stack[piece].float().square().sum()
+            squares = gradient[piece].square()
+            row[piece] = squares.mean(-1, keepdim=True)
+            column[piece[0]] += squares.sum(-2, keepdim=True) / rows
+        if parameter.ndim > 1:
+            state["row_var"].view_as(row).lerp_(row, new)
+            state["col_var"].view_as(column).lerp_(column, new)
+            row, column = state["row_var"].view_as(row), state["col_var"].view_as(column)
+            row = row / row.mean(-2, keepdim=True).clamp(min=eps1)
+        else:
+            state["variance"].lerp_(column.view(-1), new)
+            row, column = torch.ones_like(row), state["variance"].view_as(column)
+
+        def update(piece: tuple[slice, slice]) -> Tensor:
+            variance = row[piece] * column[piece[0]]
+            return variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(gradient[piece])
+
+        total = sum((update(piece).square_().sum() for piece in pieces), torch.zeros_like(square))
+        size = (square / parameter.numel()).sqrt_().clamp_(min=EPS2) * min(adam.learning_rate, adam.step**-0.5)
+        size /= (total / parameter.numel()).sqrt_().clamp_(min=1.0)
+        for number, piece in enumerate(pieces):
+            work = stack[piece].float()
+            if adam.weight_decay:
+                work.mul_(1 - adam.learning_rate * adam.weight_decay)
+            work.sub_(update(piece).mul_(size))
+            write.write(stack[piece], work, number)
+
+
+def _pieces(shape: torch.Size) -> Iterator[tuple[slice, slice]]:
+    """Ranges of matrices and of rows of a stack of them, at most about PIECE elements each."""
+    matrices, rows, columns = shape
+    several = max(1, PIECE // (rows * columns))
+    at_once = rows if several > 1 else max(1, PIECE // columns)
+    for first in range(0, matrices, several):
+        for low in range(0, rows, at_once):
+            yield slice(first, min(first + several, matrices)), slice(low, min(low + at_once, rows))
+
+
+RULES: dict[str, type[Any]] = {"sgd": Sgd, "adamw": AdamW, "adamw8bit": AdamW8bit, "adafactor": Adafactor}
+
+
+class Updates:
+    """The optimizer of some tensors: their states, and one step of any of them.
+
+    Args:
+        parameters: names to tensors; states are made with a tensor's first step.
+        seed: of stochastic rounding.
+    """
+
+    def __init__(self, config: RevffnConfig, parameters: dict[str, Tensor], seed: int) -> None:
+        self.config, self.seed, self.parameters = config, seed, parameters
+        self.rule: Rule = RULES[config.optimizer]()
+        self.numbers = {name: number for number, name in enumerate(sorted(parameters))}
+        self.states: dict[str, State] = {}
+
+    @torch.no_grad()
+    def apply(self, name: str, gradient: Tensor, count: int, rate: float, scale: Tensor | None = None) -> None:
+        """Step `count` (1 for the first) of a tensor.
+
+        Args:
+            gradient: of its shape, in its dtype or float32; unchanged.
+            rate: learning rate.
+            scale: what the gradient is multiplied by first, float32 []; None: 1.
+        """
+        c, parameter = self.config, self.parameters[name]
+        if name not in self.states:
+            self.states[name] = self.rule.state(parameter)
+        adam = AdamStep(rate, c.beta1, c.beta2, c.eps, c.weight_decay, count)
+        chance = c.rounding == "stochastic"
+        key = stream_key(self.seed, count, 0, self.numbers[name]) if chance else None
+        self.rule.apply(Written(parameter, key), Scaled(gradient.contiguous(), scale), self.states[name], adam)
+
+    def arrays(self) -> dict[str, Tensor]:
+        """The states as `kind/name`."""
+        return {f"{kind}/{name}": value for name, found in self.states.items() for kind, value in found.items()}
+
+    def load(self, arrays: dict[str, Tensor]) -> None:
+        """Take back what `arrays` gave.
+
+        Raises:
+            CheckpointError: a state is missing in part, or of another size.
+        """
+        self.states = {}
+        for name, parameter in self.parameters.items():
+            state = self.rule.state(parameter)
+            found = {kind: arrays.get(f"{kind}/{name}") for kind in state}
+            if all(value is None for value in found.values()):
+                continue
+            for kind, value in found.items():
+                if value is None or value.numel() != state[kind].numel() or value.dtype != state[kind].dtype:
+                    raise CheckpointError(
+                        f"the checkpoint's {kind} of {name} does not fit",
+                        expected=f"{state[kind].numel()} values of {state[kind].dtype}",
+                        received=None if value is None else f"{value.numel()} of {value.dtype}",
+                        hint="method.optimizer must be that of the run",
+                    )
+                state[kind].copy_(value.view_as(state[kind]))
+            self.states[name] = state
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """The sum of all squares, float32 [] on the device, piece by piece."""
+    parts = [
+        piece.float().square().sum() for gradient in gradients for piece in gradient.detach().reshape(-1).split(PIECE)
+    ]
+    return torch.stack(parts).sum()
+
+
+def clip_scale(square: Tensor, limit: float) -> Tensor:
+    """min(1, limit / norm), as `torch.nn.utils.clip_grad_norm_` has it."""
+    return (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)
