@@ -1,0 +1,165 @@
+"""What a step of each coupling computes, and with which weights (section 3.1; `exact` and `full` go beyond it).
+
+A network is a list of steps, each of which takes the streams (u, v) to (v, w); see `streams`. Half-width streams begin
+as the two halves of the embedding and end as the two halves of what the final norm reads. Streams of full width both
+begin as the embedding, and the newer one is what the final norm reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ondevice.errors import ModelError
+from ondevice.methods.revffn.branches import attention_between
+from ondevice.methods.revffn.streams import Mix
+from ondevice.runtime_ops import generator
+
+if TYPE_CHECKING:
+    from ondevice.methods.revffn.config import RevffnConfig
+    from ondevice.models import Family
+
+Part = Literal["attention", "mlp", "block"]
+ADAPTERS = ("attention_up", "attention_down", "mlp_up", "mlp_down")
+_STREAM = 0x5265  # the generator's tensor number of the adapters' first values
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the network: `part` of block `block`.
+
+    Attributes:
+        crossed: the branch reads u as well (Eq. 1), so that the inverse is an equation in u.
+    """
+
+    block: int
+    part: Part
+    mix: Mix
+    crossed: bool = False
+
+
+class Coupling:
+    """The steps of a network, and their branches over the family's own weights."""
+
+    steps: tuple[Step, ...]
+    adapters: dict[str, nn.Parameter]
+
+    def __init__(self, family: Family) -> None:
+        self.family, self.adapters = family, {}
+
+    def split(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """The two streams that begin, from the embedding's output."""
+        raise NotImplementedError
+
+    def merge(self, u: Tensor, v: Tensor) -> Tensor:
+        """What the final norm reads, [B, T, hidden]."""
+        raise NotImplementedError
+
+    def split_back(self, du: Tensor, dv: Tensor) -> Tensor:
+        """The gradient of the embedding's output from those of the streams that begin."""
+        raise NotImplementedError
+
+    def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the streams that end."""
+        raise NotImplementedError
+
+    def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
+        """What the step adds, without the mix's factor: [B, T, width of a stream]; u is read by crossed steps."""
+        raise NotImplementedError
+
+    def parameters(self, step: Step) -> dict[str, nn.Parameter]:
+        """The step's parameters by name, adapters included."""
+        return {**_part_parameters(self.family, step.block, step.part), **self._adapters(step)}
+
+    def _adapters(self, step: Step) -> dict[str, nn.Parameter]:
+        prefix = adapter_name(step.block, step.part)
+        return {name: p for name, p in self.adapters.items() if name.startswith(prefix)}
+
+
+class HalfWidth(Coupling):
+    """`exact`: Y1 = X1 + P_down Attn(P_up X2), Y2 = X2 + P_down MLP(P_up Y1), which inverts in closed form.
+
+    `paper`: Eqs. (1) and (2) with the adapters of section 3.2; queries from X1, keys and values from X2. The norms are
+    the pretrained ones, of full width, between P_up and the attention or MLP.
+    """
+
+    def __init__(self, family: Family, crossed: bool, seed: int = 0) -> None:
+        super().__init__(family)
+        self.crossed = crossed
+        if family.dims.hidden % 2:
+            raise ModelError(
+                "half-width streams need an even width", expected="an even hidden size", received=family.dims.hidden
+            )
+        mix = Mix()
+        self.steps = tuple(
+            step
+            for i in range(family.dims.layers)
+            for step in (Step(i, "attention", mix, crossed), Step(i, "mlp", mix))
+        )
+        device = family.head_weight.device
+        up = orthonormal(family.dims.hidden, seed)
+        for i in range(family.dims.layers):
+            for name, value in zip(ADAPTERS, (up, up.T, up, up.T), strict=True):
+                tensor = value.contiguous().clone().to(device)
+                self.adapters[f"model.layers.{i}.revffn.{name}"] = nn.Parameter(tensor, requires_grad=False)
+
+    def split(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = hidden_BTD.chunk(2, -1)
+        return first, second
+
+    def merge(self, u: Tensor, v: Tensor) -> Tensor:
+        return torch.cat((u, v), -1)
+
+    def split_back(self, du: Tensor, dv: Tensor) -> Tensor:
+        return torch.cat((du, dv), -1)
+
+    def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.split(grad_BTD)
+
+    def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
+        prefix = adapter_name(step.block, step.part)
+        up, down = (self.adapters[prefix + way].to(v.dtype) for way in ("up", "down"))
+        wide = linear(v, up)
+        if step.part == "mlp":
+            inner = self.family.mlp_branch(step.block, wide)
+        elif u is None:
+            inner = self.family.attention_branch(step.block, wide, position)
+        else:
+            inner = attention_between(self.family, step.block, linear(u, up), wide, position)
+        return linear(inner, down)
+
+
+def adapter_name(block: int, part: Part) -> str:
+    """What the names of the step's adapters begin with."""
+    return f"model.layers.{block}.revffn.{part}_"
+
+
+def orthonormal(width: int, seed: int) -> Tensor:
+    """P_up at the start, float32 [width, width / 2] with orthonormal columns; P_down is its transpose."""
+    numbers = generator.normal(seed, 0, _STREAM, 1, 0, width * (width // 2)).reshape(width, width // 2)
+    columns, triangle = torch.linalg.qr(torch.from_numpy(numbers).double())
+    return (columns * triangle.diagonal().sign()).float()
+
+
+def _part_parameters(family: Family, block: int, part: Part) -> dict[str, nn.Parameter]:
+    """Parameters of a block's attention (with its norm), MLP (with its norm), or both, by name in the model."""
+    layer: Any = family.layer(block)
+    prefix = next(name for name, module in family.model.named_modules() if module is layer)
+    named = {f"{prefix}.{name}": p for name, p in layer.named_parameters()}
+    if part == "block":
+        return named
+    attention = ("input_layernorm.", "self_attn.", "ln_1.", "attn.")
+    return {
+        name: p
+        for name, p in named.items()
+        if name.removeprefix(f"{prefix}.").startswith(attention) == (part == "attention")
+    }
+
+
+def make_coupling(family: Family, config: RevffnConfig, seed: int = 0) -> Coupling:
+    """The coupling that `config` names; `seed` is that of the adapters' first values."""
+    return HalfWidth(family, crossed=config.coupling == "paper", seed=seed)

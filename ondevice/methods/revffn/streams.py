@@ -1,0 +1,172 @@
+"""The two residual streams, in fixed point or floating point, and the arithmetic of a reversible step.
+
+A step takes the streams (u, v) to (v, w):  w = past u + (1 - past) v + branch  (the factor of the branch is in it).
+Its inverse gives u from (v, w) and the same branch. In fixed point both are integer arithmetic, so u comes back
+without a differing bit; where `past` is +-2^-bits, the `bits` low bits of u that the shift drops are kept beside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+ROOM = 2**29
+"""Largest magnitude of a fixed-point stream or branch: three such terms, one of them times 1.5, stay in an int32."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How a step adds up.
+
+    Attributes:
+        past: weight of the older stream u: 1, +-2^-bits, or 0 where u is v (the first step of `full`).
+        branch: factor of the branch.
+        bits: low bits of u that the step drops.
+    """
+
+    past: float = 1.0
+    branch: float = 1.0
+    bits: int = 0
+
+    @property
+    def present(self) -> float:
+        """Weight of the newer stream v."""
+        return 0.0 if self.past == 1.0 else 1.0 - self.past
+
+
+class Streams(Protocol):
+    """Numbers of one kind. `branch` is any float dtype, with the mix's factor not yet applied."""
+
+    def from_float(self, values: Tensor) -> Tensor:
+        """A stream that holds `values`, rounded once."""
+        ...
+
+    def to_float(self, stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Its values in `dtype`."""
+        ...
+
+    def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
+        """w, and the bits of u that w does not hold (uint8, packed) or None."""
+        ...
+
+    def unstep(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
+        """u, from what `step` gave and the same branch."""
+        ...
+
+    def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor | None:
+        """Largest magnitudes of what was added and of the sum, float32 [2] on the device; None if nothing overflows."""
+        ...
+
+
+@dataclass(frozen=True)
+class FloatStreams:
+    """Streams in float32 or bfloat16: every addition rounds, and the inverse rounds again."""
+
+    dtype: torch.dtype = torch.float32
+
+    def from_float(self, values: Tensor) -> Tensor:
+        return values.to(self.dtype)
+
+    def to_float(self, stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return stream.to(dtype)
+
+    def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
+        total = branch.float() if mix.branch == 1.0 else branch.float() * mix.branch
+        if mix.present:
+            total = v.float() * mix.present + total
+        if mix.past:
+            total = (u.float() if mix.past == 1.0 else u.float() * mix.past) + total
+        return total.to(self.dtype), None
+
+    def unstep(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
+        if not mix.past:
+            return v
+        total = branch.float() if mix.branch == 1.0 else branch.float() * mix.branch
+        if mix.present:
+            total = v.float() * mix.present + total
+        rest = w.float() - total
+        return (rest if mix.past == 1.0 else rest / mix.past).to(self.dtype)
+
+    def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor | None:
+        return None
+
+
+@dataclass(frozen=True)
+class FixedStreams:
+    """Streams of int32 with `fraction_bits` bits after the point; a branch is rounded once and added as integers."""
+
+    fraction_bits: int
+
+    def from_float(self, values: Tensor) -> Tensor:
+        return self._quantised(values, 1.0)
+
+    def to_float(self, stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return (stream.to(torch.float32) * 2.0**-self.fraction_bits).to(dtype)
+
+    def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
+        added = self._quantised(branch, mix.branch)
+        if mix.past == 1.0:
+            return added.add_(u), None
+        added.add_(v)
+        if not mix.past:
+            return added, None
+        sign = 1 if mix.past > 0 else -1
+        added.add_(u >> mix.bits, alpha=sign).sub_(v >> mix.bits, alpha=sign)
+        return added, pack(u, mix.bits)
+
+    def unstep(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
+        if not mix.past:
+            return v
+        rest = w - self._quantised(branch, mix.branch)
+        if mix.past == 1.0:
+            return rest
+        rest.sub_(v)
+        if mix.past < 0:
+            rest.neg_()
+        rest.add_(v >> mix.bits).bitwise_left_shift_(mix.bits)
+        return rest if side is None else rest.bitwise_or_(unpack(side, mix.bits, rest))
+
+    def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor | None:
+        added = branch.abs().amax().float() * (mix.branch * 2.0**self.fraction_bits)
+        return torch.stack((added, w.abs().amax().float()))
+
+    def _quantised(self, values: Tensor, factor: float) -> Tensor:
+        return torch.round(values.float() * (factor * 2.0**self.fraction_bits)).to(torch.int32)
+
+
+def pack(stream: Tensor, bits: int) -> Tensor | None:
+    """The `bits` low bits of every int32: uint8 [bits, ceil(numel / 8)], one plane a bit; None for no bits."""
+    if not bits:
+        return None
+    flat = stream.reshape(-1)
+    planes = []
+    for bit in range(bits):
+        plane = torch.zeros(-(-flat.numel() // 8), 8, dtype=torch.uint8, device=stream.device)
+        plane.view(-1)[: flat.numel()] = (flat >> bit).bitwise_and_(1)
+        packed = plane[:, 0].clone()
+        for place in range(1, 8):
+            packed.bitwise_or_(plane[:, place] << place)
+        planes.append(packed)
+    return torch.stack(planes)
+
+
+def unpack(packed: Tensor, bits: int, like: Tensor) -> Tensor:
+    """`pack` undone: int32 of `like`'s shape with the low bits set."""
+    low = torch.zeros_like(like).reshape(-1)
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    for bit in range(bits):
+        plane = (packed[bit][:, None] >> places).bitwise_and_(1).reshape(-1)[: low.numel()]
+        low.bitwise_or_(plane.to(torch.int32) << bit)
+    return low.reshape(like.shape)
+
+
+def make_streams(kind: Literal["int32", "float32", "bfloat16"], fraction_bits: int | None) -> Streams:
+    """Streams of `kind`; int32 needs `fraction_bits`."""
+    if kind == "int32":
+        if fraction_bits is None:
+            raise ValueError("int32 streams: expected fraction_bits, received None")
+        return FixedStreams(fraction_bits)
+    return FloatStreams(getattr(torch, kind))
