@@ -7,7 +7,7 @@ Gradients of the streams are float32. Rounding to fixed point or bfloat16 has gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,17 @@ class Reversible:
         Returns:
             the gradient of the embedding's output, float32 [B, T, hidden].
         """
+        walk = self.walk(ends, grad_BTD)
+        while True:
+            try:
+                block, gradients = next(walk)
+            except StopIteration as end:
+                return end.value
+            on_block(block, gradients)
+
+    def walk(self, ends: Ends, grad_BTD: Tensor) -> Generator[tuple[int, dict[str, Tensor]], None, Tensor]:
+        """`backward` one block at a time, so that several parts of a batch can be walked side by side: a block's number
+        and its gradients, from the last to the first; the value at the end is that of `backward`."""
         position = self._position(ends.length_tokens)
         du, dv = (part.float() for part in self.coupling.merge_back(grad_BTD))
         v, w = ends.u, ends.v
@@ -126,7 +137,7 @@ class Reversible:
             gradients |= found
             v, w = u, v
             if number == 0 or self.steps[number - 1].block != step.block:
-                on_block(step.block, gradients)
+                yield step.block, gradients
                 gradients = {}
         return self.coupling.split_back(du, dv)
 
