@@ -135,6 +135,7 @@ class Reversible:
             step = self.steps[number]
             u, du, dv, found = self._step_back(step, position, v, w, du, dv, ends.side.pop(number, None))
             gradients |= found
+            del found  # whoever takes the gradients may free them
             v, w = u, v
             if number == 0 or self.steps[number - 1].block != step.block:
                 yield step.block, gradients
