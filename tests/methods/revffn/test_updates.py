@@ -115,7 +115,7 @@ def test_a_resumed_update_has_the_same_bits(name: str, shape: list[int], dtype: 
 
 
 def test_stochastic_rounding_keeps_small_steps_on_average() -> None:
-    """An eighth of a unit of the last place: lost for ever to the nearest, moved in an eighth of the cases by chance."""
+    """A sixteenth of a unit of the last place: to the nearest it is lost, by chance every sixteenth weight moves."""
     for rounding, expected in (("nearest", 0.0), ("stochastic", 32 * 2.0**-11)):
         weight = {"w": torch.ones(64, 64, dtype=torch.bfloat16)}
         run = opened("sgd", weight, rounding=rounding)
