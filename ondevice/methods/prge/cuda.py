@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ondevice.methods.prge.torch import CopiesOf, PrgeProgram
-from ondevice.runtime_ops import triton_ops
 
 
 class CudaPrgeProgram(PrgeProgram):
     """All copies of the flat adapter are made by one kernel, in the model's precision; z is never stored."""
 
     def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None) -> CopiesOf:
+        from ondevice.runtime_ops import triton_ops
+
         config = self.config
         copies_GP = triton_ops.perturb(
             adapter_P,
@@ -29,38 +32,53 @@ class CudaPrgeProgram(PrgeProgram):
     def apply_update(
         self, adapter_P: Tensor, gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
     ) -> Tensor:
+        from ondevice.runtime_ops import triton_ops
+
         coefficients = gradients_Q * (learning_rate / self.config.queries)
         return triton_ops.apply_update(adapter_P, seed, step, coefficients, self.config.noise)
 
 
 class GraphedStep:
-    """The whole step captured once and replayed: launch gaps vanish, shapes are fixed.
+    """The whole step captured once and replayed: launch gaps vanish, shapes are fixed. On a CPU it runs as it is.
 
     Args:
         program: with loss tiles and labels that need no data-dependent shape (`token_loss` of fixed shape).
         ids_BT, labels_BT: an example batch on the device, int64 [batch, tokens].
         adapter_P: the state, updated in place by every replay.
+        pool: memory that other graphs of which only one runs at a time use too.
     """
 
-    def __init__(self, program: PrgeProgram, ids_BT: Tensor, labels_BT: Tensor, adapter_P: Tensor, seed: int) -> None:
+    def __init__(
+        self, program: PrgeProgram, ids_BT: Tensor, labels_BT: Tensor, adapter_P: Tensor, seed: int, pool: Any = None
+    ) -> None:
         device = adapter_P.device
         self.ids, self.labels, self.adapter = ids_BT.clone(), labels_BT.clone(), adapter_P
         self.seed = torch.tensor([seed], device=device)
         self.step_number = torch.zeros(1, dtype=torch.int64, device=device)
         self.learning_rate = torch.zeros(1, device=device)
-        self.graph = torch.cuda.CUDAGraph()
+        self.program = program
+        if device.type != "cuda":
+            self.replay = self._step
+            return
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self._run(program)
+                self._run()
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self.graph):
-            self.losses, self.gradients, new = self._run(program)
-            self.adapter.copy_(new)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._step()
+        self.replay = graph.replay
 
-    def _run(self, program: PrgeProgram) -> tuple[Tensor, Tensor, Tensor]:
-        return program.train_step(self.ids, self.labels, self.adapter, self.seed, self.step_number, self.learning_rate)
+    def _run(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.program.train_step(
+            self.ids, self.labels, self.adapter, self.seed, self.step_number, self.learning_rate
+        )
+
+    def _step(self) -> None:
+        self.losses, self.gradients, new = self._run()
+        self.adapter.copy_(new)
 
     def __call__(self, ids_BT: Tensor, labels_BT: Tensor, step: int, learning_rate: float) -> tuple[Tensor, Tensor]:
         """Losses [copies] and projected gradients [q] of this step; they are overwritten by the next."""
@@ -68,5 +86,5 @@ class GraphedStep:
         self.labels.copy_(labels_BT, non_blocking=True)
         self.step_number.fill_(step)
         self.learning_rate.fill_(learning_rate)
-        self.graph.replay()
+        self.replay()
         return self.losses, self.gradients

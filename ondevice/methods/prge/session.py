@@ -45,13 +45,12 @@ class PrgeSession:
         normal = config.noise == "gaussian"
         noise = torch.ops.ondevice.normal if normal else torch.ops.ondevice.rademacher
         layout = AdapterLayout.build(loaded.dims, config, seed)
-        program = PrgeProgram
-        if self.device.type == "cuda":
+        self.generator_backend, program = torch_ops.generator_backend(self.device), PrgeProgram
+        if self.generator_backend == "triton":
             from ondevice.methods.prge.cuda import CudaPrgeProgram
 
             program = CudaPrgeProgram
         self.program = program(loaded.family, layout, config, noise)
-        self.generator_backend = "triton" if self.device.type == "cuda" else torch_ops.generator_backend()
         self.seed = torch.tensor([seed], device=self.device)
         self._adapter = flat_adapter(layout, self.device)
         self._copies = CopiesState(self._adapter, config.queries) if config.form == "copies" else None

@@ -48,7 +48,7 @@ class DualForwardingLinear(nn.Module):
         super().__init__()
         self.base = base
         weight = next(iter(base.parameters()), a_IR)
-        dtype = weight.dtype if weight.is_floating_point() else a_IR.dtype
+        dtype = getattr(base, "compute_dtype", None) or (weight.dtype if weight.is_floating_point() else a_IR.dtype)
         self.register_buffer("lora_a", (a_IR * scale).to(dtype))
         self.slot = Slot()
 

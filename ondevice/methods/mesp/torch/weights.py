@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,14 +9,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ondevice.errors import ConfigError, MissingPackageError
+from ondevice.errors import ConfigError
+from ondevice.nn.packed import Nf4Matrix, PackedLinear
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.stages import Matrix, Position
     from ondevice.models import Family, LoadedModel, ModelDims
-
-NF4_GROUP = 64
-"""Weights that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +64,6 @@ class Dense:
         return self.weight
 
 
-class Nf4:
-    """A matrix in 4 bits by bitsandbytes, dequantised whenever it is used (QLoRA's NF4, one float32 for 64 weights)."""
-
-    def __init__(self, weight: Tensor, device: torch.device) -> None:
-        functional = _bitsandbytes()
-        self.packed, self.scales = functional.quantize_4bit(
-            weight.to(device).contiguous(), blocksize=NF4_GROUP, quant_type="nf4"
-        )
-        self.functional: Any = functional
-
-    def dense(self) -> Tensor:
-        return self.functional.dequantize_4bit(self.packed, self.scales)
-
-
 class Resident:
     """A loaded model's own tensors. With `bits` its matrices are quantised and its own are let go.
 
@@ -114,8 +97,10 @@ class Resident:
         for target in family.linear_targets:
             linear: Any = family.linear(i, target)
             bias = None if linear.bias is None else linear.bias.detach().to(device)
-            if bits:
-                matrix: Matrix = Nf4(linear.weight.detach(), device)
+            if isinstance(linear, PackedLinear):
+                matrix: Matrix = linear
+            elif bits:
+                matrix = Nf4Matrix.pack(linear.weight.detach().to(device), double=False)
                 linear.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
             else:
                 matrix = Dense(linear.weight.detach())
@@ -143,11 +128,3 @@ def halves(position: tuple[Tensor, Tensor]) -> Position:
     """transformers' cos and sin [1, T, head_dim] repeat their first half."""
     cos, sin = (part[0, :, : part.shape[-1] // 2].contiguous() for part in position)
     return cos, sin
-
-
-def _bitsandbytes() -> Any:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingPackageError("bitsandbytes is not installed", hint='pip install "ondevice-train[cuda]"')
-    from bitsandbytes import functional
-
-    return functional

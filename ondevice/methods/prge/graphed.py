@@ -1,0 +1,71 @@
+"""P-RGE's session where shapes are fixed: each shape's step is captured once as a CUDA graph and replayed.
+
+The launches of a step are then free, which is most of a small batch's time on a board. All shapes share one pool of
+memory, because a step is over before the next begins. The loss has a fixed shape too: it computes all positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ondevice.methods.prge.cuda import GraphedStep
+from ondevice.methods.prge.session import PrgeSession
+from ondevice.methods.session import StepResult
+from ondevice.nn.graph_loss import graph_token_nll, weight_tiles
+
+if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.methods.prge.config import PrgeConfig
+    from ondevice.models import LoadedModel
+
+
+class GraphedPrgeSession(PrgeSession):
+    """As `PrgeSession`; the adapter stays at one place in memory, where the graphs read and write it.
+
+    On a CPU the same steps run without a graph, which proves what surrounds it.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
+        super().__init__(loaded, config, seed)
+        self.program.token_loss = graph_token_nll(weight_tiles(loaded.family.head_weight, config.loss_tiles))
+        self.graphs: dict[tuple[int, ...], GraphedStep] = {}
+        self.pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._place = self._adapter
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """One ZO-SGD step; the first of a shape captures it."""
+        with torch.no_grad():
+            ids_BT, labels_BT = self._tensors(ids, labels)
+            if ids.shape not in self.graphs:
+                self.graphs[ids.shape] = GraphedStep(
+                    self.program, ids_BT, labels_BT, self._place, int(self.seed.item()), self.pool
+                )
+            losses, gradients = self.graphs[ids.shape](ids_BT, labels_BT, step, learning_rate)
+            values = losses.tolist()
+            return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
+
+    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+        """The update alone; see `Session.apply_update`."""
+        super().apply_update(projected_gradients, step, learning_rate)
+        self._keep()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` gave."""
+        super().load_state(state)
+        self._keep()
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Start from an adapter of this layout."""
+        super().load_adapter(adapter)
+        self._keep()
+
+    @torch.no_grad()
+    def _keep(self) -> None:
+        """Bring the adapter and the seed where the graphs look for them."""
+        self._place.copy_(self._adapter)
+        self._adapter = self._place
+        for graph in self.graphs.values():
+            graph.seed.copy_(self.seed)

@@ -1,0 +1,181 @@
+"""A model's folder with packed linear layers: bitsandbytes' names and transformers' configuration, read layer by layer.
+
+The folder is what transformers calls a quantised checkpoint. Here it is read without a second copy in memory: tensor
+by tensor, to the device where it will be used.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.errors import ArtifactError
+from ondevice.models.load import DTYPES, LoadedModel, quiet_transformers, wrap
+from ondevice.models.registry import family_for
+from ondevice.models.save import FILE_NAME
+
+if TYPE_CHECKING:
+    import torch
+
+    from ondevice.models import Family, SourceInfo
+
+QUANTIZATION = {
+    "nf4": {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_quant_storage": "uint8",
+    },
+    "int8": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+}
+"""`quantization_config` of `config.json`."""
+
+
+def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
+    """Write `config.json` and `model.safetensors` of a model that `ondevice.nn.packed.pack_model` has packed.
+
+    Args:
+        kind: `nf4`, `int8`, or `none` for a model in full precision.
+        folder: is made.
+    """
+    from safetensors.torch import save_file
+
+    from ondevice.nn.packed import PackedLinear
+
+    family, model = loaded.family, loaded.model
+    tensors: dict[str, torch.Tensor] = {}
+    packed = {}
+    for layer in range(loaded.dims.layers):
+        for target in family.linear_targets:
+            linear = family.linear(layer, target)
+            if isinstance(linear, PackedLinear):
+                packed[family.linear_name(layer, target)] = linear
+    for name, linear in packed.items():
+        for key, value in linear.matrix.tensors().items():
+            tensors[_file_name(name, key)] = value.contiguous()
+    for name, value in model.named_parameters():
+        if name.removesuffix(".weight") not in packed and not (loaded.dims.tied and name == "lm_head.weight"):
+            tensors[name] = value.detach().contiguous()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / FILE_NAME, metadata={"format": "pt"})
+    config = {**model.config.to_dict(), "dtype": str(family.head_weight.dtype).removeprefix("torch.")}
+    if packed:
+        config["quantization_config"] = dict(QUANTIZATION[kind])
+        if kind == "nf4":
+            config["quantization_config"]["bnb_4bit_compute_dtype"] = config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def load_packed(folder: Path, device: torch.device | str, tokenizer: Any, info: SourceInfo) -> LoadedModel:
+    """The model that `save_packed` wrote, on `device`.
+
+    Raises:
+        ArtifactError: a tensor is missing or of another shape, or the configuration is not one of this project's.
+        MissingPackageError: bitsandbytes is not installed (NF4).
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = family_for(config.get("model_type"), str(folder / "config.json"))
+    dtype = config.get("dtype")
+    if dtype not in DTYPES:
+        raise ArtifactError(f"{folder}/config.json: unknown dtype", expected=", ".join(DTYPES), received=dtype)
+    kind = _kind(config.pop("quantization_config", None), folder)
+    made = empty_model(family, config, getattr(torch, dtype), torch.device(device))
+    try:
+        with safe_open(str(folder / FILE_NAME), "pt", device=str(device)) as file:
+            groups: dict[str, list[str]] = {}
+            for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                groups.setdefault(_owner(name), []).append(name)
+            for owner, names in groups.items():
+                given = {name: file.get_tensor(name) for name in names}
+                _put(made, owner, given, kind, getattr(torch, dtype))
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(f"{folder / FILE_NAME} cannot be read", received=str(error), hint="copy it again") from None
+    if absent := [name for name, value in made.model.named_parameters() if value.is_meta]:
+        raise ArtifactError(f"{folder}: the weights lack a tensor", received=f"{absent[0]} and {len(absent) - 1} more")
+    return wrap(made.model, tokenizer, family, info)
+
+
+def empty_model(family: type[Family], config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Family:
+    """A model whose weights are still to be put in: shapes without memory, and what is computed from the configuration."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {key: value for key, value in config.items() if key not in ("model_type", "dtype", "torch_dtype")}
+    with quiet_transformers():
+        wanted = AutoConfig.for_model(config["model_type"], **settings)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(wanted, dtype=dtype, attn_implementation="sdpa")
+    body: Any = model.model
+    body.rotary_emb = type(body.rotary_emb)(config=model.config).to(device)  # its frequencies are in no file
+    return family(model)
+
+
+def _put(made: Family, owner: str, given: dict[str, torch.Tensor], kind: str, dtype: torch.dtype) -> None:
+    """Put the tensors of one module in their place; the head follows a tied embedding."""
+    import torch
+
+    from ondevice.nn.packed import KINDS, PackedLinear
+
+    parent, _, leaf = owner.rpartition(".")
+    try:
+        holder: Any = made.model.get_submodule(parent)
+        place: Any = getattr(holder, leaf)
+    except AttributeError:
+        raise ArtifactError("a tensor belongs to no part of the model", received=owner) from None
+    bias = given.pop(f"{owner}.bias", None)
+    shape = tuple(place.weight.shape)
+    if len(given) > 1:
+        tensors = {_matrix_name(owner, name): value for name, value in given.items()}
+        try:
+            matrix = KINDS[kind].from_tensors(tensors, dtype)
+        except (KeyError, StopIteration, ValueError) as error:
+            raise ArtifactError(f"the packed weights of {owner} are not whole", received=str(error)) from None
+        found: Any = PackedLinear(matrix, bias)
+        setattr(holder, leaf, found)
+        received = matrix.shape
+    else:
+        (weight,) = given.values()
+        place.weight = torch.nn.Parameter(weight.to(dtype), requires_grad=False)
+        if bias is not None:
+            place.bias = torch.nn.Parameter(bias, requires_grad=False)
+        received = tuple(weight.shape)
+        if owner == "model.embed_tokens" and made.dims.tied:
+            made.model.lm_head.weight = place.weight
+    if received != shape:
+        raise ArtifactError(f"{owner} has another shape", expected=list(shape), received=list(received))
+
+
+def _kind(quantization: Any, folder: Path) -> str:
+    if quantization is None:
+        return "none"
+    for kind, known in QUANTIZATION.items():
+        if all(quantization.get(key) == value for key, value in known.items()):
+            return kind
+    raise ArtifactError(
+        f"{folder}/config.json: weights are packed in a way that is not known",
+        expected=" or ".join(QUANTIZATION),
+        received=quantization,
+    )
+
+
+def _file_name(owner: str, key: str) -> str:
+    """bitsandbytes' name in a state dictionary."""
+    return f"{owner}.{key}" if key in ("weight", "SCB") else f"{owner}.weight.{key}"
+
+
+def _matrix_name(owner: str, name: str) -> str:
+    return (
+        name.removeprefix(f"{owner}.") if name.endswith((".weight", ".SCB")) else name.removeprefix(f"{owner}.weight.")
+    )
+
+
+def _owner(name: str) -> str:
+    """The module that a tensor belongs to."""
+    if ".weight." in name:
+        return name.split(".weight.")[0]
+    return name.rpartition(".")[0]
