@@ -71,6 +71,8 @@ class ExecutorchTarget(ABC):
             dims = read_dims(job.model.source, job.model.revision)
         except OndeviceError as error:
             return [*problems, str(error)]
+        if dims.experts:
+            problems.append(f"family {dims.family} has experts that each batch chooses: a program has one way through")
         try:
             for target in job.method.targets:
                 dims.linear_shape(target)

@@ -34,6 +34,7 @@ class ModelDims:
         rope_theta: base of the rotary embedding; `rope_type` its scaling (0 and `none` where there is none).
         max_positions: longest sequence that the model takes as it was trained, tokens.
         gated: the MLP has a gate, and norms are RMS norms; else two matrices and layer norms.
+        experts: of a mixture of experts, in which `intermediate` is what a token passes through; 0 for one MLP.
     """
 
     gated: ClassVar[bool] = True
@@ -54,6 +55,7 @@ class ModelDims:
     o_bias: bool = False
     mlp_bias: bool = False
     rope_type: str = "default"
+    experts: int = 0
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
@@ -88,11 +90,21 @@ class ModelDims:
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block."""
+        """Parameters of one block, the largest where they differ."""
         count = 2 * self.hidden
         for target, (inputs, outputs) in self.linear_shapes.items():
             count += inputs * outputs + outputs * self.linear_bias(target)
         return count
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of the matrices of all blocks."""
+        return self.layers * sum(inputs * outputs for inputs, outputs in self.linear_shapes.values())
+
+    @property
+    def active_matrices(self) -> int:
+        """Those of `matrices` that one token passes through."""
+        return self.matrices
 
     @property
     def parameters(self) -> int:

@@ -47,7 +47,7 @@ def tiny_model(
     """A random float32 model on the CPU, in the state that `load_model` gives.
 
     Args:
-        family: `gpt2`, `llama`, `mistral` or `qwen2`.
+        family: `gpt2`, `llama`, `mistral`, `qwen2` or `qwen2_moe`.
         seed: of the weights.
         hidden: a multiple of 32 (the group of 4-bit weights) and of `heads`.
         intermediate: width of the MLP; 2 * hidden if None.

@@ -28,7 +28,7 @@ class StepCost:
 def forward_flops(dims: ModelDims, rows: float, length_tokens: int, layers: int | None = None) -> float:
     """Of `layers` blocks (None: all) over [rows, length_tokens], without the head; attention is causal."""
     tokens = rows * length_tokens
-    matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
+    matrices = dims.active_matrices / dims.layers
     attention = 2 * tokens * length_tokens * dims.heads * dims.head_dim
     return (dims.layers if layers is None else layers) * (2.0 * tokens * matrices + attention)
 

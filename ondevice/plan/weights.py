@@ -47,8 +47,7 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
     """
     if dtype not in DTYPE_BYTES:
         raise ConfigError("unknown dtype", expected=", ".join(DTYPE_BYTES), received=dtype)
-    linears = dims.layers * sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
-    table, item = dims.vocab * dims.hidden, DTYPE_BYTES[dtype]
+    linears, table, item = dims.matrices, dims.vocab * dims.hidden, DTYPE_BYTES[dtype]
     vectors = dims.parameters - linears - table * (1 if dims.tied else 2)
     if quantize == "none":
         return WeightBytes(linears * item, table * item, 0 if dims.tied else table * item, vectors * item)

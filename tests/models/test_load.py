@@ -160,7 +160,7 @@ def test_an_unsupported_family_says_what_to_write(folder: Path) -> None:
     edit(model_type="phi3")(folder)
     with pytest.raises(ModelError) as caught:
         read_dims(str(folder))
-    assert caught.value.expected == "gpt2, llama, mistral, qwen2"
+    assert caught.value.expected == "gpt2, llama, mistral, qwen2, qwen2_moe"
     for part in (
         "ondevice/models/phi3.py",
         "dims_from_config",

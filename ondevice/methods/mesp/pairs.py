@@ -64,9 +64,9 @@ def check_family(dims: ModelDims) -> None:
     """Refuse what the hand-written backward pass does not know.
 
     Raises:
-        ModelError: the block has no gated MLP between RMS norms.
+        ModelError: the block has no gated MLP between RMS norms, or has experts.
     """
-    if not dims.gated:
+    if not dims.gated or dims.experts:
         raise ModelError(
             f"mesp has no backward pass for {dims.family}",
             expected="llama, mistral or qwen2: RMS norms, rotary embedding, a gated MLP",

@@ -1,0 +1,95 @@
+"""A mixture of experts whose forward and backward pass give the same bits every time.
+
+Tokens are sorted by expert, go through one grouped matrix product, and come back by the inverse permutation. Nothing
+is accumulated by atomic additions: the gradient of a gather is the inverse gather and a sum over each token's experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROUPED_CAPABILITY = (9, 0)
+"""CUDA devices from here on have torch's grouped matrix product."""
+
+
+def mixture(
+    x_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    gate_up_EFD: Tensor,
+    down_EDF: Tensor,
+    activation: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum of each token's experts: [N, D].
+
+    Args:
+        x_ND: tokens.
+        experts_NK: int64, the experts of each token, no two the same.
+        weights_NK: their weights.
+        gate_up_EFD: gate and up projections of every expert, one below the other: [experts, 2 * width, D].
+        down_EDF: [experts, D, width].
+    """
+    count, chosen = experts_NK.shape
+    flat = experts_NK.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(order.numel(), device=order.device)
+    ends = torch.searchsorted(flat[order], torch.arange(gate_up_EFD.shape[0], device=flat.device), right=True)
+    rows = _Spread.apply(x_ND, order, inverse, chosen)
+    gate, up = grouped_linear(rows, gate_up_EFD, ends).chunk(2, -1)
+    out = grouped_linear(activation(gate) * up, down_EDF, ends)
+    out = _Permute.apply(out, inverse, order).reshape(count, chosen, -1)
+    return (out * weights_NK[..., None]).sum(1)
+
+
+def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows up to `ends[e]` (and from `ends[e - 1]`) times the transpose of `weight[e]`: [M, F]."""
+    if _grouped(rows_MD, weight_EFD):
+        return torch._grouped_mm(rows_MD, weight_EFD.transpose(-2, -1), offs=ends_E.to(torch.int32))
+    parts, start = [], 0
+    for weight, end in zip(weight_EFD.unbind(0), ends_E.tolist(), strict=True):
+        if end > start:
+            parts.append(torch.nn.functional.linear(rows_MD[start:end], weight))
+        start = end
+    return torch.cat(parts) if parts else rows_MD.new_zeros(0, weight_EFD.shape[1])
+
+
+def _grouped(rows: Tensor, weight: Tensor) -> bool:
+    """Whether torch has one kernel for it: bfloat16 on CUDA from Hopper on, rows of whole 16 bytes."""
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+        return False
+    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    return aligned and torch.cuda.get_device_capability(rows.device) >= GROUPED_CAPABILITY
+
+
+class _Spread(torch.autograd.Function):
+    """Each token as often as it has experts, sorted by expert: [N, D] -> [N * chosen, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, chosen: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.chosen = chosen
+        return x[order // chosen]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse].reshape(-1, ctx.chosen, grad.shape[-1]).sum(1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in the order of `index`; `inverse` is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad[inverse], None, None
