@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ondevice.errors import CheckpointError, ConfigError
 from ondevice.methods.offloading import as_numpy
+from ondevice.methods.revffn.export import check_family, save_reversible
 from ondevice.methods.revffn.passes import Gradients, Passes
 from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
 from ondevice.methods.revffn.walk import Reversible
@@ -39,6 +40,7 @@ class RevffnSession:
     generator_backend = "none"
 
     def __init__(self, loaded: LoadedModel, config: RevffnConfig, seed: int) -> None:
+        check_family(loaded.dims.family)
         self.loaded, self.family, self.config = loaded, loaded.family, config
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
@@ -144,8 +146,6 @@ class RevffnSession:
 
     def save_model(self, folder: Path) -> None:
         """The trained network as a Hugging Face folder with its own modelling file; see `export`."""
-        from ondevice.methods.revffn.export import save_reversible
-
         save_reversible(folder, self.loaded, self.network)
 
     def adapter(self) -> Adapter | None:

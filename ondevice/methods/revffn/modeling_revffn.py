@@ -1,0 +1,166 @@
+"""A model that RevFFN has trained, in transformers alone: load it with `trust_remote_code=True`.
+
+This file lies beside the weights it belongs to. It holds an ordinary decoder (Llama, Mistral, Qwen2, Qwen2-MoE) and
+runs its layers in another order: two streams (u, v), and step by step (u, v) becomes (v, w) with
+
+    w = past * u + (1 - past) * v + scale * branch(v)        (past = 1 leaves the middle term out)
+
+where a branch is a layer's attention or MLP with its norm, or both (`part`), between two small matrices where the
+streams have half the width. `config.json` lists the steps. There is no key-value cache: generation computes the whole
+sequence for every token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.configuration_utils import PretrainedConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class RevffnConfig(PretrainedConfig):
+    """The ordinary model's configuration under `base`, and the steps.
+
+    Attributes:
+        steps: in order, each with `block`, `part` (attention, mlp or block), `past`, `scale`, and `crossed`: the
+            attention's queries come from u.
+        half_width: the streams are the two halves of the hidden state; else both begin as the whole of it.
+        stream_dtype: in which the streams are added up.
+    """
+
+    model_type = "revffn"
+
+    def __init__(
+        self,
+        base: dict[str, Any] | None = None,
+        steps: list[dict[str, Any]] | None = None,
+        half_width: bool = False,
+        stream_dtype: str = "float32",
+        **kwargs: Any,
+    ) -> None:
+        self.base, self.steps = base or {}, steps or []
+        self.half_width, self.stream_dtype = half_width, stream_dtype
+        super().__init__(**kwargs)
+
+    def ordinary(self) -> PretrainedConfig:
+        """The configuration of the ordinary model."""
+        values = dict(self.base)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+class RevffnAdapters(nn.Module):
+    """P_up [hidden, hidden / 2] and P_down [hidden / 2, hidden] of one layer's attention and MLP."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        for part in ("attention", "mlp"):
+            self.register_parameter(f"{part}_up", nn.Parameter(torch.empty(hidden, hidden // 2)))
+            self.register_parameter(f"{part}_down", nn.Parameter(torch.empty(hidden // 2, hidden)))
+
+
+class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
+    """The reversible network around an ordinary decoder's layers."""
+
+    config_class = RevffnConfig
+    base_model_prefix = "model"
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _supports_sdpa = True
+
+    def __init__(self, config: RevffnConfig) -> None:
+        super().__init__(config)
+        base = config.ordinary()
+        ordinary: Any = AutoModelForCausalLM.from_config(
+            base, attn_implementation="sdpa", dtype=torch.get_default_dtype()
+        )
+        self.model, self.lm_head = ordinary.model, ordinary.lm_head
+        if config.half_width:
+            for layer in self.model.layers:
+                layer.revffn = RevffnAdapters(base.hidden_size)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        **_: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log likelihood."""
+        hidden = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        padded = attention_mask is not None and not bool(attention_mask.all())
+        if position_ids is None:
+            length = torch.arange(hidden.shape[1], device=hidden.device)[None]
+            position_ids = attention_mask.long().cumsum(-1).sub(1).clamp(min=0) if padded else length
+        position = self.model.rotary_emb(hidden, position_ids)
+        mask = _causal(attention_mask) if padded else None
+        dtype = getattr(torch, self.config.stream_dtype)
+        u, v = (x.to(dtype) for x in (hidden.chunk(2, -1) if self.config.half_width else (hidden, hidden)))
+        for step in self.config.steps:
+            past, branch = step["past"], self._branch(step, u.to(hidden.dtype), v.to(hidden.dtype), position, mask)
+            w = step["scale"] * branch.float() + past * u.float()
+            u, v = v, (w if past == 1 else w + (1 - past) * v.float()).to(dtype)
+        last = (torch.cat((u, v), -1) if self.config.half_width else v).to(hidden.dtype)
+        logits = self.lm_head(self.model.norm(last[:, -logits_to_keep:] if logits_to_keep else last))
+        loss = None
+        if labels is not None:
+            loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    def _branch(self, step: dict[str, Any], u: Tensor, v: Tensor, position: Any, mask: Tensor | None) -> Tensor:
+        layer, part = self.model.layers[step["block"]], step["part"]
+        adapters = getattr(layer, "revffn", None)
+        if adapters is not None:
+            up, down = (getattr(adapters, f"{part}_{way}").to(v.dtype) for way in ("up", "down"))
+            u, v = linear(u, up), linear(v, up)
+        if part == "mlp":
+            found = _mlp(layer, v)
+        else:
+            found = _attention(layer, u if step["crossed"] else v, v, position, mask)
+            if part == "block":
+                found = found + _mlp(layer, v + found)
+        return found if adapters is None else linear(found, down)
+
+
+def _mlp(layer: Any, x: Tensor) -> Tensor:
+    found = layer.mlp(layer.post_attention_layernorm(x))
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _attention(layer: Any, queries: Tensor, keys: Tensor, position: Any, mask: Tensor | None) -> Tensor:
+    """Causal attention with its norm; queries from one input, keys and values from the other."""
+    attention, queries, keys = layer.self_attn, layer.input_layernorm(queries), layer.input_layernorm(keys)
+    heads = [project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for project, x in (
+        (attention.q_proj, queries), (attention.k_proj, keys), (attention.v_proj, keys))]  # fmt: skip
+    cos, sin = (table[:, None] for table in position)
+    q, k = (x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin for x in heads[:2])
+    mixed = scaled_dot_product_attention(
+        q, k, heads[2], attn_mask=mask, is_causal=mask is None, scale=attention.scaling, enable_gqa=True
+    )
+    return attention.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+def _causal(attention_mask: Tensor) -> Tensor:
+    """Which keys each query reads, bool [B, 1, T, T]; a padded query reads itself, so that no row is empty."""
+    length = attention_mask.shape[1]
+    own = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
+    causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()
+    return (causal & attention_mask.bool()[:, None] | own)[:, None]

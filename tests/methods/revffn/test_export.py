@@ -1,0 +1,106 @@
+"""The trained network as a Hugging Face folder: loaded by transformers alone, in a process without this package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ondevice.errors import ModelError
+from ondevice.methods.registry import method_config, open_session
+from ondevice.models.tiny import tiny_model
+from tests.methods.reference import batch
+
+CASES = [
+    ("llama", "full", {}),
+    ("qwen2", "exact", {"tied": False, "layers": 3}),
+    ("mistral", "paper", {"tied": False}),
+]
+READ = """
+import json, sys
+sys.modules["ondevice"] = None  # installed for development it would be found: any import of it fails
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
+ids = torch.tensor(json.loads(sys.argv[2]))
+padded = torch.cat((torch.zeros(len(ids), 3, dtype=torch.long), ids), 1)
+mask = (torch.arange(padded.shape[1]) >= 3).long().expand(padded.shape)
+with torch.no_grad():
+    found = model(ids, labels=ids)
+    left = model(padded, attention_mask=mask).logits[:, 3:]
+prompt = torch.tensor([tokenizer("good")["input_ids"]])
+answer = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+print(json.dumps({"logits": found.logits.tolist(), "loss": found.loss.item(), "left": left.tolist(),
+                  "tokens": answer.shape[1] - prompt.shape[1], "kind": type(model).__name__,
+                  "dtype": str(model.dtype)}))
+"""
+
+
+def trained(family: str, coupling: str, sizes: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    loaded = tiny_model(family, **sizes)
+    for parameter in loaded.model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    settings = {"coupling": coupling, "streams": "float32", "skip_stage1": True, "learning_rate": 1e-3}
+    if coupling == "paper":  # not every random block's iteration converges
+        settings |= {"not_converged": "store"}
+    session = open_session(loaded, method_config("revffn", settings), 3)
+    for step in range(2):
+        session.step(*batch(2), step, 1e-3)
+    return session
+
+
+def read(folder: Path, ids: np.ndarray) -> dict[str, Any]:
+    """What transformers makes of the folder, in a process that cannot import this package."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder.parent / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(folder), json.dumps(ids.tolist())],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("family", "coupling", "sizes"), CASES)
+def test_the_folder_loads_without_this_package(family, coupling, sizes, tmp_path) -> None:
+    session = trained(family, coupling, sizes)
+    session.save_model(tmp_path / "model")
+    ids = batch(2)[0]
+    found = read(tmp_path / "model", ids)
+    nll, count = session.evaluate(ids, ids)
+    assert found["kind"] == "RevffnForCausalLM" and found["tokens"] == 4
+    assert found["loss"] == pytest.approx(nll.sum() / count.sum(), rel=1e-5)
+    logits, left = np.array(found["logits"]), np.array(found["left"])
+    np.testing.assert_allclose(logits, left, atol=1e-4 * np.abs(logits).max())  # padding on the left changes nothing
+
+
+def test_bfloat16_and_a_tied_head_come_back(tmp_path) -> None:
+    session = trained("llama", "exact", {}, torch.bfloat16)
+    session.save_model(tmp_path / "model")
+    ids = batch(2)[0]
+    found = read(tmp_path / "model", ids)
+    nll, count = session.evaluate(ids, ids)
+    assert found["dtype"] == "torch.bfloat16"
+    assert found["loss"] == pytest.approx(nll.sum() / count.sum(), rel=2e-2)
+
+
+def test_without_trust_nothing_else_is_loaded_in_its_place(tmp_path) -> None:
+    """The folder must not pass for an ordinary model, whose function is another."""
+    from transformers import AutoModelForCausalLM
+
+    trained("llama", "exact", {}).save_model(tmp_path / "model")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=False)
+
+
+def test_a_family_that_could_not_be_kept_is_refused_before_training() -> None:
+    with pytest.raises(ModelError, match="does not train this family"):
+        open_session(tiny_model("gpt2"), method_config("revffn"), 3)
