@@ -34,10 +34,11 @@ class ExportConfig(Section):
     generator: Literal["auto", "aten", "op"] = "auto"
     """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""
 
-    quantize: Literal["none", "q4", "8da4w", "w8"] = "none"
+    quantize: Literal["none", "q4", "8da4w", "w8", "nf4", "int8"] = "none"
     """`q4`: 4-bit weights, float32 activations (this project's op). `8da4w`: XNNPACK's 8-bit dynamic activations,
     which distort zeroth-order gradients at small perturbation scales. `w8` (NPU only): 8-bit weights, float16
-    activations. `none` is float16 on the NPU and float32 elsewhere."""
+    activations. `nf4` and `int8` (jetson, cuda-server): by bitsandbytes, activations in `model.dtype`. `none` is float16 on
+    the NPU, `model.dtype` or else bfloat16 for jetson and cuda-server, and float32 elsewhere."""
 
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"
     """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""

@@ -42,7 +42,8 @@ def verify(
         perturbation_scales: the scales to compare at, for an NPU's program; the manifest's unless given.
 
     Returns:
-        For a program with exact gradients: `steps`, `gradient_error` (the largest relative one of a tensor),
+        In PyTorch and MLX: `steps`, `max_rel_loss_error`, `max_abs_adapter_error`, `evaluation_error`, `backend`, `ok`.
+        For an ExecuTorch program with exact gradients: `steps`, `gradient_error` (the largest relative one of a tensor),
         `max_rel_loss_error`, `max_abs_adapter_error`, `backend`, `ok`. For a CPU's zeroth-order program: `steps`,
         `max_rel_loss_error` (free-running), `max_rel_loss_error_replayed` (the runtime's projected gradients fed to
         both sides), `max_abs_adapter_error`, `gradient_correlation`, `backend`, `ok`. For an NPU's: `directions`,
@@ -56,6 +57,8 @@ def verify(
     manifest = read_manifest(folder)
     if manifest.runtime.startswith("mlx "):
         return _in_mlx(Path(folder), manifest, steps or DEFAULT_STEPS, data, model)
+    if manifest.runtime.startswith("torch "):
+        return _in_torch(Path(folder), manifest, steps or DEFAULT_STEPS, data, model)
     if manifest.method.get("name") == "mesp":
         return _exact(Path(folder), manifest, steps or DEFAULT_STEPS, data, model)
     if manifest.soc is None and (directions is not None or perturbation_scales):
@@ -139,6 +142,28 @@ def _in_mlx(folder: Path, manifest: Manifest, steps: int, data: Path | None, mod
     result = compare(session, reference, files.dims.vocab, steps, reference.config.learning_rate, batches)
     session.close()
     return {**result, "backend": session.backend}
+
+
+def _in_torch(folder: Path, manifest: Manifest, steps: int, data: Path | None, model: str | None) -> dict[str, Any]:
+    """Packed weights against the original model's, rounded in the same way, in plain layers on the same device."""
+    from ondevice.exporters.cuda.check import compare
+    from ondevice.methods.registry import open_session
+    from ondevice.models import load_model
+    from ondevice.nn.packed import pack_model, unpack_model
+    from ondevice.runtime.torch import TorchProgramSession
+
+    source, session = model or manifest.model.source, TorchProgramSession(folder, manifest)
+    loaded: Any = load_model(source, revision=manifest.model.revision, dtype=session.dtype, device="cpu")
+    _same_model(loaded, source, manifest)
+    if manifest.quantize != "none":
+        pack_model(loaded.family, manifest.quantize)
+        unpack_model(loaded.family)
+    loaded.model.to(session.device)
+    reference = open_session(loaded, session.config, session.seed, str(session.device))
+    batches = _batches(session, manifest, loaded.tokenizer, data, steps)
+    result = compare(session, reference, batches, session.config.learning_rate, session.dtype)
+    session.close()
+    return result
 
 
 def _batches(session: Any, manifest: Manifest, tokenizer: Any, data: Path | None, steps: int) -> Iterator[Batch]:

@@ -60,6 +60,7 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
             tensors[name] = value.detach().contiguous()
     folder.mkdir(parents=True)
     save_file(tensors, folder / FILE_NAME, metadata={"format": "pt"})
+    (folder / FILE_NAME).chmod(0o644)  # safetensors lets only the owner read
     config = {**model.config.to_dict(), "dtype": str(family.head_weight.dtype).removeprefix("torch.")}
     if packed:
         config["quantization_config"] = dict(QUANTIZATION[kind])
@@ -101,7 +102,7 @@ def load_packed(folder: Path, device: torch.device | str, tokenizer: Any, info: 
 
 
 def empty_model(family: type[Family], config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Family:
-    """A model whose weights are still to be put in: shapes without memory, and what is computed from the configuration."""
+    """A model whose weights are still to be put in: shapes without memory, and what its configuration alone gives."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

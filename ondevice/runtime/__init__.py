@@ -1,1 +1,1 @@
-"""Sessions that run a training program: eager PyTorch and ExecuTorch."""
+"""Sessions that run a training program: ExecuTorch, MLX and PyTorch."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def open_session(folder: Path, manifest: Manifest) -> Any:
-    """An artifact's session: of MLX, or with the NPU's simulator where its program has a part for one.
+    """An artifact's session: of MLX, of PyTorch, or with the NPU's simulator where its program has a part for one.
 
     Raises:
         MissingPackageError: a package that this runtime needs is not installed.
@@ -20,6 +20,10 @@ def open_session(folder: Path, manifest: Manifest) -> Any:
         from ondevice.runtime.mlx import MlxProgramSession
 
         return MlxProgramSession(folder, manifest)
+    if manifest.runtime.startswith("torch "):
+        from ondevice.runtime.torch import TorchProgramSession
+
+        return TorchProgramSession(folder, manifest)
     if manifest.soc is not None:
         from ondevice.runtime.npu import NpuSession
 

@@ -1,0 +1,57 @@
+"""Versions that an artifact asks for, by platform.
+
+PYTHON are the versions this artifact's check ran with, so that the same numbers come out. What a platform installs in
+its own way (torch and bitsandbytes on JetPack 6) is said in its file instead.
+"""
+
+from __future__ import annotations
+
+PYTHON = {
+    "transformers": "5.23.0",
+    "tokenizers": "0.23.3",
+    "peft": "0.21.2",
+    "accelerate": "1.15.0",
+    "safetensors": "0.8.0",
+    "numpy": "2.4.6",
+    "pydantic": "2.14.3",
+    "PyYAML": "6.0.3",
+    "typer": "0.29.2",
+    "rich": "15.0.0",
+    "psutil": "7.2.2",
+    "gguf": "0.19.0",
+}
+TORCH, BITSANDBYTES = "2.13.0", "0.50.2"
+
+JETPACK_6 = f"""# JetPack 6 (L4T R36, CUDA 12.6). Its own Python is 3.10 and this package needs 3.11 or newer: use NVIDIA's
+# container for integrated GPUs, which has Python 3.12 and PyTorch built for JetPack:
+#
+#     docker run --runtime nvidia -it --network host -v $PWD:/work nvcr.io/nvidia/pytorch:25.06-py3-igpu
+#
+# torch is the container's and must not be replaced: the wheels of PyPI are for server boards. For the same reason
+# bitsandbytes is built on the board; its wheel imports, and ends at the first kernel (bitsandbytes #1930).
+#
+#     pip install --no-deps -r requirements-jetpack6.txt
+#     CMAKE_ARGS="-DCOMPUTE_BACKEND=cuda -DCOMPUTE_CAPABILITY=87" pip install --no-deps --no-binary bitsandbytes \\
+#         "bitsandbytes @ git+https://github.com/bitsandbytes-foundation/bitsandbytes@{BITSANDBYTES}"
+#     pip install --no-deps ondevice-train       # or the wheel that you built: it asks for a newer torch
+#     ondevice doctor --target jetson
+"""
+JETPACK_7 = """# JetPack 7 (L4T R38 and R39, CUDA 13, Python 3.12). Its CUDA is that of servers, so the wheels of PyPI are for it.
+#
+#     python3 -m venv venv && . venv/bin/activate
+#     pip install -r requirements-jetpack7.txt
+#     pip install --no-deps ondevice-train
+#     ondevice doctor --target jetson
+"""
+SERVER = """# Linux with an NVIDIA GPU and a driver for CUDA 13.
+#
+#     pip install -r requirements.txt
+#     pip install --no-deps ondevice-train
+#     ondevice doctor --target cuda-server
+"""
+
+
+def requirements(head: str, wheels: bool = True) -> str:
+    """A requirements file under its instructions; without `wheels` torch and bitsandbytes are installed apart."""
+    pins = ({"torch": TORCH, "bitsandbytes": BITSANDBYTES} if wheels else {}) | PYTHON
+    return head + "".join(f"{name}=={version}\n" for name, version in pins.items())
