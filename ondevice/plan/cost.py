@@ -66,6 +66,8 @@ def step_cost(
     if method.name == "lsp":
         more = extra(dims, method, batch_size, length_tokens).flops
         return StepCost(recomputed_flops(dims, batch_size, length_tokens) + more, 3 * weights)
+    if method.name == "revffn":  # a block's branch is computed a second time, and not a third for the inversion
+        return StepCost((3 if method.recompute == "stored" else 4) * forward + 4 * head, 5 * weights)
     if method.name == "full":
         return StepCost(3 * forward + 4 * head, 3 * weights + 8 * weights)
     return StepCost(2 * forward + 3 * head, 2 * weights)

@@ -40,7 +40,7 @@ def _fewer_queries(request: Request) -> Request | None:
 
 
 def _forward_only(request: Request) -> Request | None:
-    if request.method.name not in ("full", "lora", "lora-fa", *OFFLOADING):
+    if request.method.name not in ("full", "lora", "lora-fa", "revffn", *OFFLOADING):
         return None
     prge = method_config("prge")
     adapts = all(target in request.dims.linear_shapes for target in prge.targets)
@@ -66,6 +66,20 @@ def _eight_bit_moments(request: Request) -> Request | None:
     return replace(request, method=request.method.model_copy(update={"moments": "int8"}))
 
 
+def _less_optimizer_state(request: Request) -> Request | None:
+    method = request.method
+    if method.name != "revffn" or method.optimizer in ("adafactor", "sgd"):
+        return None
+    return replace(request, method=method.model_copy(update={"optimizer": "adafactor"}))
+
+
+def _smaller_parts(request: Request) -> Request | None:
+    method = request.method
+    if method.name != "revffn" or request.batch_size == 1 or method.micro_batch_size == 1:
+        return None
+    return replace(request, method=method.model_copy(update={"micro_batch_size": 1}))
+
+
 def _smaller_weights(request: Request) -> Request | None:
     method = request.method
     if method.name != "lsp" or not method.project or method.weights not in ("compute", "float32"):
@@ -88,6 +102,8 @@ CHANGES: tuple[tuple[str, Change], ...] = (
     ("--dtype bfloat16", _half_precision),
     ("--quantize q4", _quantized),
     ("method.moments: int8", _eight_bit_moments),
+    ("method.optimizer: adafactor", _less_optimizer_state),
+    ("method.micro_batch_size: 1", _smaller_parts),
     ("method.weights: nf4", _smaller_weights),
     ("method.weights: host", _weights_on_the_host),
 )

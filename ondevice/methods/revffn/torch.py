@@ -16,6 +16,7 @@ from ondevice.methods.revffn.passes import Gradients, Passes
 from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
 from ondevice.methods.revffn.walk import Reversible
 from ondevice.methods.session import StepResult
+from ondevice.methods.whole_model import ModelSession
 from ondevice.offload.device import memory_errors
 
 if TYPE_CHECKING:
@@ -147,6 +148,11 @@ class RevffnSession:
     def save_model(self, folder: Path) -> None:
         """The trained network as a Hugging Face folder with its own modelling file; see `export`."""
         save_reversible(folder, self.loaded, self.network)
+
+    @property
+    def ordinary_session(self) -> ModelSession | None:
+        """The same weights in the ordinary architecture; None where adapters and half-width streams forbid it."""
+        return None if self.adapters else ModelSession(self.loaded, self.config.loss_tiles)
 
     def adapter(self) -> Adapter | None:
         """None: the model itself is what was trained."""

@@ -1,0 +1,80 @@
+"""Bytes of a RevFFN step by part, from dimensions alone: the ends of the streams, and one block of everything else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.methods.sizes import backward_bytes, loss_bytes
+
+if TYPE_CHECKING:
+    from ondevice.methods.revffn.config import RevffnConfig
+    from ondevice.models import ModelDims
+
+STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "sgd": 0.0}
+"""Of the optimizer, a parameter; Adafactor keeps a row and a column of each matrix."""
+PIECE_BYTES = 4 * 4 * (1 << 24)
+"""Float32 pieces that an update works on (`updates.PIECE`): the weight, its gradient, and two more."""
+STREAM_COPIES = 6
+"""Copies of the streams, float32, that a step back holds beside the branch: values, their gradients, and sums."""
+
+
+def memory(
+    dims: ModelDims, config: RevffnConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
+    """Peak bytes by part.
+
+    Args:
+        dims: the model.
+        config: the method.
+        batch_size: rows of data; `config.micro_batch_size` of them are computed at once.
+        length_tokens: tokens a row.
+        activation_bytes: bytes of one activation, and of one weight.
+    """
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens = rows * length_tokens
+    item = 4 if rows < batch_size else activation_bytes  # gradients of several parts are summed in float32
+    adapters = adapter_numbers(dims, config)
+    stored = config.recompute == "stored"
+    if config.stage1_only:
+        trained = adapters
+        live = trained if stored or not config.fused_update else trained // dims.layers
+    else:
+        trained = dims.parameters + adapters
+        table = dims.vocab * dims.hidden
+        block = dims.block_parameters + adapters // dims.layers
+        live = block + table if dims.tied else max(block, table)  # a tied head's gradient waits for the embedding's
+        if stored or not config.fused_update:
+            live = trained
+    width = dims.hidden * (2 if config.coupling == "full" else 1)
+    stream = 2 if config.streams == "bfloat16" else 4
+    bits = config.gamma_bits if config.coupling == "full" and config.streams == "int32" else 0
+    activations = backward_bytes(dims, rows, length_tokens, activation_bytes)
+    if not stored:
+        activations = activations // dims.layers + STREAM_COPIES * tokens * width * 4
+    return {
+        "adapter": adapters * 4,
+        "gradients": live * item,
+        "optimizer": state_bytes(dims, config, trained),
+        "update": min(PIECE_BYTES, 16 * trained),
+        "streams": batch_size * length_tokens * (width * (stream + 4) + dims.layers * dims.hidden * bits // 8),
+        "noise": 0,
+        "activations": activations,
+        "logits": loss_bytes(dims, tokens, config.loss_tiles),
+    }
+
+
+def adapter_numbers(dims: ModelDims, config: RevffnConfig) -> int:
+    """Of P_up and P_down around the attention and the MLP of every layer, which half-width streams have."""
+    return 0 if config.coupling == "full" else dims.layers * 4 * dims.hidden * (dims.hidden // 2)
+
+
+def state_bytes(dims: ModelDims, config: RevffnConfig, trained: int) -> int:
+    """Of the optimizer's state of `trained` parameters."""
+    if config.optimizer != "adafactor":
+        return int(STATE_BYTES[config.optimizer] * trained)
+    sides = sum(inputs + outputs for inputs, outputs in dims.linear_shapes.values()) + 4 * dims.hidden
+    if dims.experts:
+        width = getattr(dims, "expert_intermediate", dims.intermediate)
+        sides += dims.experts * (3 * width + 2 * dims.hidden)
+    adapters = 6 * dims.hidden * dims.layers if config.coupling != "full" else 0
+    return 4 * (dims.layers * sides + adapters + (1 if dims.tied else 2) * (dims.vocab + dims.hidden))
