@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GROUPED_CAPABILITY = (9, 0)
+GROUPED_CAPABILITY = (8, 0)
 """CUDA devices from here on have torch's grouped matrix product."""
+_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None)  # torch 2.10 and later
 
 
 def mixture(
@@ -49,7 +50,7 @@ def mixture(
 def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
     """Rows up to `ends[e]` (and from `ends[e - 1]`) times the transpose of `weight[e]`: [M, F]."""
     if _grouped(rows_MD, weight_EFD):
-        return torch._grouped_mm(rows_MD, weight_EFD.transpose(-2, -1), offs=ends_E.to(torch.int32))
+        return _grouped_mm(rows_MD, weight_EFD.transpose(-2, -1), offs=ends_E.to(torch.int32))
     parts, start = [], 0
     for weight, end in zip(weight_EFD.unbind(0), ends_E.tolist(), strict=True):
         if end > start:
@@ -59,8 +60,8 @@ def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tenso
 
 
 def _grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch has one kernel for it: bfloat16 on CUDA from Hopper on, rows of whole 16 bytes."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+    """Whether torch has one kernel for it: bfloat16 on CUDA, rows of whole 16 bytes."""
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or _grouped_mm is None:
         return False
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
     return aligned and torch.cuda.get_device_capability(rows.device) >= GROUPED_CAPABILITY

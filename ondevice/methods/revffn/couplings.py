@@ -59,12 +59,12 @@ class Coupling:
         """What the final norm reads, [B, T, hidden]."""
         raise NotImplementedError
 
-    def split_back(self, du: Tensor, dv: Tensor) -> Tensor:
-        """The gradient of the embedding's output from those of the streams that begin."""
+    def split_back(self, du: Tensor | None, dv: Tensor) -> Tensor:
+        """The gradient of the embedding's output from those of the streams that begin; None is zero."""
         raise NotImplementedError
 
-    def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of the streams that end."""
+    def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The gradients of the streams that end; None is zero."""
         raise NotImplementedError
 
     def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
@@ -114,10 +114,10 @@ class HalfWidth(Coupling):
     def merge(self, u: Tensor, v: Tensor) -> Tensor:
         return torch.cat((u, v), -1)
 
-    def split_back(self, du: Tensor, dv: Tensor) -> Tensor:
-        return torch.cat((du, dv), -1)
+    def split_back(self, du: Tensor | None, dv: Tensor) -> Tensor:
+        return torch.cat((torch.zeros_like(dv) if du is None else du, dv), -1)
 
-    def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor, Tensor]:
+    def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor | None, Tensor]:
         return self.split(grad_BTD)
 
     def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
@@ -131,6 +131,36 @@ class HalfWidth(Coupling):
         else:
             inner = attention_between(self.family, step.block, linear(u, up), wide, position)
         return linear(inner, down)
+
+
+class FullWidth(Coupling):
+    """`full`: h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]) with g = 2^-bits and f a whole block.
+
+    Beyond the paper. It is the pretrained network where g is 0, and near it where g is small: of a block's change,
+    1 - g arrives at once, g (1 - g) a block later, and so on. With 0 bits it is the midpoint rule,
+    h[k+1] = h[k-1] + 2 f(h[k]). The first block is the pretrained one. docs/methods/revffn.md has what was measured.
+    """
+
+    def __init__(self, family: Family, bits: int) -> None:
+        super().__init__(family)
+        later = Mix(-(2.0**-bits), 1 - 2.0**-bits, bits) if bits else Mix(1.0, 2.0)
+        self.steps = tuple(Step(i, "block", later if i else Mix(0.0)) for i in range(family.dims.layers))
+
+    def split(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_BTD, hidden_BTD
+
+    def merge(self, u: Tensor, v: Tensor) -> Tensor:
+        return v
+
+    def split_back(self, du: Tensor | None, dv: Tensor) -> Tensor:
+        return dv if du is None else du + dv
+
+    def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor | None, Tensor]:
+        return None, grad_BTD
+
+    def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
+        attention = self.family.attention_branch(step.block, v, position)
+        return attention.float() + self.family.mlp_branch(step.block, v + attention).float()
 
 
 def adapter_name(block: int, part: Part) -> str:
@@ -162,4 +192,6 @@ def _part_parameters(family: Family, block: int, part: Part) -> dict[str, nn.Par
 
 def make_coupling(family: Family, config: RevffnConfig, seed: int = 0) -> Coupling:
     """The coupling that `config` names; `seed` is that of the adapters' first values."""
+    if config.coupling == "full":
+        return FullWidth(family, config.gamma_bits)
     return HalfWidth(family, crossed=config.coupling == "paper", seed=seed)

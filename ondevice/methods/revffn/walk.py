@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ondevice.methods.revffn.couplings import Step, make_coupling
-from ondevice.methods.revffn.streams import make_streams
+from ondevice.methods.revffn.inversion import Iteration, refuse, solve
+from ondevice.methods.revffn.scale import calibration_ids, check, choose_bits
+from ondevice.methods.revffn.stored import stored_hidden
+from ondevice.methods.revffn.streams import FixedStreams, FloatStreams, Streams
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.config import RevffnConfig
     from ondevice.models import Family
 
+OnStep = Callable[[Tensor, Tensor], None]
 OnBlock = Callable[[int, dict[str, Tensor]], None]
 
 
@@ -67,8 +71,21 @@ class Reversible:
         self.coupling = make_coupling(family, config, seed)
         self.steps = self.coupling.steps
         self.adapters: dict[str, nn.Parameter] = self.coupling.adapters
-        self.streams = make_streams(config.streams, config.fraction_bits)
         self.blocks = family.dims.layers
+        self.iterations: dict[int, Iteration] = {}
+        """By step, how the last fixed-point iteration went (`coupling: paper`)."""
+        self.streams: Streams = FloatStreams(torch.bfloat16 if config.streams == "bfloat16" else torch.float64)
+        if config.streams == "int32":
+            self.fraction_bits = config.fraction_bits or self._calibrated()
+
+    @property
+    def fraction_bits(self) -> int | None:
+        """Bits after the point of int32 streams, else None. A resumed run sets what its first start chose."""
+        return self.streams.fraction_bits if isinstance(self.streams, FixedStreams) else None
+
+    @fraction_bits.setter
+    def fraction_bits(self, bits: int) -> None:
+        self.streams = FixedStreams(bits)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -84,20 +101,42 @@ class Reversible:
         return found
 
     @torch.no_grad()
-    def forward(self, ids_BT: Tensor) -> Ends:
-        """Embedding and all blocks, without a graph."""
-        position = self._position(ids_BT.shape[1])
-        first = self.coupling.split(self.family.embed(ids_BT))
-        u, v = (self.streams.from_float(part) for part in first)
-        ends = Ends(u, v, ids_BT.shape[1])
-        for number, step in enumerate(self.steps):
-            branch = self._branch(step, position, v, u)
-            w, side = self.streams.step(u, v, branch, step.mix)
-            if side is not None:
-                ends.side[number] = side
-            u, v = v, w
-        ends.u, ends.v = u, v
+    def forward(self, ids_BT: Tensor, on_step: OnStep | None = None, *, verify: bool = True) -> Ends:
+        """Embedding and all blocks, without a graph.
+
+        Args:
+            on_step: is given the streams (u, v) that each step reads.
+            verify: with `not_converged: store`, find out which blocks do not invert, and keep their inputs.
+
+        Raises:
+            TrainingError: a fixed-point stream overflows; names the layer and a scale that would do.
+        """
+        peaks: list[Tensor] = []
+        ends = self._forward(ids_BT, peaks, on_step, verify and self.config.not_converged == "store")
+        if self.fraction_bits is not None:
+            check(peaks, self.steps, self.fraction_bits)
         return ends
+
+    @torch.no_grad()
+    def _forward(self, ids_BT: Tensor, peaks: list[Tensor], on_step: OnStep | None = None, store: bool = False) -> Ends:
+        position = self.position(ids_BT.shape[1])
+        u, v = (self.streams.from_float(part) for part in self.coupling.split(self.family.embed(ids_BT)))
+        side: dict[int, Tensor] = {}
+        stored: dict[int, Tensor] = {}
+        for number, step in enumerate(self.steps):
+            if on_step is not None:
+                on_step(u, v)
+            branch = self._branch(step, position, v, u)
+            w, bits = self.streams.step(u, v, branch, step.mix)
+            peaks.append(self.streams.peaks(w, branch, step.mix))
+            if bits is not None:
+                side[number] = bits
+            if store and step.crossed:
+                went = self.iterations[number] = self._inverted(step, position, v, w)[1]
+                if not went.converged:
+                    stored[number] = u
+            u, v = v, w
+        return Ends(u, v, ids_BT.shape[1], side, stored)
 
     def hidden(self, ends: Ends) -> Tensor:
         """What the final norm reads: [B, T, hidden] in the compute dtype."""
@@ -126,14 +165,20 @@ class Reversible:
     def walk(self, ends: Ends, grad_BTD: Tensor) -> Generator[tuple[int, dict[str, Tensor]], None, Tensor]:
         """`backward` one block at a time, so that several parts of a batch can be walked side by side: a block's number
         and its gradients, from the last to the first; the value at the end is that of `backward`."""
-        position = self._position(ends.length_tokens)
-        du, dv = (part.float() for part in self.coupling.merge_back(grad_BTD))
+        position = self.position(ends.length_tokens)
+        du, dv = self.coupling.merge_back(grad_BTD.float())
         v, w = ends.u, ends.v
         del ends.u, ends.v
         gradients: dict[str, Tensor] = {}
         for number in reversed(range(len(self.steps))):
-            step = self.steps[number]
-            u, du, dv, found = self._step_back(step, position, v, w, du, dv, ends.side.pop(number, None))
+            step, stored = self.steps[number], ends.stored.pop(number, None)
+            if step.crossed and stored is None:
+                with torch.no_grad():
+                    stored, went = self._inverted(step, position, v, w)
+                self.iterations[number] = went
+                if not went.converged:
+                    raise refuse(step.block, went, self.config.tolerance)
+            u, du, dv, found = self._step_back(step, position, v, w, du, dv, ends.side.pop(number, None), stored)
             gradients |= found
             del found  # whoever takes the gradients may free them
             v, w = u, v
@@ -143,71 +188,62 @@ class Reversible:
         return self.coupling.split_back(du, dv)
 
     def _step_back(
-        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, du: Tensor, dv: Tensor,
-        side: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:  # fmt: skip
-        """u, the gradients of (u, v), and those of the step's parameters, from those of (v, w)."""
+        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, du: Tensor | None, dv: Tensor,
+        side: Tensor | None, u: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, dict[str, Tensor]]:  # fmt: skip
+        """u, the gradients of (u, v), and those of the step's parameters, from those of (v, w).
+
+        Args:
+            u: given where the branch reads it; else it is rebuilt here.
+        """
         mix = step.mix
         parameters = {name: p for name, p in self.coupling.parameters(step).items() if p.requires_grad}
-        inputs = [self.streams.to_float(v, self.dtype).requires_grad_()]
+        read = [v] if u is None else [v, u]
+        inputs = [self.streams.to_float(part, self.dtype).detach().requires_grad_() for part in read]
         with torch.enable_grad():
-            branch = self.coupling.branch(step, position, inputs[0])
-        u = self.streams.unstep(w, v, branch.detach(), mix, side)
-        into = (dv if mix.branch == 1.0 else dv * mix.branch).to(branch.dtype)
-        grads = torch.autograd.grad(branch, [*inputs, *parameters.values()], into, materialize_grads=True)
-        # The order of the three terms is autograd's: the later step's, this step's sum, this step's branch.
-        newer = du if not mix.present else du + mix.present * dv
-        older = dv if mix.past == 1.0 else mix.past * dv
-        return u, older, newer + grads[0].float(), dict(zip(parameters, grads[len(inputs) :], strict=True))
+            branch = self.coupling.branch(step, position, *inputs)
+        if u is None:
+            u = self.streams.unstep(w, v, branch.detach(), mix, side)
+        grads = torch.autograd.grad(
+            branch, [*inputs, *parameters.values()], mix.branch_of(dv).to(branch.dtype), materialize_grads=True
+        )
+        # The order of the terms is autograd's: the later step's, this step's sum, this step's branch.
+        older, newer = mix.past_of(dv), du
+        if mix.present:
+            newer = mix.present * dv if newer is None else newer + mix.present * dv
+        newer = grads[0].float() if newer is None else newer + grads[0].float()
+        if len(inputs) == 2:
+            older = grads[1].float() if older is None else older + grads[1].float()
+        return u, older, newer, dict(zip(parameters, grads[len(inputs) :], strict=True))
 
     def stored_hidden(self, ids_BT: Tensor) -> Tensor:
         """`hidden` of the same network under autograd, every activation stored: the reference, [B, T, hidden]."""
-        position = self._position(ids_BT.shape[1])
-        first = self.coupling.split(self.family.embed(ids_BT))
-        u, v = (self.streams.from_float(part.detach()) for part in first)
-        old, new = (part.float() for part in first)
-        for step in self.steps:
-            values = [_Value.apply(carrier, self.streams.to_float(part, self.dtype)) for carrier, part in ((new, v),)]
-            branch = self.coupling.branch(step, position, *values)
-            w, _ = self.streams.step(u, v, branch.detach(), step.mix)
-            old, new = new, _Sum.apply(old, new, branch, step.mix)
-            u, v = v, w
-        ends = [
-            _Value.apply(carrier, self.streams.to_float(part, self.dtype)) for carrier, part in ((old, u), (new, v))
-        ]
-        return self.coupling.merge(*ends)
+        return stored_hidden(self, ids_BT)
+
+    def invert(
+        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, side: Tensor | None
+    ) -> tuple[Tensor, Iteration | None]:
+        """u from (v, w) without gradients; an iteration is given as it went, converged or not."""
+        if step.crossed:
+            return self._inverted(step, position, v, w)
+        return self.streams.unstep(w, v, self._branch(step, position, v, w), step.mix, side), None
+
+    def _inverted(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor) -> tuple[Tensor, Iteration]:
+        limit, tolerance = self.config.max_iterations, self.config.tolerance
+        return solve(self.streams, lambda u: self._branch(step, position, v, u), w, v, step.mix, limit, tolerance)
+
+    def position(self, length: int) -> tuple[Tensor, Tensor]:
+        """What attention takes of positions 0 to `length` - 1."""
+        return self.family.positions(length, self.family.embedding.weight.device, self.dtype)
 
     def _branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor) -> Tensor:
         older = self.streams.to_float(u, self.dtype) if step.crossed else None
         return self.coupling.branch(step, position, self.streams.to_float(v, self.dtype), older)
 
-    def _position(self, length: int) -> tuple[Tensor, Tensor]:
-        return self.family.positions(length, self.family.embedding.weight.device, self.dtype)
-
-
-class _Value(torch.autograd.Function):
-    """The value of a stream that is kept beside `carrier`, which only carries its gradient (float32)."""
-
-    @staticmethod
-    def forward(ctx: Any, carrier: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.float(), None
-
-
-class _Sum(torch.autograd.Function):
-    """The gradient of a step's sum; the sum itself is made by the streams."""
-
-    @staticmethod
-    def forward(ctx: Any, old: Tensor, new: Tensor, branch: Tensor, mix: Any) -> Tensor:
-        ctx.mix, ctx.dtype = mix, branch.dtype
-        return new.new_zeros(()).expand(new.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:
-        mix = ctx.mix
-        older = None if not mix.past else grad if mix.past == 1.0 else mix.past * grad
-        newer = mix.present * grad if mix.present else None
-        return older, newer, (grad if mix.branch == 1.0 else grad * mix.branch).to(ctx.dtype), None
+    def _calibrated(self) -> int:
+        """The scale for this model: a forward pass in float32 streams says how large they become."""
+        table = self.family.embedding.weight
+        ids = calibration_ids(table.shape[0], self.family.dims.max_positions, table.device)
+        peaks: list[Tensor] = []
+        self._forward(ids, peaks)
+        return choose_bits(float(torch.stack(peaks).amax()))

@@ -1,0 +1,136 @@
+"""The paper's inverse, an equation in X1, by fixed-point iteration; and how well any coupling inverts, measured.
+
+Section 3.1 runs one iteration from Y1 and calls the error "below machine epsilon". On pretrained weights it is some
+per cent (docs/methods/revffn.md), so here the iteration goes on, and says what it came to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.errors import TrainingError
+
+if TYPE_CHECKING:
+    from ondevice.methods.revffn.streams import Mix, Streams
+    from ondevice.methods.revffn.walk import Reversible
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """How a fixed-point iteration went.
+
+    Attributes:
+        iterations: evaluations of the branch.
+        movement: how far the last one moved a token's stream, at most, as a part of its norm.
+        contraction: geometric mean of the factor by which the movement's norm shrank; None after one iteration.
+        converged: `movement` is within the tolerance.
+    """
+
+    iterations: int
+    movement: float
+    contraction: float | None
+    converged: bool
+
+
+def solve(
+    streams: Streams,
+    branch: Callable[[Tensor], Tensor],
+    w: Tensor,
+    v: Tensor,
+    mix: Mix,
+    max_iterations: int,
+    tolerance: float,
+) -> tuple[Tensor, Iteration]:
+    """u with w = step(u, v, branch(u)), starting from w.
+
+    Integers are iterated until none moves, so that they are u itself, or to the limit; floating point to the tolerance.
+    """
+    u, first, norm, movement, count = w, 0.0, 0.0, float("inf"), 0
+    while count < max_iterations:
+        count += 1
+        found = streams.unstep(w, v, branch(u), mix, None)
+        moved = streams.to_float(found) - streams.to_float(u)
+        norm = float(moved.norm())
+        sizes = streams.to_float(found).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        movement = float((moved.norm(dim=-1) / sizes).max())
+        first = first or norm
+        u = found
+        if norm == 0.0 or (movement <= tolerance and u.is_floating_point()) or movement != movement:
+            break
+    contraction = None
+    if count > 1 and first:
+        contraction = (max(norm, torch.finfo(torch.float32).tiny) / first) ** (1 / (count - 1))
+    return u, Iteration(count, movement, contraction, movement <= tolerance)
+
+
+def refuse(block: int, found: Iteration, tolerance: float) -> TrainingError:
+    """The error of a block that was not inverted."""
+    shrinks = f", contraction factor {found.contraction:.3g}" if found.contraction is not None else ""
+    return TrainingError(
+        f"layer {block} cannot be inverted: the fixed-point iteration of Eq. (1) did not converge",
+        expected=f"a movement of at most {tolerance:g} of a token's norm",
+        received=f"{found.movement:.3g} after {found.iterations} iterations{shrinks}",
+        hint="coupling: exact inverts in closed form; or not_converged: store, or a larger max_iterations",
+    )
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """How one step of the network was inverted, against what went in.
+
+    Attributes:
+        block: number of the block, and `part` of it.
+        error: relative error of u, rebuilt from this step's true outputs; `mismatched` elements differ.
+        chained: relative error of u, rebuilt from the network's end through all later steps; `chained_mismatched`.
+        iteration: how it went where the inverse is an iteration.
+    """
+
+    block: int
+    part: str
+    error: float
+    mismatched: int
+    chained: float
+    chained_mismatched: int
+    iteration: Iteration | None
+
+
+@torch.no_grad()
+def measure(network: Reversible, ids_BT: Tensor) -> list[LayerError]:
+    """Invert every step for int64 [B, T] ids, once from its true outputs and once from the network's end.
+
+    Nothing is refused and nothing stored here: a step that does not converge is measured as it is.
+    """
+    states: list[tuple[Tensor, Tensor]] = []
+    ends = network.forward(ids_BT, lambda u, v: states.append((u, v)), verify=False)
+    position = network.position(ids_BT.shape[1])
+    v, w = ends.u, ends.v
+    true_v, true_w = v, w
+    found: list[LayerError] = []
+    for number in reversed(range(len(network.steps))):
+        step, side = network.steps[number], ends.side.get(number)
+        true_u, iteration = states[number][0], None
+        once, iteration = network.invert(step, position, true_v, true_w, side)
+        v, w = network.invert(step, position, v, w, side)[0], v
+        found.append(
+            LayerError(
+                step.block, step.part, *difference(network.streams, once, true_u),
+                *difference(network.streams, v, true_u), iteration,
+            )
+        )  # fmt: skip
+        true_v, true_w = true_u, true_v
+    return found[::-1]
+
+
+def difference(streams: Streams, found: Tensor, true: Tensor) -> tuple[float, int]:
+    """Relative error in norm, and the number of elements that differ."""
+    mismatched = int((found != true).sum())
+    if not mismatched:
+        return 0.0, 0
+    exact = streams.to_float(true).double()
+    error = (streams.to_float(found).double() - exact).norm() / exact.norm()
+    return float(error), mismatched
