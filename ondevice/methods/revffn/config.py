@@ -30,11 +30,12 @@ class RevffnConfig(Section):
     drifts with depth; `bfloat16` loses the inputs, and is there for comparison."""
 
     fraction_bits: int | None = Field(default=None, ge=1, le=30)
-    """Bits after the point of int32 streams; None: as many as a first batch leaves room for, and then fixed."""
+    """Bits after the point of int32 streams; None: as many as the model's own activations leave room for, found by one
+    pass over tokens that are the same for every run, and then fixed."""
 
-    gamma_bits: int = Field(default=1, ge=0, le=8)
-    """`full`: weight 2^-bits of the older stream; as many bits a value and layer are kept for the inversion.
-    0 is the midpoint rule."""
+    gamma_bits: int = Field(default=3, ge=0, le=8)
+    """`full`: the older stream has weight -2^-bits, and as many bits a value and layer are kept for the inversion. With
+    more of them the network is nearer to the pretrained one. 0 is the midpoint rule, far from it."""
 
     max_iterations: int = Field(default=50, ge=1)
     """`paper`: fixed-point iterations a block, at most; 1 is what the paper does."""
@@ -110,6 +111,12 @@ class RevffnConfig(Section):
             raise ValueError("skip_stage1 and stage1_only leave nothing to train")
         if self.coupling == "full" and (self.stage1_only or self.stage1_steps):
             raise ValueError("stage 1 trains adapters, and coupling: full has none; take coupling: exact or paper")
+        amplifies = self.coupling == "full" and self.gamma_bits > 0 and self.streams != "int32"
+        if amplifies and self.recompute == "reversible":
+            raise ValueError(
+                f"coupling: full multiplies an error by {2**self.gamma_bits} a layer on the way back, so only "
+                "streams: int32 inverts it; or take recompute: stored"
+            )
         return self
 
     @property

@@ -48,23 +48,24 @@ def solve(
 ) -> tuple[Tensor, Iteration]:
     """u with w = step(u, v, branch(u)), starting from w.
 
-    Integers are iterated until none moves, so that they are u itself, or to the limit; floating point to the tolerance.
+    Goes on to the tolerance, and integers on from there until the movement no longer shrinks.
     """
-    u, first, norm, movement, count = w, 0.0, 0.0, float("inf"), 0
+    u, first, count, reached = w, 0.0, 0, 0
+    norm = movement = float("inf")
+    contraction = None
     while count < max_iterations:
         count += 1
         found = streams.unstep(w, v, branch(u), mix, None)
         moved = streams.to_float(found) - streams.to_float(u)
-        norm = float(moved.norm())
+        before, norm = norm, float(moved.norm())
         sizes = streams.to_float(found).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        movement = float((moved.norm(dim=-1) / sizes).max())
+        movement, u = float((moved.norm(dim=-1) / sizes).max()), found
         first = first or norm
-        u = found
-        if norm == 0.0 or (movement <= tolerance and u.is_floating_point()) or movement != movement:
+        if not reached and count > 1 and first:
+            contraction = (max(norm, torch.finfo(torch.float32).tiny) / first) ** (1 / (count - 1))
+        reached = reached or (count if movement <= tolerance else 0)
+        if norm == 0.0 or movement != movement or (reached and (u.is_floating_point() or norm > before / 2)):
             break
-    contraction = None
-    if count > 1 and first:
-        contraction = (max(norm, torch.finfo(torch.float32).tiny) / first) ** (1 / (count - 1))
     return u, Iteration(count, movement, contraction, movement <= tolerance)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ondevice.methods.revffn.couplings import Step
 
 SPARE_BITS = 1
-"""Left free above the largest number that was seen, for other data and for training; `ROOM` leaves two more."""
+"""Left free above the largest number that was seen, for other data and for training."""
 MOST_BITS = 24
 """A float32 branch has no more."""
 _ROWS, _LENGTH, _STREAM = 2, 64, 0x5266

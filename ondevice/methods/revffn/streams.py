@@ -13,8 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-ROOM = 2**29
-"""Largest magnitude of a fixed-point stream or branch: three such terms, one of them times 1.5, stay in an int32."""
+ROOM = 2**30
+"""Largest magnitude of a fixed-point stream or branch. A sum of at most three times that cannot come back into this
+range by overflow, so a look at what is in the stream finds every overflow."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class FixedStreams:
 
     def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor:
         added = branch.abs().amax().float() * (mix.branch * 2.0**self.fraction_bits)
-        return torch.stack((added, w.abs().amax().float()))
+        low, high = torch.aminmax(w)  # not abs: -2^31 has none
+        return torch.stack((added, torch.maximum(-low.float(), high.float())))
 
     def _quantised(self, values: Tensor, factor: float) -> Tensor:
         return torch.round(values.float() * (factor * 2.0**self.fraction_bits)).to(torch.int32)
