@@ -31,6 +31,7 @@ STEP_HINT = (
     "each part needs"
 )
 BITS = "fraction_bits"
+"""The scale of int32 streams in a checkpoint: a resumed run keeps what its first start chose."""
 
 
 class RevffnSession:
@@ -124,9 +125,10 @@ class RevffnSession:
         raise ConfigError("a first-order run has no projected gradients to replay", hint="resume from its checkpoint")
 
     def state(self) -> dict[str, np.ndarray]:
-        """What is trained and the optimizer's state, as they are; bfloat16 as uint16."""
+        """What is trained, the optimizer's state and the streams' scale, as they are; bfloat16 as uint16."""
         arrays = self.trained | self.updates.arrays()
-        return {name: as_numpy(value.detach().cpu().clone()) for name, value in arrays.items()}
+        found = {name: as_numpy(value.detach().cpu().clone()) for name, value in arrays.items()}
+        return found if self.network.fraction_bits is None else found | {BITS: np.array([self.network.fraction_bits])}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -144,6 +146,8 @@ class RevffnSession:
                 )
             parameter.copy_(value)
         self.updates.load(arrays)
+        if BITS in state:
+            self.network.fraction_bits = int(state[BITS][0])
 
     def save_model(self, folder: Path) -> None:
         """The trained network as a Hugging Face folder with its own modelling file; see `export`."""
