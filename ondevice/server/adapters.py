@@ -1,0 +1,137 @@
+"""Adapters of the store: registered when a job ends or an upload is whole, activated, rolled back, zipped."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ondevice.artifact.adapter import load_adapter
+from ondevice.artifact.files import atomic_directory, sha256_file
+from ondevice.artifact.peft_files import CONFIG_NAME, WEIGHTS_NAME
+from ondevice.errors import BusyError
+from ondevice.server.queue import Job
+from ondevice.server.store import MissingError, Store
+from ondevice.server.worker import RUN
+
+ACTIVE = "active"
+_EARLIEST = (1980, 1, 1, 0, 0, 0)
+
+
+def register_outcome(store: Store, job: str, folder: Path) -> Callable[[Job], None]:
+    """Copy a finished job's adapters into the store; what is returned writes them down, in the caller's transaction."""
+    found = []
+    for name, suffix in (("adapter", ""), ("adapter-best", "-best")):
+        source = folder / RUN / name
+        if source.is_dir():
+            adapter = f"{job}{suffix}"
+            copy_adapter(store, source, adapter)
+            found.append(adapter)
+
+    def write(row: Job) -> None:
+        for adapter in found:
+            name = row.spec.get("name") or job
+            insert_adapter(store, adapter, f"{name} (best)" if adapter.endswith("-best") else name, job)
+
+    return write
+
+
+def copy_adapter(store: Store, source: Path, name: str) -> None:
+    """Put an adapter's two files under a name of the store; ArtifactError if they are no whole adapter."""
+    load_adapter(source)
+    with atomic_directory(store.path("adapters", name), marker=CONFIG_NAME) as partial:
+        for file in (CONFIG_NAME, WEIGHTS_NAME):
+            shutil.copyfile(source / file, partial / file)
+
+
+def insert_adapter(store: Store, name: str, title: str, job: str | None) -> None:
+    """The row of an adapter whose files are in place, inside a transaction."""
+    folder = store.path("adapters", name)
+    adapter = load_adapter(folder)
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    store.connection.execute(
+        "INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (name, title, job, adapter.base_model, adapter.rank, size, sha256_file(folder / WEIGHTS_NAME), time.time()),
+    )
+
+
+def list_adapters(store: Store) -> list[dict[str, Any]]:
+    """All adapters, the newest first; `active` marks the one in use."""
+    active = active_adapter(store)
+    rows = store.rows("SELECT * FROM adapters ORDER BY created_s DESC, id")
+    return [{**dict(row), "active": row["id"] == active} for row in rows]
+
+
+def get_adapter(store: Store, name: str) -> dict[str, Any]:
+    """One adapter."""
+    row = store.row("SELECT * FROM adapters WHERE id = ?", name)
+    if row is None:
+        raise MissingError(f"there is no adapter {name}", hint="GET /v1/adapters lists them")
+    return {**dict(row), "active": name == active_adapter(store)}
+
+
+def active_adapter(store: Store) -> str | None:
+    """The adapter in use; None for the base model."""
+    row = store.row("SELECT adapter FROM activations ORDER BY number DESC LIMIT 1")
+    return row["adapter"] if row else None
+
+
+def activate(store: Store, name: str) -> None:
+    """Use an adapter: GET /v1/adapters says so, and the link `active` points to its folder."""
+    with store.transaction() as db:
+        get_adapter(store, name)
+        if active_adapter(store) != name:
+            db.execute("INSERT INTO activations (adapter, time_s) VALUES (?, ?)", (name, time.time()))
+    link_active(store)
+
+
+def roll_back(store: Store) -> str | None:
+    """Use what was in use before; gives it, None for the base model.
+
+    Raises:
+        BusyError: nothing is in use.
+    """
+    with store.transaction() as db:
+        row = store.row("SELECT number FROM activations ORDER BY number DESC LIMIT 1")
+        if row is None:
+            raise BusyError("no adapter is active", expected="an active adapter", hint="activate one first")
+        db.execute("DELETE FROM activations WHERE number = ?", (row["number"],))
+    link_active(store)
+    return active_adapter(store)
+
+
+def link_active(store: Store) -> None:
+    """Make the link say what the database says, in one rename."""
+    name, link = active_adapter(store), store.root / ACTIVE
+    if name is None:
+        link.unlink(missing_ok=True)
+        return
+    partial = store.root / f".{ACTIVE}.partial"
+    partial.unlink(missing_ok=True)
+    os.symlink(Path("adapters") / name, partial)
+    os.replace(partial, link)
+
+
+def remove_adapter(store: Store, name: str) -> None:
+    """Delete an adapter that is not in use."""
+    with store.transaction() as db:
+        get_adapter(store, name)
+        if active_adapter(store) == name:
+            raise BusyError("the adapter is active", expected="an adapter that is not in use", hint="roll back first")
+        db.execute("DELETE FROM adapters WHERE id = ?", (name,))
+        db.execute("DELETE FROM activations WHERE adapter = ?", (name,))
+    shutil.rmtree(store.path("adapters", name), ignore_errors=True)
+
+
+def zipped(folder: Path) -> bytes:
+    """A folder's files as a zip; the same files give the same bytes."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+        for path in sorted(folder.iterdir()):
+            archive.writestr(zipfile.ZipInfo(path.name, _EARLIEST), path.read_bytes())
+    return packed.getvalue()

@@ -1,0 +1,313 @@
+"""The Python client of a daemon: the standard library and nothing else.
+
+from ondevice.server.client import Client
+client = Client("http://127.0.0.1:8765")
+rows = client.upload("dataset", "rows.jsonl")
+job = client.create_job(model="tiny:llama", dataset=rows["id"], config={"train": {"steps": 50}})
+for event in client.events(job["id"]):
+    print(event["event"], event.get("loss"))
+client.download_adapter(job["id"], "adapter")
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import ssl
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from ondevice import errors
+from ondevice.artifact.files import sha256_file
+from ondevice.errors import BusyError, ConfigError, DeviceError, OndeviceError
+
+DEFAULT_URL = "http://127.0.0.1:8765"
+PART_BYTES = 4 << 20
+TIMEOUT_S = 330.0
+ENDED = ("done", "failed", "cancelled")
+
+
+class RefusedError(OndeviceError):
+    """The daemon refused a request; `status` is HTTP's, `problems` lists bad rows."""
+
+    status = 0
+    problems: tuple[dict[str, Any], ...] = ()
+
+
+class Client:
+    """A daemon, by its address.
+
+    Args:
+        url: `http://` or `https://` with host and port; `$ONDEVICE_URL`, else this machine's, if None.
+        token: for a daemon that needs one; `$ONDEVICE_TOKEN` if None.
+        ca: a PEM file with the certificate to trust, for one of your own.
+        timeout_s: of one request; of a stream, how long it may be silent (the daemon says something every 15 s).
+    """
+
+    def __init__(
+        self, url: str | None = None, token: str | None = None, *, ca: str | Path | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:  # fmt: skip
+        self.url = url or os.environ.get("ONDEVICE_URL") or DEFAULT_URL
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("the daemon's address cannot be read", expected=DEFAULT_URL, received=self.url)
+        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
+        self._token = token or os.environ.get("ONDEVICE_TOKEN") or ""
+        self._context = ssl.create_default_context(cafile=None if ca is None else str(ca)) if self._tls else None
+        self.timeout_s = timeout_s
+
+    def health(self) -> dict[str, Any]:
+        """Whether the daemon works, its version, and whether it needs a token."""
+        return self.ask("GET", "/v1/health")
+
+    def system(self) -> dict[str, Any]:
+        """Memory, disk, temperatures and power of its machine."""
+        return self.ask("GET", "/v1/system")
+
+    def metrics(self) -> dict[str, Any]:
+        """Figures of the daemon."""
+        return self.ask("GET", "/v1/metrics")
+
+    def models(self) -> list[dict[str, Any]]:
+        """Models that a job can name."""
+        return self.ask("GET", "/v1/models")
+
+    def artifacts(self) -> list[dict[str, Any]]:
+        """Exported programs that a job can name."""
+        return self.ask("GET", "/v1/artifacts")
+
+    def datasets(self) -> list[dict[str, Any]]:
+        """Data sets in the store."""
+        return self.ask("GET", "/v1/datasets")
+
+    def preview(self, dataset: str, model: str, **options: Any) -> dict[str, Any]:
+        """Rows as the model sees them."""
+        return self.ask("GET", f"/v1/datasets/{quote(dataset)}/preview", query={"model": model, **options})
+
+    def upload(self, kind: str, path: str | Path, name: str | None = None, **options: Any) -> dict[str, Any]:
+        """Send a file (rows; a zip) or a folder (as a zip) in parts; gives what it became: `{"kind", "id"}`.
+
+        Args:
+            kind: dataset, model, artifact or adapter.
+            name: the file's, if None.
+            options: `task`, `skip_bad_rows`.
+
+        Raises:
+            RefusedError: with file, line, field and reason of what is wrong.
+        """
+        path = Path(path)
+        if path.is_dir():
+            return self._upload_folder(kind, path, name or path.name, options)
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}", hint="check the path")
+        request = {
+            "kind": kind, "name": name or path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path),
+            **options,
+        }  # fmt: skip
+        upload = self.ask("POST", "/v1/uploads", request)
+        place, offset = f"/v1/uploads/{upload['id']}", 0
+        with open(path, "rb") as file:
+            while offset < request["bytes"]:
+                file.seek(offset)
+                part = file.read(PART_BYTES)
+                offset = self.ask("PUT", place, part, query={"offset": offset})["received_bytes"]
+        return self.ask("POST", f"{place}/finish")
+
+    def plan(self, **job: Any) -> dict[str, Any]:
+        """Check a job and plan its memory; nothing is queued."""
+        return self.ask("POST", "/v1/jobs", {**job, "dry_run": True})
+
+    def create_job(self, **job: Any) -> dict[str, Any]:
+        """Queue a job: model or artifact, dataset, and maybe eval_dataset, adapter, config, name, priority, window,
+        limits, force."""
+        return self.ask("POST", "/v1/jobs", job)
+
+    def jobs(self, *states: str) -> list[dict[str, Any]]:
+        """All jobs, or those in `states`."""
+        return self.ask("GET", "/v1/jobs", query={"state": list(states)})
+
+    def job(self, job: str) -> dict[str, Any]:
+        """One job."""
+        return self.ask("GET", f"/v1/jobs/{quote(job)}")
+
+    def change_job(self, job: str, **values: Any) -> dict[str, Any]:
+        """Another priority, window or limits."""
+        return self.ask("PATCH", f"/v1/jobs/{quote(job)}", values)
+
+    def pause(self, job: str) -> dict[str, Any]:
+        """Stop after the running step, with the state saved."""
+        return self.ask("POST", f"/v1/jobs/{quote(job)}/pause")
+
+    def resume(self, job: str) -> dict[str, Any]:
+        """Go on with a paused or failed job."""
+        return self.ask("POST", f"/v1/jobs/{quote(job)}/resume")
+
+    def cancel(self, job: str) -> dict[str, Any]:
+        """End a job for good."""
+        return self.ask("POST", f"/v1/jobs/{quote(job)}/cancel")
+
+    def delete_job(self, job: str) -> None:
+        """Forget an ended job; its adapters stay."""
+        self.ask("DELETE", f"/v1/jobs/{quote(job)}")
+
+    def log(self, job: str) -> str:
+        """The end of what its workers printed."""
+        return self._send("GET", f"/v1/jobs/{quote(job)}/log").decode(errors="replace")
+
+    def events(self, job: str, after: int = 0, *, follow: bool = True) -> Iterator[dict[str, Any]]:
+        """A job's events behind id `after`, each with its id under `id`; goes on over lost connections.
+
+        Args:
+            follow: wait for more until the job has ended.
+        """
+        failures = 0
+        while True:
+            try:
+                for number, event in self._stream(job, after, follow):
+                    after, failures = number, 0
+                    yield {"id": number, **event}
+                if not follow or self.job(job)["state"] in ENDED:
+                    return
+            except (OSError, http.client.HTTPException, DeviceError):
+                failures += 1
+                if failures > 10:
+                    raise DeviceError(
+                        f"the daemon at {self.url} does not answer", hint="is it running? `ondevice serve`"
+                    ) from None
+                time.sleep(min(5.0, 0.2 * 2**failures))
+
+    def wait(self, job: str, timeout_s: float = float("inf"), poll_s: float = 0.2) -> dict[str, Any]:
+        """The job once it has ended.
+
+        Raises:
+            BusyError: it has not, after `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (found := self.job(job))["state"] not in ENDED:
+            if time.monotonic() > deadline:
+                raise BusyError(f"job {job} is {found['state']}", expected=f"its end in {timeout_s:g} s")
+            time.sleep(poll_s)
+        return found
+
+    def adapters(self) -> list[dict[str, Any]]:
+        """Adapters in the store."""
+        return self.ask("GET", "/v1/adapters")
+
+    def download_adapter(self, adapter: str, folder: str | Path) -> Path:
+        """Write an adapter's two files into `folder`, as PEFT loads them."""
+        content = self._send("GET", f"/v1/adapters/{quote(adapter)}/download")
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            for name in archive.namelist():
+                (folder / Path(name).name).write_bytes(archive.read(name))
+        return folder
+
+    def activate(self, adapter: str) -> dict[str, Any]:
+        """Use an adapter."""
+        return self.ask("POST", f"/v1/adapters/{quote(adapter)}/activate")
+
+    def roll_back(self) -> dict[str, Any]:
+        """Use what was in use before."""
+        return self.ask("POST", "/v1/adapters/rollback")
+
+    def generate(self, model: str, prompt: str | list[dict[str, str]], **options: Any) -> dict[str, Any]:
+        """What the base model answers under `base`, and with the adapter under `adapted`."""
+        return self.ask("POST", "/v1/generate", {"model": model, "prompt": prompt, **options})
+
+    def ask(self, method: str, path: str, body: Any = None, *, query: dict[str, Any] | None = None) -> Any:
+        """One request; `body` is sent as JSON, or as it is if it is bytes. Gives the JSON that comes back.
+
+        Raises:
+            RefusedError: the daemon refuses it.
+            DeviceError: the daemon does not answer.
+        """
+        return json.loads(self._send(method, path, body, query))
+
+    def _send(self, method: str, path: str, body: Any = None, query: dict[str, Any] | None = None) -> bytes:
+        connection = self._connect()
+        try:
+            response = self._request(connection, method, path, body, query)
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._silent(error) from None
+        finally:
+            connection.close()
+
+    def _stream(self, job: str, after: int, follow: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        connection = self._connect()
+        try:
+            query = {"after": after, "follow": str(follow).lower()}
+            response = self._request(connection, "GET", f"/v1/jobs/{quote(job)}/events", None, query)
+            number, data = 0, ""
+            for line in response:
+                text = line.decode().rstrip("\n")
+                if text.startswith("id: "):
+                    number = int(text[4:])
+                elif text.startswith("data: "):
+                    data = text[6:]
+                elif not text and data:
+                    yield number, json.loads(data)
+                    data = ""
+        finally:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._context is not None:
+            return http.client.HTTPSConnection(self._host, self._port, timeout=self.timeout_s, context=self._context)
+        return http.client.HTTPConnection(self._host, self._port, timeout=self.timeout_s)
+
+    def _request(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any, query: dict[str, Any] | None
+    ) -> http.client.HTTPResponse:
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        if isinstance(body, bytes):
+            headers["Content-Type"] = "application/octet-stream"
+        elif body is not None:
+            headers["Content-Type"], body = "application/json", json.dumps(body).encode()
+        given = {key: value for key, value in (query or {}).items() if value is not None}
+        connection.request(method, path + (f"?{urlencode(given, doseq=True)}" if given else ""), body, headers)
+        response = connection.getresponse()
+        if response.status >= 400:
+            raise refusal(response.status, response.read())
+        return response
+
+    def _silent(self, error: Exception) -> DeviceError:
+        return DeviceError(
+            f"the daemon at {self.url} does not answer", expected="a daemon", received=str(error) or type(error).__name__,
+            hint="start it with `ondevice serve`, or name another with --url",
+        )  # fmt: skip
+
+    def _upload_folder(self, kind: str, folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as scratch:
+            packed = Path(scratch) / "folder.zip"
+            with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+                for path in sorted(folder.rglob("*")):
+                    if path.is_file():
+                        archive.write(path, path.relative_to(folder).as_posix())
+            return self.upload(kind, packed, name, **options)
+
+
+def refusal(status: int, content: bytes) -> RefusedError:
+    """The error in an answer; its exit code is that of the same error on the command line."""
+    try:
+        values = json.loads(content)
+        values["message"]
+    except (ValueError, KeyError, TypeError):
+        values = {"message": f"the daemon answered with {status}", "received": content[:200].decode(errors="replace")}
+    found = RefusedError(
+        values["message"], expected=values.get("expected"), received=values.get("received"), hint=values.get("hint")
+    )
+    kind = getattr(errors, str(values.get("error")), ConfigError)
+    found.exit_code = kind.exit_code if isinstance(kind, type) and issubclass(kind, OndeviceError) else 2
+    found.status, found.problems = status, tuple(values.get("problems") or ())
+    return found

@@ -1,0 +1,130 @@
+"""The process of a `Helper`: one JSON object a line in, one out. `python -m ondevice.server.helper_process PARENT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ondevice.errors import DataError, OndeviceError, TrainingError
+from ondevice.server import generate
+from ondevice.server.worker import die_with
+
+
+def plan(config: dict[str, Any], artifact: str | None, memory_limit_bytes: int | None) -> dict[str, Any]:
+    """Memory by part and time of a step; what an artifact's manifest says for one."""
+    from dataclasses import replace
+
+    from ondevice.api.opening import resolve_device
+    from ondevice.api.runfile import RunConfig
+    from ondevice.artifact.manifest import read_manifest
+    from ondevice.methods.registry import backend_for
+    from ondevice.plan.devices import find_device
+    from ondevice.plan.estimate import plan as estimate
+    from ondevice.plan.render import MEANING
+
+    run = RunConfig.parse(config, "job")
+    runtime: Any = "mlx" if backend_for(run.method, run.train.backend) == "mlx" else "torch"
+    length, export = run.data.max_length_tokens, None
+    if artifact is not None:
+        manifest = read_manifest(Path(artifact))
+        length, runtime = max(manifest.lengths_tokens), "executorch" if manifest.program.endswith(".pte") else runtime
+        export = (
+            run.export.model_copy(update={"lengths_tokens": manifest.lengths_tokens})
+            if runtime == "executorch"
+            else None
+        )  # noqa: E501
+    name = "this-cpu" if runtime != "torch" else f"this-{resolve_device(run.model.device)}"
+    device = find_device(name)
+    if memory_limit_bytes is not None and memory_limit_bytes < device.usable_bytes:
+        device = replace(device, usable_bytes=memory_limit_bytes, rule="the job's memory limit")
+    found = estimate(
+        run.model.source, run.method, batch_size=run.train.batch_size, length_tokens=length, dtype=run.model.dtype,
+        export=export, runtime=runtime, device=device,
+    )  # fmt: skip
+    return found.to_dict() | {"meaning": {part: MEANING.get(part, "") for part in found.parts | found.host_parts}}
+
+
+def validate(file: str, task: str | None) -> dict[str, Any]:
+    """Read every row; format, counts and every bad row with line, field and reason."""
+    from ondevice.data import read_rows
+
+    rows = read_rows(file, task=task, allow_empty=True)
+    name = Path(file).name
+    problems = [problem.to_dict() | {"file": name} for problem in rows.problems]
+    return {"format": rows.format, "rows": len(rows.items), "problems": problems}
+
+
+def preview(
+    file: str, model: str, task: str | None, max_length_tokens: int, train_on_prompt: bool, rows: int
+) -> dict[str, Any]:
+    """Decoded examples with what is trained on, lengths and labels."""
+    from ondevice.data import preview as look
+    from ondevice.models import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    found = look(
+        file, tokenizer, task=task, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt, rows=rows
+    )
+    return found.to_dict() | {"file": Path(file).name}
+
+
+def check_model(folder: str) -> dict[str, Any]:
+    """A model's sizes, its tokenizer and the shapes of its weights, all read."""
+    from ondevice.models import load_tokenizer, read_dims
+    from ondevice.models.load import _dims
+    from ondevice.models.source import check_folder, check_weights
+
+    dims = read_dims(folder)
+    check_folder(Path(folder))
+    check_weights(Path(folder), _dims(folder, None)[1].weight_shapes(dims))
+    load_tokenizer(folder)
+    return {"layers": dims.layers, "hidden": dims.hidden, "vocab": dims.vocab}
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "plan": plan,
+    "validate": validate,
+    "preview": preview,
+    "check_model": check_model,
+    "generate": generate.answer,
+}
+
+
+def serve(source: Any, target: Any) -> None:
+    """Answer until the other side closes."""
+    for line in source:
+        question = json.loads(line)
+        try:
+            answer = {"value": CALLS[question["call"]](**question["arguments"])}
+        except OndeviceError as error:
+            answer = {"error": error.to_dict()}
+        except (ValueError, OSError, RecursionError, UnicodeError) as error:
+            problem = DataError(f"{question['call']}: {type(error).__name__}: {error}")
+            answer = {"error": problem.to_dict()}
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": TrainingError(f"{question['call']} failed: {type(error).__name__}: {error}").to_dict()}
+        target.write(json.dumps(answer).encode() + b"\n")
+        target.flush()
+
+
+def main(arguments: list[str]) -> int:
+    """The process; what libraries print goes to standard error."""
+    die_with(int(arguments[0]))
+    for name, value in (("HF_HUB_DISABLE_PROGRESS_BARS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    target = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""What a job is asked with, and the run file that it becomes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from ondevice.config import Section
+from ondevice.errors import ConfigError
+from ondevice.server.models import locate_model
+from ondevice.server.store import MissingError, Store
+
+if TYPE_CHECKING:
+    from ondevice.api.runfile import RunConfig
+
+Clock = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", examples=["22:30"])]
+_OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out",), "export": ()}
+"""Keys of a run file that the store fills in."""
+
+
+class Window(Section):
+    """Only between these times of the day, local time; `end` may be on the next morning."""
+
+    start: Clock
+    """When a job may start, or go on."""
+
+    end: Clock
+    """When it is stopped, with its state saved."""
+
+
+class Limits(Section):
+    """What a job may take."""
+
+    memory_bytes: int | None = Field(default=None, ge=1 << 20, lt=1 << 60)
+    """Resident memory of the job's processes together; a job over it is ended and fails."""
+
+    time_s: float | None = Field(default=None, gt=0, lt=1e9)
+    """Seconds of running, in all; a job over it saves its state and fails."""
+
+    retries: int = Field(default=3, ge=0, le=1_000_000)
+    """Crashes in a row, without a new checkpoint between them, after which a job fails."""
+
+
+class JobSpec(Section):
+    """A job as it is kept: what to train with what, and how it may run."""
+
+    name: str = Field(default="", max_length=200)
+    """For people."""
+
+    model: str | None = Field(default=None, max_length=200)
+    """A model of GET /v1/models, or a hub id. A job has a model or an artifact."""
+
+    artifact: str | None = Field(default=None, max_length=200)
+    """An artifact of GET /v1/artifacts."""
+
+    dataset: str = Field(max_length=64)
+    """A data set of GET /v1/datasets."""
+
+    eval_dataset: str | None = Field(default=None, max_length=64)
+    """Rows that are only evaluated."""
+
+    adapter: str | None = Field(default=None, max_length=64)
+    """An adapter of GET /v1/adapters to start from."""
+
+    config: dict[str, Any] = Field(default_factory=dict)
+    """Sections `method`, `train`, `data` and `model` of a run file, without what the store fills in."""
+
+    window: Window | None = None
+    """When it may run; None for always."""
+
+    limits: Limits = Field(default_factory=Limits)
+    """Memory, time and retries."""
+
+    force: bool = False
+    """Run although the plan says that it does not fit."""
+
+
+class JobRequest(JobSpec):
+    """The body of POST /v1/jobs."""
+
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Higher runs first."""
+
+    dry_run: bool = False
+    """Check everything and give the plan; create nothing."""
+
+
+def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
+    """The run file of a job, with the paths that this store has now.
+
+    Raises:
+        ConfigError: a wrong setting, or one that the store fills in.
+        MissingError: a data set, model, artifact or adapter that is not there.
+    """
+    from ondevice.api.artifacts import run_config
+    from ondevice.api.runfile import RunConfig
+
+    if (spec.model is None) == (spec.artifact is None):
+        raise ConfigError("a job has a model or an artifact", expected="one of them", received="both or none")
+    for section, keys in _OURS.items():
+        given = spec.config.get(section, {})
+        if section == "export" and section in spec.config:
+            raise ConfigError("a job does not export", expected="method, train, data, model", received="export")
+        if isinstance(given, dict) and (wrong := [key for key in keys if key in given]):
+            raise ConfigError(
+                f"'{section}.{wrong[0]}' is filled in by the server",
+                expected="the job's fields model, dataset, eval_dataset",
+                received=f"config.{section}.{wrong[0]}",
+            )
+    ours: dict[str, Any] = {"data.path": dataset_file(store, spec.dataset), "train.out": out}
+    if spec.eval_dataset is not None:
+        ours["data.eval_path"] = dataset_file(store, spec.eval_dataset)
+    ours = {key: str(value) for key, value in ours.items()}
+    if spec.adapter is not None:
+        adapter_folder(store, spec.adapter)
+    if spec.artifact is not None:
+        return run_config(artifact_folder(store, spec.artifact), None, _flatten(spec.config) | ours)
+    ours["model.source"] = locate_model(store, str(spec.model))
+    config: dict[str, Any] = json.loads(json.dumps(spec.config))
+    for section in ("model", "data", "train"):
+        if not isinstance(config.setdefault(section, {}), dict):
+            raise ConfigError(f"'{section}' is no section", expected="an object", received=repr(config[section]))
+    for key, value in ours.items():
+        section, name = key.split(".")
+        config[section][name] = value
+    method = config.get("method", {})
+    if isinstance(method, dict):
+        method.setdefault("name", "prge")
+    return RunConfig.load(None, _sections(config))
+
+
+def dataset_file(store: Store, name: str) -> Path:
+    """The rows of a data set."""
+    row = store.row("SELECT file FROM datasets WHERE id = ?", name)
+    if row is None:
+        raise MissingError(f"there is no data set {name}", hint="GET /v1/datasets lists them")
+    return store.path("datasets", name) / row["file"]
+
+
+def adapter_folder(store: Store, name: str) -> Path:
+    """The folder of an adapter."""
+    if store.row("SELECT id FROM adapters WHERE id = ?", name) is None:
+        raise MissingError(f"there is no adapter {name}", hint="GET /v1/adapters lists them")
+    return store.path("adapters", name)
+
+
+def artifact_folder(store: Store, name: str) -> Path:
+    """The folder of an artifact."""
+    folder = store.path("artifacts", name)
+    if not (folder / "manifest.json").is_file():
+        raise MissingError(f"there is no artifact {name}", hint="GET /v1/artifacts lists them")
+    return folder
+
+
+def _sections(config: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys two levels deep, as `RunConfig.load` takes them; a method's name comes first."""
+    flat = _flatten(config)
+    return dict(sorted(flat.items(), key=lambda item: item[0] != "method.name"))
+
+
+def _flatten(config: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section, values in config.items():
+        if isinstance(values, dict):
+            flat |= {f"{section}.{key}": value for key, value in values.items()}
+        else:
+            flat[section] = values
+    return flat

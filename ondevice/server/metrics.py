@@ -1,0 +1,187 @@
+"""Figures of the daemon and of the machine, as JSON and as Prometheus has them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.server.queue import states_of
+
+if TYPE_CHECKING:
+    from ondevice.server.daemon import Daemon
+
+HWMON, THERMAL = Path("/sys/class/hwmon"), Path("/sys/class/thermal")
+
+
+def system(root: Path, hwmon: Path = HWMON, thermal: Path = THERMAL) -> dict[str, Any]:
+    """Memory, disk, load, temperatures (degrees Celsius) and power (watts) of this machine, where it says them."""
+    import psutil
+
+    from ondevice.plan.machine import available_bytes, cores, total_bytes
+
+    disk, swap = shutil.disk_usage(root), psutil.swap_memory()
+    return {
+        "time_s": time.time(),
+        "cores": cores(),
+        "load": os.getloadavg()[0],
+        "memory_total_bytes": total_bytes(),
+        "memory_available_bytes": available_bytes(),
+        "swap_total_bytes": swap.total,
+        "swap_used_bytes": swap.used,
+        "disk_total_bytes": disk.total,
+        "disk_free_bytes": disk.free,
+        "temperatures_c": dict(_temperatures(thermal)),
+        "power_w": dict(_power(hwmon)),
+        "gpus": _gpus(),
+    }
+
+
+def _temperatures(folder: Path) -> Iterator[tuple[str, float]]:
+    """Of every thermal zone; a Jetson calls them cpu-thermal, gpu-thermal, tj-thermal."""
+    for zone in sorted(folder.glob("thermal_zone*")):
+        try:
+            yield (zone / "type").read_text().strip(), int((zone / "temp").read_text()) / 1000
+        except (OSError, ValueError):
+            continue
+
+
+def _power(folder: Path) -> Iterator[tuple[str, float]]:
+    """Of every rail: the INA3221 of a Jetson has volts and amperes, others have watts."""
+    for chip in sorted(folder.glob("hwmon*")):
+        for path in sorted(chip.glob("power*_input")):
+            if (watts := _number(path)) is not None:
+                yield _label(chip, path.name.replace("input", "label"), path.name), watts / 1e6
+        for path in sorted(chip.glob("curr*_input")):
+            number = path.name[4:-6]
+            amperes, volts = _number(path), _number(chip / f"in{number}_input")
+            if amperes is not None and volts is not None:
+                yield _label(chip, f"in{number}_label", f"rail{number}"), amperes * volts / 1e6
+
+
+def _label(chip: Path, name: str, otherwise: str) -> str:
+    try:
+        return (chip / name).read_text().strip() or otherwise
+    except OSError:
+        return otherwise
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _gpus() -> list[dict[str, Any]]:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # the library is absent, or there is no driver behind it
+        return []
+    found = []
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name = pynvml.nvmlDeviceGetName(handle)
+            values: dict[str, Any] = {"name": name.decode() if isinstance(name, bytes) else name}
+            for key, read in (
+                ("memory_used_bytes", lambda h=handle: int(pynvml.nvmlDeviceGetMemoryInfo(h).used)),
+                ("memory_total_bytes", lambda h=handle: int(pynvml.nvmlDeviceGetMemoryInfo(h).total)),
+                ("temperature_c", lambda h=handle: float(pynvml.nvmlDeviceGetTemperature(h, 0))),
+                ("power_w", lambda h=handle: pynvml.nvmlDeviceGetPowerUsage(h) / 1000),
+            ):
+                try:
+                    values[key] = read()
+                except pynvml.NVMLError:
+                    values[key] = None
+            found.append(values)
+    finally:
+        pynvml.nvmlShutdown()
+    return found
+
+
+class Metrics:
+    """What is counted since the daemon began, and what is read when somebody asks."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.began_s = time.time()
+        self.requests: Counter[tuple[str, str, int]] = Counter()
+
+    def request(self, method: str, path: str, status: int) -> None:
+        """Count an answered request."""
+        known = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
+        self.requests[known, path, status] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """GET /v1/metrics."""
+        daemon = self.daemon
+        running = daemon.supervisor.running
+        job = daemon.queue.get(running.job) if running is not None else None
+        return {
+            "uptime_s": time.time() - self.began_s,
+            "jobs": states_of(daemon.queue.list()),
+            "event_streams": daemon.hub.readers,
+            "requests": sum(self.requests.values()),
+            "running": None
+            if job is None or running is None
+            else {
+                "job": job.id,
+                "step": int(job.progress.get("step", 0)),
+                "steps": int(job.progress.get("steps", 0)),
+                "loss": _finite(job.progress.get("loss")),
+                "tokens_per_s": _finite(job.progress.get("tokens_per_s")),
+                "memory_bytes": running.resident_bytes,
+                "peak_memory_bytes": running.peak_bytes,
+            },
+        }
+
+    def collect(self) -> Iterator[Any]:
+        """The same for Prometheus, through `prometheus_client`'s registry."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        figures, machine = self.to_dict(), system(self.daemon.store.root)
+        yield GaugeMetricFamily("ondevice_uptime_seconds", "Since the daemon began.", figures["uptime_s"])
+        yield GaugeMetricFamily("ondevice_event_streams", "Open streams of events.", figures["event_streams"])
+        jobs = GaugeMetricFamily("ondevice_jobs", "Jobs by state.", labels=["state"])
+        for state, count in figures["jobs"].items():
+            jobs.add_metric([state], count)
+        yield jobs
+        requests = CounterMetricFamily("ondevice_requests", "Answered requests.", labels=["method", "path", "status"])
+        for (method, path, status), count in self.requests.items():
+            requests.add_metric([method, path, str(status)], count)
+        yield requests
+        running = figures["running"] or {}
+        for name, about in (
+            ("step", "Steps that the running job has done."),
+            ("loss", "Loss of its last step, nats a token."),
+            ("tokens_per_s", "Its tokens a second."),
+            ("memory_bytes", "Resident memory of its processes."),
+        ):
+            if running.get(name) is not None:
+                yield GaugeMetricFamily(f"ondevice_running_{name}", about, running[name])
+        for name in ("memory_available_bytes", "disk_free_bytes", "swap_used_bytes", "load"):
+            yield GaugeMetricFamily(f"ondevice_machine_{name}", name.replace("_", " "), machine[name])
+        for name, unit in (("temperatures_c", "celsius"), ("power_w", "watts")):
+            family = GaugeMetricFamily(f"ondevice_machine_{unit}", name.replace("_", " "), labels=["sensor"])
+            for sensor, value in machine[name].items():
+                family.add_metric([sensor], value)
+            yield family
+
+    def prometheus(self) -> bytes:
+        """GET /metrics."""
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)  # type: ignore[arg-type]
+        return generate_latest(registry)
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None

@@ -1,0 +1,296 @@
+"""The queue's state machine, over the store and nothing else: no process, no clock of its own, no file.
+
+    queued -> running -> done
+       |  ^      |  \\-> failed -> queued (resume)
+       |  |      |-> pausing -> paused -> queued (resume)
+       v  +------+   (window closed, daemon stopped, crash: the job goes on from its last checkpoint)
+    cancelled <- cancelling <- running, pausing
+
+A transition is one transaction, and writes a `job` event to the job's stream with it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ondevice.errors import BusyError
+from ondevice.server.store import MissingError, Store, new_id
+
+State = Literal["queued", "running", "pausing", "paused", "cancelling", "cancelled", "failed", "done"]
+Outcome = Literal["finished", "interrupted", "crashed", "refused"]
+"""How a worker ended: all steps done; stopped with its state saved; died; an error that trying again cannot cure."""
+
+ENDED = ("cancelled", "failed", "done")
+ACTIVE = ("running", "pausing", "cancelling")
+ASKED: dict[str, dict[str, State]] = {
+    "pause": {"queued": "paused", "running": "pausing", "pausing": "pausing", "paused": "paused"},
+    "resume": {"paused": "queued", "failed": "queued", "queued": "queued", "running": "running"},
+    "cancel": {
+        "queued": "cancelled",
+        "paused": "cancelled",
+        "failed": "cancelled",
+        "running": "cancelling",
+        "pausing": "cancelling",
+        "cancelling": "cancelling",
+        "cancelled": "cancelled",
+    },
+}
+AFTER: dict[Outcome, dict[str, State]] = {
+    "finished": {"running": "done", "pausing": "done", "cancelling": "cancelled"},
+    "interrupted": {"running": "queued", "pausing": "paused", "cancelling": "cancelled"},
+    "crashed": {"running": "queued", "pausing": "paused", "cancelling": "cancelled"},
+    "refused": {"running": "failed", "pausing": "failed", "cancelling": "cancelled"},
+}
+RETRIES = 3
+LONGEST_PAUSE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of the queue.
+
+    Attributes:
+        spec: what was asked for (`jobs.JobSpec`), as JSON values.
+        progress: the newest figures of the run, as its events say them.
+        reason: why it is in this state, for people.
+        error: what `--json` prints of an error, for a failed job.
+        ran_s: seconds that its workers have run, in all.
+        not_before_s: it is not started before this time, in seconds since the epoch.
+        crashes: in a row, without a new checkpoint between them.
+        attempt: how many workers were started.
+        followed, offset: the attempt whose events are read, and up to which byte of the run's log.
+    """
+
+    number: int
+    id: str
+    state: State
+    priority: int
+    spec: dict[str, Any] = field(repr=False)
+    progress: dict[str, Any] = field(repr=False)
+    reason: str
+    error: dict[str, Any] | None
+    created_s: float
+    started_s: float | None
+    ended_s: float | None
+    ran_s: float
+    not_before_s: float
+    crashes: int
+    crashed_at_step: int
+    attempt: int
+    followed: int
+    offset: int
+
+    @classmethod
+    def of(cls, row: sqlite3.Row) -> Job:
+        """A job from its row."""
+        values = dict(row)
+        for name in ("spec", "progress", "error"):
+            values[name] = json.loads(values[name]) if values[name] else None
+        return cls(**values)
+
+
+class Queue:
+    """All transitions of all jobs.
+
+    Args:
+        changed: told of each job whose stream has something new, after the transaction.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self, store: Store, changed: Callable[[str], None] = lambda job: None, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.store, self.changed, self.clock = store, changed, clock
+
+    def create(self, spec: dict[str, Any], priority: int = 0) -> Job:
+        """A new job at the end of the jobs of its priority."""
+        name, now = new_id("job"), self.clock()
+        with self.store.transaction() as db:
+            db.execute(
+                "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, 'queued', ?, ?, ?)",
+                (name, priority, json.dumps(spec), now),
+            )
+            self._say(name, "queued", "created", now)
+        self.changed(name)
+        return self.get(name)
+
+    def get(self, job: str) -> Job:
+        """One job.
+
+        Raises:
+            MissingError: there is none of this id.
+        """
+        row = self.store.row("SELECT * FROM jobs WHERE id = ?", job)
+        if row is None:
+            raise MissingError(f"there is no job {job}", hint="GET /v1/jobs lists them")
+        return Job.of(row)
+
+    def list(self, *states: str) -> list[Job]:
+        """All jobs, or those in `states`: what runs and waits first, in the order it will run; then the newest."""
+        marks = ",".join("?" * len(states))
+        where = f"WHERE state IN ({marks})" if states else ""
+        order = (
+            "ORDER BY state IN ('cancelled', 'failed', 'done'), state NOT IN ('running', 'pausing', 'cancelling'), "
+            "CASE WHEN state IN ('cancelled', 'failed', 'done') THEN -number ELSE -priority END, number"
+        )
+        return [Job.of(row) for row in self.store.rows(f"SELECT * FROM jobs {where} {order}", *states)]
+
+    def next(self) -> Job | None:
+        """The job to run now: the highest priority, then the oldest, of those that may start."""
+        now = self.clock()
+        if self.list(*ACTIVE):
+            return None
+        return next((job for job in self.list("queued") if job.not_before_s <= now and in_window(job.spec, now)), None)
+
+    def claim(self) -> Job | None:
+        """Take the next job to run it: it is `running` when this returns."""
+        with self.store.transaction() as db:
+            job = self.next()
+            if job is None:
+                return None
+            now = self.clock()
+            db.execute(
+                "UPDATE jobs SET state = 'running', attempt = attempt + 1, started_s = COALESCE(started_s, ?), "
+                "reason = '', error = NULL WHERE id = ?",
+                (now, job.id),
+            )
+            self._say(job.id, "running", "", now)
+        self.changed(job.id)
+        return self.get(job.id)
+
+    def ask(self, job: str, verb: Literal["pause", "resume", "cancel"]) -> Job:
+        """Pause, resume or cancel. Asking again for what is already so changes nothing.
+
+        Raises:
+            BusyError: the job's state does not allow it.
+        """
+        with self.store.transaction() as db:
+            found = self.get(job)
+            state = ASKED[verb].get(found.state)
+            if state is None:
+                raise BusyError(
+                    f"a job that is {found.state} cannot {verb}",
+                    expected=" or ".join(ASKED[verb]),
+                    received=found.state,
+                    hint="wait for it to end" if found.state in ACTIVE else "create another job",
+                )
+            if state == found.state:
+                return found
+            now, ended = self.clock(), None
+            if state in ENDED:
+                ended = now
+            db.execute(
+                "UPDATE jobs SET state = ?, reason = ?, ended_s = ?, crashes = 0, not_before_s = 0, "
+                "error = CASE WHEN ? = 'queued' THEN NULL ELSE error END WHERE id = ?",
+                (state, _PAST[verb], ended, state, job),
+            )
+            self._say(job, state, _PAST[verb], now)
+        self.changed(job)
+        return self.get(job)
+
+    def change(self, job: str, *, priority: int | None = None, spec: dict[str, Any] | None = None) -> Job:
+        """Another priority, or other settings of the queue (window, limits) in `spec`.
+
+        Raises:
+            BusyError: the job has ended.
+        """
+        with self.store.transaction() as db:
+            found = self.get(job)
+            if found.state in ("cancelled", "done"):
+                raise BusyError(f"the job is {found.state}", expected="a job that has not ended", received=found.state)
+            db.execute(
+                "UPDATE jobs SET priority = ?, spec = ? WHERE id = ?",
+                (found.priority if priority is None else priority, json.dumps(spec or found.spec), job),
+            )
+        self.changed(job)
+        return self.get(job)
+
+    def ended(
+        self, job: str, outcome: Outcome, *, reason: str = "", error: dict[str, Any] | None = None, ran_s: float = 0.0,
+        and_then: Callable[[Job], None] = lambda job: None,
+    ) -> Job:  # fmt: skip
+        """The worker of an active job is gone.
+
+        Args:
+            and_then: more to write in the same transaction.
+        """
+        with self.store.transaction() as db:
+            found, now = self.get(job), self.clock()
+            state = AFTER[outcome].get(found.state)
+            if state is None:
+                raise BusyError(f"the job is {found.state}", expected=" or ".join(ACTIVE), received=found.state)
+            crashes, crashed_at, wait_s = found.crashes, found.crashed_at_step, 0.0
+            if outcome == "crashed":
+                saved = int(found.progress.get("checkpoint_step", 0))
+                crashes = 1 if saved > crashed_at else crashes + 1
+                crashed_at, wait_s = saved, min(LONGEST_PAUSE_S, 2.0 ** (crashes - 1))
+                retries = found.spec.get("limits", {}).get("retries", RETRIES)
+                if state == "queued" and crashes > retries:
+                    state = "failed"
+            db.execute(
+                "UPDATE jobs SET state = ?, reason = ?, error = ?, ran_s = ran_s + ?, crashes = ?, "
+                "crashed_at_step = ?, not_before_s = ?, ended_s = ? WHERE id = ?",
+                (
+                    state,
+                    reason,
+                    json.dumps(error) if error and state in ("queued", "failed") else None,
+                    ran_s,
+                    crashes,
+                    crashed_at,
+                    now + wait_s if state == "queued" and wait_s else 0.0,
+                    now if state in ENDED else None,
+                    job,
+                ),
+            )
+            and_then(self.get(job))
+            self._say(job, state, reason, now, error if state == "failed" else None)
+        self.changed(job)
+        return self.get(job)
+
+    def recover(self) -> list[Job]:
+        """When the daemon starts: workers died with the one before, so what was active is as if stopped."""
+        return [self.ended(job.id, "interrupted", reason="the daemon was restarted") for job in self.list(*ACTIVE)]
+
+    def delete(self, job: str) -> None:
+        """Forget a job that has ended; its folder is the caller's to remove.
+
+        Raises:
+            BusyError: it has not ended.
+        """
+        with self.store.transaction() as db:
+            found = self.get(job)
+            if found.state not in ENDED:
+                raise BusyError(f"the job is {found.state}", expected="an ended job", hint="cancel it first")
+            db.execute("DELETE FROM jobs WHERE id = ?", (job,))
+            db.execute("DELETE FROM events WHERE job = ?", (job,))
+
+    def _say(self, job: str, state: str, reason: str, now: float, error: dict[str, Any] | None = None) -> None:
+        event = {"event": "job", "time_s": now, "state": state, "reason": reason}
+        self.store.add_events(job, [event | ({"error": error} if error else {})])
+
+
+_PAST = {"pause": "paused by the user", "resume": "resumed by the user", "cancel": "cancelled by the user"}
+
+
+def in_window(spec: dict[str, Any], now_s: float) -> bool:
+    """Whether a job may run at this time: always, or from `start` to `end`, local time, also over midnight."""
+    window = spec.get("window")
+    if not window:
+        return True
+    local = time.localtime(now_s)
+    minute = 60 * local.tm_hour + local.tm_min
+    start, end = (60 * int(text[:2]) + int(text[3:]) for text in (window["start"], window["end"]))
+    return start <= minute < end if start < end else minute >= start or minute < end
+
+
+def states_of(jobs: Iterable[Job]) -> dict[str, int]:
+    """How many jobs are in each state."""
+    counts = dict.fromkeys(("queued", "running", "pausing", "paused", "cancelling", *ENDED), 0)
+    for job in jobs:
+        counts[job.state] += 1
+    return counts

@@ -1,0 +1,84 @@
+"""What there is to train: models, artifacts, data sets and their previews."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+
+from ondevice.errors import BusyError
+from ondevice.server import models, schemas
+from ondevice.server.jobs import dataset_file
+from ondevice.server.queue import ENDED
+from ondevice.server.routes import Id, Serving
+from ondevice.server.store import MissingError
+
+router = APIRouter(prefix="/v1", tags=["data"])
+ModelName = Annotated[str, Query(max_length=200, description="A model of GET /v1/models.")]
+Task = Annotated[str | None, Query(max_length=64, description="A prompt template of the tasks.")]
+
+
+@router.get("/models", response_model=list[schemas.Model])
+def list_models(daemon: Serving) -> list[dict[str, Any]]:
+    """Models at hand: folders of the store, the packaged one where it is cached, and random tiny ones for trying."""
+    return models.list_models(daemon.store)
+
+
+@router.get("/artifacts", response_model=list[schemas.Artifact])
+def list_artifacts(daemon: Serving) -> list[dict[str, Any]]:
+    """Exported programs of the store."""
+    return models.list_artifacts(daemon.store)
+
+
+@router.get("/datasets", response_model=list[schemas.Dataset])
+def list_datasets(daemon: Serving) -> list[dict[str, Any]]:
+    """All data sets, the newest first."""
+    return [_dataset(row) for row in daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")]
+
+
+@router.get("/datasets/{dataset}", response_model=schemas.Dataset)
+def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
+    """One data set."""
+    row = daemon.store.row("SELECT * FROM datasets WHERE id = ?", dataset)
+    if row is None:
+        raise MissingError(f"there is no data set {dataset}", hint="GET /v1/datasets lists them")
+    return _dataset(row)
+
+
+@router.get("/datasets/{dataset}/preview", response_model=schemas.PreviewAnswer)
+def preview_dataset(
+    daemon: Serving,
+    dataset: Id,
+    model: ModelName,
+    task: Task = None,
+    max_length_tokens: Annotated[int, Query(ge=8, le=65536)] = 128,
+    train_on_prompt: bool = False,
+    rows: Annotated[int, Query(ge=0, le=50, description="Examples to decode.")] = 3,
+) -> dict[str, Any]:
+    """Rows as the model sees them: lengths, labels, and examples that show what is trained on."""
+    file = dataset_file(daemon.store, dataset)
+    found = daemon.rows(
+        "preview", file=str(file), model=models.locate_model(daemon.store, model), task=task,
+        max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt, rows=rows,
+    )  # fmt: skip
+    problems = [problem | {"file": file.name} for problem in found["problems"][:100]]
+    return found | {"problems": problems}
+
+
+@router.delete("/datasets/{dataset}", response_model=schemas.Done)
+def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
+    """Delete a data set that no waiting or running job names."""
+    with daemon.store.transaction() as db:
+        dataset_file(daemon.store, dataset)
+        for job in daemon.queue.list():
+            if job.state not in ENDED and dataset in (job.spec["dataset"], job.spec.get("eval_dataset")):
+                raise BusyError(f"job {job.id} needs the data set", hint="cancel the job first")
+        db.execute("DELETE FROM datasets WHERE id = ?", (dataset,))
+    shutil.rmtree(daemon.store.path("datasets", dataset), ignore_errors=True)
+    return {"ok": True}
+
+
+def _dataset(row: Any) -> dict[str, Any]:
+    return {**dict(row), "problems": json.loads(row["problems"])}

@@ -1,0 +1,126 @@
+"""Jobs: create, watch, pause, resume, cancel."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query, Response
+from fastapi.responses import PlainTextResponse
+from sse_starlette import EventSourceResponse
+
+from ondevice.server import schemas
+from ondevice.server.curve import curve
+from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, resolve
+from ondevice.server.logs import tail
+from ondevice.server.queue import Job, State
+from ondevice.server.routes import Id, Serving
+from ondevice.server.supervisor import remove_job
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+SEND_TIMEOUT_S = 60.0
+PING_S = 15
+
+
+@router.get("", response_model=list[schemas.JobAnswer])
+def list_jobs(
+    daemon: Serving, state: Annotated[list[State] | None, Query(description="Only jobs in these states.")] = None
+) -> list[schemas.JobAnswer]:
+    """What runs, what waits in the order it will run, then what has ended, the newest first."""
+    return [_answer(daemon, job) for job in daemon.queue.list(*(state or []))]
+
+
+@router.post("", status_code=201, response_model=schemas.JobAnswer | schemas.PlanAnswer)
+def create_job(daemon: Serving, body: JobRequest, response: Response) -> Any:
+    """Queue a job; with dry_run, give its run file and its plan (status 200) and queue nothing."""
+    spec = JobSpec.model_validate(body.model_dump(exclude={"priority", "dry_run"}))
+    config = resolve(spec, daemon.store, daemon.store.root / "jobs" / "new" / "run")
+    if body.dry_run:
+        response.status_code = 200
+        artifact = str(artifact_folder(daemon.store, spec.artifact)) if spec.artifact else None
+        values = config.model_dump(mode="json")
+        limit = spec.limits.memory_bytes
+        plan = daemon.rows("plan", config=values, artifact=artifact, memory_limit_bytes=limit)
+        return schemas.PlanAnswer(config=values, plan=plan)
+    return _answer(daemon, daemon.queue.create(spec.model_dump(mode="json"), body.priority))
+
+
+@router.get("/{job}", response_model=schemas.JobAnswer)
+def get_job(daemon: Serving, job: Id) -> schemas.JobAnswer:
+    """One job."""
+    return _answer(daemon, daemon.queue.get(job))
+
+
+@router.patch("/{job}", response_model=schemas.JobAnswer)
+def change_job(daemon: Serving, job: Id, body: schemas.JobPatch) -> schemas.JobAnswer:
+    """Another priority, window or limits."""
+    with daemon.store.transaction():
+        found = daemon.queue.get(job)
+        named = body.model_dump(mode="json", exclude_unset=True, exclude={"priority"})
+        if named.get("limits", {}) is None:
+            del named["limits"]
+        found = daemon.queue.change(job, priority=body.priority, spec=found.spec | named)
+    return _answer(daemon, found)
+
+
+@router.delete("/{job}", response_model=schemas.Done)
+def delete_job(daemon: Serving, job: Id) -> dict[str, bool]:
+    """Forget an ended job, with its log, events and checkpoints; its adapters stay."""
+    remove_job(daemon.store, daemon.queue, job)
+    return {"ok": True}
+
+
+@router.post("/{job}/{verb}", response_model=schemas.JobAnswer)
+def ask_job(daemon: Serving, job: Id, verb: Literal["pause", "resume", "cancel"]) -> schemas.JobAnswer:
+    """Pause: the running step ends and the state is saved. Resume: paused and failed jobs too. Cancel: for good."""
+    return _answer(daemon, daemon.queue.ask(job, verb))
+
+
+@router.get(
+    "/{job}/events",
+    response_class=EventSourceResponse,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "Events with ids from 1, without gaps."}},
+)
+async def job_events(
+    daemon: Serving,
+    job: Id,
+    after: Annotated[int, Query(ge=0, lt=2**53, description="Only events with larger ids.")] = 0,
+    follow: Annotated[bool, Query(description="Wait for more until the job has ended.")] = True,
+    last_event_id: Annotated[str | None, Header(description="Like `after`; a browser sends it.")] = None,
+) -> EventSourceResponse:
+    """The job's events (server-sent events), from the beginning or behind an id; it ends with the job.
+
+    Each has the fields of the reference of events; those named `job` say a new state. After `resume` the steps
+    from its `step` on are run again. An id that the job has not reached yet, which only a power cut can cause,
+    begins at the first event.
+    """
+    daemon.queue.get(job)
+    text = (last_event_id or "").strip()
+    last = int(text) if text.isascii() and text.isdigit() and len(text) < 16 else after
+    if last > daemon.store.last_event(job):
+        last = 0
+    return EventSourceResponse(
+        daemon.hub.read(job, last, follow=follow), ping=PING_S, send_timeout=SEND_TIMEOUT_S, sep="\n"
+    )
+
+
+@router.get("/{job}/log", response_class=PlainTextResponse)
+def job_log(
+    daemon: Serving, job: Id, bytes: Annotated[int, Query(ge=1, le=1 << 20, description="At most so many.")] = 1 << 16
+) -> PlainTextResponse:
+    """The end of what the job's workers printed."""
+    daemon.queue.get(job)
+    return PlainTextResponse(tail(daemon.store.path("jobs", job) / "worker.log", bytes))
+
+
+@router.get("/{job}/metrics", response_model=list[dict[str, Any]])
+def job_metrics(
+    daemon: Serving, job: Id, points: Annotated[int, Query(ge=2, le=5000, description="Steps at most.")] = 500
+) -> list[dict[str, Any]]:
+    """The curve for drawing: steps and evaluations of the run as it counts now, evenly thinned out."""
+    daemon.queue.get(job)
+    return curve(daemon.store, job, points)
+
+
+def _answer(daemon: Serving, job: Job) -> schemas.JobAnswer:
+    rows = daemon.store.rows("SELECT id FROM adapters WHERE job = ? ORDER BY id", job.id)
+    return schemas.JobAnswer.of(job, daemon.store.last_event(job.id), [row["id"] for row in rows])

@@ -1,0 +1,77 @@
+"""Health, the machine, metrics, and the browser's session."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from ondevice.server import metrics, schemas, security
+from ondevice.server.guard import must_wait
+from ondevice.server.routes import Serving
+
+router = APIRouter(tags=["system"])
+
+
+@router.get("/v1/health", response_model=schemas.Health)
+def health(daemon: Serving, response: Response) -> dict[str, object]:
+    """Whether the daemon works; needs no token."""
+    if not daemon.alive:
+        response.status_code = 503
+    return {
+        "status": "ok" if daemon.alive else "failing",
+        "version": version("ondevice-train"),
+        "token_needed": security.has_tokens(daemon.store),
+    }
+
+
+@router.get("/v1/system", response_model=schemas.System)
+def system(daemon: Serving) -> dict[str, object]:
+    """Memory, disk, temperatures and power of this machine."""
+    return metrics.system(daemon.store.root) | {"memory_limit_by": daemon.supervisor.cgroup.how}
+
+
+@router.get("/v1/metrics", response_model=schemas.MetricsAnswer)
+def metrics_json(daemon: Serving) -> dict[str, object]:
+    """Figures of the daemon as JSON."""
+    return daemon.metrics.to_dict()
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+def prometheus(daemon: Serving) -> Response:
+    """Figures of the daemon and the machine as Prometheus reads them."""
+    return Response(daemon.metrics.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.post("/v1/session", response_model=schemas.Done)
+def log_in(daemon: Serving, body: schemas.SessionRequest, request: Request, response: Response) -> object:
+    """Exchange a token for a cookie, for the page."""
+    tries = request.app.state.tries
+    address = request.client.host if request.client else "unknown"
+    if refusal := must_wait(tries, address):
+        status, message, expected, received, hint, headers = refusal
+        answer = {"error": "Refused", "message": message, "expected": expected, "received": received, "hint": hint}
+        return JSONResponse(answer, status, headers)
+    token = security.check(daemon.store, body.token)
+    if token is None:
+        tries.failed(address)
+        answer = {"error": "Refused", "message": "the token is not known", "expected": "a token", "received": "another"}
+        return JSONResponse(answer | {"hint": "`ondevice serve token` makes one"}, 401)
+    response.set_cookie(
+        security.COOKIE,
+        security.create_session(daemon.store, token),
+        max_age=int(security.SESSION_S),
+        httponly=True,
+        samesite="strict",
+        secure=request.app.state.tls,
+    )
+    return {"ok": True}
+
+
+@router.delete("/v1/session", response_model=schemas.Done)
+def log_out(daemon: Serving, request: Request, response: Response) -> dict[str, bool]:
+    """End the session of the cookie."""
+    security.end_session(daemon.store, request.cookies.get(security.COOKIE, ""))
+    response.delete_cookie(security.COOKIE, httponly=True, samesite="strict")
+    return {"ok": True}

@@ -1,0 +1,62 @@
+"""Uploads in parts: rows, models, artifacts, adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.concurrency import run_in_threadpool
+
+from ondevice.server import schemas, uploads
+from ondevice.server.routes import Id, Serving
+from ondevice.server.uploads import PART_BYTES, UploadRequest
+
+router = APIRouter(prefix="/v1/uploads", tags=["uploads"])
+
+
+@router.post("", status_code=201, response_model=schemas.Upload)
+def create_upload(daemon: Serving, body: UploadRequest) -> dict[str, Any]:
+    """Begin an upload of a known size."""
+    return uploads.create(daemon.store, body)
+
+
+@router.get("/{upload}", response_model=schemas.Upload)
+def get_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
+    """How much has arrived."""
+    return uploads.get(daemon.store, upload)
+
+
+@router.put(
+    "/{upload}",
+    response_model=schemas.Upload,
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "description": f"The next bytes of the file, at most {PART_BYTES} of them.",
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def put_part(
+    daemon: Serving,
+    upload: Id,
+    request: Request,
+    offset: Annotated[int, Query(ge=0, lt=2**63, description="Where the part begins: what has arrived so far.")],
+) -> dict[str, Any]:
+    """Append a part."""
+    content = await request.body()
+    return await run_in_threadpool(uploads.write, daemon.store, upload, offset, content)
+
+
+@router.post("/{upload}/finish", status_code=201, response_model=schemas.Placed)
+def finish_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
+    """Check the whole file and put it in place. A refused one is deleted, and the answer says what is wrong."""
+    return uploads.finish(daemon.store, upload, daemon.rows)
+
+
+@router.delete("/{upload}", response_model=schemas.Done)
+def delete_upload(daemon: Serving, upload: Id) -> dict[str, bool]:
+    """Forget an upload."""
+    uploads.get(daemon.store, upload)
+    uploads.remove(daemon.store, upload)
+    return {"ok": True}

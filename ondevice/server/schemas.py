@@ -1,0 +1,316 @@
+"""What the API answers with: the models behind the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ondevice.server.jobs import Limits, Window
+from ondevice.server.queue import Job, State
+
+
+class Answer(BaseModel):
+    """The base of all answers."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class RowProblem(Answer):
+    """A row that cannot be used."""
+
+    file: str
+    line: int
+    """From 1; 0 when no single line is at fault."""
+    field: str
+    reason: str
+
+
+class ErrorAnswer(Answer):
+    """Every answer from 400 on."""
+
+    error: str
+    """The kind of error; those of `ondevice` are in the reference of errors."""
+    message: str
+    expected: Any = None
+    received: Any = None
+    hint: str | None = None
+    problems: list[RowProblem] | None = None
+    """Bad rows of a data set, the first hundred."""
+
+
+class Health(Answer):
+    """GET /v1/health."""
+
+    status: Literal["ok", "failing"]
+    version: str
+    token_needed: bool
+
+
+class Gpu(Answer):
+    """A CUDA device."""
+
+    name: str
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    temperature_c: float | None = None
+    power_w: float | None = None
+
+
+class System(Answer):
+    """GET /v1/system."""
+
+    time_s: float
+    cores: int
+    load: float
+    memory_total_bytes: int
+    memory_available_bytes: int
+    swap_total_bytes: int
+    swap_used_bytes: int
+    disk_total_bytes: int
+    disk_free_bytes: int
+    temperatures_c: dict[str, float]
+    """By sensor; empty where the machine has none."""
+    power_w: dict[str, float]
+    """By rail; empty where the machine has none."""
+    gpus: list[Gpu]
+    memory_limit_by: Literal["cgroup", "watch"]
+    """Who keeps a job's memory limit: the kernel, or the daemon that looks several times a second."""
+
+
+class RunningFigures(Answer):
+    """The job that runs."""
+
+    job: str
+    step: int
+    steps: int
+    loss: float | None
+    tokens_per_s: float | None
+    memory_bytes: int
+    peak_memory_bytes: int
+
+
+class MetricsAnswer(Answer):
+    """GET /v1/metrics."""
+
+    uptime_s: float
+    jobs: dict[State, int]
+    event_streams: int
+    requests: int
+    running: RunningFigures | None
+
+
+class Model(Answer):
+    """A model that a job can name."""
+
+    id: str
+    kind: Literal["folder", "package", "random"]
+    bytes: int
+    model_type: str | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    vocab_size: int | None = None
+
+
+class Artifact(Answer):
+    """An exported program that a job can name."""
+
+    id: str
+    target: str
+    runtime: str
+    method: str
+    model: str
+    bytes: int
+
+
+class Dataset(Answer):
+    """Rows in the store."""
+
+    id: str
+    name: str
+    format: str
+    rows: int
+    bytes: int
+    sha256: str
+    problems: list[RowProblem]
+    """Rows that were left out, the first hundred."""
+    created_s: float
+
+
+class Segment(Answer):
+    """A stretch of a decoded example."""
+
+    text: str
+    trained: bool
+    """Whether its tokens are trained on."""
+
+
+class PreviewAnswer(Answer):
+    """GET /v1/datasets/ID/preview."""
+
+    file: str
+    format: str
+    task: str | None
+    template: str
+    rows: int
+    sequences: int
+    max_length_tokens: int
+    truncated: int
+    too_long: int
+    lengths_tokens: dict[str, int]
+    trained_tokens: int
+    suggested_max_length_tokens: int | None
+    labels: dict[str, int]
+    examples: list[list[Segment]]
+    problems: list[RowProblem]
+
+
+class Upload(Answer):
+    """An upload that has not been finished."""
+
+    id: str
+    kind: Literal["dataset", "model", "artifact", "adapter"]
+    name: str
+    bytes: int
+    received_bytes: int
+    created_s: float
+
+
+class Placed(Answer):
+    """What a finished upload became."""
+
+    kind: Literal["dataset", "model", "artifact", "adapter"]
+    id: str
+
+
+class JobAnswer(Answer):
+    """A job."""
+
+    id: str
+    number: int
+    name: str
+    state: State
+    reason: str
+    """Why it is in this state."""
+    error: dict[str, Any] | None
+    """For a failed job: error, message, expected, received, try, exit_code."""
+    priority: int
+    model: str | None
+    artifact: str | None
+    dataset: str
+    eval_dataset: str | None
+    adapter: str | None
+    config: dict[str, Any]
+    window: Window | None
+    limits: Limits
+    progress: dict[str, Any]
+    """step, steps, loss, first_loss, final_loss, tokens_per_s, step_time_s, eta_s, learning_rate, peak_memory_bytes,
+    peak_device_bytes, checkpoint_step, backend, evaluation: those that are known yet."""
+    created_s: float
+    started_s: float | None
+    ended_s: float | None
+    ran_s: float
+    not_before_s: float
+    """When a job that crashed is tried again; 0 for at once."""
+    crashes: int
+    attempt: int
+    last_event: int
+    """Id of its newest event."""
+    adapters: list[str]
+    """Adapters that it made."""
+
+    @classmethod
+    def of(cls, job: Job, last_event: int, adapters: list[str]) -> JobAnswer:
+        """From the queue's row."""
+        named = {key: job.spec.get(key) for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")}
+        own = {key: getattr(job, key) for key in cls.model_fields if hasattr(job, key)}
+        spec = {key: job.spec.get(key) for key in ("config", "window", "limits")} | {"name": job.spec.get("name", "")}
+        return cls.model_validate({**own, **named, **spec, "last_event": last_event, "adapters": adapters})
+
+
+class PlanAnswer(Answer):
+    """What a dry run gives: the run file with every default, and memory by part."""
+
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    """As `ondevice plan --json` prints it: parts_bytes, total_bytes, usable_bytes, fits, step_s_estimate, notes, ...;
+    `meaning` says of each part what it is."""
+
+
+class JobPatch(BaseModel):
+    """The body of PATCH /v1/jobs/ID; what is not named stays."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    priority: int | None = Field(default=None, ge=-1000, le=1000)
+    window: Window | None = None
+    """null takes the window away."""
+    limits: Limits | None = None
+
+
+class Adapter(Answer):
+    """An adapter of the store."""
+
+    id: str
+    name: str
+    job: str | None
+    """The job that made it; None for an uploaded one."""
+    base_model: str
+    rank: int
+    bytes: int
+    sha256: str
+    """Of adapter_model.safetensors."""
+    created_s: float
+    active: bool
+
+
+class Active(Answer):
+    """Which adapter is in use; None for the base model."""
+
+    active: str | None
+
+
+class Message(BaseModel):
+    """One turn of a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "user", "assistant"]
+    content: str = Field(min_length=1, max_length=100_000)
+
+
+class GenerateRequest(BaseModel):
+    """The body of POST /v1/generate."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    model: str = Field(min_length=1, max_length=200)
+    """A model of GET /v1/models."""
+    adapter: str | None = Field(default=None, max_length=64)
+    """An adapter of GET /v1/adapters; None for the one that is active."""
+    prompt: str | list[Message] = Field(min_length=1, max_length=100_000)
+    """Text to continue, or a chat to answer."""
+    max_new_tokens: int = Field(default=64, ge=1, le=1024)
+    temperature: float = Field(default=0.0, ge=0, le=10)
+    seed: int = Field(default=0, ge=0, lt=2**31)
+
+
+class GenerateAnswer(Answer):
+    """The base model's answer, and the adapter's."""
+
+    base: str
+    adapted: str | None
+    """None where no adapter is named and none is active."""
+    adapter: str | None
+
+
+class SessionRequest(BaseModel):
+    """The body of POST /v1/session."""
+
+    model_config = ConfigDict(extra="forbid")
+    token: str = Field(min_length=1, max_length=200)
+
+
+class Done(Answer):
+    """It is done."""
+
+    ok: Literal[True] = True

@@ -1,0 +1,170 @@
+"""Who may ask: tokens and sessions (hashed at rest), failed tries counted by address, names of hosts and origins."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from ondevice.errors import ConfigError
+from ondevice.server.store import MissingError, Store
+
+SESSION_S = 12 * 3600.0
+TRIES, WINDOW_S = 10, 60.0
+COOKIE = "ondevice_session"
+
+
+def create_token(store: Store, name: str = "") -> str:
+    """A new token: 256 random bits that are said once; the store keeps only their SHA-256."""
+    return _create(store, "token", "odt", name, None, None)
+
+
+def create_session(store: Store, token: str) -> str:
+    """What the browser's cookie holds, good for some hours and as long as the token is."""
+    return _create(store, "session", "ods", "", time.time() + SESSION_S, token)
+
+
+def check(store: Store, secret: str, kind: str = "token") -> str | None:
+    """The id of the token that `secret` is, or None. The comparison takes the same time for every secret."""
+    parts = secret.split("_", 2)
+    name = parts[1] if len(parts) == 3 else ""
+    row = store.row("SELECT * FROM tokens WHERE id = ? AND kind = ?", name, kind)
+    expected = row["sha256"] if row is not None else _digest("")
+    same = hmac.compare_digest(expected, _digest(secret))
+    if row is None or not same or (row["expires_s"] is not None and row["expires_s"] < time.time()):
+        return None
+    return str(row["id"])
+
+
+def has_tokens(store: Store) -> bool:
+    """Whether a token was ever made: then every request needs one."""
+    return store.row("SELECT 1 FROM tokens WHERE kind = 'token' LIMIT 1") is not None
+
+
+def list_tokens(store: Store) -> list[dict[str, Any]]:
+    """Tokens without their secrets."""
+    return [
+        {"id": row["id"], "name": row["name"], "created_s": row["created_s"]}
+        for row in store.rows("SELECT * FROM tokens WHERE kind = 'token' ORDER BY created_s")
+    ]
+
+
+def revoke(store: Store, token: str) -> None:
+    """Make a token and the sessions that it opened worthless.
+
+    Raises:
+        MissingError: there is none of this id.
+    """
+    with store.transaction() as db:
+        if not db.execute("DELETE FROM tokens WHERE id = ? AND kind = 'token'", (token,)).rowcount:
+            raise MissingError(f"there is no token {token}", hint="`ondevice serve token --list` lists them")
+        db.execute("DELETE FROM tokens WHERE parent = ?", (token,))
+
+
+def end_session(store: Store, secret: str) -> None:
+    """Log out."""
+    if name := check(store, secret, "session"):
+        with store.transaction() as db:
+            db.execute("DELETE FROM tokens WHERE id = ?", (name,))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server bound to `host` can be reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def ensure_guarded(store: Store, host: str) -> None:
+    """Refuse to listen to other machines without a token.
+
+    Raises:
+        ConfigError: `host` is not a loopback address and the store has no token.
+    """
+    if not is_loopback(host) and not has_tokens(store):
+        raise ConfigError(
+            f"listening on {host} without a token would let everybody on the network train here",
+            expected="127.0.0.1, or a token",
+            received=host,
+            hint="`ondevice serve token` makes one",
+        )
+
+
+def same_origin(host: str, origin: str | None, fetch_site: str | None) -> bool:
+    """Whether a request that changes something comes from this server's own page, or from no page at all."""
+    if fetch_site is not None and fetch_site not in ("same-origin", "none"):
+        return False
+    return origin is None or urlsplit(origin).netloc == host
+
+
+def is_own_name(host: str, bound: str) -> bool:
+    """Whether the Host header names this machine as seen from itself; another name is DNS rebinding."""
+    name = urlsplit(f"//{host}").hostname or ""
+    return name in ("localhost", bound.strip("[]").lower()) or is_loopback(name)
+
+
+class Tries:
+    """Failed tries by address; too many of them, and the address waits.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    KEPT = 10_000
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._failed: OrderedDict[str, deque[float]] = OrderedDict()
+
+    def wait_s(self, address: str) -> float:
+        """Seconds that `address` has to wait; 0 where it may try."""
+        times = self._recent(address)
+        return 0.0 if len(times) < TRIES else max(0.0, times[0] + WINDOW_S - self.clock())
+
+    def failed(self, address: str) -> None:
+        """Count a failed try."""
+        key = _network(address)
+        self._failed.setdefault(key, deque(maxlen=TRIES)).append(self.clock())
+        self._failed.move_to_end(key)
+        while len(self._failed) > self.KEPT:
+            self._failed.popitem(last=False)
+
+    def _recent(self, address: str) -> deque[float]:
+        times = self._failed.get(_network(address), deque())
+        while times and times[0] + WINDOW_S <= self.clock():
+            times.popleft()
+        return times
+
+
+def _network(address: str) -> str:
+    """An IPv6 customer has 2^64 addresses, which count as one."""
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    return address if ip.version == 4 else str(ipaddress.ip_network((ip, 64), strict=False))
+
+
+def _create(store: Store, kind: str, prefix: str, name: str, expires_s: float | None, parent: str | None) -> str:
+    number = secrets.token_hex(6)
+    secret = f"{prefix}_{number}_{secrets.token_urlsafe(32)}"
+    with store.transaction() as db:
+        db.execute("DELETE FROM tokens WHERE expires_s < ?", (time.time(),))
+        db.execute(
+            "INSERT INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (number, kind, name, _digest(secret), time.time(), expires_s, parent),
+        )
+    return secret
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()

@@ -1,0 +1,157 @@
+"""`ondevice serve`: the daemon behind uvicorn, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.errors import ConfigError, MissingPackageError
+from ondevice.server.notify import notify, watchdog_s
+from ondevice.server.security import Tries, ensure_guarded, has_tokens, is_loopback
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from ondevice.server.daemon import Daemon
+    from ondevice.server.guard import Guard
+
+HOST, PORT = "127.0.0.1", 8765
+_log = logging.getLogger(__name__)
+CONNECTIONS = 2000
+DRAIN_S = 5
+
+
+def default_store() -> Path:
+    """`$ONDEVICE_STORE`, systemd's state directory, or ~/.local/share/ondevice."""
+    for name in ("ONDEVICE_STORE", "STATE_DIRECTORY"):
+        if found := os.environ.get(name):
+            return Path(found.split(":")[0]).expanduser()
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base).expanduser() if base else Path.home() / ".local" / "share") / "ondevice"
+
+
+def serve(
+    store: Path | None = None,
+    host: str = HOST,
+    port: int = PORT,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    ready: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve a store until SIGTERM or SIGINT; the running job's state is saved then, and it is queued again.
+
+    Args:
+        store: the folder; `default_store` if None.
+        host: the address to listen on. Another than a loopback address demands a token.
+        port: 0 takes a free one.
+        tls_cert, tls_key: PEM files; both or none.
+        ready: told the address once it answers.
+
+    Raises:
+        BusyError: another daemon serves the store.
+        ConfigError: no token for this host, one TLS file without the other, or the port is taken.
+        MissingPackageError: the `serve` extra is not installed.
+    """
+    try:
+        import uvicorn
+
+        from ondevice.server.daemon import Daemon
+        from ondevice.server.logs import start_log
+    except ImportError as error:
+        raise missing(error) from None
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("one TLS file is given", expected="--tls-cert and --tls-key", received="one of them")
+    for path in filter(None, (tls_cert, tls_key)):
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{path} cannot be read", expected="a PEM file", hint="check the path and its owner")
+    os.umask(0o077)
+    daemon = Daemon(store or default_store())
+    ensure_guarded(daemon.store, host)
+    start_log(daemon.store.root / "logs")
+    if not is_loopback(host) and tls_cert is None:
+        _log.warning("listening on %s without TLS: the token can be read on the network", host)
+    app = guarded(daemon, host, tls_cert is not None)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        ssl_certfile=tls_cert,
+        ssl_keyfile=tls_key,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=DRAIN_S,
+        ws="none",
+    )
+
+    class Server(uvicorn.Server):
+        """Says that it is ready once it listens."""
+
+        async def startup(self, sockets: list[Any] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                _ready(ready, daemon, address)
+
+    server = Server(config)
+    try:
+        sock = config.bind_socket()
+    except SystemExit:
+        raise ConfigError(f"{host}:{port} is taken, or is no address of this machine", hint="--port 0") from None
+    scheme, bound = "https" if tls_cert else "http", sock.getsockname()[1]
+    name = f"[{host}]" if ":" in host else host
+    address = f"{scheme}://{name}:{bound}"
+    server.run(sockets=[sock])
+
+
+def guarded(daemon: Daemon, host: str, tls: bool) -> Guard:
+    """The application behind everything that every request passes; it starts and stops the daemon."""
+    from ondevice.server.app import create_app
+    from ondevice.server.guard import Guard
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        daemon.hub.open()
+        await asyncio.to_thread(daemon.start)
+        beat = asyncio.create_task(_heartbeat(daemon))
+        try:
+            yield
+        finally:
+            notify("STOPPING=1")
+            beat.cancel()
+            await asyncio.to_thread(daemon.stop)
+
+    app = create_app(daemon, life)
+    app.state.tries, app.state.tls = Tries(), tls
+    return Guard(app, daemon, host, tls, app.state.tries)
+
+
+def missing(error: ImportError) -> MissingPackageError:
+    """The error for an absent `serve` extra."""
+    return MissingPackageError(
+        f"the daemon needs a package that is not installed: {error.name}", hint="pip install 'ondevice-train[serve]'"
+    )
+
+
+async def _heartbeat(daemon: Daemon) -> None:
+    """Tell the service manager that loop and supervisor go round; when one hangs, it hears nothing and restarts us."""
+    every = watchdog_s()
+    if every is None:
+        return
+    while True:
+        if daemon.alive:
+            notify("WATCHDOG=1")
+        await asyncio.sleep(every / 3)
+
+
+def _ready(ready: Callable[[str], None], daemon: Daemon, address: str) -> None:
+    guarded = "a token is needed" if has_tokens(daemon.store) else "no token is needed"
+    _log.info("serving %s on %s, %s", daemon.store.root, address, guarded)
+    notify("READY=1", f"STATUS=serving on {address}")
+    ready(address)

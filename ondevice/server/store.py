@@ -1,0 +1,219 @@
+"""What the daemon knows, in one folder: SQLite (WAL) for jobs, events and tokens, files for everything large.
+
+    STORE/
+        ondevice.db      jobs, events, data sets, uploads, adapters, activations, tokens
+        serve.lock       held by the daemon that serves this store
+        datasets/ID/     rows.jsonl (or .csv, .txt), as uploaded
+        models/NAME/     models that were uploaded or put there by hand
+        artifacts/NAME/  exported programs, likewise
+        jobs/ID/         job.json, run/ (the run's folder), worker.log
+        adapters/ID/     adapters of finished jobs and uploaded ones, in PEFT's layout
+        active           a link to the adapter that is in use
+        uploads/ID/      what has arrived of an upload
+        logs/            the daemon's own log, rotated
+
+Paths in the database are relative, so a store can be copied while nothing writes, and served elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ondevice.errors import ConfigError, StorageError
+
+FOLDERS = ("datasets", "models", "artifacts", "jobs", "adapters", "uploads", "logs")
+ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+"""Ids and names of everything in a store: nothing that a path could be made of."""
+
+MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE jobs (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        state TEXT NOT NULL,
+        priority INTEGER NOT NULL,
+        spec TEXT NOT NULL,
+        progress TEXT NOT NULL DEFAULT '{}',
+        reason TEXT NOT NULL DEFAULT '',
+        error TEXT,
+        created_s REAL NOT NULL,
+        started_s REAL,
+        ended_s REAL,
+        ran_s REAL NOT NULL DEFAULT 0,
+        not_before_s REAL NOT NULL DEFAULT 0,
+        crashes INTEGER NOT NULL DEFAULT 0,
+        crashed_at_step INTEGER NOT NULL DEFAULT -1,
+        attempt INTEGER NOT NULL DEFAULT 0,
+        followed INTEGER NOT NULL DEFAULT 0,
+        offset INTEGER NOT NULL DEFAULT 0
+    );
+    CREATE INDEX jobs_by_state ON jobs (state, priority DESC, number);
+    CREATE TABLE events (
+        job TEXT NOT NULL,
+        id INTEGER NOT NULL,
+        kind TEXT NOT NULL,
+        data TEXT NOT NULL,
+        PRIMARY KEY (job, id)
+    ) WITHOUT ROWID;
+    CREATE TABLE datasets (
+        id TEXT PRIMARY KEY, name TEXT NOT NULL, file TEXT NOT NULL, bytes INTEGER NOT NULL, sha256 TEXT NOT NULL,
+        format TEXT NOT NULL, rows INTEGER NOT NULL, problems TEXT NOT NULL, created_s REAL NOT NULL
+    );
+    CREATE TABLE uploads (
+        id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, file TEXT NOT NULL, bytes INTEGER NOT NULL,
+        sha256 TEXT, options TEXT NOT NULL, created_s REAL NOT NULL
+    );
+    CREATE TABLE adapters (
+        id TEXT PRIMARY KEY, name TEXT NOT NULL, job TEXT, base_model TEXT NOT NULL, rank INTEGER NOT NULL,
+        bytes INTEGER NOT NULL, sha256 TEXT NOT NULL, created_s REAL NOT NULL
+    );
+    CREATE TABLE activations (number INTEGER PRIMARY KEY AUTOINCREMENT, adapter TEXT, time_s REAL NOT NULL);
+    CREATE TABLE tokens (
+        id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, sha256 TEXT NOT NULL, created_s REAL NOT NULL,
+        expires_s REAL, parent TEXT
+    );
+    """,
+)
+"""One script a schema version; `PRAGMA user_version` counts those that have run."""
+
+
+class MissingError(ConfigError):
+    """There is nothing of this name in the store."""
+
+
+class Store:
+    """A store's folder, made if need be. Safe to share between threads: each has its own connection.
+
+    Raises:
+        StorageError: the folder cannot be written, the database is torn, or a newer version wrote it.
+    """
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root).expanduser().absolute()
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for name in FOLDERS:
+                (self.root / name).mkdir(exist_ok=True, mode=0o700)
+            self._migrate()
+        except (OSError, sqlite3.Error) as error:
+            raise StorageError(
+                f"{self.root}: the store cannot be opened: {error}",
+                hint="choose another --store, or restore this one from a copy",
+            ) from None
+
+    def path(self, kind: str, name: str) -> Path:
+        """The place of a thing: `path("jobs", id)`.
+
+        Raises:
+            ConfigError: `name` is no name of a thing in a store.
+        """
+        if kind not in FOLDERS or not ID.fullmatch(name) or ".." in name:
+            raise MissingError("no such name", expected="small letters, digits, '.', '_' and '-'", received=repr(name))
+        return self.root / kind / name
+
+    @property
+    def connection(self) -> sqlite3.Connection:
+        """This thread's connection."""
+        found = getattr(self._local, "connection", None)
+        if found is None:
+            found = sqlite3.connect(
+                self.root / "ondevice.db", timeout=30, isolation_level=None, check_same_thread=False
+            )
+            found.row_factory = sqlite3.Row
+            found.execute("PRAGMA journal_mode=WAL")
+            found.execute("PRAGMA foreign_keys=ON")
+            self._local.connection = found
+            self._connections.append(found)
+        return found
+
+    @contextmanager
+    def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
+        """All or nothing; nobody else writes meanwhile.
+
+        Args:
+            durable: the disk has it when the block ends. Without, a power cut may take the last such blocks back
+                (never a part of one); the next durable one makes them durable too.
+        """
+        connection = self.connection
+        if connection.in_transaction:
+            yield connection
+            return
+        connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+            connection.execute("COMMIT")
+        except sqlite3.OperationalError as error:
+            self._roll_back(connection)
+            raise StorageError(f"{self.root}: the store cannot be written: {error}", hint="free some space") from None
+        except BaseException:
+            self._roll_back(connection)
+            raise
+
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """What a SELECT finds."""
+        return self.connection.execute(query, values).fetchall()
+
+    def row(self, query: str, *values: Any) -> sqlite3.Row | None:
+        """The first row that a SELECT finds."""
+        return self.connection.execute(query, values).fetchone()
+
+    def add_events(self, job: str, events: Iterable[dict[str, Any]]) -> int:
+        """Append events to a job's stream inside a transaction; gives the newest id. Ids begin at 1, without gaps."""
+        last = self.last_event(job)
+        for last, event in enumerate(events, last + 1):
+            text = json.dumps(event, separators=(",", ":"), allow_nan=False)
+            self.connection.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (job, last, event["event"], text))
+        return last
+
+    def events(self, job: str, after: int = 0, limit: int = 500) -> list[tuple[int, str, str]]:
+        """(id, kind, JSON) of a job's events with ids above `after`, in order."""
+        query = "SELECT id, kind, data FROM events WHERE job = ? AND id > ? ORDER BY id LIMIT ?"
+        return [tuple(row) for row in self.rows(query, job, after, limit)]
+
+    def last_event(self, job: str) -> int:
+        """The newest event's id; 0 before the first."""
+        row = self.row("SELECT MAX(id) FROM events WHERE job = ?", job)
+        return (row[0] if row else None) or 0
+
+    def close(self) -> None:
+        """Close every thread's connection."""
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        self._local = threading.local()
+
+    def _migrate(self) -> None:
+        connection = self.connection
+        os.chmod(self.root / "ondevice.db", 0o600)
+        found = connection.execute("PRAGMA user_version").fetchone()[0]
+        if found > len(MIGRATIONS):
+            raise StorageError(
+                f"{self.root}: a newer version of ondevice wrote this store",
+                expected=f"schema {len(MIGRATIONS)} or older",
+                received=f"schema {found}",
+                hint="update ondevice, or choose another --store",
+            )
+        for number, script in enumerate(MIGRATIONS[found:], found + 1):
+            connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version={number}; COMMIT;")
+
+    @staticmethod
+    def _roll_back(connection: sqlite3.Connection) -> None:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
+def new_id(prefix: str) -> str:
+    """A name for something new; it cannot be guessed."""
+    return f"{prefix}-{secrets.token_hex(6)}"

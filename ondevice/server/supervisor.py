@@ -1,0 +1,285 @@
+"""The thread that runs jobs: one worker process at a time, watched until it ends.
+
+It alone starts and stops workers; the rest of the daemon changes the queue and wakes it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from ondevice.artifact.files import atomic_write
+from ondevice.errors import (
+    INTERRUPTED_EXIT_CODE,
+    BusyError,
+    DoesNotFitError,
+    OndeviceError,
+    StorageError,
+    TrainingError,
+)
+from ondevice.server import worker
+from ondevice.server.adapters import register_outcome
+from ondevice.server.follow import follow
+from ondevice.server.jobs import JobSpec, adapter_folder, artifact_folder, resolve
+from ondevice.server.limits import Cgroup, resident_bytes
+from ondevice.server.logs import trim
+from ondevice.server.queue import Job, Outcome, Queue, in_window
+from ondevice.server.store import Store
+
+_log = logging.getLogger(__name__)
+POLL_S = 0.1
+IDLE_S = 1.0
+SAVE_GRACE_S = 120.0
+"""How long a worker may take to end its step and save, before it is killed and the last checkpoint counts."""
+CANCEL_GRACE_S = 5.0
+BUSY_WAIT_S = 0.5
+
+
+@dataclass
+class Running:
+    """The worker that runs."""
+
+    job: str
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    limits: dict[str, Any]
+    started: float = field(default_factory=time.monotonic)
+    ran_before_s: float = 0.0
+    asked: str = ""
+    """Why it was told to stop; empty while it may go on."""
+    kill_at: float = 0.0
+    over: OndeviceError | None = None
+    """The limit that it broke."""
+    in_cgroup: bool = False
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class Supervisor(threading.Thread):
+    """Runs the queue until `stop`.
+
+    Args:
+        python: the interpreter of the workers.
+    """
+
+    def __init__(self, store: Store, queue: Queue, python: str = sys.executable) -> None:
+        super().__init__(name="supervisor", daemon=True)
+        self.store, self.queue, self.python = store, queue, python
+        self.running: Running | None = None
+        self.cgroup = Cgroup()
+        self.beat = time.monotonic()
+        """When it last went round; the watchdog looks at it."""
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+
+    def wake(self) -> None:
+        """Something in the queue has changed."""
+        self._wake.set()
+
+    def stop(self, timeout_s: float = SAVE_GRACE_S + 10) -> None:
+        """End: the worker saves its state, and its job is queued again."""
+        self._ending.set()
+        self.wake()
+        self.join(timeout_s)
+
+    def recover(self) -> None:
+        """Put the queue in order after a daemon that ended in any way; before `start`."""
+        for job in self.queue.list("running", "pausing", "cancelling"):
+            follow(self.store, self.queue, job.id)
+        for job in self.queue.recover():
+            _log.info("job %s: %s after a restart", job.id, job.state)
+
+    def run(self) -> None:
+        """The thread."""
+        while not (self._ending.is_set() and self.running is None):
+            self.beat = time.monotonic()
+            try:
+                self._tick()
+            except Exception:
+                _log.exception("the supervisor stumbled, and goes on")
+                time.sleep(1.0)
+            self._wake.wait(POLL_S if self.running else IDLE_S)
+            self._wake.clear()
+
+    def _tick(self) -> None:
+        if self.running is not None:
+            self._watch(self.running)
+        elif not self._ending.is_set() and (job := self.queue.claim()) is not None:
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
+        folder = self.store.path("jobs", job.id)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            spec = JobSpec.parse(job.spec, "job")
+            config = resolve(spec, self.store, folder / worker.RUN)
+            values = {
+                "attempt": job.attempt,
+                "config": config.model_dump(mode="json"),
+                "artifact": str(artifact_folder(self.store, spec.artifact)) if spec.artifact else None,
+                "adapter": str(adapter_folder(self.store, spec.adapter)) if spec.adapter else None,
+                "force": spec.force,
+            }
+            atomic_write(folder / worker.JOB, json.dumps(values))
+            (folder / worker.ERROR).unlink(missing_ok=True)
+            trim(folder / "worker.log")
+            log = open(folder / "worker.log", "ab")
+            process = subprocess.Popen(
+                [self.python, "-m", "ondevice.server.worker", str(folder), str(os.getpid())],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=worker_environment(),
+            )
+        except OndeviceError as error:
+            self.queue.ended(job.id, "refused", reason=error.message, error=error.to_dict())
+            return
+        except OSError as error:
+            problem = StorageError(f"the worker cannot be started: {error.strerror}")
+            self.queue.ended(job.id, "crashed", reason=problem.message, error=problem.to_dict())
+            return
+        limits = job.spec.get("limits", {})
+        self.running = Running(job.id, process, log, limits, ran_before_s=job.ran_s)
+        if limit := limits.get("memory_bytes"):
+            self.running.in_cgroup = self.cgroup.place(process.pid, job.id, limit)
+        _log.info("job %s: started, process %d, attempt %d", job.id, process.pid, job.attempt)
+
+    def _watch(self, running: Running) -> None:
+        follow(self.store, self.queue, running.job)
+        code = running.process.poll()
+        if code is not None:
+            self._ended(running, code)
+            return
+        job = self.queue.get(running.job)
+        running.limits = job.spec.get("limits", {})
+        running.resident_bytes = resident_bytes(running.process.pid)
+        running.peak_bytes = max(running.peak_bytes, running.resident_bytes)
+        now, ran_s = time.monotonic(), time.monotonic() - running.started
+        memory, seconds = running.limits.get("memory_bytes"), running.limits.get("time_s")
+        if memory and running.resident_bytes > memory and running.over is None:
+            running.over = over_memory(memory, running.resident_bytes)
+            self._kill(running)
+        elif seconds and running.ran_before_s + ran_s > seconds and not running.asked:
+            running.over = TrainingError(
+                "the job's time is over; its state is saved",
+                expected=f"at most {seconds:g} s of running",
+                received=f"{running.ran_before_s + ran_s:.0f} s",
+                hint="raise limits.time_s, and resume",
+            )
+            self._ask(running, "time limit", SAVE_GRACE_S)
+        elif job.state == "cancelling" and running.asked != "cancelled":
+            self._ask(running, "cancelled", CANCEL_GRACE_S)
+        elif not running.asked:
+            if job.state == "pausing":
+                self._ask(running, "paused", SAVE_GRACE_S)
+            elif self._ending.is_set():
+                self._ask(running, "the daemon was stopped", SAVE_GRACE_S)
+            elif not in_window(job.spec, self.queue.clock()):
+                self._ask(running, "its window has closed", SAVE_GRACE_S)
+        if running.kill_at and now > running.kill_at:
+            self._kill(running)
+        trim(self.store.path("jobs", running.job) / "worker.log")
+
+    def _ask(self, running: Running, why: str, grace_s: float) -> None:
+        _log.info("job %s: asked to stop: %s", running.job, why)
+        running.asked, running.kill_at = why, time.monotonic() + grace_s
+        running.process.terminate()
+
+    def _kill(self, running: Running) -> None:
+        running.asked = running.asked or "killed"
+        try:
+            os.killpg(running.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def _ended(self, running: Running, code: int) -> None:
+        follow(self.store, self.queue, running.job)
+        self.running = None
+        running.log.close()
+        self._end_family(running.process.pid)
+        if running.in_cgroup and self.cgroup.killed():
+            running.over = over_memory(running.limits["memory_bytes"], None)
+        self.cgroup.remove()
+        folder, ran_s = self.store.path("jobs", running.job), time.monotonic() - running.started
+        outcome, error = judge(code, running, _error_of(folder))
+        reason = "" if outcome == "finished" else running.asked or str((error or {}).get("message", ""))
+        try:
+            done = register_outcome(self.store, running.job, folder) if outcome == "finished" else lambda job: None
+        except OndeviceError as problem:
+            outcome, error, reason, done = "crashed", problem.to_dict(), problem.message, lambda job: None
+        job = self.queue.ended(running.job, outcome, reason=reason, error=error, ran_s=ran_s, and_then=done)
+        if error and error.get("error") == BusyError.__name__:
+            with self.store.transaction() as db:
+                now = self.queue.clock()
+                db.execute("UPDATE jobs SET crashes = 0, not_before_s = ? WHERE id = ?", (now + BUSY_WAIT_S, job.id))
+        _log.info("job %s: ended with %d, now %s %s", job.id, code, job.state, reason)
+
+    @staticmethod
+    def _end_family(pid: int) -> None:
+        """What the worker started and left: a session of its own, so nothing else is in it."""
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def judge(code: int, running: Running, told: dict[str, Any] | None) -> tuple[Outcome, dict[str, Any] | None]:
+    """What an exit status means: how the worker ended, and the error to show."""
+    if running.over is not None:
+        return "refused", running.over.to_dict()
+    if code == 0:
+        return "finished", None
+    if code == INTERRUPTED_EXIT_CODE or (running.asked and code < 0):
+        return "interrupted", None
+    if told is not None and told.get("exit_code") == code:
+        again = code in (BusyError.exit_code, StorageError.exit_code)
+        return ("crashed" if again else "refused"), told
+    name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+    problem = TrainingError(f"the worker ended with {name}", hint="GET /v1/jobs/ID/log has what it printed")
+    return "crashed", problem.to_dict()
+
+
+def over_memory(limit: int, found: int | None) -> DoesNotFitError:
+    """The error of a job that took more memory than it may."""
+    return DoesNotFitError(
+        "the job took more memory than its limit",
+        expected=f"at most {limit / 2**20:,.0f} MiB",
+        received="more" if found is None else f"{found / 2**20:,.0f} MiB",
+        hint="a smaller batch or shorter rows; a dry run gives the plan's table",
+    )
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of every process that the daemon starts: its own, without what systemd meant for the daemon."""
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "ONDEVICE_TOKEN")
+    }
+
+
+def remove_job(store: Store, queue: Queue, job: str) -> None:
+    """Forget an ended job and remove its folder; its adapters stay."""
+    folder = store.path("jobs", job)
+    queue.delete(job)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _error_of(folder: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads((folder / worker.ERROR).read_text())
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None

@@ -1,0 +1,122 @@
+"""Zips from outside: every name and size is looked at before a byte is written, and nothing leaves the folder."""
+
+from __future__ import annotations
+
+import re
+import stat
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+
+from ondevice.artifact.files import storage_errors
+from ondevice.errors import ArtifactError
+
+SUFFIXES = (
+    ".json", ".jsonl", ".safetensors", ".txt", ".md", ".jinja", ".model", ".yaml", ".pte", ".ptd", ".mlxfn", ".sh",
+    ".gguf", ".swift",
+)  # fmt: skip
+"""What an upload may hold. No pickle (.bin, .pt, .pth, .ckpt, .pkl) and no Python."""
+MAX_FILES = 2000
+MAX_DEPTH = 6
+MAX_RATIO = 200
+"""Times that a file may be larger than its packed form; safetensors and text stay far below."""
+_CHUNK_BYTES = 1 << 20
+_PART = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9._+=@ -]{0,199}")
+
+
+def unpack(source: Path, folder: Path, *, limit_bytes: int) -> list[str]:
+    """Unpack a zip into an empty folder; gives the names of its files.
+
+    One folder at the top that holds everything is left out, so that a zip of a folder is the folder.
+
+    Args:
+        limit_bytes: of all files together, unpacked.
+
+    Raises:
+        ArtifactError: no zip, damaged, encrypted, too large; or a name that leads elsewhere, stands twice, is a
+            link, or is of a kind that may not be uploaded.
+        StorageError: the disk is full.
+    """
+    try:
+        with zipfile.ZipFile(source) as archive:
+            entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+            names = [_check(entry) for entry in entries]
+            _check_all(entries, names, limit_bytes)
+            names = _without_top(names)
+            left = limit_bytes
+            for entry, name in zip(entries, names):
+                left -= _write(archive, entry, folder / name, left)
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
+            UnicodeError, ValueError, OverflowError) as error:  # fmt: skip
+        raise ArtifactError(
+            "the zip cannot be read", expected="a whole zip file", received=f"{type(error).__name__}: {error}",
+            hint="pack it again with `zip -r` or Python's zipfile",
+        ) from None  # fmt: skip
+    return [str(name) for name in names]
+
+
+def _check(entry: zipfile.ZipInfo) -> PurePosixPath:
+    name = entry.orig_filename if "\0" in entry.orig_filename else entry.filename
+    path = PurePosixPath(name)
+    kind = entry.external_attr >> 16
+    if "\\" in name or path.is_absolute() or not path.parts or not all(map(_PART.fullmatch, path.parts)):
+        raise ArtifactError(
+            f"the zip holds a name that leads elsewhere or cannot be used: {name[:200]!r}",
+            expected="plain names below one folder: letters, digits, '.', '_', '-'",
+            received=name[:200],
+        )
+    if kind and not stat.S_ISREG(kind) and stat.S_IFMT(kind):
+        raise ArtifactError(f"{name}: only plain files may be uploaded", expected="a file", received="a link or device")
+    if len(path.parts) > MAX_DEPTH:
+        raise ArtifactError(f"{name}: too many folders", expected=f"at most {MAX_DEPTH}", received=len(path.parts))
+    if path.suffix.lower() not in SUFFIXES:
+        raise ArtifactError(
+            f"{name}: files of this kind cannot be uploaded",
+            expected=", ".join(SUFFIXES),
+            received=path.suffix or "no suffix",
+            hint="weights as safetensors: pickled ones can run any code when they are read",
+        )
+    if entry.flag_bits & 1:
+        raise ArtifactError(f"{name} is encrypted", expected="a zip without a password")
+    return path
+
+
+def _check_all(entries: list[zipfile.ZipInfo], names: list[PurePosixPath], limit_bytes: int) -> None:
+    if not entries:
+        raise ArtifactError("the zip is empty", expected="files", received="none")
+    if len(entries) > MAX_FILES:
+        raise ArtifactError("the zip has too many files", expected=f"at most {MAX_FILES}", received=len(entries))
+    lower = [str(name).lower() for name in names]
+    if len(set(lower)) < len(lower):
+        twice = next(name for name in lower if lower.count(name) > 1)
+        raise ArtifactError(f"the zip holds {twice} twice", expected="each name once")
+    total = sum(entry.file_size for entry in entries)
+    if total > limit_bytes:
+        raise ArtifactError("the zip is too large unpacked", expected=f"at most {limit_bytes} bytes", received=total)
+    for entry in entries:
+        if entry.file_size > MAX_RATIO * max(entry.compress_size, 1 << 12):
+            raise ArtifactError(f"{entry.filename} is packed suspiciously small", received=f"{entry.file_size} bytes")
+
+
+def _without_top(names: list[PurePosixPath]) -> list[PurePosixPath]:
+    tops = {name.parts[0] for name in names}
+    if len(tops) == 1 and all(len(name.parts) > 1 for name in names):
+        return [PurePosixPath(*name.parts[1:]) for name in names]
+    return names
+
+
+def _write(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, left: int) -> int:
+    """One file; what it really holds counts, not what the zip says."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "xb")
+    except (FileExistsError, NotADirectoryError):
+        raise ArtifactError(f"{entry.filename} is a file and a folder in the zip", expected="one of both") from None
+    written = 0
+    with file, archive.open(entry) as source, storage_errors(path):
+        while chunk := source.read(_CHUNK_BYTES):
+            written += len(chunk)
+            if written > min(left, entry.file_size):
+                raise ArtifactError(f"{entry.filename} is larger than the zip says", expected=entry.file_size)
+            file.write(chunk)
+    return written

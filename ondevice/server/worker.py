@@ -1,0 +1,104 @@
+"""One job in a process of its own: `python -m ondevice.server.worker JOB_FOLDER DAEMON_PID`.
+
+It runs what the command line runs. What happens is in the run's own events.jsonl; `attempt.json` says from which
+byte on this attempt wrote there, because a resume cuts the log back to its checkpoint. It ends with the exit codes
+of the command line: 130 when it was stopped and its state is saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ondevice.errors import INTERRUPTED_EXIT_CODE, OndeviceError
+
+if TYPE_CHECKING:
+    from ondevice.train.events import Event
+
+JOB, ATTEMPT, RESULT, ERROR, RUN = "job.json", "attempt.json", "result.json", "error.json", "run"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """End at once when the process that started this one is gone; a system without prctl does without."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (AttributeError, OSError):
+        return
+    if os.getppid() != parent:
+        os._exit(INTERRUPTED_EXIT_CODE)
+
+
+def first_offset(folder: Path, attempt: int) -> Callable[[Event], None]:
+    """A sink that notes, once, where in the log this attempt's first event begins."""
+    from ondevice.artifact.files import atomic_write
+    from ondevice.train.log import FILE_NAME
+
+    noted = False
+
+    def sink(event: Event) -> None:
+        nonlocal noted
+        if not noted:
+            noted = True
+            begin = (folder / RUN / FILE_NAME).stat().st_size - len(event.to_line())
+            atomic_write(folder / ATTEMPT, json.dumps({"attempt": attempt, "offset": begin}))
+
+    return sink
+
+
+def run(folder: Path) -> int:
+    """Train what `job.json` says; gives the exit status."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.api.training import run_artifact, train
+    from ondevice.artifact.files import atomic_write
+
+    job = json.loads((folder / JOB).read_text())
+    config = RunConfig.parse(job["config"], "job")
+    adapter = Path(job["adapter"]) if job["adapter"] else None
+    sinks = [first_offset(folder, job["attempt"])]
+    if job["artifact"]:
+        trained = run_artifact(Path(job["artifact"]), config, resume=True, adapter=adapter, sinks=sinks)
+    else:
+        trained = train(config, resume=True, force=job["force"], adapter=adapter, sinks=sinks)
+    if trained.result.interrupted:
+        return INTERRUPTED_EXIT_CODE
+    from ondevice.train.events import plain
+
+    atomic_write(folder / RESULT, json.dumps(plain(trained.to_dict())))
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """The process: what can be told of an error is in `error.json`."""
+    from ondevice.artifact.files import atomic_write
+
+    folder, parent = Path(arguments[0]), int(arguments[1])
+    die_with(parent)
+    for name, value in (("HF_HUB_DISABLE_PROGRESS_BARS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's import warns of its own enums
+    (folder / ERROR).unlink(missing_ok=True)
+    try:
+        return run(folder)
+    except OndeviceError as error:
+        atomic_write(folder / ERROR, json.dumps(error.to_dict()))
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # everything is on the disk; taking the frameworks down takes seconds
