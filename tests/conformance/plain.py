@@ -126,3 +126,82 @@ class PlainFirstOrder:
 
     def trained(self) -> dict[str, np.ndarray]:
         return {name: leaf.detach().numpy() for name, leaf in self.leaves.items()}
+
+
+class PlainRevffn(PlainFirstOrder):
+    """The network of the settings in memory, transformers' own layers in float64, every activation stored."""
+
+    def __init__(self, config: Any, start: dict[str, np.ndarray], family: str, sizes: dict[str, Any]) -> None:
+        super().__init__(config, start, family, sizes)
+        self.layers = self.model.model.layers
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int) -> Step:
+        weights = {name: leaf for name, leaf in self.leaves.items() if ".revffn." not in name}
+        output = torch.func.functional_call(_Calls(self.model, self._forward), _prefixed(weights), (ids,))
+        loss = plain_loss(output, torch.from_numpy(labels))
+        self.optimizer.zero_grad()
+        loss.backward()
+        return np.array([loss.item()]), np.array([])
+
+    def _forward(self, ids: np.ndarray) -> torch.Tensor:
+        core = self.model.model
+        embedded = core.embed_tokens(torch.from_numpy(ids))
+        self.position = core.rotary_emb(embedded, torch.arange(ids.shape[1])[None])
+        hidden = self._full(embedded) if self.config.coupling == "full" else self._half(*embedded.chunk(2, -1))
+        return self.model.lm_head(core.norm(hidden))
+
+    def _full(self, h: torch.Tensor) -> torch.Tensor:
+        """h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]), the first step with h[-1] = h[0]."""
+        before, g = h, 2.0**-self.config.gamma_bits
+        for i in range(len(self.layers)):
+            attention = self._attention(i, h, h)
+            change = attention + self._mlp(i, h + attention)
+            first = i == 0
+            h, before = (h + change if first else (1 + g) * h - g * before + (1 - g) * change), h
+        return h
+
+    def _half(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """`exact`: x += down(attention(up(y))), y += down(mlp(up(x))); `paper` takes the queries from x."""
+        for i in range(len(self.layers)):
+            up, down, mlp_up, mlp_down = (
+                self.leaves[f"model.layers.{i}.revffn.{name}"]
+                for name in ("attention_up", "attention_down", "mlp_up", "mlp_down")
+            )
+            queries = x if self.config.coupling == "paper" else y
+            x = x + self._attention(i, queries @ up.T, y @ up.T) @ down.T
+            y = y + self._mlp(i, x @ mlp_up.T) @ mlp_down.T
+        return torch.cat((x, y), -1)
+
+    def _mlp(self, i: int, h: torch.Tensor) -> torch.Tensor:
+        return self.layers[i].mlp(self.layers[i].post_attention_layernorm(h))
+
+    def _attention(self, i: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Written out: softmax over all scores, keys repeated for their groups."""
+        layer, (cos, sin) = self.layers[i], (table[:, None].double() for table in self.position)
+        own, width = layer.self_attn, layer.self_attn.head_dim
+        read, seen = layer.input_layernorm(queries), layer.input_layernorm(keys)
+        q, k, v = (
+            project(h).unflatten(-1, (-1, width)).transpose(1, 2)
+            for project, h in ((own.q_proj, read), (own.k_proj, seen), (own.v_proj, seen))
+        )
+        half = width // 2
+        q, k = (x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin for x in (q, k))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(2, 3) / width**0.5).masked_fill(future, float("-inf"))
+        return own.o_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class _Calls(torch.nn.Module):
+    """A module whose forward is `function`, so that `functional_call` can put leaves in the place of its weights."""
+
+    def __init__(self, inner: Any, function: Any) -> None:
+        super().__init__()
+        self.inner, self.function = inner, function
+
+    def forward(self, ids: np.ndarray) -> torch.Tensor:
+        return self.function(ids)
+
+
+def _prefixed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"inner.{name}": value for name, value in weights.items()}

@@ -46,9 +46,10 @@ class Row:
 
 STEPS = 6
 LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "full": 1e-3}
-LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3, "mesp": 1e-2}
+LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3, "mesp": 1e-2, "revffn": 1e-3}
 BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
 WHOLE = "float32 and bfloat16; AdamW itself where the subspace is as large as the matrices"
+REVERSIBLE = "float32 and bfloat16; gradients with the bits of stored activations"
 EAGER = (
     Row("prge", "torch-cpu"),
     Row("prge", "torch-cpu", settings={"noise": "rademacher", "top_layers": 1}, **BIAS),
@@ -77,6 +78,18 @@ EAGER = (
     Row("mesp", "torch-cpu", adapter_error=2e-4),
     Row("mesp", "torch-cpu", settings={"mlp_chunk_tokens": 7, "micro_batch_size": 1}, adapter_error=2e-4, **BIAS),
     Row("mesp", "torch-cpu", family="mistral", adapter_error=2e-4),
+    Row("revffn", "torch-cpu", REVERSIBLE, loss_error=1e-5, adapter_error=1e-3),
+    Row("revffn", "torch-cpu", REVERSIBLE, {"coupling": "exact"}, loss_error=1e-5, adapter_error=1e-3, **BIAS),
+    Row("revffn", "torch-cpu", REVERSIBLE, {"micro_batch_size": 1}, "qwen2_moe", loss_error=1e-5, adapter_error=1e-3),
+    Row(
+        "revffn",
+        "torch-cpu",
+        REVERSIBLE,
+        {"coupling": "paper", "streams": "float32", "not_converged": "store"},
+        "mistral",
+        loss_error=1e-5,
+        adapter_error=1e-3,
+    ),
 )
 CUDA = tuple(
     Row(method, "torch-cuda", loss_error=1e-5, gradient_error=2e-2, adapter_error=error, claimed=claimed)
@@ -89,6 +102,7 @@ CUDA = tuple(
         ("slideformer", 2e-3, True),
         ("lsp", 2e-3, True),
         ("mesp", 1e-3, False),
+        ("revffn", 2e-3, False),
     )
 )
 PROGRAMS = (

@@ -21,7 +21,7 @@ from ondevice.exporters.registry import exporter
 from ondevice.methods.registry import OFFLOADING, method_config, open_session
 from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
-from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge
+from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge, PlainRevffn
 from tests.conformance.table import LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
 from tests.methods.reference import batch
 from tests.programs import MODELS, config, model, needs_qnn, program
@@ -36,6 +36,7 @@ DEFAULTS = {
     "slideformer": {"compute": "float32"},
     "lsp": {"compute": "float32", "subspace": 1024},
     "mesp": {"rank": 4},
+    "revffn": {"skip_stage1": True},
 }
 ROWS = [pytest.param(row, id=row.name, marks=[pytest.mark.gpu] if row.backend == "torch-cuda" else []) for row in TABLE]
 
@@ -89,6 +90,8 @@ def reference(row: Row, session: Any) -> Plain:
     if row.method == "mezo":
         return PlainMezo(method(row), SEED, family, sizes)
     start = trained(session)
+    if row.method == "revffn":
+        return PlainRevffn(method(row), start, family, sizes)
     return PlainFirstOrder(method(row), start, family, sizes)
 
 

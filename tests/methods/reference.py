@@ -109,6 +109,8 @@ class DoubleNorm(nn.Module):
 
 def in_double(model: Any) -> Any:
     """The model in float64 throughout, in place."""
+    if hasattr(model.config, "num_experts"):
+        model.set_experts_implementation("eager")  # grouped products know no float64
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child).__name__.endswith("RMSNorm"):

@@ -49,11 +49,11 @@ class RevffnSession:
         self.network = Reversible(loaded.family, config, seed=seed)
         self.passes = Passes(self.network, config.recompute == "stored", config.micro_batch_size, config.loss_tiles)
         self.adapters = self.network.adapters
-        self.trained: dict[str, Tensor] = dict(self.adapters)
+        self.parameters: dict[str, Tensor] = dict(self.adapters)
         if not config.stage1_only:
             named = loaded.model.named_parameters()
-            self.trained |= {name: value for name, value in named if config.train_router or ROUTER not in name}
-        self.updates = Updates(config, self.trained, seed)
+            self.parameters |= {name: value for name, value in named if config.train_router or ROUTER not in name}
+        self.updates = Updates(config, self.parameters, seed)
         self.active: dict[str, Any] | None = None
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
@@ -104,7 +104,7 @@ class RevffnSession:
         """Let the parameters of the step's stage require gradients; gives its learning rate."""
         stage1 = self.config.stage1
         first = stage1 is None or step < stage1
-        active = self.adapters if first else self.trained
+        active = self.adapters if first else self.parameters
         if active is not self.active:
             self.active = active
             for name, parameter in [*self.loaded.model.named_parameters(), *self.adapters.items()]:
@@ -126,7 +126,7 @@ class RevffnSession:
 
     def state(self) -> dict[str, np.ndarray]:
         """What is trained, the optimizer's state and the streams' scale, as they are; bfloat16 as uint16."""
-        arrays = self.trained | self.updates.arrays()
+        arrays = self.parameters | self.updates.arrays()
         found = {name: as_numpy(value.detach().cpu().clone()) for name, value in arrays.items()}
         return found if self.network.fraction_bits is None else found | {BITS: np.array([self.network.fraction_bits])}
 
@@ -134,7 +134,7 @@ class RevffnSession:
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""
         arrays = {name: torch.from_numpy(value) for name, value in state.items()}
-        for name, parameter in self.trained.items():
+        for name, parameter in self.parameters.items():
             value = arrays.get(name)
             if value is not None and value.dtype == torch.uint16:
                 value = value.view(torch.bfloat16)

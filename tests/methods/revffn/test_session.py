@@ -79,14 +79,14 @@ def test_global_clipping_is_torchs_clip_grad_norm() -> None:
     limit = 0.3
     model = opened(optimizer="sgd", max_grad_norm=limit, clip="global")
     loss, gradients = opened().gradients(*batch(4, seed=0))
-    start = {name: value.detach().clone() for name, value in model.trained.items()}
+    start = {name: value.detach().clone() for name, value in model.parameters.items()}
     leaves = [torch.nn.Parameter(start[name]) for name in gradients]
     for leaf, gradient in zip(leaves, gradients.values(), strict=True):
         leaf.grad = gradient.clone()
     assert float(torch.nn.utils.clip_grad_norm_(leaves, limit)) > limit
     assert model.step(*batch(4, seed=0), 0, RATE).loss == pytest.approx(loss, rel=1e-6)
     for name, leaf in zip(gradients, leaves, strict=True):
-        torch.testing.assert_close(model.trained[name], start[name] - RATE * leaf.grad, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(model.parameters[name], start[name] - RATE * leaf.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("parts", [None, 2])
@@ -98,11 +98,11 @@ def test_two_passes_clip_as_one_that_keeps_everything(parts) -> None:
 def test_a_block_is_clipped_alone() -> None:
     model, limit = opened(optimizer="sgd", max_grad_norm=0.05), 0.05
     _, gradients = opened().gradients(*batch(4, seed=0))
-    before = {name: value.detach().clone() for name, value in model.trained.items()}
+    before = {name: value.detach().clone() for name, value in model.parameters.items()}
     model.step(*batch(4, seed=0), 0, RATE)
     for block in model.passes.blocks:
         norm = float(torch.stack([gradients[name].square().sum() for name in block]).sum().sqrt())
-        changes = [model.trained[name].detach() - before[name] for name in block]
+        changes = [model.parameters[name].detach() - before[name] for name in block]
         moved = float(torch.stack([change.square().sum() for change in changes]).sum().sqrt())
         assert norm > limit and moved == pytest.approx(RATE * limit, rel=1e-3)
 
@@ -124,9 +124,9 @@ def test_the_first_step_of_stage_2_is_adamws_first() -> None:
     session = opened("qwen2_moe", coupling="exact", skip_stage1=False, stage1_steps=3, learning_rate=RATE)
     after(session, steps=3)
     name = "model.layers.1.mlp.shared_expert.up_proj.weight"
-    before = session.trained[name].detach().clone()
+    before = session.parameters[name].detach().clone()
     after(session, steps=1, first=3)
-    moved = (session.trained[name].detach() - before).abs()
+    moved = (session.parameters[name].detach() - before).abs()
     assert float(moved.median()) == pytest.approx(RATE, rel=1e-2)
 
 
@@ -135,10 +135,10 @@ def test_ablations_train_what_they_say() -> None:
     losses, state = after(only, steps=4)
     assert losses[-1] < losses[0] and all("revffn" in name for name in state if name != "fraction_bits")
     both = opened("qwen2_moe", coupling="exact", train_router=True)
-    router = next(name for name in both.trained if ROUTER in name)
-    before = both.trained[router].detach().clone()
+    router = next(name for name in both.parameters if ROUTER in name)
+    before = both.parameters[router].detach().clone()
     after(both, steps=1)
-    assert not torch.equal(before, both.trained[router])
+    assert not torch.equal(before, both.parameters[router])
 
 
 @pytest.mark.parametrize(
