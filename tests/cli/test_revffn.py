@@ -1,0 +1,99 @@
+"""RevFFN through the command line: stages, Ctrl-C and resume, the exported folder, the conversion back, the plan."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.cli.command import classes, tiny
+from tests.cli.test_interrupt import start, wait_for_steps
+from tests.methods.revffn.test_export import read
+
+MOE = "tiny:qwen2_moe"
+
+
+def train(data, *more: object, model: str = MOE) -> list[object]:
+    return ["train", *tiny("revffn", "--lr", "0.001", model=model), "--data", data, *more]
+
+
+def weights(folder) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_a_run_leaves_the_network_and_the_ordinary_model(ondevice, tmp_path) -> None:
+    data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
+    done = ondevice(*train(data, "--steps", 4, "--out", out, "--json"))
+    assert done.code == 0, done.err
+    found = done.json
+    assert found["final_loss"] < found["first_loss"] and found["model"] == str(out / "model")
+    assert found["ordinary_loss_difference"] == pytest.approx(found["ordinary_loss"] - found["reversible_loss"])
+    again = ondevice("eval", found["ordinary_model"], "--data", data, "--json")
+    assert again.code == 0 and again.json["loss"] == pytest.approx(found["ordinary_loss"], rel=1e-5), again.err
+    assert read(out / "model", np.arange(8)[None])["kind"] == "RevffnForCausalLM"
+    shown = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "other"))
+    assert shown.code == 0 and "ordinary loss difference" in shown.out
+
+
+def test_ablations_are_flags(ondevice, tmp_path) -> None:
+    """Table 3: the adapters alone leave every pretrained weight; without stage 1 all of them move at once."""
+    data, half = classes(tmp_path / "rows.jsonl"), ("--set", "method.coupling=exact")
+    states = {}
+    for name, flags in {"only": ["--stage1-only"], "skip": ["--skip-stage1"], "both": []}.items():
+        done = ondevice(*train(data, "--steps", 2, "--out", tmp_path / name, *half, *flags, "--json"))
+        assert done.code == 0 and "ordinary_model" not in done.json, done.err
+        states[name] = load_file(tmp_path / name / "model" / "model.safetensors")
+    embedding, adapter = "model.embed_tokens.weight", "model.layers.0.revffn.mlp_up"
+    assert states["only"][embedding].tobytes() == states["both"][embedding].tobytes()
+    assert states["only"][embedding].tobytes() != states["skip"][embedding].tobytes()
+    assert len({states[name][adapter].tobytes() for name in states}) == 2  # two steps of stage 1, or none
+    refused = ondevice(*train(data, "--steps", 2, "--out", tmp_path / "full", "--stage1-only"))
+    assert refused.code == 2 and "coupling: exact or paper" in refused.err
+    other = ondevice("train", *tiny("lora"), "--data", data, "--stage1-only")
+    assert other.code == 2 and "stage1_only" in other.err and "others have" in other.err
+
+
+@pytest.mark.parametrize("more", [("--dtype=float32",), ("--dtype=bfloat16", "--set", "method.optimizer=adafactor")])
+def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(more, ondevice, tmp_path) -> None:
+    data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
+    dtype = ("--set", f"model.dtype={more[0].removeprefix('--dtype=')}")
+    options = train(data, *dtype, *more[1:], "--set", "method.micro_batch_size=1")
+    process = start(*options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path)
+    try:
+        wait_for_steps(process, out, 3)
+        process.send_signal(signal.SIGINT)
+        printed, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    done = json.loads(printed.splitlines()[-1])["steps"]
+    assert not (out / "model").exists()
+    assert ondevice(*options, "--steps", done + 2, "--out", out, "--resume").code == 0
+    assert ondevice(*options, "--steps", done + 2, "--out", straight).code == 0
+    assert weights(out / "model") == weights(straight / "model")
+    assert (out / "model" / "config.json").read_bytes() == (straight / "model" / "config.json").read_bytes()
+
+
+def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+    near = ondevice(*train(data, "--steps", 1, "--set", "method.stream=float32"))
+    assert near.code == 2 and "did you mean 'streams'" in near.err
+    other = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "a", model="tiny:gpt2"))
+    assert other.code != 0 and "does not train this family" in other.err and "Traceback" not in other.err
+    adapter = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "b", "--adapter", tmp_path))
+    assert adapter.code != 0 and "Traceback" not in adapter.err
+
+
+def test_the_plan_says_what_would_need_less(ondevice) -> None:
+    options = ("--model", MOE, "--method", "revffn", "--device", "h200", "--json")
+    planned = ondevice("plan", *options)
+    assert planned.code == 0, planned.err
+    parts = planned.json["parts_bytes"]
+    assert {"gradients", "optimizer", "streams", "activations"} <= parts.keys()
+    stored = ondevice("plan", *options, "--set", "method.recompute=stored").json["parts_bytes"]
+    assert stored["gradients"] > parts["gradients"]
+    factored = ondevice("plan", *options, "--set", "method.optimizer=adafactor").json["parts_bytes"]
+    assert factored["optimizer"] < 0.3 * parts["optimizer"]
