@@ -72,7 +72,7 @@ class MespConfig(Section):
     """Labelled tokens whose logits exist at once, in each tile; None is all of them."""
 
     mlp_chunk_tokens: int | None = Field(default=None, ge=1)
-    """Tokens that pass through a block's MLP at once, in the backward pass too; None is 256 on a CPU and 4096 on a GPU
+    """Tokens that pass through a block's MLP at once, in the backward pass too; None is 128 on a CPU and 4096 on a GPU
     (torch)."""
 
     mlp_tiles: int = Field(default=8, ge=1)

@@ -14,7 +14,7 @@ BITS_4 = 4.5
 """Bits of a 4-bit weight: NF4 has one float32 for 64 weights, MLX's affine form a float16 scale and bias."""
 WINDOW = 2
 """Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is being read."""
-MLP_CHUNK_TOKENS = 256
+MLP_CHUNK_TOKENS = 128
 """Tokens of the MLP at once where the settings do not say."""
 MLP_CHUNK_TOKENS_GPU = 4096
 TILE_NUMBERS = 1 << 17

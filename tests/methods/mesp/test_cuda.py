@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ondevice.methods.mesp.torch import attention
 from ondevice.models import open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from tests.methods.mesp.reference import errors, exact, learned, rows, session
@@ -57,6 +58,22 @@ def test_half_precision_errs_no_more_than_automatic_differentiation(kernels) -> 
     assert found["manual"][0] == pytest.approx(wanted, rel=1e-2)
 
 
+@pytest.mark.parametrize("form", ["flash", "cudnn"])
+@pytest.mark.parametrize("length", [1, 130, 512])
+def test_both_pairs_of_kernels_give_the_tiles_gradients(form, length, monkeypatch) -> None:
+    """Against the tiled form in float32; cuDNN's where it takes the shape."""
+    made = torch.Generator("cuda").manual_seed(length)
+    q, g = (torch.randn(2, length, 8, 128, generator=made, device="cuda") for _ in range(2))
+    k, v = (torch.randn(2, length, 2, 128, generator=made, device="cuda") for _ in range(2))
+    wanted = (attention.attend(q, k, v)[0], *attention.attend_backward(g, q, k, v, None))
+    monkeypatch.setattr(attention, "form_for", lambda *_: form)
+    half = [x.bfloat16() for x in (q, k, v)]
+    out, kept = attention.attend(*half)
+    found = (out, *attention.attend_backward(g.bfloat16(), *half, kept))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.float() - theirs).norm() <= 1e-2 * theirs.norm()
+
+
 def test_inputs_on_the_host_change_no_bit() -> None:
     losses = []
     for place in ("device", "host"):
@@ -74,7 +91,7 @@ def test_nf4_weights_are_dequantised_in_both_passes() -> None:
     for gradients in ("manual", "blockwise"):
         opened = on_gpu(torch.bfloat16, bits=4, gradients=gradients)
         packed = opened.weights.blocks[0].linears["up_proj"][0]
-        assert packed.packed.dtype == torch.uint8 and packed.packed.numel() * 2 == 256 * 768
+        assert packed.weight.dtype == torch.uint8 and packed.weight.numel() * 2 == 256 * 768
         found[gradients] = learned(opened, ids, labels)
     assert float(np.median(list(errors(found["manual"][1], found["blockwise"][1]).values()))) < 2e-2
     assert found["manual"][0] == pytest.approx(found["blockwise"][0], rel=5e-3)

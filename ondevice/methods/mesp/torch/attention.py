@@ -1,9 +1,10 @@
 """Causal attention with grouped heads and its backward pass, without a score matrix of the whole sequence.
 
-Two forms. `flash`: FlashAttention's own pair of kernels, forward and backward, on CUDA in half precision; they keep
-one number a query and head. `tiles`: written out (appendix A.2) over tiles of queries, each against the keys that it
-sees, for float32 and for devices without such kernels. A tile's softmax is exact, because a query's scores are all
-there at once, so nothing of the forward pass is kept at all: the backward pass needs queries, keys and values.
+Three forms. `flash` and `cudnn`: FlashAttention's and cuDNN's own pairs of kernels, forward and backward, on CUDA in
+half precision, whichever PyTorch itself would take; they keep one number a query and head. `tiles`: written out
+(appendix A.2) over tiles of queries, each against the keys that it sees, for float32 and for devices without such
+kernels. A tile's softmax is exact, because a query's scores are all there at once, so nothing of the forward pass is
+kept at all: the backward pass needs queries, keys and values.
 """
 
 from __future__ import annotations
@@ -12,21 +13,27 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from ondevice.methods.mesp.memory import TILE_NUMBERS, TILE_TOKENS
 from ondevice.methods.mesp.torch.kernels import wide
 
-Form = Literal["flash", "tiles"]
+Form = Literal["flash", "cudnn", "tiles"]
 GPU_TILES = 64
 """A GPU's tile is so many times as large: its launches cost more than its memory."""
 FLASH_HEAD = 256
 """Widest head that FlashAttention takes."""
 
 
-def form_for(q: Tensor) -> Form:
-    """The form for queries of this dtype, device and head."""
-    half = q.dtype in (torch.bfloat16, torch.float16)
-    return "flash" if q.is_cuda and half and q.shape[-1] % 8 == 0 and q.shape[-1] <= FLASH_HEAD else "tiles"
+def form_for(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> Form:
+    """The form for tensors of this dtype, device and shape."""
+    half, width = q_BTHh.dtype in (torch.bfloat16, torch.float16), q_BTHh.shape[-1]
+    if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):
+        return "tiles"
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
+    grouped = q.shape[1] != k.shape[1]
+    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=grouped)
+    return "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value else "flash"
 
 
 def tile_tokens(rows: int, heads: int, length_tokens: int, gpu: bool = False) -> int:
@@ -44,26 +51,34 @@ def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> tuple[Tensor, Any]
     Returns:
         [rows, tokens, heads, head_dim], contiguous, and what the backward pass wants of it.
     """
-    if form_for(q_BTHh) == "flash":
-        q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
+    form = form_for(q_BTHh, k_BTKh, v_BTKh)
+    if form == "tiles":
+        return _attend(q_BTHh, k_BTKh, v_BTKh), None
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
+    if form == "cudnn":
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+    else:
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-        out, kept = found[0], found[1:4] + found[4:6] + found[6:8]
-        return out.transpose(1, 2), (out, *kept)
-    return _attend(q_BTHh, k_BTKh, v_BTKh), None
+    return found[0].transpose(1, 2).contiguous(), (form, *found[:8])
 
 
 def attend_backward(
     g_BTHh: Tensor, q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, kept: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, in their shapes, from that of the output."""
-    if kept is not None:
-        g, q, k, v = (x.transpose(1, 2) for x in (g_BTHh, q_BTHh, k_BTKh, v_BTKh))
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset = kept
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        found = backward(g, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, 0.0, True, seed, offset)
-        gq, gk, gv = (x.transpose(1, 2) for x in found)
-        return gq, gk, gv
-    return _attend_backward(g_BTHh, q_BTHh, k_BTKh, v_BTKh)
+    if kept is None:
+        return _attend_backward(g_BTHh, q_BTHh, k_BTKh, v_BTKh)
+    g, q, k, v = (x.transpose(1, 2) for x in (g_BTHh, q_BTHh, k_BTKh, v_BTKh))
+    form, out, lse, *lengths, seed, offset = kept
+    aten = torch.ops.aten
+    if form == "cudnn":
+        backward = aten._scaled_dot_product_cudnn_attention_backward
+        found = backward(g, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, True)
+    else:
+        backward = aten._scaled_dot_product_flash_attention_backward
+        found = backward(g, q, k, v, out, lse, *lengths, 0.0, True, seed, offset)
+    gq, gk, gv = (x.transpose(1, 2) for x in found)
+    return gq, gk, gv
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
