@@ -13,6 +13,10 @@ from ondevice.config import ModelConfig, Section
 from ondevice.errors import ArtifactError
 
 
+TORCH_TARGETS = ("jetson", "cuda-server")
+"""Targets whose artifacts run in PyTorch."""
+
+
 class ExportConfig(Section):
     """What the exported program looks like."""
 
@@ -37,8 +41,8 @@ class ExportConfig(Section):
     quantize: Literal["none", "q4", "8da4w", "w8", "nf4", "int8"] = "none"
     """`q4`: 4-bit weights, float32 activations (this project's op). `8da4w`: XNNPACK's 8-bit dynamic activations,
     which distort zeroth-order gradients at small perturbation scales. `w8` (NPU only): 8-bit weights, float16
-    activations. `nf4` and `int8` (jetson, cuda-server): by bitsandbytes, activations in `model.dtype`. `none` is float16 on
-    the NPU, `model.dtype` or else bfloat16 for jetson and cuda-server, and float32 elsewhere."""
+    activations. `nf4` and `int8` (jetson, cuda-server): by bitsandbytes, activations in `model.dtype`. `none` is
+    float16 on the NPU, `model.dtype` or else bfloat16 for jetson and cuda-server, and float32 elsewhere."""
 
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"
     """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""
@@ -63,6 +67,17 @@ class ExportConfig(Section):
         return self
 
     @property
+    def runtime(self) -> Literal["torch", "executorch"]:
+        """What runs the artifact, for a plan of it."""
+        return "torch" if self.target in TORCH_TARGETS else "executorch"
+
+    def dtype(self, model: ModelConfig) -> str:
+        """Precision that the artifact computes in: for PyTorch bfloat16, unless the model section names another."""
+        if self.runtime == "executorch":
+            return "float32"
+        return model.dtype if "dtype" in model.model_fields_set else "bfloat16"
+
+    @property
     def uses_ops(self) -> bool:
         """Whether the program needs this project's kernels in the runtime."""
         return self.quantize == "q4" or self.generator == "op" or self.loss == "op"
@@ -78,6 +93,7 @@ class ExportJob:
     seed: int = 0
     task: str | None = None
     overwrite: bool = False
+    memory_limit_bytes: int | None = None
 
 
 @dataclass(frozen=True)

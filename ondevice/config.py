@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ondevice.errors import ConfigError
 
@@ -119,5 +120,26 @@ class TrainConfig(Section):
     backend: Literal["auto", "torch", "mlx"] = "auto"
     """Which framework computes. `auto` takes MLX on a Mac with Metal where the method has it, else torch."""
 
+    memory_limit_bytes: int | None = Field(default=None, ge=1 << 20)
+    """Memory that the run may take, a number or text such as 6GiB; where it computes on a GPU, of the GPU's. A run
+    whose plan needs more is refused, and an allocation beyond it fails."""
+
     out: Path = Path("runs/default")
     """The run's folder: events, checkpoints and the adapter."""
+
+    @field_validator("memory_limit_bytes", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return parse_bytes(value) if isinstance(value, str) else value
+
+
+def parse_bytes(text: str) -> int:
+    """`6GiB`, `512 MiB`, `8GB` or a number of bytes.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"'{text}' is no size of memory; expected 6GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))

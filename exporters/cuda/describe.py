@@ -105,7 +105,7 @@ def _ports(job: ExportJob, length: int, planned_bytes: int) -> ProgramMethod:
     )
 
 
-def launcher(memory_limit: str | None) -> str:
+def launcher(memory_limit: str | int | None) -> str:
     """`run.sh`: `ondevice run` on the folder that it lies in."""
     limit = f'    set -- --memory-limit "${{ONDEVICE_MEMORY_LIMIT:-{memory_limit}}}" "$@"\n' if memory_limit else ""
     guard = f'case " $* " in\n*" --memory-limit "*) ;;\n*)\n{limit}    ;;\nesac\n' if limit else ""

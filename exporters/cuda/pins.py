@@ -22,8 +22,8 @@ PYTHON = {
 }
 TORCH, BITSANDBYTES = "2.13.0", "0.50.2"
 
-JETPACK_6 = f"""# JetPack 6 (L4T R36, CUDA 12.6). Its own Python is 3.10 and this package needs 3.11 or newer: use NVIDIA's
-# container for integrated GPUs, which has Python 3.12 and PyTorch built for JetPack:
+JETPACK_6 = f"""# JetPack 6 (L4T R36, CUDA 12.6). Its own Python is 3.10 and this package needs 3.11 or newer: use
+# NVIDIA's container for integrated GPUs, which has Python 3.12 and PyTorch built for JetPack:
 #
 #     docker run --runtime nvidia -it --network host -v $PWD:/work nvcr.io/nvidia/pytorch:25.06-py3-igpu
 #
@@ -36,7 +36,7 @@ JETPACK_6 = f"""# JetPack 6 (L4T R36, CUDA 12.6). Its own Python is 3.10 and thi
 #     pip install --no-deps ondevice-train       # or the wheel that you built: it asks for a newer torch
 #     ondevice doctor --target jetson
 """
-JETPACK_7 = """# JetPack 7 (L4T R38 and R39, CUDA 13, Python 3.12). Its CUDA is that of servers, so the wheels of PyPI are for it.
+JETPACK_7 = """# JetPack 7 (L4T R38 and R39, CUDA 13, Python 3.12). Its CUDA is that of servers, so PyPI has its wheels.
 #
 #     python3 -m venv venv && . venv/bin/activate
 #     pip install -r requirements-jetpack7.txt

@@ -66,7 +66,7 @@ class CudaTarget(ABC):
         from ondevice.models.packed import save_packed
         from ondevice.nn.packed import pack_model
 
-        dtype = compute_dtype(job)
+        dtype = job.export.dtype(job.model)
         log.info("loading %s", job.model.source)
         loaded = load_model(job.model.source, revision=job.model.revision, dtype=dtype, device="cpu")
         began = time.monotonic()
@@ -81,7 +81,7 @@ class CudaTarget(ABC):
             written = {
                 **self.requirements,
                 manifest.program: describe.program(job, dtype, weights),
-                "run.sh": describe.launcher(self.memory_limit),
+                "run.sh": describe.launcher(job.memory_limit_bytes or self.memory_limit),
                 "README.md": describe.readme(manifest, dtype, tuple(self.requirements)),
             }
             for name, text in written.items():
@@ -120,11 +120,6 @@ class CudaTarget(ABC):
                 received=json.dumps(check),
             )
         return check
-
-
-def compute_dtype(job: ExportJob) -> str:
-    """Precision of activations, embedding and head: bfloat16, unless the run file or `--set` names another."""
-    return job.model.dtype if "dtype" in job.model.model_fields_set else "bfloat16"
 
 
 def _settings(job: ExportJob) -> list[str]:

@@ -31,6 +31,7 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
             seed=config.train.seed,
             task=config.data.task,
             overwrite=overwrite,
+            memory_limit_bytes=config.train.memory_limit_bytes,
         )
         for section in sections
     ]
@@ -49,7 +50,29 @@ def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> lis
     target = exporter(config.export.target)
     if problems := list(dict.fromkeys(problem for job in jobs for problem in target.check(job))):
         raise ConfigError("cannot export: " + "; ".join(problems))
+    if config.train.memory_limit_bytes is not None:
+        _ensure_fits(config)
     return [target.export(job, place) for job, place in zip(jobs, places)]
+
+
+def _ensure_fits(config: RunConfig) -> None:
+    """Refuse an artifact whose runs would not fit the memory limit."""
+    from ondevice.plan.estimate import plan
+    from ondevice.plan.fits import ensure_fits
+
+    export, limit = config.export, config.train.memory_limit_bytes
+    estimate = plan(
+        config.model.source,
+        config.method,
+        batch_size=export.batch_size,
+        length_tokens=max(export.lengths_tokens),
+        dtype=export.dtype(config.model),
+        export=export,
+        runtime=export.runtime,
+        device="this-cpu",
+        memory_limit_bytes=limit,
+    )
+    ensure_fits(estimate)
 
 
 def export(config: RunConfig, out: Path, *, overwrite: bool = False) -> ExportReport:

@@ -13,7 +13,7 @@ from ondevice.api.opening import artifact_tokenizer, read_dataset, resolve_devic
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
 from ondevice.errors import ConfigError
-from ondevice.methods.registry import OFFLOADING, RANKED, backend_for, home_of, open_session, reads_files
+from ondevice.methods.registry import OFFLOADING, RANKED, Backend, backend_for, home_of, open_session, reads_files
 from ondevice.train import events
 from ondevice.train.evaluate import EvalResult, evaluate_dataset
 from ondevice.train.history import RunResult
@@ -23,6 +23,7 @@ from ondevice.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
+    from ondevice.artifact.manifest import Manifest
     from ondevice.data import Dataset
     from ondevice.methods.session import Session
 
@@ -99,11 +100,11 @@ def train(
     Under `torchrun` every process calls this with the same arguments. Rank 0 reads the data and writes; the others
     compute with it, and return what it returns.
     """
-    from ondevice.models import load_model, open_model
     from ondevice.plan.estimate import plan
     from ondevice.plan.fits import ensure_fits
+    from ondevice.plan.limit import memory_limit
 
-    data = config.data
+    data, limit = config.data, config.train.memory_limit_bytes
     if data.path is None:
         raise ConfigError("no data is given", expected="data.path in the run file, or --data")
     rank, world = ranks_of(config)
@@ -117,8 +118,28 @@ def train(
         dtype=config.model.dtype,
         runtime="mlx" if backend == "mlx" else "torch",
         device=f"this-{device}",
+        memory_limit_bytes=limit,
     )
     ensure_fits(estimate, force)
+    with memory_limit(limit, estimate):
+        return _train_model(config, data.path, backend, device, (rank, world), resume, overwrite, adapter, sinks)
+
+
+def _train_model(
+    config: RunConfig,
+    path: Path,
+    backend: Backend,
+    device: str,
+    ranks: tuple[int, int],
+    resume: bool,
+    overwrite: bool,
+    adapter: Path | None,
+    sinks: Iterable[Sink],
+) -> Trained:
+    """`train` once it is known that it fits: load, read, open the session, and run the loop."""
+    from ondevice.models import load_model, open_model
+
+    data, (rank, world) = config.data, ranks
     given = {"revision": config.model.revision, "dtype": config.model.dtype}
     if backend == "mlx" or reads_files(config.method):
         loaded = open_model(config.model.source, **given, packed=backend == "mlx")
@@ -129,7 +150,7 @@ def train(
         with StopRequest():  # a signal is for rank 0, which ends the running step and saves
             return session.follow()
     options = {"task": data.task, "max_length_tokens": data.max_length_tokens, "train_on_prompt": data.train_on_prompt}
-    dataset = read_dataset(data.path, loaded.tokenizer, **options)
+    dataset = read_dataset(path, loaded.tokenizer, **options)
     evaluation = read_dataset(data.eval_path, loaded.tokenizer, **options) if data.eval_path else None
     session = open_session(loaded, config.method, config.train.seed, device, backend)
     if adapter is not None:
@@ -139,7 +160,7 @@ def train(
         identity={
             "method": config.method.model_dump(mode="json"),
             "dtype": config.model.dtype,
-            "data": _data_identity(config, data.path),
+            "data": _data_identity(config, path),
             **adapter_identity(adapter),
         },
         seed=config.train.seed,
@@ -206,10 +227,33 @@ def run_artifact(
     adapter: Path | None = None,
     sinks: Iterable[Sink] = (),
 ) -> Trained:
-    """Fine-tune with the ExecuTorch runtime; model and method are the artifact's, the rest is `config`'s."""
+    """Fine-tune with an artifact in its runtime; model and method are the artifact's, the rest is `config`'s."""
+    from ondevice.plan.limit import memory_limit
+
+    manifest, limit = read_manifest(folder), config.train.memory_limit_bytes
+    if limit is None:
+        return _run_manifest(folder, manifest, config, resume, overwrite, adapter, sinks)
+    from ondevice.plan.artifacts import plan_artifact
+    from ondevice.plan.fits import ensure_fits
+
+    estimate = plan_artifact(folder, manifest, limit)
+    ensure_fits(estimate)
+    with memory_limit(limit, estimate):
+        return _run_manifest(folder, manifest, config, resume, overwrite, adapter, sinks)
+
+
+def _run_manifest(
+    folder: Path,
+    manifest: Manifest,
+    config: RunConfig,
+    resume: bool,
+    overwrite: bool,
+    adapter: Path | None,
+    sinks: Iterable[Sink],
+) -> Trained:
+    """`run_artifact` once it is known that it fits."""
     from ondevice.runtime.opening import open_session
 
-    manifest = read_manifest(folder)
     session = open_session(folder, manifest)
     tokenizer = artifact_tokenizer(folder)
     longest = max(manifest.lengths_tokens)

@@ -43,8 +43,8 @@ def verify(
 
     Returns:
         In PyTorch and MLX: `steps`, `max_rel_loss_error`, `max_abs_adapter_error`, `evaluation_error`, `backend`, `ok`.
-        For an ExecuTorch program with exact gradients: `steps`, `gradient_error` (the largest relative one of a tensor),
-        `max_rel_loss_error`, `max_abs_adapter_error`, `backend`, `ok`. For a CPU's zeroth-order program: `steps`,
+        For an ExecuTorch program with exact gradients: `steps`, `gradient_error` (the largest relative one of a
+        tensor), `max_rel_loss_error`, `max_abs_adapter_error`, `backend`, `ok`. For its zeroth-order one: `steps`,
         `max_rel_loss_error` (free-running), `max_rel_loss_error_replayed` (the runtime's projected gradients fed to
         both sides), `max_abs_adapter_error`, `gradient_correlation`, `backend`, `ok`. For an NPU's: `directions`,
         `sign_agreement`, `correlation`, `loss_error`, `adapter_error`, `perturbation_scale`, `backend`, `ok`, against

@@ -13,7 +13,7 @@ from ondevice.errors import ConfigError
 
 
 def fuse(
-    model: Annotated[str, typer.Argument(help="The base model.")],
+    model: Annotated[str, typer.Argument(help="The base model, or the artifact that was made of it.")],
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     target_dir: common.Out = None,
     json: common.Json = False,

@@ -45,6 +45,9 @@ SkipStage1 = Annotated[
     bool, typer.Option("--skip-stage1", help="Train everything from the first step (revffn, Table 3).")
 ]
 Stage1Only = Annotated[bool, typer.Option("--stage1-only", help="Train the adapters only (revffn, Table 3).")]
+MemoryLimit = Annotated[
+    str | None, typer.Option("--memory-limit", help="Memory that the run may take: 6GiB. Refused early, and kept.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Noise, initial adapter and order of rows.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat).")

@@ -23,7 +23,9 @@ def export(
     task: common.Task = None,
     length: Annotated[list[int] | None, typer.Option("--length", help="Length bucket in tokens (repeat).")] = None,
     batch_size: common.BatchSize = None,
-    quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w; none or w8 on an NPU.")] = None,
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", help="none, q4 or 8da4w; none or w8 on an NPU; nf4 or int8 for CUDA.")
+    ] = None,
     soc: Annotated[
         list[str] | None,
         typer.Option("--soc", help="Qualcomm chip of an NPU program, such as SM8650 (repeat), or all."),
@@ -32,6 +34,7 @@ def export(
     queries: common.Queries = None,
     perturbation_scale: common.Scale = None,
     learning_rate: common.LearningRate = None,
+    memory_limit: common.MemoryLimit = None,
     seed: common.Seed = None,
     settings: common.Settings = None,
     overwrite: common.Overwrite = False,
@@ -63,6 +66,7 @@ def export(
         method__queries=queries,
         method__perturbation_scale=perturbation_scale,
         method__learning_rate=learning_rate,
+        train__memory_limit_bytes=memory_limit,
         train__seed=seed,
     )
     run_config = RunConfig.load(config, flags)

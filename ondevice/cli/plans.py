@@ -21,7 +21,9 @@ def plan(
     exported: Annotated[bool, typer.Option("--exported", help="Plan the exported program, not eager PyTorch.")] = False,
     batch_size: common.BatchSize = None,
     max_length: common.MaxLength = None,
-    quantize: Annotated[str | None, typer.Option("--quantize", help="none, q4 or 8da4w (with --exported).")] = None,
+    quantize: Annotated[
+        str | None, typer.Option("--quantize", help="none, q4, 8da4w, nf4, int8 (with --exported).")
+    ] = None,
     queries: common.Queries = None,
     bus_limit: common.BusLimit = None,
     backend: common.Backend = None,
@@ -61,9 +63,9 @@ def plan(
         run_config.method,
         batch_size=run_config.export.batch_size if exported else run_config.train.batch_size,
         length_tokens=max(run_config.export.lengths_tokens) if exported else run_config.data.max_length_tokens,
-        dtype=run_config.model.dtype,
+        dtype=run_config.export.dtype(run_config.model) if exported else run_config.model.dtype,
         export=run_config.export if exported else None,
-        runtime="executorch" if exported else backend_for(run_config.method, run_config.train.backend),
+        runtime=run_config.export.runtime if exported else backend_for(run_config.method, run_config.train.backend),
         device=device,
         device_file=device_file,
     )

@@ -29,6 +29,7 @@ def train(
     backend: common.Backend = None,
     skip_stage1: common.SkipStage1 = False,
     stage1_only: common.Stage1Only = False,
+    memory_limit: common.MemoryLimit = None,
     seed: common.Seed = None,
     adapter: common.AdapterPath = None,
     target_dir: common.Out = None,
@@ -64,6 +65,7 @@ def train(
             method__skip_stage1=skip_stage1 or None,
             method__stage1_only=stage1_only or None,
             train__backend=backend,
+            train__memory_limit_bytes=memory_limit,
             train__seed=seed,
             train__out=target_dir,
         ),
@@ -87,6 +89,7 @@ def run(
     task: common.Task = None,
     steps: common.Steps = None,
     learning_rate: common.LearningRate = None,
+    memory_limit: common.MemoryLimit = None,
     adapter: common.AdapterPath = None,
     target_dir: common.Out = None,
     settings: common.Settings = None,
@@ -105,6 +108,7 @@ def run(
         data__eval_path=eval_data,
         data__task=task,
         train__steps=steps,
+        train__memory_limit_bytes=memory_limit,
         train__out=target_dir,
         method__learning_rate=learning_rate,
     )
@@ -190,6 +194,7 @@ def _dry_run(config: Any, json: bool) -> None:
         length_tokens=config.data.max_length_tokens,
         dtype=config.model.dtype,
         runtime=backend_for(config.method, config.train.backend),
+        memory_limit_bytes=config.train.memory_limit_bytes,
     )
     if json:
         print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})

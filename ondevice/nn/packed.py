@@ -212,5 +212,5 @@ def unpack_model(family: Family) -> None:
             if isinstance(packed, PackedLinear):
                 plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
                 plain.weight = nn.Parameter(packed.dense(), requires_grad=False)
-                plain.bias = packed.bias
+                plain.register_parameter("bias", packed.bias)
                 family.set_linear(layer, target, plain)

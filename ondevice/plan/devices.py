@@ -10,7 +10,7 @@ import functools
 import platform
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -77,6 +77,7 @@ class Device:
         bandwidth_bytes_s: bytes a second that a step reaches, None where not known; `bus_bytes_s` the same of copies
             between host and accelerator, in one direction.
         flops_s: operations a second that a step reaches, by dtype; empty where not known.
+        limited: `usable_bytes` is what the user allows.
     """
 
     name: str
@@ -90,6 +91,14 @@ class Device:
     bus_bytes_s: float | None = None
     flops_s: dict[str, float] = field(default_factory=dict)
     cores: int | None = None
+    limited: bool = False
+
+    def within(self, limit_bytes: int | None) -> Device:
+        """This device for a run that may take at most so much."""
+        if limit_bytes is None or limit_bytes >= self.usable_bytes:
+            return self
+        rule = f"--memory-limit, of {self.usable_bytes / GIB:.1f} GiB that could be used"
+        return replace(self, usable_bytes=limit_bytes, rule=rule, limited=True)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields; bytes and operations a second."""

@@ -12,7 +12,7 @@ from ondevice.methods.lsp.memory import kept_bytes
 from ondevice.methods.registry import MODULES, OFFLOADING
 from ondevice.plan.cost import step_cost, step_seconds
 from ondevice.plan.devices import Device, find_device
-from ondevice.plan.weights import DTYPE_BYTES, Placement, in_executorch, in_npu, in_torch, weight_bytes
+from ondevice.plan.weights import DTYPE_BYTES, PACKED, Placement, in_executorch, in_npu, in_torch, weight_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,6 +141,7 @@ def plan(
     device_file: Path | str | None = None,
     revision: str | None = None,
     evaluates: bool = True,
+    memory_limit_bytes: int | None = None,
 ) -> Plan:
     """Estimate memory by part and time of a training step; no weights are loaded.
 
@@ -155,6 +156,7 @@ def plan(
         device: a name of the device table or a `Device`.
         device_file: YAML with more devices.
         evaluates: the run also evaluates; ExecuTorch then holds a second method's packed weights.
+        memory_limit_bytes: what the run may take at most, where that is less than the device allows.
 
     Raises:
         ConfigError: for an unknown device, dtype or runtime, or sizes below 1.
@@ -176,6 +178,7 @@ def plan(
         export, dtype = export or ExportConfig(lengths_tokens=(max(8, length_tokens),)), "float32"
         if found.torch_device == "cuda" and isinstance(device, str) and device == "this":
             found = find_device("this-cpu")
+    found = found.within(memory_limit_bytes)
     request = Request(dims, method_config, batch_size, length_tokens, dtype, export, runtime, found, evaluates)
     return plan_request(name, request)
 
@@ -207,7 +210,10 @@ def plan_request(name: str, request: Request) -> Plan:
             notes.append("the program needs this project's ops in the runtime")
     else:
         place = in_torch(weights)
-        if hasattr(module, "weights"):  # the method streams or quantises them itself
+        if quantize in PACKED:
+            largest = max(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
+            working = {**working, "dense matrix": largest * DTYPE_BYTES[request.dtype]}
+        elif hasattr(module, "weights"):  # the method streams or quantises them itself
             place = Placement(module.weights(dims, method, DTYPE_BYTES[request.dtype]), 0, 0, 0)
         baseline = BASELINE_BYTES["mlx", "cpu"]
         if request.runtime == "torch":

@@ -142,16 +142,15 @@ def ensure_fits(plan: Plan, force: bool = False) -> None:
     """
     if plan.fits or force:
         return
-    biggest = sorted(plan.parts.items(), key=lambda item: -item[1])[:3]
-    listed = ", ".join(f"{part} {size_text(size)}" for part, size in biggest)
+    limited = plan.request.device.limited
+    listed = parts_text(plan.parts, len(plan.parts) if limited else 3)
     options = [
         f"{words} ({size_text(other.total_bytes)}, {'fits' if other.fits else 'too much'})"
         for words, other in alternatives(plan)[:3]
     ]
     device = plan.request.device
     if plan.total_bytes <= plan.usable_bytes and plan.host_usable_bytes is not None:
-        biggest = sorted(plan.host_parts.items(), key=lambda item: -item[1])[:3]
-        listed = ", ".join(f"{part} {size_text(size)}" for part, size in biggest)
+        listed = parts_text(plan.host_parts, 3)
         raise DoesNotFitError(
             f"{plan.model} with {plan.request.method.name} does not fit the host's memory; biggest parts: {listed}",
             expected=f"at most {size_text(plan.host_usable_bytes)}",
@@ -159,11 +158,18 @@ def ensure_fits(plan: Plan, force: bool = False) -> None:
             hint=f"{HOST_HINTS[plan.request.method.name]}, --force to run anyway",
         )
     raise DoesNotFitError(
-        f"{plan.model} with {plan.request.method.name} does not fit {device.name}; biggest parts: {listed}",
+        f"{plan.model} with {plan.request.method.name} does not fit "
+        f"{'the memory limit' if limited else device.name}; {'' if limited else 'biggest '}parts: {listed}",
         expected=f"at most {size_text(plan.usable_bytes)} ({device.rule})",
         received=size_text(plan.total_bytes),
-        hint="; ".join([*options, "--force to run anyway"]),
+        hint="; ".join([*options, "a higher --memory-limit" if limited else "--force to run anyway"]),
     )
+
+
+def parts_text(parts: dict[str, int], count: int) -> str:
+    """The biggest parts of a plan, in words."""
+    biggest = sorted(parts.items(), key=lambda item: -item[1])[:count]
+    return ", ".join(f"{part} {size_text(size)}" for part, size in biggest)
 
 
 def size_text(size: float) -> str:

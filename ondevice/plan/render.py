@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MEANING = {
     "weights": "frozen weights that every step reads",
     "packed weights": "the backend's own copies of the linear layers",
+    "dense matrix": "the largest packed matrix, dense for its product",
     "adapter": "trained tensors, their copies and gradients",
     "noise": "random directions that exist at once",
     "activations": "of a block, or all that backward needs",

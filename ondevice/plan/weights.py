@@ -16,6 +16,10 @@ Q4_BITS = 5.0
 """4 bits a weight, and a float16 scale and minimum for each 32."""
 W4_BITS = 4.5
 """8da4w: 4 bits a weight and a 16-bit scale for each 32."""
+NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+"""4 bits a weight, an 8-bit scale for each 64, and a float32 scale for each 256 of these."""
+PACKED = ("nf4", "int8")
+"""Weights that PyTorch makes dense a matrix at a time; the other tensors keep the model's precision."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,10 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
     vectors = dims.parameters - linears - table * (1 if dims.tied else 2)
     if quantize == "none":
         return WeightBytes(linears * item, table * item, 0 if dims.tied else table * item, vectors * item)
+    if quantize in PACKED:
+        outputs = sum(outputs for _, outputs in dims.linear_shapes.values())
+        packed = int(linears * NF4_BITS / 8) if quantize == "nf4" else linears + dims.layers * outputs * 8
+        return WeightBytes(packed, table * item, 0 if dims.tied else table * item, vectors * item)
     rows = table + dims.vocab * 4
     if quantize == "q4":
         return WeightBytes(int(linears * Q4_BITS / 8), rows, 0 if dims.tied else rows, vectors * 4)
@@ -59,7 +67,7 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
     if quantize == "w8":
         scales = dims.layers * sum(outputs * 4 for _, outputs in dims.linear_shapes.values())
         return WeightBytes(linears + scales, table * 4, 0 if dims.tied else table * 4, vectors * 4)
-    raise ConfigError("unknown quantisation", expected="none, q4, 8da4w, w8", received=quantize)
+    raise ConfigError("unknown quantisation", expected="none, q4, 8da4w, w8, nf4, int8", received=quantize)
 
 
 @dataclass(frozen=True)

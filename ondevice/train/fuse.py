@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.artifact.adapter import Adapter, load_adapter
 from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.errors import ArtifactError, StorageError, VerificationError
 from ondevice.models import LoadedModel, load_model, save_tokenizer
 from ondevice.models.load import DTYPES, quiet_transformers
@@ -123,7 +124,8 @@ def fuse(
     of base plus adapter up to the rounding of the weights. Sums are in float32 and rounded once.
 
     Args:
-        source: the base model, as for `load_model`.
+        source: the base model, as for `load_model`; or an artifact, which says what it was made from. Packed weights
+            cannot take an adapter, so the sum is in the original's.
         dtype: of the written weights; None keeps the base's.
 
     Raises:
@@ -132,7 +134,10 @@ def fuse(
             written then.
         ModelError, StorageError: as in `load_model`; `out` holds other files.
     """
-    adapter = load_adapter(adapter_folder)
+    adapter, known = load_adapter(adapter_folder), None
+    if (Path(source) / MANIFEST_NAME).is_file():
+        known = read_manifest(Path(source), check_files=False).model
+        source, revision = known.source, known.revision
     if adapter.changes_nothing:
         raise VerificationError(
             f"the adapter in {adapter_folder} changes nothing: every product B A is zero",
@@ -145,6 +150,13 @@ def fuse(
     loaded = load_model(source, revision=revision, dtype=dtype)
     if loaded.source.path is not None and os.path.realpath(out) == os.path.realpath(loaded.source.path):
         raise StorageError(f"{out} is the base model itself", expected="another folder", hint="choose another name")
+    if known is not None and loaded.source.sha256 != known.sha256:
+        raise ArtifactError(
+            f"{source} is not the model that was exported",
+            expected=known.sha256,
+            received=loaded.source.sha256,
+            hint="give the model itself instead of the artifact",
+        )
     loaded.model.float()
     base = _logits(loaded, prompts)
     apply_adapter(loaded, adapter)
