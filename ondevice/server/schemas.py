@@ -123,6 +123,15 @@ class Artifact(Answer):
     bytes: int
 
 
+class Settings(Answer):
+    """GET /v1/settings."""
+
+    run_file: dict[str, Any]
+    """JSON schema of a run file: the sections, their keys with types, limits, defaults and meaning."""
+    tasks: list[str]
+    """Prompt templates that `data.task` can name."""
+
+
 class Dataset(Answer):
     """Rows in the store."""
 

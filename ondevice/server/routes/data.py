@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
+from ondevice.data.templates import TASKS
 from ondevice.errors import BusyError
 from ondevice.server import models, schemas
 from ondevice.server.jobs import dataset_file
@@ -30,6 +31,14 @@ def list_models(daemon: Serving) -> list[dict[str, Any]]:
 def list_artifacts(daemon: Serving) -> list[dict[str, Any]]:
     """Exported programs of the store."""
     return models.list_artifacts(daemon.store)
+
+
+@router.get("/settings", response_model=schemas.Settings)
+def run_settings() -> dict[str, Any]:
+    """What a job's `config` can say, for forms."""
+    from ondevice.api.runfile import RunConfig
+
+    return {"run_file": RunConfig.model_json_schema(), "tasks": sorted(TASKS)}
 
 
 @router.get("/datasets", response_model=list[schemas.Dataset])
