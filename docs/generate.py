@@ -3,7 +3,8 @@
     python docs/generate.py            rewrite every generated part
     python docs/generate.py --check    exit 1 and name the pages that differ
 
-A part stands between `<!-- generated: NAME -->` and `<!-- /generated -->`; PARTS lists the names.
+A part stands between `<!-- generated: NAME -->` and `<!-- /generated -->`; PARTS lists the names. The daemon's
+openapi.json is written whole.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def _walk(group: Any, name: str) -> list[tuple[str, Any]]:
     found = []
     for word, command in group.commands.items():
         deeper = getattr(command, "commands", None)
-        found += _walk(command, f"{name} {word}") if deeper else [(f"{name} {word}", command)]
+        if not deeper or getattr(command, "invoke_without_command", False):
+            found.append((f"{name} {word}", command))
+        if deeper:
+            found += _walk(command, f"{name} {word}")
     return found
 
 
@@ -232,9 +236,10 @@ def update(text: str) -> str:
 def main(arguments: list[str]) -> int:
     """Rewrite the pages, or with --check only compare; returns the exit status."""
     status = 0
-    for path in sorted((ROOT / "docs" / "reference").glob("*.md")):
-        text = path.read_text()
-        new = update(text)
+    folder = ROOT / "docs" / "reference"
+    for path in [*sorted(folder.glob("*.md")), folder / "openapi.json"]:
+        text = path.read_text() if path.exists() else ""
+        new = update(text) if path.suffix == ".md" else openapi()
         if new == text:
             continue
         name = path.relative_to(ROOT)
@@ -245,6 +250,13 @@ def main(arguments: list[str]) -> int:
             path.write_text(new)
             print(f"{name}: rewritten")
     return status
+
+
+def openapi() -> str:
+    """The daemon's OpenAPI document."""
+    from ondevice.server.app import openapi as document
+
+    return document()
 
 
 if __name__ == "__main__":

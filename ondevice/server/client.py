@@ -281,9 +281,11 @@ class Client:
 
     def _silent(self, error: Exception) -> DeviceError:
         return DeviceError(
-            f"the daemon at {self.url} does not answer", expected="a daemon", received=str(error) or type(error).__name__,
+            f"the daemon at {self.url} does not answer",
+            expected="a daemon",
+            received=str(error) or type(error).__name__,
             hint="start it with `ondevice serve`, or name another with --url",
-        )  # fmt: skip
+        )
 
     def _upload_folder(self, kind: str, folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
         import tempfile
@@ -299,6 +301,7 @@ class Client:
 
 def refusal(status: int, content: bytes) -> RefusedError:
     """The error in an answer; its exit code is that of the same error on the command line."""
+    values: dict[str, Any]
     try:
         values = json.loads(content)
         values["message"]

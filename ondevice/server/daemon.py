@@ -99,5 +99,5 @@ def _locked(path: Path) -> int:
         os.close(file)
         raise BusyError(
             f"{path.parent}: another daemon serves this store", hint="stop it, or choose another --store"
-        ) from None  # noqa: E501
+        ) from None
     return file

@@ -14,37 +14,32 @@ from ondevice.server import generate
 from ondevice.server.worker import die_with
 
 
-def plan(config: dict[str, Any], artifact: str | None, memory_limit_bytes: int | None) -> dict[str, Any]:
-    """Memory by part and time of a step; what an artifact's manifest says for one."""
-    from dataclasses import replace
-
+def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
+    """Memory by part and time of a step, within the job's memory limit where it has one."""
     from ondevice.api.opening import resolve_device
     from ondevice.api.runfile import RunConfig
     from ondevice.artifact.manifest import read_manifest
     from ondevice.methods.registry import backend_for
-    from ondevice.plan.devices import find_device
+    from ondevice.plan.artifacts import plan_artifact
     from ondevice.plan.estimate import plan as estimate
     from ondevice.plan.render import MEANING
 
     run = RunConfig.parse(config, "job")
-    runtime: Any = "mlx" if backend_for(run.method, run.train.backend) == "mlx" else "torch"
-    length, export = run.data.max_length_tokens, None
+    limit = run.train.memory_limit_bytes
     if artifact is not None:
-        manifest = read_manifest(Path(artifact))
-        length, runtime = max(manifest.lengths_tokens), "executorch" if manifest.program.endswith(".pte") else runtime
-        export = (
-            run.export.model_copy(update={"lengths_tokens": manifest.lengths_tokens})
-            if runtime == "executorch"
-            else None
-        )  # noqa: E501
-    name = "this-cpu" if runtime != "torch" else f"this-{resolve_device(run.model.device)}"
-    device = find_device(name)
-    if memory_limit_bytes is not None and memory_limit_bytes < device.usable_bytes:
-        device = replace(device, usable_bytes=memory_limit_bytes, rule="the job's memory limit")
-    found = estimate(
-        run.model.source, run.method, batch_size=run.train.batch_size, length_tokens=length, dtype=run.model.dtype,
-        export=export, runtime=runtime, device=device,
-    )  # fmt: skip
+        found = plan_artifact(Path(artifact), read_manifest(Path(artifact)), limit)
+    else:
+        mlx = backend_for(run.method, run.train.backend) == "mlx"
+        found = estimate(
+            run.model.source,
+            run.method,
+            batch_size=run.train.batch_size,
+            length_tokens=run.data.max_length_tokens,
+            dtype=run.model.dtype,
+            runtime="mlx" if mlx else "torch",
+            device="this-cpu" if mlx else f"this-{resolve_device(run.model.device)}",
+            memory_limit_bytes=limit,
+        )
     return found.to_dict() | {"meaning": {part: MEANING.get(part, "") for part in found.parts | found.host_parts}}
 
 

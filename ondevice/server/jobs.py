@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
 
 Clock = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", examples=["22:30"])]
-_OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out",), "export": ()}
+_OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out", "memory_limit_bytes"), "export": ()}
 """Keys of a run file that the store fills in."""
 
 
@@ -107,13 +107,15 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
         if isinstance(given, dict) and (wrong := [key for key in keys if key in given]):
             raise ConfigError(
                 f"'{section}.{wrong[0]}' is filled in by the server",
-                expected="the job's fields model, dataset, eval_dataset",
+                expected="the job's fields model, dataset, eval_dataset, limits",
                 received=f"config.{section}.{wrong[0]}",
             )
     ours: dict[str, Any] = {"data.path": dataset_file(store, spec.dataset), "train.out": out}
     if spec.eval_dataset is not None:
         ours["data.eval_path"] = dataset_file(store, spec.eval_dataset)
     ours = {key: str(value) for key, value in ours.items()}
+    if spec.limits.memory_bytes is not None:
+        ours["train.memory_limit_bytes"] = spec.limits.memory_bytes
     if spec.adapter is not None:
         adapter_folder(store, spec.adapter)
     if spec.artifact is not None:

@@ -290,7 +290,7 @@ def in_window(spec: dict[str, Any], now_s: float) -> bool:
 
 def states_of(jobs: Iterable[Job]) -> dict[str, int]:
     """How many jobs are in each state."""
-    counts = dict.fromkeys(("queued", "running", "pausing", "paused", "cancelling", *ENDED), 0)
+    counts: dict[str, int] = dict.fromkeys(("queued", "running", "pausing", "paused", "cancelling", *ENDED), 0)
     for job in jobs:
         counts[job.state] += 1
     return counts

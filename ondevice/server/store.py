@@ -172,7 +172,8 @@ class Store:
     def add_events(self, job: str, events: Iterable[dict[str, Any]]) -> int:
         """Append events to a job's stream inside a transaction; gives the newest id. Ids begin at 1, without gaps."""
         last = self.last_event(job)
-        for last, event in enumerate(events, last + 1):
+        for event in events:
+            last += 1
             text = json.dumps(event, separators=(",", ":"), allow_nan=False)
             self.connection.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (job, last, event["event"], text))
         return last

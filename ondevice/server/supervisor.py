@@ -16,7 +16,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ondevice.artifact.files import atomic_write
 from ondevice.errors import (
@@ -51,7 +51,6 @@ class Running:
 
     job: str
     process: subprocess.Popen[bytes]
-    log: IO[bytes]
     limits: dict[str, Any]
     started: float = field(default_factory=time.monotonic)
     ran_before_s: float = 0.0
@@ -133,16 +132,16 @@ class Supervisor(threading.Thread):
             atomic_write(folder / worker.JOB, json.dumps(values))
             (folder / worker.ERROR).unlink(missing_ok=True)
             trim(folder / "worker.log")
-            log = open(folder / "worker.log", "ab")
-            process = subprocess.Popen(
-                [self.python, "-m", "ondevice.server.worker", str(folder), str(os.getpid())],
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=worker_environment(),
-            )
+            with open(folder / "worker.log", "ab") as log:
+                process = subprocess.Popen(
+                    [self.python, "-m", "ondevice.server.worker", str(folder), str(os.getpid())],
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=worker_environment(),
+                )
         except OndeviceError as error:
             self.queue.ended(job.id, "refused", reason=error.message, error=error.to_dict())
             return
@@ -151,7 +150,7 @@ class Supervisor(threading.Thread):
             self.queue.ended(job.id, "crashed", reason=problem.message, error=problem.to_dict())
             return
         limits = job.spec.get("limits", {})
-        self.running = Running(job.id, process, log, limits, ran_before_s=job.ran_s)
+        self.running = Running(job.id, process, limits, ran_before_s=job.ran_s)
         if limit := limits.get("memory_bytes"):
             self.running.in_cgroup = self.cgroup.place(process.pid, job.id, limit)
         _log.info("job %s: started, process %d, attempt %d", job.id, process.pid, job.attempt)
@@ -207,7 +206,6 @@ class Supervisor(threading.Thread):
     def _ended(self, running: Running, code: int) -> None:
         follow(self.store, self.queue, running.job)
         self.running = None
-        running.log.close()
         self._end_family(running.process.pid)
         if running.in_cgroup and self.cgroup.killed():
             running.over = over_memory(running.limits["memory_bytes"], None)

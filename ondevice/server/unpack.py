@@ -109,11 +109,11 @@ def _write(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, left: i
     """One file; what it really holds counts, not what the zip says."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "xb")
+        path.touch(exist_ok=False)
     except (FileExistsError, NotADirectoryError):
         raise ArtifactError(f"{entry.filename} is a file and a folder in the zip", expected="one of both") from None
     written = 0
-    with file, archive.open(entry) as source, storage_errors(path):
+    with open(path, "wb") as file, archive.open(entry) as source, storage_errors(path):
         while chunk := source.read(_CHUNK_BYTES):
             written += len(chunk)
             if written > min(left, entry.file_size):

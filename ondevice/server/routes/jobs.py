@@ -38,8 +38,7 @@ def create_job(daemon: Serving, body: JobRequest, response: Response) -> Any:
         response.status_code = 200
         artifact = str(artifact_folder(daemon.store, spec.artifact)) if spec.artifact else None
         values = config.model_dump(mode="json")
-        limit = spec.limits.memory_bytes
-        plan = daemon.rows("plan", config=values, artifact=artifact, memory_limit_bytes=limit)
+        plan = daemon.rows("plan", config=values, artifact=artifact)
         return schemas.PlanAnswer(config=values, plan=plan)
     return _answer(daemon, daemon.queue.create(spec.model_dump(mode="json"), body.priority))
 

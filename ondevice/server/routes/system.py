@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -27,7 +28,7 @@ def health(daemon: Serving, response: Response) -> dict[str, object]:
 
 
 @router.get("/v1/system", response_model=schemas.System)
-def system(daemon: Serving) -> dict[str, object]:
+def system(daemon: Serving) -> dict[str, Any]:
     """Memory, disk, temperatures and power of this machine."""
     return metrics.system(daemon.store.root) | {"memory_limit_by": daemon.supervisor.cgroup.how}
 

@@ -1,0 +1,256 @@
+"""`ondevice jobs`: the queue of a daemon, from anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ondevice.cli import common
+from ondevice.cli.common import err, mebibytes, out, overrides, print_json, table
+from ondevice.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from ondevice.server.client import Client
+
+app = typer.Typer(help="The queue of a daemon; a token is read from ONDEVICE_TOKEN.", no_args_is_help=True)
+Url = Annotated[str | None, typer.Option("--url", help="Of the daemon; ONDEVICE_URL, or http://127.0.0.1:8765.")]
+Ca = Annotated[Path | None, typer.Option("--ca", help="Certificate (PEM) to trust, for one of your own.")]
+Job = Annotated[str, typer.Argument(help="The job's id.")]
+
+
+def _client(url: str | None, ca: Path | None) -> Client:
+    from ondevice.server.client import Client
+
+    return Client(url, ca=ca)
+
+
+@app.command("list")
+def list_jobs(
+    url: Url = None,
+    ca: Ca = None,
+    state: Annotated[list[str] | None, typer.Option("--state", help="Only jobs in this state (repeat).")] = None,
+    json: common.Json = False,
+) -> None:
+    """What runs, what waits, and what has ended."""
+    jobs = _client(url, ca).jobs(*(state or []))
+    if json:
+        print_json({"jobs": jobs})
+        return
+    from rich.markup import escape
+    from rich.table import Table
+
+    grid = Table(box=None, pad_edge=False)
+    for heading in ("job", "state", "step", "loss", "name"):
+        grid.add_column(heading, justify="right" if heading in ("step", "loss") else "left")
+    for job in jobs:
+        progress = job["progress"]
+        step = f"{progress['step']}/{progress['steps']}" if "step" in progress else ""
+        loss = f"{float(progress['loss']):.4f}" if progress.get("loss") is not None else ""
+        grid.add_row(job["id"], job["state"], step, loss, escape(job["name"]))
+    out.print(grid)
+
+
+@app.command()
+def create(
+    config: common.Config = None,
+    model: common.Model = None,
+    artifact: Annotated[str | None, typer.Option("--artifact", help="An artifact of the daemon, not a model.")] = None,
+    method: common.Method = None,
+    data: Annotated[str | None, typer.Option("--data", "-d", help="A file to upload, or a data set's id.")] = None,
+    eval_data: Annotated[str | None, typer.Option("--eval-data", help="Likewise, only evaluated.")] = None,
+    adapter: Annotated[str | None, typer.Option("--adapter", "-a", help="An adapter's id to start from.")] = None,
+    task: common.Task = None,
+    steps: common.Steps = None,
+    batch_size: common.BatchSize = None,
+    max_length: common.MaxLength = None,
+    learning_rate: common.LearningRate = None,
+    seed: common.Seed = None,
+    settings: common.Settings = None,
+    name: Annotated[str, typer.Option("--name", help="For people.")] = "",
+    priority: Annotated[int, typer.Option("--priority", help="Higher runs first.")] = 0,
+    window: Annotated[str | None, typer.Option("--window", help="Only between these times: 22:00-06:00.")] = None,
+    memory_limit: common.MemoryLimit = None,
+    time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds of running, in all.")] = None,
+    retries: Annotated[int | None, typer.Option("--retries", help="Crashes in a row before it fails.")] = None,
+    force: common.Force = False,
+    dry_run: common.DryRun = False,
+    url: Url = None,
+    ca: Ca = None,
+    json: common.Json = False,
+) -> None:
+    """Queue a job; a data file is uploaded first."""
+    from ondevice.api.runfile import read_yaml
+
+    client = _client(url, ca)
+    values = read_yaml(config) if config is not None else {}
+    flags = overrides(
+        settings,
+        method__name=method,
+        data__task=task,
+        train__steps=steps,
+        train__batch_size=batch_size,
+        data__max_length_tokens=max_length,
+        method__learning_rate=learning_rate,
+        train__seed=seed,
+    )
+    sections = _sections(values, flags)
+    source = sections.get("model", {}).pop("source", None)
+    given = {key: sections.get("data", {}).pop(key, None) for key in ("path", "eval_path")}
+    sections.get("train", {}).pop("out", None)
+    sections.pop("export", None)
+    if (rows := data or given["path"]) is None:
+        raise ConfigError("no data is given", expected="--data FILE, or a data set's id")
+    evaluated = eval_data or given["eval_path"]
+    job: dict[str, Any] = {
+        "name": name,
+        "model": None if artifact else model or source,
+        "artifact": artifact,
+        "dataset": _dataset(client, rows, sections),
+        "eval_dataset": _dataset(client, evaluated, sections) if evaluated else None,
+        "adapter": adapter,
+        "config": {section: values for section, values in sections.items() if values},
+        "priority": priority,
+        "window": _window(window),
+        "limits": _limits(memory_limit, time_limit, retries),
+        "force": force,
+    }
+    if dry_run:
+        planned = client.plan(**job)
+        print_json(planned) if json else _show_plan(planned["plan"])
+        return
+    made = client.create_job(**job)
+    print_json(made) if json else out.print(made["id"], markup=False)
+
+
+@app.command()
+def show(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """One job."""
+    _show(_client(url, ca).job(job), json)
+
+
+@app.command()
+def watch(
+    job: Job,
+    after: Annotated[int, typer.Option("--after", min=0, help="Only events with larger ids.")] = 0,
+    url: Url = None,
+    ca: Ca = None,
+    quiet: common.Quiet = False,
+    json: common.Json = False,
+) -> None:
+    """Follow a job until it ends; with --json, one event a line."""
+    import json as json_module
+
+    from ondevice.train import events
+    from ondevice.train.progress import ProgressSink
+
+    client, last = _client(url, ca), {}
+    with ProgressSink(silent=json or quiet) as sink:
+        for event in client.events(job, after):
+            if json:
+                print_json(event)
+            if event["event"] == "job":
+                last = event
+                if not json and not quiet:
+                    err.print(f"{event['state']} {event['reason']}".rstrip(), markup=False)
+            elif (known := events.parse(json_module.dumps(event))) is not None:
+                sink(known)
+    if last.get("state") != "done":
+        problem = last.get("error") or {}
+        raise TrainingError(
+            f"job {job} is {last.get('state', 'gone')}",
+            received=problem.get("message") or last.get("reason"),
+            hint=f"`ondevice jobs log {job}` shows what it printed",
+        )
+
+
+@app.command()
+def pause(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """Stop after the running step, with the state saved."""
+    _show(_client(url, ca).pause(job), json)
+
+
+@app.command()
+def resume(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """Go on with a paused or failed job."""
+    _show(_client(url, ca).resume(job), json)
+
+
+@app.command()
+def cancel(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """End a job for good."""
+    _show(_client(url, ca).cancel(job), json)
+
+
+@app.command()
+def log(job: Job, url: Url = None, ca: Ca = None) -> None:
+    """What the job's workers printed, its end."""
+    typer.echo(_client(url, ca).log(job), nl=False)
+
+
+def _show(job: dict[str, Any], json: bool) -> None:
+    if json:
+        print_json(job)
+        return
+    progress = job["progress"]
+    table(
+        {
+            "job": job["id"],
+            "name": job["name"] or None,
+            "state": job["state"],
+            "reason": job["reason"] or None,
+            "error": (job["error"] or {}).get("message"),
+            "model": job["model"] or job["artifact"],
+            "dataset": job["dataset"],
+            "step": f"{progress['step']} of {progress['steps']}" if "step" in progress else None,
+            "loss": progress.get("loss"),
+            "tokens_per_s": progress.get("tokens_per_s"),
+            "peak_memory": mebibytes(progress.get("peak_memory_bytes")),
+            "adapters": ", ".join(job["adapters"]) or None,
+        }
+    )
+
+
+def _show_plan(plan: dict[str, Any]) -> None:
+    table({part: mebibytes(size) for part, size in plan["parts_bytes"].items()}, title=plan["model"])
+    verdict = "fits" if plan["fits"] else "does not fit"
+    out.print(f"{mebibytes(plan['total_bytes'])} of {mebibytes(plan['usable_bytes'])} usable: {verdict}", markup=False)
+
+
+def _dataset(client: Client, rows: str | Path, sections: dict[str, Any]) -> str:
+    if not Path(rows).is_file():
+        return str(rows)
+    return client.upload("dataset", rows, task=sections.get("data", {}).get("task"))["id"]
+
+
+def _sections(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    sections = {key: {"name": value} if key == "method" and isinstance(value, str) else dict(value)
+                for key, value in values.items()}  # fmt: skip
+    for key, value in flags.items():
+        section, _, name = key.partition(".")
+        sections.setdefault(section, {})[name] = value
+    return sections
+
+
+def _window(text: str | None) -> dict[str, str] | None:
+    if text is None:
+        return None
+    start, dash, end = text.partition("-")
+    if not dash:
+        raise ConfigError("the window cannot be read", expected="22:00-06:00", received=text)
+    return {"start": start.strip(), "end": end.strip()}
+
+
+def _limits(memory: str | None, time_s: float | None, retries: int | None) -> dict[str, Any]:
+    given = {"memory_bytes": _bytes(memory), "time_s": time_s, "retries": retries}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _bytes(text: str | None) -> int | None:
+    from ondevice.config import parse_bytes
+
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError("the memory limit cannot be read", expected="6GiB", received=str(error)) from None

@@ -1,0 +1,122 @@
+"""A daemon in a process of its own, as a user starts it, and what the tests give it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ondevice.server.client import Client
+
+SETTINGS: dict[str, Any] = {
+    "method": {"name": "prge", "rank": 2, "queries": 2, "learning_rate": 0.1},
+    "train": {"steps": 40, "batch_size": 2, "seed": 3, "checkpoint_every": 10},
+    "data": {"max_length_tokens": 32},
+}
+SPARE_PAUSES_S = 120
+
+
+class DaemonProcess:
+    """`ondevice serve` over a store."""
+
+    def __init__(self, store: Path, *flags: str, token: str | None = None, environment: dict[str, str] | None = None):
+        self.store, self.flags, self.token = store, flags, token
+        self.environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})
+        }  # fmt: skip
+        self.process: subprocess.Popen[str] | None = None
+        self.address = ""
+
+    def start(self) -> DaemonProcess:
+        """Start it, and wait until it answers."""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ondevice", "serve", "--store", str(self.store), "--port", "0", "--json",
+             *self.flags],
+            env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line.startswith("{"):
+            pytest.fail(f"the daemon did not start: {self.process.communicate()[1]}")
+        answer = json.loads(line)
+        if "address" not in answer:
+            pytest.fail(str(answer))
+        self.address = answer["address"]
+        return self
+
+    @property
+    def client(self) -> Client:
+        """A client of it."""
+        return Client(self.address, self.token, timeout_s=60)
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+    def stop(self) -> str:
+        """SIGTERM; gives what it wrote to standard error."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.process.terminate()
+        return self.process.communicate(timeout=120)[1]
+
+    def __enter__(self) -> DaemonProcess:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            try:
+                self.stop()
+            finally:
+                self.process.kill()
+
+
+def rows(path: Path, count: int = 12) -> Path:
+    """Rows of a classification by label."""
+    lines = [json.dumps({"text": f"{'ab'[i % 2]}{i}", "label": ["no", "yes"][i % 2]}) for i in range(count)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def settings(**train: Any) -> dict[str, Any]:
+    """The sections of a short run."""
+    return {**SETTINGS, "train": {**SETTINGS["train"], **train}}
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
+    """The first value that is true."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := condition():
+            return found
+        time.sleep(0.05)
+    pytest.fail(f"waited in vain: {what}")
+
+
+def workers(store: Path) -> list[int]:
+    """Process ids of the workers of a store."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"ondevice.server.worker" in words and any(word.startswith(os.fsencode(store)) for word in words):
+                found.append(int(folder.name))
+    return found
+
+
+def adapter_bits(folder: Path) -> bytes:
+    """The weights of an adapter in a folder."""
+    return (folder / "adapter_model.safetensors").read_bytes()
