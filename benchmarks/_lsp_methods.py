@@ -24,7 +24,7 @@ from ondevice.offload.lsp.matrix import Matrix
 
 ALPHAS = {"galore": 0.25, "galore-4": 4.0}
 """Of GaLore's projected update: what its paper pre-trains with, and what it fine-tunes on GLUE with."""
-METHODS = ("full", "lsp", "lsp-early", "lsp-random", *ALPHAS, "lora")
+METHODS = ("full", "lsp", "lsp-random", *ALPHAS, "lora")
 LENGTHS = tuple(range(32, 257, 32))
 """Padded lengths, tokens."""
 
@@ -125,21 +125,21 @@ class Lsp:
 
     def __init__(self, run: Trained, config: ProjectorConfig, seed: int) -> None:
         self.optimizer = LspAdamW(run.model, config, seed)
-        self.due, self.looked, self.looks = config.due, False, list[dict[str, Any]]()
+        self.every, self.looked, self.looks = config.check_every, False, list[dict[str, Any]]()
         self.matrices = [(p, matrix) for p, matrix, _, _ in self.optimizer.entries if matrix is not None]
         if run.half:
             for module in self.optimizer.attached:
                 _in_half(module)
 
     def step(self, learning_rate: float) -> None:
-        self.looked = self.due(self.optimizer.count)
+        self.looked = self.optimizer.count % self.every == 0
         self.optimizer.step(learning_rate)
 
     @torch.no_grad()
     def finish_look(self) -> bool:
         """After a backward pass that looked at matrices: look at those whose gradient autograd made, too, as `step`
         would, and add the figures to `looks`. False where there was no look."""
-        if not self.due(self.optimizer.count):
+        if self.optimizer.count % self.every:
             return False
         for p, matrix in self.matrices:
             if p.grad is not None:
@@ -195,7 +195,7 @@ def open_method(name: str, run: Trained, seed: int, projectors: ProjectorConfig,
     """Prepare the model of `run` for a method of METHODS.
 
     Args:
-        projectors: of lsp, lsp-early (early looks) and lsp-random (drawn, not learned).
+        projectors: of lsp (learned) and lsp-random (drawn).
         rank: of GaLore and LoRA; `refresh`, steps between GaLore's decompositions.
 
     Raises:
@@ -212,8 +212,7 @@ def open_method(name: str, run: Trained, seed: int, projectors: ProjectorConfig,
     if name == "full":
         return Adam(run.model.parameters())
     if name.startswith("lsp"):
-        chosen = {"learned": name != "lsp-random", "early_looks": name == "lsp-early"}
-        return Lsp(run, projectors.model_copy(update=chosen), seed)
+        return Lsp(run, projectors.model_copy(update={"learned": name == "lsp"}), seed)
     if name in ALPHAS:
         weights: Any = [module.weight for module in run.linears.values()]
         chosen = {id(weight) for weight in weights}

@@ -31,7 +31,7 @@ TIMED = ("step_s", "look_s", "seconds_curves")
 """Of a row: None or empty where runs were beside each other."""
 BASE = "before training"
 COLORS = {
-    "full": "#222222", "lsp": "#1f5fa8", "lsp-early": "#0a9396", "lsp-random": "#7fb2e5", "galore": "#c4541a",
+    "full": "#222222", "lsp": "#1f5fa8", "lsp-random": "#7fb2e5", "galore": "#c4541a",
     "galore-4": "#e8a45c", "lora": "#3a8f4d",
 }  # fmt: skip
 
@@ -52,17 +52,22 @@ def rows_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mark(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Set `best_rate` of every row; the first of equals wins, and a run that diverged never does."""
+    """Set `best_rate` of every row; the first of equals wins, and a run that diverged never does. Where rates have
+    different numbers of seeds, those with the most are compared."""
     best: dict[tuple[str, str], dict[str, Any]] = {}
     for row in rows:
         key = (row["task"], row["method"])
         diverged = any(step is not None for step in row["diverged_at"])
         if row["mean_best_loss"] is not None and row["method"] != BASE and not diverged:
-            if key not in best or row["mean_best_loss"] < best[key]["mean_best_loss"]:
+            if key not in best or _standing(row) < _standing(best[key]):
                 best[key] = row
     for row in rows:
         row["best_rate"] = row is best.get((row["task"], row["method"])) if row["method"] != BASE else None
     return rows
+
+
+def _standing(row: dict[str, Any]) -> tuple[int, float]:
+    return -len(row["seeds"]), row["mean_best_loss"]
 
 
 def _row(group: list[dict[str, Any]]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def train(
         loss = run.loss(batches.at(step))
         total += loss.detach()
         at_end = (step + 1) % every == 0 or step + 1 == steps
-        long = projectors.due(step) or step % args.refresh == 0
+        long = step % args.check_every == 0 or step % args.refresh == 0
         if (at_end or long) and not math.isfinite(float(total)):
             result["diverged_at"] = step
             break

@@ -22,7 +22,7 @@ from benchmarks.common import finish, parse_args, write_result
 NEEDS = ("cuda",)
 NAME = "lsp_quality"
 MAX_TOKENS = 256
-RATES = "full=1e-5,3e-5;lsp=3e-5,1e-4;lsp-early=3e-5,1e-4;lsp-random=3e-5,1e-4;galore=1e-4,3e-4;"
+RATES = "full=1e-5,3e-5;lsp=3e-5,1e-4;lsp-random=3e-5,1e-4;galore=1e-4,3e-4;"
 RATES += "galore-4=1e-5,3e-5;lora=3e-4,1e-3"
 
 
@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods",
         default="full,lsp,lsp-random,galore,lora",
-        help="also lsp-early (looks at steps 8, 32, ...), galore-4 (alpha 4, not 0.25)",
+        help="also galore-4 (alpha 4, not 0.25)",
     )
     parser.add_argument("--rates", default="", help=f"instead of the default ones: {RATES}")
     parser.add_argument("--steps", default="1000", help="one number, or one for each task")
@@ -132,7 +132,7 @@ def main() -> None:
     order = [(method, rate) for method in rates for rate in rates[method]]
     extra: dict[str, Any] = {"columns": COLUMNS, "title": "Loss of full, projected and low-rank fine-tuning"}
     with Runner(args, here) as runner:
-        for seeds in ([0], range(1, args.seeds)):
+        for seeds in ([0], range(1, args.seeds)) if args.best_rates else (range(args.seeds),):
             rows = rows_of(runs)
             chosen = {(row["task"], row["method"], row["learning_rate"]) for row in rows if row["best_rate"]}
             jobs = [Job(name, method, rate, seed) for name in tasks for seed in seeds for method in rates

@@ -259,5 +259,17 @@ def test_rates_and_ranks() -> None:
     with pytest.raises(ValueError, match=r"expected some of full.*received sgd"):
         lsp_quality.parse_rates("sgd=1", ["full"])
     figures = [(None, None), (2.0, None), (0.5, 7), (1.0, None), (1.0, None)]
-    rows = [{"task": "a", "method": "full", "mean_best_loss": loss, "diverged_at": [at]} for loss, at in figures]
-    assert [row["best_rate"] for row in mark(rows)] == [False, False, False, True, False]
+    assert best([(loss, [0], at) for loss, at in figures]) == [False, False, False, True, False]
+
+
+def best(figures: list[tuple[Any, list[int], Any]]) -> list[Any]:
+    """`best_rate` of rows with these losses, seeds and steps of divergence."""
+    rows = [
+        {"task": "a", "method": "full", "mean_best_loss": loss, "seeds": seeds, "diverged_at": [at]}
+        for loss, seeds, at in figures
+    ]
+    return [row["best_rate"] for row in mark(rows)]
+
+
+def test_a_rate_of_one_seed_is_not_compared_with_one_of_more() -> None:
+    assert best([(0.3, [0], None), (0.5, [0, 1], None), (0.4, [0, 1], None)]) == [False, False, True]

@@ -17,7 +17,7 @@ from ondevice.train.log import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_slideformer import weights
 
-SMALL = {"subspace": 24, "nonzeros": 4, "check_every": 3, "learn_rounds": 1, "learn_steps": 2}
+SMALL = {"learned": True, "subspace": 24, "nonzeros": 4, "check_every": 3, "learn_rounds": 1, "learn_steps": 2}
 
 
 def train(data, *more: object, **settings: object) -> list[object]:
@@ -48,7 +48,7 @@ def test_every_look_is_logged_by_matrix_and_the_bus_says_that_it_is_simulated(on
     assert figures["overlap"]["simulated_gb_per_s"] == 2 and figures["overlap"]["looks"]
 
 
-SETTINGS = [{}, {"weights": "host", "max_grad_norm": 0.5}, {"compute": "float32", "schedule": "zero"}]
+SETTINGS = [{}, {"learned": False}, {"weights": "host", "max_grad_norm": 0.5}, {"compute": "float32", "schedule": "zero"}]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

@@ -106,7 +106,7 @@ class LspAdamW:
 
     def _watch(self) -> None:
         """Before a step that is to look at the bias, let every matrix do so at its first gradient."""
-        if not self.config.due(self.count):
+        if self.count % self.config.check_every:
             return
         moments: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -11,8 +11,6 @@ from ondevice.offload.config import EngineConfig
 
 FOLDED = 1 << 24
 """Elements of a weight that take their change at once."""
-EARLY = tuple(8 * 4**k for k in range(16))
-"""Steps of the early looks."""
 
 
 class ProjectorConfig(Section):
@@ -27,14 +25,12 @@ class ProjectorConfig(Section):
     check_every: int = Field(default=1000, ge=1)
     """Steps between two looks at the projectors' bias, on the first micro-batch of the step."""
 
-    early_looks: bool = False
-    """Look at steps 8, 32, 128, 512 and so on below `check_every`, too: gradients change most at the beginning."""
-
     threshold: float = Field(default=0.3, ge=0)
     """Projectors are drawn and learned anew where ||P P^T G Q Q^T - G|| / ||G|| is at least this."""
 
-    learned: bool = True
-    """False leaves the projectors as they are drawn, and draws others at every check."""
+    learned: bool = False
+    """Learn projectors from the gradient of the look, as the paper does; else they stay as they are drawn, and others
+    are drawn at every look."""
 
     learn_rounds: int = Field(default=1, ge=1)
     """Products with the gradient, for each side, when projectors are learned."""
@@ -44,11 +40,6 @@ class ProjectorConfig(Section):
 
     gamma: float = Field(default=1e-3, ge=0)
     """Weight of the projectors' mean squares beside the relative bias while they are learned."""
-
-    def due(self, step: int) -> bool:
-        """Whether step number `step` (from 0) looks at the projectors."""
-        early = self.early_looks and step < self.check_every and step in EARLY
-        return early or step % self.check_every == 0
 
 
 class LspEngineConfig(EngineConfig, ProjectorConfig):

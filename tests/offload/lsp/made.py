@@ -25,7 +25,9 @@ def matrix(
 ) -> Matrix:
     """In a group of its own."""
     group = Group(plane or Plane(), "cpu")
-    made = Matrix("w", (m, n), number, ProjectorConfig(subspace=size, nonzeros=nonzeros, **config), 5, group)
+    made = Matrix(
+        "w", (m, n), number, ProjectorConfig(subspace=size, nonzeros=nonzeros, **{"learned": True, **config}), 5, group
+    )
     made.gradient = torch.zeros(made.sizes)
     return made
 
@@ -44,7 +46,7 @@ left one of the last."""
 
 def members(plane: Plane, shapes: list[tuple[int, int]] = MEMBERS, first: int = 0, device: str = "cpu") -> list[Matrix]:
     """Matrices of one group."""
-    group, config = Group(plane, device), ProjectorConfig(subspace=12, nonzeros=5, threshold=0.0)
+    group, config = Group(plane, device), ProjectorConfig(subspace=12, nonzeros=5, threshold=0.0, learned=True)
     made = [Matrix(f"w{i}", shape, first + i, config, 5, group) for i, shape in enumerate(shapes)]
     for one in made:
         one.gradient = torch.zeros(one.sizes)

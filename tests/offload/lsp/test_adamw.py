@@ -26,7 +26,7 @@ KEEP = 1e9
 
 
 def config(subspace: int = 24, nonzeros: int = 4, **settings: Any) -> ProjectorConfig:
-    return ProjectorConfig(subspace=subspace, nonzeros=nonzeros, **settings)
+    return ProjectorConfig(subspace=subspace, nonzeros=nonzeros, **{"learned": True, **settings})
 
 
 def language_model(family: str = "llama", **sizes: Any) -> Any:

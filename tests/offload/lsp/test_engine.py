@@ -22,7 +22,14 @@ from ondevice.offload.lsp.engine import LspEngine  # noqa: E402
 from tests.offload.faults import LateDevice  # noqa: E402
 from tests.offload.reference import batches  # noqa: E402
 
-PROJECTORS: dict[str, Any] = {"subspace": 24, "nonzeros": 4, "check_every": 5, "learn_rounds": 1, "learn_steps": 2}
+PROJECTORS: dict[str, Any] = {
+    "learned": True,
+    "subspace": 24,
+    "nonzeros": 4,
+    "check_every": 5,
+    "learn_rounds": 1,
+    "learn_steps": 2,
+}
 ADAM: dict[str, Any] = {"weight_decay": 0.1, "eps": 1e-4}
 RATE, STEPS = 1e-2, 8
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -19,7 +19,7 @@ from ondevice.offload.lsp.config import LspEngineConfig  # noqa: E402
 from ondevice.offload.lsp.engine import LspEngine  # noqa: E402
 from tests.offload.reference import batches  # noqa: E402
 
-SMALL = {"subspace": 24, "nonzeros": 4, "check_every": 3, "learn_rounds": 1, "learn_steps": 2}
+SMALL = {"learned": True, "subspace": 24, "nonzeros": 4, "check_every": 3, "learn_rounds": 1, "learn_steps": 2}
 BEFORE, AFTER = 5, 6
 """Steps before the state is taken, of which two look, and after, of which two look again."""
 DATA = batches(BEFORE + AFTER, rows=3)
