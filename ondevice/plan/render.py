@@ -29,6 +29,7 @@ MEANING = {
     "runtime": "the process before a model is loaded",
     "window": "layers and their gradients on the accelerator",
     "head": "the output head and its gradient",
+    "block inputs": "of all blocks, or of a few while the others are on the host",
     "kept inputs": "of the layers, for the backward pass",
     "inputs on the host": "of the layers, for the backward pass",
     "masters and moments": "float32 parameters and AdamW's moments",
