@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from ondevice.methods.revffn.walk import Reversible
 
 
+SAME_ROOT = 100
+"""Where attention is strong, Eq. (1) has several solutions, and an iteration can end at another than the one that went
+in. So the forward pass keeps the norm of each token's input, and an inverse must have it to so many tolerances."""
+
+
 @dataclass(frozen=True)
 class Iteration:
     """How a fixed-point iteration went.
@@ -28,12 +33,14 @@ class Iteration:
         iterations: evaluations of the branch.
         movement: how far the last one moved a token's stream, at most, as a part of its norm.
         contraction: geometric mean of the factor by which the movement's norm shrank; None after one iteration.
-        converged: `movement` is within the tolerance.
+        norm_error: how far a token's norm is from what it was in the forward pass, at most, as a part of it.
+        converged: `movement` is within the tolerance, and `norm_error` within `SAME_ROOT` times that.
     """
 
     iterations: int
     movement: float
     contraction: float | None
+    norm_error: float
     converged: bool
 
 
@@ -42,14 +49,16 @@ def solve(
     branch: Callable[[Tensor], Tensor],
     w: Tensor,
     v: Tensor,
+    norms: Tensor,
     mix: Mix,
     max_iterations: int,
     tolerance: float,
 ) -> tuple[Tensor, Iteration]:
-    """u with w = step(u, v, branch(u)), starting from w.
+    """u with w = step(u, v, branch(u)), starting from w; `norms` are those of its tokens, from `token_norms`.
 
     Goes on to the tolerance, and integers on from there until the movement no longer shrinks.
     """
+    tiny = torch.finfo(torch.float32).tiny
     u, first, count, reached = w, 0.0, 0, 0
     norm = movement = float("inf")
     contraction = None
@@ -58,24 +67,32 @@ def solve(
         found = streams.unstep(w, v, branch(u), mix, None)
         moved = streams.to_float(found) - streams.to_float(u)
         before, norm = norm, float(moved.norm())
-        sizes = streams.to_float(found).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
-        movement, u = float((moved.norm(dim=-1) / sizes).max()), found
+        movement, u = float((moved.norm(dim=-1) / norms.clamp(min=tiny)).max()), found
         first = first or norm
         if not reached and count > 1 and first:
-            contraction = (max(norm, torch.finfo(torch.float32).tiny) / first) ** (1 / (count - 1))
+            contraction = (max(norm, tiny) / first) ** (1 / (count - 1))
         reached = reached or (count if movement <= tolerance else 0)
         if norm == 0.0 or movement != movement or (reached and (u.is_floating_point() or norm > before / 2)):
             break
-    return u, Iteration(count, movement, contraction, movement <= tolerance)
+    norm_error = float(((token_norms(streams, u) - norms).abs() / norms.clamp(min=tiny)).max())
+    converged = movement <= tolerance and norm_error <= SAME_ROOT * tolerance
+    return u, Iteration(count, movement, contraction, norm_error, converged)
+
+
+def token_norms(streams: Streams, stream: Tensor) -> Tensor:
+    """The norm of each token: float32 [B, T]."""
+    return streams.to_float(stream).norm(dim=-1)
 
 
 def refuse(block: int, found: Iteration, tolerance: float) -> TrainingError:
     """The error of a block that was not inverted."""
-    shrinks = f", contraction factor {found.contraction:.3g}" if found.contraction is not None else ""
+    numbers = f"{found.movement:.3g} after {found.iterations} iterations, norm off by {found.norm_error:.3g}"
+    if found.contraction is not None:
+        numbers += f", contraction {found.contraction:.3g}"
     return TrainingError(
         f"layer {block} cannot be inverted: the fixed-point iteration of Eq. (1) did not converge",
-        expected=f"a movement of at most {tolerance:g} of a token's norm",
-        received=f"{found.movement:.3g} after {found.iterations} iterations{shrinks}",
+        expected=f"a movement of at most {tolerance:g} of a token's norm, and that norm to {SAME_ROOT * tolerance:g}",
+        received=numbers,
         hint="coupling: exact inverts in closed form; or not_converged: store, or a larger max_iterations",
     )
 

@@ -52,7 +52,7 @@ def check(peaks: Sequence[Tensor], steps: Sequence[Step], fraction_bits: int) ->
         return
     largest = torch.stack(tuple(peaks)).amax(1).tolist()  # the one wait for the device
     for step, peak in zip(steps, largest, strict=True):
-        if peak <= ROOM:
+        if peak < ROOM:
             continue
         where = f"the {step.part} of layer {step.block}" if step.part != "block" else f"layer {step.block}"
         if not math.isfinite(peak):
@@ -62,5 +62,5 @@ def check(peaks: Sequence[Tensor], steps: Sequence[Step], fraction_bits: int) ->
             f"fixed-point streams overflow in {where}",
             expected=f"magnitudes of at most {ROOM * unit:g} with fraction_bits: {fraction_bits}",
             received=f"{peak * unit:.4g}",
-            hint=f"method.fraction_bits: {choose_bits(peak * unit)}, or streams: float32",
+            hint=f"method.fraction_bits: {choose_bits(peak * unit)}; a smaller learning rate if it grew in training",
         )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 ROOM = 2**30
-"""Largest magnitude of a fixed-point stream or branch. A sum of at most three times that cannot come back into this
-range by overflow, so a look at what is in the stream finds every overflow."""
+"""Magnitudes of fixed-point streams and branches stay below it. Three times as much does not come back below it by
+overflow, so a look at what is in the stream finds every overflow."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.methods.revffn.couplings import Step, make_coupling
-from ondevice.methods.revffn.inversion import Iteration, refuse, solve
+from ondevice.methods.revffn.inversion import Iteration, refuse, solve, token_norms
 from ondevice.methods.revffn.scale import calibration_ids, check, choose_bits
 from ondevice.methods.revffn.stored import stored_hidden
 from ondevice.methods.revffn.streams import FixedStreams, FloatStreams, Streams
@@ -35,7 +35,7 @@ class Ends:
     Attributes:
         u: older stream, `v`: newer stream, in the streams' own dtype.
         length_tokens: T.
-        side: by step, the packed low bits that its sum does not hold.
+        side: by step, the packed low bits that its sum does not hold; of a crossed step, its tokens' norms.
         stored: by step, its older input, where that was kept instead of rebuilt.
     """
 
@@ -129,10 +129,12 @@ class Reversible:
             branch = self._branch(step, position, v, u)
             w, bits = self.streams.step(u, v, branch, step.mix)
             peaks.append(self.streams.peaks(w, branch, step.mix))
+            if step.crossed:
+                bits = token_norms(self.streams, u)
             if bits is not None:
                 side[number] = bits
-            if store and step.crossed:
-                went = self.iterations[number] = self._inverted(step, position, v, w)[1]
+            if store and bits is not None and step.crossed:
+                went = self.iterations[number] = self._inverted(step, position, v, w, bits)[1]
                 if not went.converged:
                     stored[number] = u
             u, v = v, w
@@ -171,14 +173,14 @@ class Reversible:
         del ends.u, ends.v
         gradients: dict[str, Tensor] = {}
         for number in reversed(range(len(self.steps))):
-            step, stored = self.steps[number], ends.stored.pop(number, None)
-            if step.crossed and stored is None:
+            step, stored, side = self.steps[number], ends.stored.pop(number, None), ends.side.pop(number, None)
+            if step.crossed and stored is None and side is not None:
                 with torch.no_grad():
-                    stored, went = self._inverted(step, position, v, w)
+                    stored, went = self._inverted(step, position, v, w, side)
                 self.iterations[number] = went
                 if not went.converged:
                     raise refuse(step.block, went, self.config.tolerance)
-            u, du, dv, found = self._step_back(step, position, v, w, du, dv, ends.side.pop(number, None), stored)
+            u, du, dv, found = self._step_back(step, position, v, w, du, dv, side, stored)
             gradients |= found
             del found  # whoever takes the gradients may free them
             v, w = u, v
@@ -224,13 +226,17 @@ class Reversible:
         self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, side: Tensor | None
     ) -> tuple[Tensor, Iteration | None]:
         """u from (v, w) without gradients; an iteration is given as it went, converged or not."""
-        if step.crossed:
-            return self._inverted(step, position, v, w)
+        if step.crossed and side is not None:
+            return self._inverted(step, position, v, w, side)
         return self.streams.unstep(w, v, self._branch(step, position, v, w), step.mix, side), None
 
-    def _inverted(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor) -> tuple[Tensor, Iteration]:
+    def _inverted(
+        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, norms: Tensor
+    ) -> tuple[Tensor, Iteration]:
         limit, tolerance = self.config.max_iterations, self.config.tolerance
-        return solve(self.streams, lambda u: self._branch(step, position, v, u), w, v, step.mix, limit, tolerance)
+        return solve(
+            self.streams, lambda u: self._branch(step, position, v, u), w, v, norms, step.mix, limit, tolerance
+        )
 
     def position(self, length: int) -> tuple[Tensor, Tensor]:
         """What attention takes of positions 0 to `length` - 1."""

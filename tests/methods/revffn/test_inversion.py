@@ -1,0 +1,128 @@
+"""The paper's coupling: its attention, its inverse by iteration, and what is done where that does not converge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ondevice.errors import ModelError, TrainingError
+from ondevice.methods.revffn.branches import attention_between
+from ondevice.methods.revffn.inversion import measure
+from ondevice.methods.revffn.walk import Reversible
+from ondevice.models import tiny_model
+from tests.methods.revffn.networks import network, random_ids, relative_error, stored, walked
+
+
+def weak(factor: float = 0.1, **settings: object) -> Reversible:
+    """A paper's network whose attention is `factor` times as strong as that of a random model."""
+    made = network(sizes={"layers": 4}, coupling="paper", **settings)
+    with torch.no_grad():
+        for i in range(made.blocks):
+            made.family.linear(i, "o_proj").weight.mul_(factor)  # type: ignore[operator]
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen2_moe"])
+@torch.no_grad()
+def test_attention_between_a_stream_and_itself_is_the_familys(family: str) -> None:
+    made = tiny_model(family, 2, tied=False).family
+    h, other = torch.randn(2, 2, 9, 64, generator=torch.Generator().manual_seed(1))
+    position = made.positions(9, "cpu", torch.float32)
+    torch.testing.assert_close(attention_between(made, 1, h, h, position), made.attention_branch(1, h, position))
+    crossed = attention_between(made, 1, h, other, position)
+    changed = other.clone()
+    changed[:, 5] += 1.0
+    seen = attention_between(made, 1, h, changed, position) - crossed
+    assert seen[:, 5:].abs().amax(-1).min() > 1e-4 and not seen[:, :5].any()  # keys and values, causally
+    changed = h.clone()
+    changed[:, 5] += 1.0
+    seen = attention_between(made, 1, changed, other, position) - crossed
+    assert seen[:, 5].abs().max() > 1e-4 and not seen[:, 6:].any() and not seen[:, :5].any()  # queries: this token's
+
+
+def test_gpt2_has_no_separate_queries() -> None:
+    with pytest.raises(ModelError, match="separate queries"):
+        network("gpt2", coupling="paper", streams="float32").forward(torch.zeros(1, 3, dtype=torch.int64))
+
+
+def test_an_odd_width_cannot_be_halved() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from ondevice.models.gpt2 import Gpt2
+
+    model = GPT2LMHeadModel(GPT2Config(n_embd=33, n_head=3, n_layer=1, vocab_size=260, n_positions=16))
+    with pytest.raises(ModelError, match="even width"):
+        network(Gpt2(model), coupling="exact")
+
+
+@pytest.mark.parametrize("streams", ["int32", "float32"])
+def test_a_contraction_is_inverted_to_the_tolerance(streams: str) -> None:
+    made = weak(streams=streams, tolerance=1e-6)
+    ids = random_ids(made)
+    assert relative_error(walked(made, ids)[1], stored(made, ids)[1]) < 1e-4
+    found = [layer for layer in measure(made, ids) if layer.part == "attention"]
+    for layer in found:
+        went = layer.iteration
+        assert went is not None and went.converged and went.movement <= 1e-6 and layer.error < 1e-5
+        assert went.contraction is not None and went.contraction < 0.7
+    assert [layer.block for layer in found] == [0, 1, 2, 3]
+
+
+def test_one_iteration_as_in_the_paper_is_not_enough() -> None:
+    """Section 3.1 claims an error below machine epsilon."""
+    ids = random_ids(weak())
+    one, many = (measure(weak(max_iterations=limit, tolerance=1e-6), ids) for limit in (1, 50))
+    for few, enough in zip(one, many, strict=True):
+        if few.part == "attention":
+            assert few.iteration is not None and few.iteration.iterations == 1 and few.iteration.contraction is None
+            assert few.error > 1e-3 > 100 * enough.error
+    assert all(layer.error == layer.mismatched == 0 for layer in one if layer.part == "mlp")
+
+
+def test_what_does_not_converge_is_refused_with_layer_and_numbers() -> None:
+    made = weak(1.0, streams="float32", max_iterations=20)
+    ids = random_ids(made)
+    failing = [layer.block for layer in measure(made, ids) if layer.iteration and not layer.iteration.converged]
+    with pytest.raises(TrainingError, match=f"layer {max(failing)} cannot be inverted") as caught:
+        walked(made, ids)
+    assert "after 20 iterations, norm off by" in caught.value.received and "contraction" in caught.value.received
+    assert "not_converged: store" in (caught.value.hint or "")
+
+
+def test_another_root_is_no_inverse() -> None:
+    """Eq. (1) is no bijection: here the iteration settles, at an input that did not go in."""
+    made = weak(0.2, streams="float32", max_iterations=300)
+    ids = random_ids(made)
+    wrong = [layer for layer in measure(made, ids) if layer.iteration and layer.error > 1e-2]
+    assert wrong
+    for layer in wrong:
+        went = layer.iteration
+        assert went is not None and went.movement <= 1e-6 and went.norm_error > 1e-3 and not went.converged
+    with pytest.raises(TrainingError, match=f"layer {wrong[-1].block} cannot be inverted"):
+        walked(made, ids)
+
+
+def test_or_its_input_is_stored() -> None:
+    made = weak(1.0, streams="int32", max_iterations=20, not_converged="store")
+    ids = random_ids(made)
+    ends = made.forward(ids)
+    kept = len(ends.stored)
+    assert kept >= 3 and kept == sum(not went.converged for went in made.iterations.values())
+    assert ends.bytes == (2 + kept) * 4 * 2 * 7 * 16 + 4 * 4 * 2 * 7  # streams and inputs; a norm a token and block
+    assert relative_error(walked(made, ids)[1], stored(made, ids)[1]) < 1e-4
+    with torch.no_grad():
+        for i in range(4):
+            made.family.linear(i, "o_proj").weight.mul_(0.05)  # type: ignore[operator]
+    assert not made.forward(ids).stored
+
+
+def test_measured_errors_of_the_closed_forms() -> None:
+    for settings in ({"coupling": "exact"}, {"coupling": "full"}):
+        made = network("qwen2_moe", sizes={"layers": 3}, **settings)
+        found = measure(made, random_ids(made))
+        assert len(found) == len(made.steps)
+        assert all(layer.mismatched == layer.chained_mismatched == 0 and layer.chained == 0.0 for layer in found)
+        assert all(layer.iteration is None for layer in found)
+    rounded = network(sizes={"layers": 3}, coupling="exact", streams="bfloat16")
+    found = measure(rounded, random_ids(rounded))
+    assert found[0].chained > found[-1].chained > 1e-4 and found[0].chained_mismatched > 0

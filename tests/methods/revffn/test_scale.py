@@ -1,0 +1,80 @@
+"""The scale of int32 streams: chosen for a model, the same every time, and checked in every forward pass."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ondevice.errors import TrainingError
+from ondevice.methods.revffn.scale import MOST_BITS, SPARE_BITS, choose_bits
+from ondevice.methods.revffn.streams import ROOM
+from tests.methods.revffn.networks import network, random_ids, same_bits, stored, walked
+
+
+@given(st.floats(1e-6, 1e8))
+def test_a_scale_leaves_the_spare_room_and_no_more(peak: float) -> None:
+    bits = choose_bits(peak)
+    assert 1 <= bits <= MOST_BITS
+    assert peak * 2.0 ** (bits + SPARE_BITS) <= ROOM
+    assert bits == MOST_BITS or peak * 2.0 ** (bits + SPARE_BITS + 1) > ROOM
+
+
+def test_numbers_that_are_none_have_no_scale() -> None:
+    with pytest.raises(TrainingError, match="not numbers"):
+        choose_bits(float("nan"))
+
+
+def test_the_scale_is_the_models_and_the_same_every_time() -> None:
+    first = network(coupling="full").fraction_bits
+    assert first == network(coupling="full").fraction_bits
+    made = network(coupling="full")
+    with torch.no_grad():
+        made.family.embedding.weight.mul_(2.0**14)
+    larger = network(made.family, coupling="full").fraction_bits
+    assert first is not None and larger is not None and larger < first
+    assert network(coupling="full", fraction_bits=9).fraction_bits == 9
+    assert network(coupling="exact", streams="float32").fraction_bits is None
+
+
+@pytest.mark.parametrize("coupling", ["exact", "full"])
+def test_an_overflow_names_the_layer_and_a_scale_that_does(coupling: str) -> None:
+    made = network(sizes={"layers": 5}, coupling=coupling)
+    with torch.no_grad():
+        made.family.linear(3, "down_proj").weight.mul_(2.0**18)  # type: ignore[operator]
+    ids = random_ids(made)
+    with pytest.raises(TrainingError, match=r"overflow in .*layer 3") as caught:
+        made.forward(ids)
+    assert f"fraction_bits: {made.fraction_bits}" in caught.value.expected
+    named = re.search(r"fraction_bits: (\d+)", caught.value.hint or "")
+    assert named is not None
+    again = network(made.family, coupling=coupling, fraction_bits=int(named[1]))
+    assert same_bits(walked(again, ids)[1], stored(again, ids)[1])
+
+
+def test_a_scale_that_is_too_fine_is_refused() -> None:
+    made = network(coupling="exact", fraction_bits=30)
+    with torch.no_grad():
+        made.family.embedding.weight.mul_(100)
+    with pytest.raises(TrainingError, match="overflow"):
+        made.forward(random_ids(made))
+
+
+def test_a_layer_without_numbers_is_named() -> None:
+    made = network(sizes={"layers": 4}, coupling="exact")
+    with torch.no_grad():
+        made.family.linear(2, "v_proj").weight.fill_(float("nan"))  # type: ignore[operator]
+    with pytest.raises(TrainingError, match="the attention of layer 2 gives numbers that are none"):
+        made.forward(random_ids(made))
+
+
+def test_a_resumed_run_sets_the_scale() -> None:
+    made, other = network(coupling="full"), network(coupling="full", fraction_bits=10)
+    bits = made.fraction_bits
+    assert bits is not None and bits != 10
+    ids = random_ids(made)
+    other.fraction_bits = bits
+    assert same_bits(walked(other, ids)[1], walked(made, ids)[1])
