@@ -49,7 +49,7 @@ def test_logits_are_transformers_own(family: str, sizes: dict, tmp_path: Path) -
     if family == "gpt2" and "rope_parameters" in sizes:
         pytest.skip("gpt2 has no rotary embedding")
     theirs = AutoModelForCausalLM.from_pretrained(
-        save_tiny(tmp_path / "model", family, 3, **sizes), attn_implementation="eager"
+        save_tiny(tmp_path / "model", family, 3, **sizes), attn_implementation="eager", experts_implementation="eager"
     )
     loaded = tiny_model(family, 3, **sizes)
     ids = random_ids(loaded)
@@ -78,6 +78,9 @@ def test_explicit_causal_mask_is_the_default(family: str) -> None:
         ("mistral", {"tied": False}),
         ("gpt2", {}),
         ("gpt2", {"tied": False, "intermediate": 77}),
+        ("qwen2_moe", {}),
+        ("qwen2_moe", {"tied": False, "layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 2}),
+        ("qwen2_moe", {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "qkv_bias": False}),
     ],
 )
 def test_names_shapes_and_count_of_the_weights(family: str, config: dict) -> None:
@@ -87,7 +90,8 @@ def test_names_shapes_and_count_of_the_weights(family: str, config: dict) -> Non
         assert state.pop("lm_head.weight").data_ptr() == loaded.family.embedding.weight.data_ptr()
     assert {name: tuple(t.shape) for name, t in state.items()} == loaded.family.weight_shapes(loaded.dims)
     assert loaded.dims.parameters == loaded.model.num_parameters()
-    assert loaded.dims.block_parameters == sum(p.numel() for p in loaded.family.layer(0).parameters())
+    blocks = [sum(p.numel() for p in loaded.family.layer(i).parameters()) for i in range(loaded.dims.layers)]
+    assert loaded.dims.block_parameters == max(blocks)
     assert list(loaded.dims.linear_shapes) == list(loaded.family.linear_targets)
     for target in loaded.family.linear_targets if family != "gpt2" else ():
         linear = loaded.family.linear(1, target)
@@ -104,7 +108,7 @@ def test_unknown_targets_are_errors() -> None:
         assert "q_proj" in caught.value.expected
 
 
-@pytest.mark.parametrize("family", ADAPTED)
+@pytest.mark.parametrize("family", [family for family in ADAPTED if family != "qwen2_moe"])
 @torch.no_grad()
 def test_set_linear_changes_the_model_itself(family: str) -> None:
     loaded = tiny_model(family)
@@ -129,7 +133,7 @@ class OneBlock(torch.nn.Module):
         return self.family.final_norm(self.family.block(0, h, position, None))
 
 
-@pytest.mark.parametrize("family", ADAPTED)
+@pytest.mark.parametrize("family", [family for family in ADAPTED if family != "qwen2_moe"])
 @torch.no_grad()
 def test_a_block_exports(family: str) -> None:
     loaded = tiny_model(family)
@@ -147,7 +151,7 @@ def test_bfloat16_is_close(family: str) -> None:
     logits = own_logits(half, ids)
     assert logits.dtype == torch.bfloat16
     difference = (logits.float() - own_logits(exact, ids)).abs().max()
-    assert 0 < difference < 0.15
+    assert 0 < difference < (0.5 if family == "qwen2_moe" else 0.15)  # a token may go to another expert
     if family != "gpt2":
         assert half.model.model.rotary_emb.inv_freq.dtype == torch.float32
 

@@ -1,0 +1,102 @@
+"""A mixture of experts against a loop over tokens, its gradients against autograd's, and the same bits every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from ondevice.nn.experts import grouped_linear, mixture
+
+
+def inputs(tokens: int, experts: int, chosen: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Tensor]:
+    """Tokens, expert ids, their weights, and the experts' two tensors; hidden 6, width 5."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, generator=generator)
+    ids = scores.topk(chosen).indices
+    floats = [torch.randn(*shape, generator=generator) for shape in ((tokens, 6), (experts, 10, 6), (experts, 6, 5))]
+    x, gate_up, down = (value.to(dtype).requires_grad_() for value in floats)
+    return [x, ids, torch.rand(tokens, chosen, generator=generator).to(dtype).requires_grad_(), gate_up, down]
+
+
+def by_token(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    rows = []
+    for token in range(x.shape[0]):
+        row = torch.zeros_like(x[0])
+        for place, expert in enumerate(ids[token].tolist()):
+            gate, up = linear(x[token], gate_up[expert]).chunk(2)
+            row = row + weights[token, place] * linear(silu(gate) * up, down[expert])
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def gradients(out: Tensor, parts: list[Tensor]) -> tuple[Tensor, ...]:
+    wanted = [part for part in parts if part.requires_grad]
+    into = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
+    return torch.autograd.grad(out, wanted, into, materialize_grads=True)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 13), st.integers(1, 7), st.integers(1, 7), st.integers(0, 99))
+def test_value_and_gradients_are_those_of_a_loop_over_tokens(tokens: int, experts: int, chosen: int, seed: int) -> None:
+    parts = inputs(tokens, experts, min(chosen, experts), seed=seed)
+    found, expected = mixture(*parts, silu), by_token(*parts)
+    torch.testing.assert_close(found, expected)
+    for mine, theirs in zip(gradients(found, parts), gradients(expected, parts), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_experts_without_tokens_have_gradients_of_zero() -> None:
+    parts = inputs(3, 6, 1)
+    parts[1] = torch.tensor([[4], [1], [4]])
+    *_, gate_up, down = gradients(mixture(*parts, silu), parts)
+    for expert in range(6):
+        assert bool(gate_up[expert].any()) == bool(down[expert].any()) == (expert in (1, 4))
+
+
+def test_rows_of_no_expert_are_none() -> None:
+    found = grouped_linear(torch.zeros(0, 6), torch.randn(3, 4, 6), torch.zeros(3, dtype=torch.int64))
+    assert found.shape == (0, 4)
+
+
+def assert_the_same_bits(device: str, dtype: torch.dtype, hidden: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.rand(257, 8, generator=generator).topk(3).indices.to(device)
+    floats = [(257, hidden), (257, 3), (8, 2 * width, hidden), (8, hidden, width)]
+    x, weights, gate_up, down = (
+        torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_() for shape in floats
+    )
+    parts = [x, ids, weights, gate_up, down]
+    first = mixture(*parts, silu)
+    expected = gradients(first, parts)
+    for _ in range(5):
+        again = mixture(*parts, silu)
+        assert torch.equal(again, first)
+        assert all(torch.equal(a, b) for a, b in zip(gradients(again, parts), expected, strict=True))
+    with torch.no_grad():
+        assert torch.equal(mixture(*parts, silu), first)  # as the forward pass of a walk runs it
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_every_time(dtype: torch.dtype) -> None:
+    assert_the_same_bits("cpu", dtype, 40, 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [704, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_every_time_on_cuda(dtype: torch.dtype, width: int) -> None:
+    """With torch's grouped product (bfloat16, whole 16 bytes) and without."""
+    assert_the_same_bits("cuda", dtype, 512, width)
+
+
+@pytest.mark.gpu
+def test_the_grouped_product_is_the_loop_on_cuda() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((97, 128), (5, 64, 128)))
+    ends = torch.tensor([10, 10, 50, 96, 97])
+    found = grouped_linear(rows.cuda(), weight.cuda(), ends.cuda()).cpu()
+    torch.testing.assert_close(found, grouped_linear(rows, weight, ends), atol=0.2, rtol=0.02)
