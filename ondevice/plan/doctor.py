@@ -14,8 +14,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from ondevice.errors import ConfigError, MissingPackageError
+from ondevice.plan import jetson
 from ondevice.plan.machine import gpus
-from ondevice.plan.system import COMPILER_FIX, SYSTEM_CHECKS, Outcome
+from ondevice.plan.system import COMPILER_FIX, JETSON_CHECKS, SYSTEM_CHECKS, Outcome
 
 KERNEL_TIMEOUT_S = 180
 
@@ -57,6 +58,14 @@ class _Kernel:
     repair: str = ""
 
 
+ON_GPU = ("torch-cuda", "unified-memory")
+JETPACK_6_REPAIRS = {
+    "bitsandbytes": 'CMAKE_ARGS="-DCOMPUTE_BACKEND=cuda -DCOMPUTE_CAPABILITY=87" pip install --no-deps '
+    "--force-reinstall --no-binary bitsandbytes "
+    '"bitsandbytes @ git+https://github.com/bitsandbytes-foundation/bitsandbytes@0.50.2"   '
+    "(PyPI's wheel for ARM is built for servers and ends at its first kernel here)",
+    "torch-cuda": "use the container nvcr.io/nvidia/pytorch:25.06-py3-igpu   (PyPI's torch for ARM is for servers)",
+}
 _TORCH = "pip install 'ondevice-train[torch]'"
 _EXECUTORCH = "pip install 'ondevice-train[executorch]'"
 _REINSTALL = "pip install --force-reinstall --no-deps {}"
@@ -76,13 +85,17 @@ KERNELS: dict[str, _Kernel] = {
         "pip install --force-reinstall 'ondevice-train[qnn]'",
     ),
     "mlx": _Kernel(("mlx",), "pip install 'ondevice-train[mlx]'", _REINSTALL.format("mlx")),
+    "unified-memory": _Kernel(("torch",), _TORCH, "nvidia-smi"),
     "bitsandbytes": _Kernel(
         ("bitsandbytes", "torch"),
         "pip install bitsandbytes",
         "pip install --upgrade --force-reinstall --no-deps bitsandbytes",
     ),
 }
+_JETSON = ("peft", "unified-memory", *JETSON_CHECKS)
 TARGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "jetson": (("torch-cuda", "transformers", "bitsandbytes"), _JETSON),
+    "cuda-server": (("torch-cuda", "transformers", "bitsandbytes"), ("peft",)),
     "cpu": (("torch-cpu", "transformers"), ("runtime-ops", "peft", "compiler")),
     "cuda": (("torch-cuda", "transformers"), ("peft", "bitsandbytes")),
     "android-cpu": (
@@ -117,7 +130,9 @@ def doctor(
         raise ConfigError(f"unknown target '{target}'", expected=", ".join(TARGETS), received=target)
     known = [*SYSTEM_CHECKS, *KERNELS]
     needed, useful = TARGETS[target] if target else ((), ())
-    chosen = [name for name in known if target is None or name in (*ALWAYS, *needed, *useful)]
+    apart = () if jetson.model() else (*JETSON_CHECKS, "unified-memory")
+    wanted = (*ALWAYS, *needed, *useful) if target else [name for name in known if name not in apart]
+    chosen = [name for name in known if name in wanted]
     if names is not None:
         if unknown := [name for name in names if name not in known]:
             raise ConfigError("unknown check", expected=", ".join(known), received=", ".join(unknown))
@@ -149,12 +164,14 @@ def _kernel(name: str) -> Outcome:
     absent = [package for package in kernel.packages if importlib.util.find_spec(package) is None]
     if absent:
         return None, f"{' and '.join(absent)} not installed", kernel.install
-    if name == "torch-cuda" and not gpus():
+    if name in ON_GPU and not gpus() and not jetson.model():
         return None, "no GPU that the driver lists", "install the NVIDIA driver, if this machine has a GPU"
     ok, detail, fix = run_kernel([sys.executable, "-m", "ondevice.plan.kernels", name])
     if not ok:
         detail = f"{_version(kernel.packages[0])}: {detail}"
-    return ok, detail, fix or kernel.repair or kernel.install
+    found = jetson.release()
+    repair = JETPACK_6_REPAIRS.get(name, kernel.repair) if found and found[0] < 38 else kernel.repair
+    return ok, detail, fix or repair or kernel.install
 
 
 def run_kernel(command: Sequence[str], timeout_s: float = KERNEL_TIMEOUT_S) -> Outcome:

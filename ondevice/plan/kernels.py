@@ -192,6 +192,28 @@ def bitsandbytes() -> str:
     return f"bitsandbytes {version('bitsandbytes')}, NF4 kernel ran on {' and '.join(devices)}"
 
 
+def unified_memory() -> str:
+    """Take 256 MiB on the GPU and see whether the CPU's free memory falls: then both share it."""
+    import psutil
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    torch.zeros(1, device="cuda")  # the context
+    torch.cuda.synchronize()
+    before, size = psutil.virtual_memory().available, 256 << 20
+    taken = torch.full((size,), 1, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    fell = before - psutil.virtual_memory().available
+    if int(taken[-1]) != 1:
+        raise WrongResult("memory of the GPU does not hold what was written")
+    free, total = (value / 2**30 for value in torch.cuda.mem_get_info())
+    if not getattr(properties, "is_integrated", False):
+        return f"{properties.name} has {total:.1f} GiB of its own, {free:.1f} free"
+    if fell < size // 2:
+        raise WrongResult(f"256 MiB on the GPU took {fell / 2**20:.0f} MiB of the shared memory")
+    return f"{properties.name} and the CPU share {total:.1f} GiB, {free:.1f} free"
+
+
 def peft() -> str:
     """Wrap a linear layer with LoRA: unchanged at B = 0, changed by B, and merged to the same function."""
     import peft as library
@@ -247,6 +269,7 @@ KERNELS: dict[str, Callable[[], str]] = {
     "executorch-ops": executorch_ops,
     "qnn": qnn,
     "mlx": mlx,
+    "unified-memory": unified_memory,
     "bitsandbytes": bitsandbytes,
 }
 

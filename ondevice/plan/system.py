@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ondevice.plan import jetson
 from ondevice.plan.machine import available_bytes, total_bytes
 
 Outcome = tuple[bool | None, str, str]
@@ -103,6 +104,13 @@ def adb() -> Outcome:
     return done.returncode == 0, (done.stdout.splitlines() or [found])[0], ADB_FIX
 
 
+JETSON_CHECKS: dict[str, Callable[[], Outcome]] = {
+    "board": jetson.board,
+    "swap": jetson.swap,
+    "power-mode": jetson.power_mode,
+    "clocks": jetson.clocks,
+}
+"""What only a Jetson has; left out on other machines unless asked for."""
 SYSTEM_CHECKS: dict[str, Callable[[], Outcome]] = {
     "python": python,
     "memory": memory,
@@ -110,4 +118,5 @@ SYSTEM_CHECKS: dict[str, Callable[[], Outcome]] = {
     "model-cache": model_cache,
     "compiler": compiler,
     "adb": adb,
+    **JETSON_CHECKS,
 }
