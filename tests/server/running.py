@@ -117,6 +117,8 @@ def workers(store: Path) -> list[int]:
     return found
 
 
-def adapter_bits(folder: Path) -> bytes:
-    """The weights of an adapter in a folder."""
-    return (folder / "adapter_model.safetensors").read_bytes()
+def adapter_bits(folder: Path) -> dict[str, bytes]:
+    """Every tensor of an adapter, to the bit. (The order of the file's metadata is another in every process.)"""
+    from ondevice.artifact.adapter import load_adapter
+
+    return {name: value.tobytes() for name, value in load_adapter(folder).tensors.items()}
