@@ -19,12 +19,12 @@ from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
 
 @dataclass
 class Projected:
-    """One matrix.
+    """One matrix, or a stack of them (the experts of a layer), each with its own basis.
 
     Attributes:
-        weight: [m, n].
-        basis: Q, float32 [r, min(m, n)]; None before the first step.
-        m, v: Adam's moments of the low gradient, float32 [m, r] where m >= n, else [r, n].
+        weight: [..., m, n].
+        basis: Q, float32 [..., r, min(m, n)]; None before the first step.
+        m, v: Adam's moments of the low gradient, float32 [..., m, r] where m >= n, else [..., r, n].
     """
 
     weight: nn.Parameter
@@ -34,15 +34,15 @@ class Projected:
 
     @property
     def tall(self) -> bool:
-        return self.weight.shape[0] >= self.weight.shape[1]
+        return self.weight.shape[-2] >= self.weight.shape[-1]
 
     def low(self, gradient: Tensor, basis: Tensor) -> Tensor:
-        """The projected gradient of [m, n]."""
-        return gradient @ basis.T if self.tall else basis @ gradient
+        """The projected gradient of [..., m, n]."""
+        return gradient @ basis.mT if self.tall else basis @ gradient
 
     def back(self, low: Tensor, basis: Tensor) -> Tensor:
-        """What lies in the subspace as [m, n]."""
-        return low @ basis if self.tall else basis.T @ low
+        """What lies in the subspace as [..., m, n]."""
+        return low @ basis if self.tall else basis.mT @ low
 
 
 class GaloreAdamW:
@@ -69,7 +69,7 @@ class GaloreAdamW:
     def step(self, learning_rate: float) -> None:
         """One step with the parameters' `.grad`, which are cleared."""
         for entry in self.entries:
-            self._step(entry, learning_rate)
+            self.step_one(entry, learning_rate)
         if self.adamw is not None:
             self.adamw.param_groups[0]["lr"] = learning_rate
             self.adamw.step()
@@ -83,7 +83,9 @@ class GaloreAdamW:
         if self.adamw is not None:
             yield from (t for state in self.adamw.state.values() for t in state.values() if t.numel() > 1)
 
-    def _step(self, entry: Projected, learning_rate: float) -> None:
+    @torch.no_grad()
+    def step_one(self, entry: Projected, learning_rate: float) -> None:
+        """One matrix's part of `step`; whoever calls it counts the steps in `count`."""
         if entry.weight.grad is None:
             return
         gradient = entry.weight.grad.float()
@@ -99,12 +101,12 @@ class GaloreAdamW:
 
 
 def largest_vectors(gradient: Tensor, rank: int) -> Tensor:
-    """The largest singular vectors of the shorter side of [m, n], [min(rank, m, n), min(m, n)] of orthonormal rows.
+    """The largest singular vectors of the shorter side of [..., m, n]: [..., min(rank, m, n), min(m, n)], orthonormal.
 
     They are the eigenvectors of the smaller of G^T G and G G^T, which on a GPU is far faster than a singular value
     decomposition of G.
     """
-    tall = gradient.shape[0] >= gradient.shape[1]
-    gram = gradient.T @ gradient if tall else gradient @ gradient.T
+    tall = gradient.shape[-2] >= gradient.shape[-1]
+    gram = gradient.mT @ gradient if tall else gradient @ gradient.mT
     vectors = torch.linalg.eigh(gram).eigenvectors  # ascending, in columns
-    return vectors[:, -min(rank, gram.shape[0]) :].T.flip(0).contiguous()
+    return vectors[..., -min(rank, gram.shape[-1]) :].mT.flip(-2).contiguous()

@@ -102,7 +102,7 @@ def result(
     """The result object of benchmarks/results/README.md; `extra` adds keys such as `title` and `notes`."""
     document = {
         "benchmark": name,
-        "command": _command(name),
+        "command": command_of(name),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "machine": machine_info(),
         "versions": versions(),
@@ -175,7 +175,7 @@ def _write(document: dict[str, Any], path: Path | str | None) -> Path:
     return target
 
 
-def _command(name: str) -> str:
+def command_of(name: str) -> str:
     """The command to repeat the run, without the arguments that only say where its output goes."""
     arguments, skip = [], False
     for word in sys.argv[1:]:
