@@ -107,7 +107,7 @@ def test_the_choice_of_experts_can_be_watched() -> None:
 BATCH = np.arange(24, dtype=np.int64).reshape(2, 12)
 
 
-@pytest.mark.parametrize("name", ["lora", "lora-fa", "prge", "mezo", "full", "slideformer"])
+@pytest.mark.parametrize("name", ["lora", "lora-fa", "prge", "mezo", "full", "slideformer", "lsp"])
 def test_methods_that_train_it(name: str) -> None:
     loaded = tiny_model("qwen2_moe")
     session = open_session(loaded, method_config(name), 0)
@@ -117,7 +117,7 @@ def test_methods_that_train_it(name: str) -> None:
     after, count = session.evaluate(BATCH, BATCH)
     session.close()
     assert count.tolist() == [11, 11] and not np.array_equal(before, after)
-    if name in ("lora", "full", "slideformer"):
+    if name in ("lora", "full", "slideformer", "lsp"):
         assert after.sum() < before.sum()
 
 
