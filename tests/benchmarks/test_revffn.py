@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import revffn_memory
+from benchmarks import revffn_memory, revffn_quality
 from benchmarks._allocation import peak_bytes
 from benchmarks._revffn_model import make
 from benchmarks._revffn_peers import ORDINARY, open_way
+from tests.cli.command import write_rows
 
 IDS = np.random.default_rng(0).integers(0, 512, (2, 16))
 
@@ -82,3 +83,30 @@ def test_the_gpu_s_part_on_a_cpu() -> None:
     assert {column["key"] for column in columns} >= {"peak_bytes", "ratio"} and any("below" in note for note in notes)
     nothing = revffn_memory.table(argparse.Namespace(**{**vars(args), "target_gb": 1e-6, "methods": "revffn-full"}))[0]
     assert nothing[0]["rows"] is None and nothing[0]["peak_bytes"] is None
+
+
+def test_the_quality_run_and_its_parts(tmp_path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """A way that diverges is counted and not averaged; files of two seeds are the table of both."""
+    rows = [{"instruction": f"Say {word}.", "input": "", "output": word} for word in ("yes", "no", "good", "bad")]
+    for part in ("train", "valid"):
+        (tmp_path / "alpaca").mkdir(exist_ok=True)
+        write_rows(tmp_path / "alpaca" / f"{part}.jsonl", rows)
+    monkeypatch.setitem(revffn_quality.WAYS, "RevFFN full", ("revffn", 1e-3, {"skip_stage1": True}))
+    monkeypatch.setitem(revffn_quality.WAYS, "full fine-tuning", ("sft-fused", 1e-3, {"optimizer": "adamw"}))
+    monkeypatch.setitem(revffn_quality.WAYS, "diverges", ("sft-fused", 1e30, {"optimizer": "sgd"}))
+    files = [tmp_path / f"{seed}.json" for seed in (0, 1)]
+    options = ["--model", "tiny:qwen2_moe", "--data", tmp_path, "--device", "cpu", "--steps", 4, "--batch-size", 2,
+               "--methods", "full fine-tuning,RevFFN full,diverges"]  # fmt: skip
+    for seed, file in enumerate(files):
+        monkeypatch.setattr("sys.argv", ["quality", *map(str, [*options, "--seeds", seed, "--out", file])])
+        revffn_quality.main()
+    found, notes = revffn_quality.merged(files)
+    by = {row["method"]: row for row in found}
+    assert by["RevFFN full"]["seeds"] == [0, 1] and len(by["RevFFN full"]["loss"]) == 2 and len(notes) == 1
+    assert all(loss < by["RevFFN full"]["before"] for loss in by["RevFFN full"]["loss"])
+    assert by["full fine-tuning"]["ratio"] == 1 and 0.8 < by["RevFFN full"]["ratio"] < 1.2
+    assert by["diverges"]["failed"] == 2 and by["diverges"]["loss"] is None
+    monkeypatch.setattr("sys.argv", ["quality", "--from-results", *map(str, files)])
+    capsys.readouterr()
+    revffn_quality.main()
+    assert "| tiny:qwen2_moe | RevFFN full |" in capsys.readouterr().out
