@@ -61,7 +61,7 @@ def trouble(folder: Path, kills: int, seed: int, steps: int, log: Any = lambda t
                     counts["worker"] += 1
             else:
                 daemon.kill()
-                wait_for(lambda: not workers(store), "the worker dies with the daemon", 30)
+                wait_for(lambda place=store: not workers(place), "the worker dies with the daemon", 30)
                 if victim == "power":
                     copies += 1
                     shutil.copytree(store, folder / f"copy-{copies}", symlinks=True)
@@ -97,7 +97,9 @@ def check_stream(events: list[dict[str, Any]], steps: int) -> None:
             following = event["step"]
         elif event["event"] == "step":
             assert event["step"] == following, f"step {event['step']} where {following} follows"
-            assert losses.setdefault(following, event["loss"]) == event["loss"], "a step that ran again has another loss"
+            assert losses.setdefault(following, event["loss"]) == event["loss"], (
+                "a step that ran again has another loss"
+            )
             following += 1
     assert following == steps and events[-1]["event"] == "job" and events[-1]["state"] == "done"
 

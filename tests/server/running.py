@@ -33,19 +33,21 @@ class DaemonProcess:
             **os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})
         }  # fmt: skip
         self.process: subprocess.Popen[str] | None = None
+        self.errors = store.with_name(f"{store.name}.stderr")
         self.address = ""
 
     def start(self) -> DaemonProcess:
         """Start it, and wait until it answers."""
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "ondevice", "serve", "--store", str(self.store), "--port", "0", "--json",
-             *self.flags],
-            env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "ondevice", "serve", "--store", str(self.store), "--port", "0", "--json"]
+        self.errors.parent.mkdir(parents=True, exist_ok=True)
+        with self.errors.open("ab") as errors:
+            self.process = subprocess.Popen(
+                [*command, *self.flags], env=self.environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.startswith("{"):
-            pytest.fail(f"the daemon did not start: {self.process.communicate()[1]}")
+            pytest.fail(f"the daemon did not start: {self.errors.read_text()}")
         answer = json.loads(line)
         if "address" not in answer:
             pytest.fail(str(answer))
@@ -68,7 +70,8 @@ class DaemonProcess:
         assert self.process is not None
         if self.process.poll() is None:
             self.process.terminate()
-        return self.process.communicate(timeout=120)[1]
+        self.process.communicate(timeout=120)
+        return self.errors.read_text()
 
     def __enter__(self) -> DaemonProcess:
         return self.start()
