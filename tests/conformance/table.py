@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+ARTIFACTS = ("jetson", "cuda-server")
+"""Targets whose artifacts run in PyTorch; these rows run them on the CPU."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -19,6 +22,7 @@ class Row:
         claim: what README says of it.
         settings: of the method, over small defaults.
         family: of the tiny model; `sizes` of it.
+        quantize: how an artifact for CUDA keeps its weights; the reference has the same rounded weights.
         program: the exported program (`tests/programs.py`) that is run; "" for eager PyTorch.
         loss_error: largest relative error of a loss.
         gradient_error: largest error of a projected gradient, as a part of the step's largest.
@@ -33,6 +37,7 @@ class Row:
     family: str = "llama"
     sizes: dict[str, Any] = field(default_factory=dict)
     program: str = ""
+    quantize: str = "none"
     loss_error: float = 3e-6
     gradient_error: float = 3e-3
     adapter_error: float = 2e-6
@@ -41,7 +46,8 @@ class Row:
     @property
     def name(self) -> str:
         """For test ids."""
-        return "-".join(part for part in (self.method, self.backend, self.program or self.family) if part)
+        what = self.program or (self.quantize if self.backend in ARTIFACTS else "") or self.family
+        return "-".join((self.method, self.backend, what))
 
 
 STEPS = 6
@@ -126,7 +132,18 @@ MLX = (
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
 )
-TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS)
+PACKED = "NF4, INT8 or full-precision weights; on the CPU here"
+CUDA_ARTIFACTS = tuple(
+    Row(method, target, PACKED, settings, quantize=quantize, adapter_error=2e-6 if method == "prge" else 2e-4, **more)
+    for target, quantize in (("jetson", "nf4"), ("jetson", "int8"), ("cuda-server", "nf4"), ("cuda-server", "none"))
+    for method, settings, more in (
+        ("prge", {"queries": 2, "noise": "rademacher"} if quantize == "int8" else {}, {}),
+        ("mesp", {}, BIAS if quantize == "int8" else {}),
+        ("lora", {}, {}),
+        ("lora-fa", {}, {}),
+    )
+)
+TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS, *CUDA_ARTIFACTS)
 
 WHERE = {
     "torch-cpu": "PyTorch on the CPU",
@@ -134,6 +151,8 @@ WHERE = {
     "mlx-cpu": "MLX on the CPU",
     "apple-mlx": "MLX functions (`apple-mlx`), from Python and C++",
     "android-cpu": "ExecuTorch program (`android-cpu`)",
+    "jetson": "artifact for a Jetson (`jetson`), in PyTorch",
+    "cuda-server": "artifact for an NVIDIA GPU (`cuda-server`), in PyTorch",
     "android-npu": "ExecuTorch program for a Qualcomm NPU (`android-npu`)",
 }
 

@@ -14,6 +14,7 @@ import torch
 from ondevice.api import artifacts
 from ondevice.api.opening import open_artifact
 from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.artifact.manifest import read_manifest
 from ondevice.config import ModelConfig
 from ondevice.exporters.base import ExportConfig, ExportJob
 from ondevice.exporters.executorch.author import author
@@ -21,8 +22,10 @@ from ondevice.exporters.registry import exporter
 from ondevice.methods.registry import OFFLOADING, method_config, open_session
 from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
+from ondevice.nn.packed import pack_model, unpack_model
+from ondevice.runtime.torch import TorchProgramSession
 from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge, PlainRevffn
-from tests.conformance.table import LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
+from tests.conformance.table import ARTIFACTS, LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
 from tests.methods.reference import batch
 from tests.programs import MODELS, config, model, needs_qnn, program
 
@@ -55,6 +58,8 @@ def open_row(row: Row) -> Any:
         return open_artifact(program(row.program))
     if row.backend in ("mlx-cpu", "apple-mlx"):
         return open_in_mlx(row)
+    if row.backend in ARTIFACTS:
+        return open_packed(row)
     loaded = tiny_model(row.family, **row.sizes)
     if row.backend == "torch-cuda" and row.method not in OFFLOADING:
         loaded.model.cuda()
@@ -76,7 +81,45 @@ def open_in_mlx(row: Row) -> Any:
         return open_artifact(Path(folder) / "artifact")
 
 
+def open_packed(row: Row) -> Any:
+    """Exported and opened on the CPU; the weights are in memory once it is open."""
+    if row.quantize == "nf4":
+        pytest.importorskip("bitsandbytes")
+    with tempfile.TemporaryDirectory() as folder:
+        source = str(save_tiny(Path(folder) / "model", row.family, **row.sizes))
+        export = ExportConfig(
+            target=row.backend, lengths_tokens=(12, 16), batch_size=2, check_steps=1, quantize=row.quantize
+        )
+        job = ExportJob(ModelConfig(source=source, dtype="float32"), method(row), export, SEED)
+        exporter(row.backend).export(job, Path(folder) / "artifact")
+        return TorchProgramSession(Path(folder) / "artifact", read_manifest(Path(folder) / "artifact"), "cpu")
+
+
+def round_weights(plain: Any, row: Row) -> None:
+    """Give a reference the weights of a packed model, made dense."""
+    loaded = tiny_model(row.family, **row.sizes)
+    pack_model(loaded.family, row.quantize)
+    unpack_model(loaded.family)
+    rounded = loaded.model.state_dict()
+    model = plain.reference.model if isinstance(plain, PlainPrge) else plain.model
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(rounded[name])
+    if isinstance(plain, PlainPrge):
+        plain.reference.base = {
+            entry: plain.reference._weight(entry).detach().clone() for entry in plain.reference.base
+        }
+
+
 def reference(row: Row, session: Any) -> Plain:
+    """The method in memory, at the same start, over the same weights."""
+    plain = in_memory(row, session)
+    if row.quantize != "none":
+        round_weights(plain, row)
+    return plain
+
+
+def in_memory(row: Row, session: Any) -> Plain:
     """The method in memory, at the same start."""
     family, sizes = row.family, row.sizes
     if row.program == "q4":
