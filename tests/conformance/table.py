@@ -132,9 +132,17 @@ MLX = (
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
 )
-PACKED = "NF4, INT8 or full-precision weights; on the CPU here"
+PACKED = {"jetson": "NF4 and INT8 weights; on the CPU here", "cuda-server": "NF4 and float32 weights; on the CPU here"}
 CUDA_ARTIFACTS = tuple(
-    Row(method, target, PACKED, settings, quantize=quantize, adapter_error=2e-6 if method == "prge" else 2e-4, **more)
+    Row(
+        method,
+        target,
+        PACKED[target],
+        settings,
+        quantize=quantize,
+        adapter_error=2e-6 if method == "prge" else 2e-4,
+        **more,
+    )
     for target, quantize in (("jetson", "nf4"), ("jetson", "int8"), ("cuda-server", "nf4"), ("cuda-server", "none"))
     for method, settings, more in (
         ("prge", {"queries": 2, "noise": "rademacher"} if quantize == "int8" else {}, {}),

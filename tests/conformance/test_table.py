@@ -106,9 +106,8 @@ def round_weights(plain: Any, row: Row) -> None:
         for name, parameter in model.named_parameters():
             parameter.copy_(rounded[name])
     if isinstance(plain, PlainPrge):
-        plain.reference.base = {
-            entry: plain.reference._weight(entry).detach().clone() for entry in plain.reference.base
-        }
+        held = plain.reference
+        held.base = {entry: held._weight(entry).detach().clone() for entry in held.base}
 
 
 def reference(row: Row, session: Any) -> Plain:
