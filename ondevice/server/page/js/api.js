@@ -1,0 +1,153 @@
+/** The API under /v1: requests, uploads in parts, a job's events. */
+
+export const PART_BYTES = 4 * 1024 * 1024;
+export const ENDED = ["done", "failed", "cancelled"];
+export const ACTIVE = ["running", "pausing", "cancelling"];
+const TRIES = 5;
+const AGAIN_S = 3;
+const KINDS = ["job", "start", "resume", "step", "evaluate", "checkpoint", "warning", "interrupt", "error", "finish"];
+
+/** What the API refused, with its `expected`, `received`, `hint` and `problems`. */
+export class ApiError extends Error {
+  constructor(status, answer) {
+    super(answer.message ?? `the server answered ${status}`);
+    Object.assign(this, { status, expected: answer.expected, received: answer.received, hint: answer.hint });
+    this.problems = answer.problems ?? [];
+  }
+}
+
+/** The server does not answer. */
+export class UnreachableError extends Error {
+  constructor() {
+    super("the daemon does not answer");
+    Object.assign(this, { status: 0, expected: "a running daemon", received: "no answer", problems: [] });
+    this.hint =
+      "this page tries again by itself; `ondevice serve` or `systemctl status ondevice` on the machine says more";
+  }
+}
+
+/** One request; the answer as JSON, or as text where it is text. */
+export async function ask(method, path, body = undefined, signal = undefined) {
+  const options = { method, signal, credentials: "same-origin", headers: {} };
+  if (body instanceof Blob) {
+    options.headers["Content-Type"] = "application/octet-stream";
+    options.body = body;
+  } else if (body !== undefined) {
+    options.headers["Content-Type"] = "application/json";
+    options.body = JSON.stringify(body);
+  }
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    document.dispatchEvent(new Event("unreachable"));
+    throw new UnreachableError();
+  }
+  document.dispatchEvent(new Event("reachable"));
+  const kind = response.headers.get("Content-Type") ?? "";
+  const answer = kind.startsWith("application/json") ? await response.json() : await response.text();
+  if (response.ok) return answer;
+  const error = new ApiError(response.status, typeof answer === "object" ? answer : {});
+  if (error.status === 401 && path !== "/v1/session") document.dispatchEvent(new Event("signed-out"));
+  throw error;
+}
+
+export const get = (path, signal) => ask("GET", path, undefined, signal);
+export const post = (path, body, signal) => ask("POST", path, body, signal);
+
+/** A path with an id in it that may hold anything. */
+export const at = (base, id, rest = "") => `${base}/${encodeURIComponent(id)}${rest}`;
+
+/**
+ * Send a file in parts; a part whose answer was lost goes on where the server stands.
+ * @param fields kind, name and the options of POST /v1/uploads
+ * @param progress told how many bytes have arrived
+ * @returns what it became: `{kind, id}`
+ */
+export async function upload(file, fields, progress = () => {}, signal = undefined) {
+  const { id } = await post("/v1/uploads", { name: file.name, ...fields, bytes: file.size }, signal);
+  const path = at("/v1/uploads", id);
+  let sent = 0;
+  let failed = 0;
+  try {
+    while (sent < file.size) {
+      try {
+        const part = file.slice(sent, sent + PART_BYTES);
+        sent = (await ask("PUT", `${path}?offset=${sent}`, part, signal)).received_bytes;
+        failed = 0;
+      } catch (error) {
+        failed += 1;
+        if ((error.status !== 0 && error.status !== 409) || failed > TRIES) throw error;
+        await pause(AGAIN_S, signal);
+        sent = (await get(path, signal)).received_bytes;
+      }
+      progress(sent);
+    }
+    return await post(`${path}/finish`, undefined, signal);
+  } catch (error) {
+    if (error.name === "AbortError") ask("DELETE", path).catch(() => {});
+    throw error;
+  }
+}
+
+/** Wait, unless the view is left. */
+export function pause(seconds, signal = undefined) {
+  return new Promise((resolve, reject) => {
+    const timer = setTimeout(resolve, 1000 * seconds);
+    signal?.addEventListener("abort", () => {
+      clearTimeout(timer);
+      reject(new DOMException("left", "AbortError"));
+    });
+  });
+}
+
+/** Call `work` now and every so often, until the view is left; not while nobody looks at the page. */
+export async function every(seconds, work, signal) {
+  while (!signal.aborted) {
+    try {
+      if (!document.hidden) await work();
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      if (error.status === undefined) throw error; // a mistake of this page
+    }
+    await pause(seconds, signal).catch(() => {});
+  }
+}
+
+/** A job's events behind `after`; goes on after a lost connection, and closes when the job has ended. */
+export class Events {
+  constructor(job, after, told, state = () => {}) {
+    Object.assign(this, { job, last: after, told, state });
+    this.open();
+  }
+
+  open() {
+    this.close();
+    this.source = new EventSource(`${at("/v1/jobs", this.job)}/events?after=${this.last}`);
+    this.source.onopen = () => this.state("open");
+    for (const kind of KINDS) this.source.addEventListener(kind, (message) => this.#take(message));
+  }
+
+  #take(message) {
+    if (message.data === undefined) return this.#lost();
+    const event = JSON.parse(message.data);
+    this.last = Number(message.lastEventId) || this.last;
+    this.told(event);
+    if (event.event === "job" && ENDED.includes(event.state)) this.close();
+    return undefined;
+  }
+
+  /** The browser asks again by itself unless it was refused, as it is while the daemon starts. */
+  #lost() {
+    if (!this.source) return;
+    this.state("lost");
+    if (this.source.readyState === EventSource.CLOSED) this.timer = setTimeout(() => this.open(), 1000 * AGAIN_S);
+  }
+
+  close() {
+    clearTimeout(this.timer);
+    this.source?.close();
+    this.source = null;
+  }
+}

@@ -1,0 +1,140 @@
+/** Which view is shown, signing in, and the line about this machine. */
+
+import { ask, every, get } from "./api.js";
+import { announce, h, setText } from "./dom.js";
+import { problemBox } from "./errors.js";
+import { bytes, number } from "./format.js";
+import { adaptersView } from "./adapters.js";
+import { chatView } from "./chat.js";
+import { compareView } from "./compare.js";
+import { dataView } from "./data.js";
+import { jobView } from "./job.js";
+import { jobsView } from "./jobs.js";
+import { signInView } from "./signin.js";
+import { wizardView } from "./wizard.js";
+
+/** Each view is `async (main, {id, query, signal})`; it fills `main`, and stops what it began when `signal` aborts. */
+const VIEWS = {
+  jobs: jobsView,
+  job: jobView,
+  new: wizardView,
+  data: dataView,
+  adapters: adaptersView,
+  chat: chatView,
+  compare: compareView,
+};
+const main = document.getElementById("main");
+const signOut = document.getElementById("sign-out");
+let shown = new AbortController();
+let signedOut = false;
+let first = true;
+
+/** "#/jobs/ID?a=b" as view, id and query. */
+function place() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const [name = "", id = ""] = path.split("/");
+  const view = name === "jobs" && id ? "job" : name in VIEWS && name !== "job" ? name : "jobs";
+  return {
+    view,
+    section: view === "job" ? "jobs" : view,
+    id: decodeURIComponent(id),
+    query: new URLSearchParams(query),
+  };
+}
+
+async function go() {
+  shown.abort();
+  shown = new AbortController();
+  const { signal } = shown;
+  const { view, section, id, query } = place();
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.getAttribute("href") === `#/${section}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  main.replaceChildren();
+  main.setAttribute("aria-busy", "true");
+  try {
+    if (signedOut)
+      signInView(main, () => {
+        signedOut = false;
+        go();
+      });
+    else await VIEWS[view](main, { id, query, signal });
+  } catch (error) {
+    if (signal.aborted || error.status === 401) return;
+    if (error.status === undefined) console.error(error);
+    if (!main.querySelector("h1")) main.append(h("h1", {}, "This cannot be shown"));
+    main.append(problemBox(error));
+  }
+  if (signal.aborted) return;
+  main.removeAttribute("aria-busy");
+  arrive();
+}
+
+/** Title and focus of a new view; the first one leaves the focus where the browser puts it. */
+function arrive() {
+  const title = main.querySelector("h1");
+  document.title = title ? `${title.textContent} – ondevice` : "ondevice";
+  if (title && !first) {
+    title.tabIndex = -1;
+    title.focus({ preventScroll: true });
+    window.scrollTo(0, 0);
+  }
+  first = false;
+}
+
+async function machine() {
+  const line = document.getElementById("machine");
+  const now = await get("/v1/system");
+  const parts = [
+    `Memory: ${bytes(now.memory_available_bytes)} of ${bytes(now.memory_total_bytes)} free`,
+    `disk: ${bytes(now.disk_free_bytes)} free`,
+    `load: ${number(now.load, 2)} on ${now.cores} cores`,
+    ...now.gpus.map((gpu) => `${gpu.name}: ${bytes(gpu.memory_used_bytes ?? NaN)} in use`),
+  ];
+  setText(line, parts.join(" · "));
+}
+
+document.addEventListener("signed-out", () => {
+  if (signedOut) return;
+  signedOut = true;
+  go();
+});
+
+let lost = null;
+document.addEventListener("unreachable", () => {
+  if (lost) return;
+  lost = h(
+    "p",
+    { class: "notice lost", role: "alert" },
+    "The daemon does not answer. This page tries again by itself.",
+  );
+  main.before(lost);
+});
+document.addEventListener("reachable", () => {
+  if (!lost) return;
+  lost.remove();
+  lost = null;
+  announce("The daemon answers again.");
+});
+
+signOut.addEventListener("click", async () => {
+  await ask("DELETE", "/v1/session").catch(() => {});
+  signedOut = true;
+  go();
+});
+
+window.addEventListener("hashchange", go);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+go();
+every(
+  10,
+  async () => {
+    signOut.hidden = !(await get("/v1/health")).token_needed || signedOut;
+    if (!signedOut) await machine();
+  },
+  new AbortController().signal,
+);

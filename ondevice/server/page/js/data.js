@@ -1,0 +1,196 @@
+/** What there is to train: data sets with a look into them, models, artifacts; and sending more. */
+
+import { ask, at, get } from "./api.js";
+import { choice, h, labelled, sure, table, ticked } from "./dom.js";
+import { attempt, problemPlace, rowProblems } from "./errors.js";
+import { bytes, moment, number } from "./format.js";
+import { showPreview } from "./preview.js";
+import { uploader } from "./uploader.js";
+
+/** The view `#/data`. */
+export async function dataView(main, { signal }) {
+  const [sets, models, artifacts] = [h("div"), h("div"), h("div")];
+  const { tasks } = await get("/v1/settings", signal);
+  const place = problemPlace();
+  let look = null;
+  const loadSets = async () => {
+    const found = await get("/v1/datasets", signal);
+    sets.replaceChildren(
+      found.length
+        ? setsTable(found, place, loadSets, (id) => look.choose(id))
+        : h("p", {}, "There is no data set yet."),
+    );
+    look.fill(found);
+  };
+  const loadPrograms = async () => {
+    const [known, programs] = [await get("/v1/models", signal), await get("/v1/artifacts", signal)];
+    models.replaceChildren(
+      table(
+        "Models at hand",
+        ["Name", "Architecture", "Size"],
+        known.map((model) => [model.id, architecture(model), model.bytes ? bytes(model.bytes) : "made when asked for"]),
+      ),
+    );
+    artifacts.replaceChildren(
+      programs.length
+        ? table(
+            "Exported programs",
+            ["Name", "Target", "Method", "Model", "Size"],
+            programs.map((one) => [one.id, one.target, one.method, one.model, bytes(one.bytes)]),
+          )
+        : h("p", {}, "There is no exported program in the store."),
+    );
+  };
+  look = previewPanel(await get("/v1/models", signal), tasks, signal);
+  await Promise.all([loadSets(), loadPrograms()]);
+  main.append(
+    h("h1", {}, "Data and models"),
+    place.element,
+    h(
+      "section",
+      {},
+      h("h2", {}, "Data sets"),
+      sets,
+      h("details", { class: "panel" }, h("summary", {}, "Upload rows"), uploader("dataset", loadSets, signal, tasks)),
+      look.element,
+    ),
+    h(
+      "section",
+      {},
+      h("h2", {}, "Models"),
+      models,
+      h("details", { class: "panel" }, h("summary", {}, "Upload a model"), uploader("model", loadPrograms, signal)),
+    ),
+    h(
+      "section",
+      {},
+      h("h2", {}, "Artifacts"),
+      artifacts,
+      h(
+        "details",
+        { class: "panel" },
+        h("summary", {}, "Upload an artifact"),
+        uploader("artifact", loadPrograms, signal),
+      ),
+    ),
+  );
+}
+
+/** A model's sizes on one line. */
+export function architecture(model) {
+  const sizes = [
+    model.num_hidden_layers && `${model.num_hidden_layers} layers`,
+    model.hidden_size && `${model.hidden_size} wide`,
+  ];
+  return [model.model_type, ...sizes, model.kind === "random" && "random weights, for trying"]
+    .filter(Boolean)
+    .join(", ");
+}
+
+function setsTable(found, place, changed, look) {
+  const buttons = (one) => {
+    const show = h("button", { type: "button" }, "Look", h("span", { class: "unseen" }, ` into ${one.name}`));
+    show.addEventListener("click", () => look(one.id));
+    const remove = h("button", { type: "button" }, "Delete", h("span", { class: "unseen" }, ` ${one.name}`));
+    remove.addEventListener("click", async () => {
+      if (!(await sure(`Delete the data set ${one.name}?`, "Delete"))) return;
+      await attempt(
+        remove,
+        place,
+        async () => {
+          await ask("DELETE", at("/v1/datasets", one.id));
+          await changed();
+        },
+        "Deleted",
+      );
+    });
+    return h("div", { class: "buttons" }, show, remove);
+  };
+  const left = (one) =>
+    one.problems.length
+      ? h("details", {}, h("summary", {}, number(one.problems.length)), rowProblems(one.problems, "Left out"))
+      : "none";
+  return table(
+    "Data sets, the newest first",
+    ["Name", "Format", "Rows", "Left out", "Size", "Uploaded", "Actions"],
+    found.map((one) => [
+      one.name,
+      one.format,
+      number(one.rows),
+      left(one),
+      bytes(one.bytes),
+      moment(one.created_s),
+      buttons(one),
+    ]),
+  );
+}
+
+function previewPanel(models, tasks, signal) {
+  const [place, shown] = [problemPlace(), h("div", { class: "preview" })];
+  const dataset = choice([], "", { required: true });
+  const model = choice(
+    models.map((one) => [one.id, one.id]),
+    models[0]?.id,
+  );
+  const task = choice([["", "as its keys say"], ...tasks.map((one) => [one, one])], "");
+  const length = h("input", { type: "number", min: 8, max: 65536, value: 128, required: true });
+  const prompt = ticked("Train on the prompt too");
+  const button = h("button", {}, "Look");
+  const read = () =>
+    attempt(button, place, () =>
+      showPreview(
+        shown,
+        dataset.value,
+        {
+          model: model.value,
+          task: task.value,
+          max_length_tokens: length.value,
+          train_on_prompt: prompt.box.checked,
+        },
+        signal,
+      ),
+    );
+  const element = h(
+    "details",
+    { class: "panel" },
+    h("summary", {}, "Look into a data set"),
+    h(
+      "form",
+      {
+        onsubmit: (event) => {
+          event.preventDefault();
+          read();
+        },
+      },
+      h(
+        "div",
+        { class: "fields" },
+        labelled("Data set", dataset),
+        labelled("As this model reads it", model),
+        labelled("Prompt template", task),
+        labelled("Longest row, tokens", length),
+      ),
+      prompt.element,
+      h("div", { class: "buttons" }, button),
+    ),
+    place.element,
+    shown,
+  );
+  return {
+    element,
+    fill: (found) => {
+      const kept = dataset.value;
+      dataset.replaceChildren(
+        ...found.map((one) => h("option", { value: one.id }, `${one.name}, ${number(one.rows)} rows`)),
+      );
+      if (found.some((one) => one.id === kept)) dataset.value = kept;
+    },
+    choose: (id) => {
+      element.open = true;
+      dataset.value = id;
+      element.scrollIntoView({ block: "nearest" });
+      dataset.focus();
+      read();
+    },
+  };
+}

@@ -1,0 +1,71 @@
+/** Errors of the API as people can act on them. */
+
+import { announce, h, table, terms } from "./dom.js";
+
+const SHOWN = 100;
+
+/** A box with what happened, what was expected, what was received and what to try. */
+export function problemBox(error) {
+  return h(
+    "div",
+    { class: "problem", role: "alert" },
+    h("p", { dir: "auto" }, h("strong", {}, sentence(error.message))),
+    terms([
+      ["Expected", text(error.expected)],
+      ["Received", text(error.received)],
+      ["Try", text(error.hint ?? error.try)],
+    ]),
+    error.problems?.length ? rowProblems(error.problems) : null,
+  );
+}
+
+/** Bad rows: where they are and what is wrong with them. */
+export function rowProblems(problems, caption = "Rows that cannot be used") {
+  const rows = problems
+    .slice(0, SHOWN)
+    .map((problem) => [problem.line ? `Line ${problem.line}` : "Whole file", problem.field || "–", problem.reason]);
+  return table(caption, ["Line", "Field", "Reason"], rows);
+}
+
+/** A place for errors: `show(error)` replaces what was there, `clear()` empties it. */
+export function problemPlace() {
+  const element = h("div", { class: "problem-place" });
+  return {
+    element,
+    clear: () => element.replaceChildren(),
+    show: (error) => {
+      if (error.name === "AbortError" || error.status === 401) return;
+      element.replaceChildren(problemBox(error));
+      element.scrollIntoView({ block: "nearest" });
+    },
+  };
+}
+
+/** Run `work` with its button out of use; an error goes to `place`, and `done` is announced. */
+export async function attempt(button, place, work, done = "") {
+  if (button.busy) return undefined;
+  button.busy = true;
+  button.setAttribute("aria-disabled", "true");
+  place.clear();
+  try {
+    const answer = await work();
+    if (done) announce(done);
+    return answer;
+  } catch (error) {
+    if (error.name !== "AbortError" && error.status === undefined) console.error(error);
+    place.show(error);
+    return undefined;
+  } finally {
+    button.busy = false;
+    button.removeAttribute("aria-disabled");
+  }
+}
+
+function text(value) {
+  if (value === null || value === undefined || value === "") return null;
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+function sentence(message) {
+  return message ? message[0].toUpperCase() + message.slice(1) : "Something went wrong";
+}

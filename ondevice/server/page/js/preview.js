@@ -1,0 +1,67 @@
+/** Rows as the model sees them: what is trained on, what is only read, how long they are. */
+
+import { at, get } from "./api.js";
+import { h, terms } from "./dom.js";
+import { rowProblems } from "./errors.js";
+import { number } from "./format.js";
+
+/**
+ * Ask for a preview and fill `place` with it.
+ * @param options model, task, max_length_tokens, train_on_prompt
+ * @returns the API's answer
+ */
+export async function showPreview(place, dataset, options, signal) {
+  const query = new URLSearchParams(
+    Object.entries(options).filter(([, value]) => value !== null && value !== undefined && value !== ""),
+  );
+  place.replaceChildren(h("p", { class: "soft", role: "status" }, "The rows are being read…"));
+  try {
+    const found = await get(`${at("/v1/datasets", dataset)}/preview?${query}`, signal);
+    place.replaceChildren(...previewParts(found));
+    return found;
+  } catch (error) {
+    place.replaceChildren();
+    throw error;
+  }
+}
+
+function previewParts(found) {
+  const lengths = found.lengths_tokens;
+  const labels = Object.entries(found.labels ?? {})
+    .map(([label, count]) => `${label}: ${number(count)}`)
+    .join(", ");
+  return [
+    terms(
+      [
+        ["Rows", number(found.rows)],
+        ["Format", found.task ? `${found.format}, template ${found.task}` : found.format],
+        [
+          "Tokens a row",
+          `half up to ${number(lengths.p50)}, 95% up to ${number(lengths.p95)}, the longest ${number(lengths.max)}`,
+        ],
+        ["Trained tokens", number(found.trained_tokens)],
+        ["Labels", labels],
+        ["Cut to the length", found.truncated ? `${number(found.truncated)} rows` : null],
+        ["Left out, answer too long", found.too_long ? `${number(found.too_long)} rows` : null],
+        [
+          "A length that fits",
+          found.suggested_max_length_tokens ? `${number(found.suggested_max_length_tokens)} tokens` : null,
+        ],
+      ],
+      "terms compact",
+    ),
+    h("p", { class: "legend" }, h("mark", {}, "trained on"), " ", h("span", { class: "masked" }, "only read (masked)")),
+    h(
+      "ol",
+      { class: "examples" },
+      found.examples.map((segments) => h("li", {}, h("p", { class: "example", dir: "auto" }, segments.map(piece)))),
+    ),
+    found.problems.length ? rowProblems(found.problems) : null,
+  ].filter(Boolean);
+}
+
+/** A screen reader hears where the trained part begins and ends. */
+function piece({ text, trained }) {
+  if (!trained) return h("span", { class: "masked" }, text);
+  return h("mark", {}, h("span", { class: "unseen" }, " [trained: "), text, h("span", { class: "unseen" }, "] "));
+}

@@ -1,0 +1,148 @@
+/** A form made from a section of the run file's JSON schema. Only what differs from the default is sent. */
+
+import { choice, h, labelled, ticked } from "./dom.js";
+import { setting } from "./format.js";
+
+/** The schema of a section, and of a method by its name. */
+export function sectionOf(schema, name) {
+  return schema.$defs[schema.properties[name].$ref.split("/").pop()];
+}
+
+/** [name, schema] of every method. */
+export function methodsOf(schema) {
+  return Object.entries(schema.properties.method.discriminator.mapping).map(([name, ref]) => [
+    name,
+    schema.$defs[ref.split("/").pop()],
+  ]);
+}
+
+/**
+ * Fields for some keys of a section.
+ * @param keys which, in order; all of them if null
+ * @param defaults values that stand in the fields instead of the schema's own
+ * @returns element; `values()`; `mark(key, message)` for a field that was refused
+ */
+export function fieldsOf(section, keys = null, defaults = {}) {
+  const fields = (keys ?? Object.keys(section.properties))
+    .filter((key) => key in section.properties)
+    .map((key) => {
+      const schema = section.properties[key];
+      return [key, field(key, schema, defaults[key] ?? schema.default), schema.default];
+    });
+  return {
+    element: h(
+      "div",
+      { class: "fields" },
+      fields.map(([, one]) => one.element),
+    ),
+    values: () => {
+      const found = {};
+      for (const [key, one, usual] of fields) {
+        const value = one.value();
+        if (JSON.stringify(value) !== JSON.stringify(usual ?? null)) found[key] = value;
+      }
+      return found;
+    },
+    get: (key) => fields.find(([name]) => name === key)?.[1].value(),
+    mark: (key) => {
+      const found = fields.find(([name]) => name === key)?.[1].control;
+      found?.setAttribute("aria-invalid", "true");
+      found?.addEventListener("input", () => found.removeAttribute("aria-invalid"), { once: true });
+      return found;
+    },
+  };
+}
+
+/** "max_length_tokens" as "Max length tokens". */
+export function title(key) {
+  const words = key.replaceAll("_", " ");
+  return words[0].toUpperCase() + words.slice(1);
+}
+
+function field(key, schema, value) {
+  const options = schema.anyOf ?? [schema];
+  const optional = options.some((one) => one.type === "null");
+  const kind = options.find((one) => one.type !== "null") ?? schema;
+  const help = plain(schema.description);
+  if (kind.enum) return selected(key, kind, value, help, optional);
+  if (kind.type === "boolean" && !optional) return switched(key, value, help);
+  if (kind.type === "array" && kind.items?.enum) return several(key, kind, value, help);
+  if (kind.type === "integer" || kind.type === "number") return numeric(key, kind, value, help, optional);
+  return written(key, value, help);
+}
+
+function selected(key, kind, value, help, optional) {
+  const options = kind.enum.map((one) => [String(one), String(one)]);
+  const control = choice(optional ? [["", "none"], ...options] : options, value ?? "");
+  return {
+    control,
+    element: labelled(title(key), control, help),
+    value: () => kind.enum.find((one) => String(one) === control.value) ?? null,
+  };
+}
+
+function switched(key, value, help) {
+  const { box, element } = ticked(title(key), value === true);
+  return {
+    control: box,
+    element: h("div", { class: "field" }, element, h("small", {}, help)),
+    value: () => box.checked,
+  };
+}
+
+function several(key, kind, value, help) {
+  const boxes = kind.items.enum.map((one) => [one, ticked(one, value?.includes(one) ?? false)]);
+  const element = h(
+    "fieldset",
+    { class: "field wide" },
+    h("legend", {}, title(key)),
+    h(
+      "div",
+      { class: "ticks" },
+      boxes.map(([, box]) => box.element),
+    ),
+    h("small", {}, help),
+  );
+  return {
+    control: boxes[0][1].box,
+    element,
+    value: () => boxes.filter(([, { box }]) => box.checked).map(([one]) => one),
+  };
+}
+
+function numeric(key, kind, value, help, optional) {
+  const control = h("input", {
+    type: "number",
+    step: kind.type === "integer" ? 1 : "any",
+    value: value ?? "",
+    min: kind.minimum,
+    max: kind.maximum,
+    inputmode: kind.type === "integer" ? "numeric" : "decimal",
+    required: !optional,
+    placeholder: optional ? "none" : null,
+  });
+  return {
+    control,
+    element: labelled(title(key), control, help),
+    value: () => (control.value === "" ? null : Number(control.value)),
+  };
+}
+
+function written(key, value, help) {
+  const control = h("input", {
+    type: "text",
+    value: value === null || value === undefined ? "" : setting(value),
+    autocomplete: "off",
+    placeholder: "none",
+  });
+  return {
+    control,
+    element: labelled(title(key), control, help),
+    value: () => (control.value === "" ? null : control.value),
+  };
+}
+
+/** Docstrings mark code with backticks; a form needs none. */
+function plain(text) {
+  return (text ?? "").replaceAll("`", "").replace(/\s+/g, " ");
+}

@@ -1,0 +1,141 @@
+/** A new job in four steps: model, data, method, plan. Nothing is created before the last button. */
+
+import { get, post } from "./api.js";
+import { announce, h } from "./dom.js";
+import { attempt, problemPlace } from "./errors.js";
+import { planParts } from "./plan.js";
+import { dataStep, methodStep, modelStep, queueStep } from "./wizard_steps.js";
+
+const TITLES = ["Model", "Data", "Method", "Plan and start"];
+
+/** The view `#/new`. */
+export async function wizardView(main, { signal }) {
+  const [settings, models, artifacts, adapters] = await Promise.all(
+    ["/v1/settings", "/v1/models", "/v1/artifacts", "/v1/adapters"].map((path) => get(path, signal)),
+  );
+  const known = { schema: settings.run_file, tasks: settings.tasks, models, artifacts, adapters };
+  const place = problemPlace();
+  const model = modelStep(known, signal);
+  const data = dataStep(known, () => model.source(), signal);
+  const method = methodStep(known);
+  const queue = queueStep();
+  await data.load();
+  const plan = h("div", { class: "plan", "aria-live": "polite" });
+  const steps = [model, data, method, queue];
+  const force = h("input", { type: "checkbox", id: "force" });
+  const forced = h(
+    "p",
+    { hidden: true },
+    h("label", { class: "tick", for: "force" }, force, " Start although the plan says that it does not fit"),
+  );
+  queue.element.append(plan, forced);
+
+  const crumbs = TITLES.map((text, index) =>
+    h("li", {}, h("span", { class: "step-number", "aria-hidden": "true" }, String(index + 1)), text),
+  );
+  const heads = TITLES.map((text, index) => h("h2", { tabindex: "-1" }, `${index + 1}. ${text}`));
+  const sections = steps.map((step, index) =>
+    h("section", { class: "panel", hidden: true }, heads[index], step.element),
+  );
+  const [back, next, start] = [
+    h("button", { type: "button" }, "Back"),
+    h("button", { type: "button", class: "main" }, "Next"),
+    h("button", { class: "main" }, "Start the job"),
+  ];
+  let current = 0;
+
+  const request = () => {
+    const config = { method: method.values(), train: method.train(), data: data.values() };
+    if (model.kind() === "artifact") {
+      const { learning_rate } = config.method;
+      config.method = learning_rate === undefined ? {} : { learning_rate };
+      for (const key of ["seed", "batch_size"]) delete config.train[key];
+    } else config.model = method.model();
+    for (const section of Object.keys(config)) if (!Object.keys(config[section]).length) delete config[section];
+    return { ...model.values(), ...data.sets(), ...queue.values(), config, force: force.checked };
+  };
+  const showPlan = async () => {
+    start.disabled = true;
+    plan.replaceChildren(h("p", { class: "soft" }, "The plan is being made…"));
+    try {
+      const found = await post("/v1/jobs", { ...request(), dry_run: true }, signal);
+      plan.replaceChildren(...planParts(found));
+      forced.hidden = found.plan.fits;
+      start.disabled = false;
+      announce(found.plan.fits ? "The plan fits." : "The plan does not fit.");
+    } catch (error) {
+      plan.replaceChildren();
+      throw error;
+    }
+  };
+  const refused = (error) => {
+    place.show(error);
+    const [, section, key] = /'(method|train|data|model)\.(?:[a-z-]+\.)?([a-z_]+)'/.exec(error.message ?? "") ?? [];
+    const field = section === "data" ? data.mark(key) : section ? method.mark(section, key) : null;
+    if (field) go(section === "data" ? 1 : 2, field);
+  };
+  const go = (index, focus = null) => {
+    current = index;
+    sections.forEach((section, number) => {
+      section.hidden = number !== index;
+    });
+    crumbs.forEach((crumb, number) => {
+      crumb.classList.toggle("done", number < index);
+      if (number === index) crumb.setAttribute("aria-current", "step");
+      else crumb.removeAttribute("aria-current");
+    });
+    back.hidden = index === 0;
+    next.hidden = index === TITLES.length - 1;
+    start.hidden = !next.hidden;
+    method.artifact(model.kind() === "artifact");
+    (focus ?? heads[index]).focus();
+    if (index === TITLES.length - 1) attempt(next, { clear: place.clear, show: refused }, showPlan);
+  };
+  const valid = () => {
+    const wrong = [...sections[current].querySelectorAll("input, select")].find(
+      (control) => !control.closest("[hidden], .upload") && !control.checkValidity(),
+    );
+    const folded = wrong?.closest("details");
+    if (folded) folded.open = true;
+    wrong?.reportValidity();
+    return !wrong;
+  };
+  const again = h("button", { type: "button" }, "Plan again");
+  again.addEventListener("click", () => attempt(again, { clear: place.clear, show: refused }, showPlan));
+  queue.element.append(h("div", { class: "buttons" }, again));
+  next.addEventListener("click", () => {
+    place.clear();
+    if (valid()) go(current + 1);
+  });
+  back.addEventListener("click", () => {
+    place.clear();
+    go(current - 1);
+  });
+
+  const form = h(
+    "form",
+    {
+      novalidate: true,
+      onsubmit: (event) => {
+        event.preventDefault();
+        if (current < TITLES.length - 1) next.click();
+        else if (valid() && !start.disabled) {
+          attempt(
+            start,
+            { clear: place.clear, show: refused },
+            async () => {
+              const job = await post("/v1/jobs", request(), signal);
+              location.hash = `#/jobs/${encodeURIComponent(job.id)}`;
+            },
+            "The job is queued",
+          );
+        }
+      },
+    },
+    sections,
+    place.element,
+    h("div", { class: "buttons ends" }, back, next, start),
+  );
+  main.append(h("h1", {}, "New job"), h("ol", { class: "steps", "aria-label": "Steps" }, crumbs), form);
+  go(0, document.body);
+}

@@ -1,0 +1,278 @@
+/** The steps of a new job. Each is `{element, ...}` with functions that say what was chosen. */
+
+import { get } from "./api.js";
+import { architecture } from "./data.js";
+import { choice, h, labelled, newId } from "./dom.js";
+import { attempt, problemPlace } from "./errors.js";
+import { number } from "./format.js";
+import { windowFields, windowOf } from "./panels.js";
+import { showPreview } from "./preview.js";
+import { fieldsOf, methodsOf, sectionOf } from "./settings.js";
+import { uploader } from "./uploader.js";
+
+const GIB = 1024 ** 3;
+const MAIN_KEYS = ["learning_rate", "rank", "queries", "targets"];
+const TRAIN_KEYS = ["steps", "batch_size", "eval_every", "checkpoint_every"];
+const TRAIN_MORE = ["seed", "schedule", "warmup_steps", "eval_rows", "backend"];
+
+/** What to train: a model or an exported program, and where to begin. */
+export function modelStep({ models, artifacts, adapters }, signal) {
+  const name = h("input", { type: "text", maxlength: 200, autocomplete: "off", dir: "auto" });
+  const group = newId("kind");
+  const radio = (value, text) => {
+    const input = h("input", { type: "radio", name: group, value, checked: value === "model" });
+    return { input, element: h("label", { class: "tick" }, input, ` ${text}`) };
+  };
+  const [asModel, asArtifact] = [
+    radio("model", "A model, in PyTorch or MLX"),
+    radio("artifact", "An exported program"),
+  ];
+  const options = models.map((one) => [one.id, `${one.id} (${architecture(one)})`]);
+  const model = choice([...options, ["", "another, by its hub id"]], models[0]?.id ?? "");
+  const hub = h("input", {
+    type: "text",
+    maxlength: 200,
+    placeholder: "Qwen/Qwen2.5-0.5B-Instruct",
+    autocomplete: "off",
+    required: true,
+  });
+  const artifact = choice(
+    artifacts.map((one) => [one.id, `${one.id} (${one.target}, ${one.method})`]),
+    artifacts[0]?.id,
+    { required: true },
+  );
+  const adapter = choice(
+    [["", "none: begin anew"], ...adapters.map((one) => [one.id, `${one.name}, rank ${one.rank} (${one.id})`])],
+    "",
+  );
+  const hubField = labelled("Hub id", hub, "It is fetched when the job begins.");
+  const modelField = labelled("Model", model);
+  const artifactField = labelled(
+    "Program",
+    artifact,
+    artifacts.length ? null : "There is none in the store; upload one under “Data and models”.",
+  );
+  const kind = () => (asArtifact.input.checked ? "artifact" : "model");
+  const show = () => {
+    modelField.hidden = kind() !== "model";
+    hubField.hidden = kind() !== "model" || model.value !== "";
+    artifactField.hidden = kind() !== "artifact";
+  };
+  for (const control of [asModel.input, asArtifact.input, model]) control.addEventListener("change", show, { signal });
+  show();
+  const element = h(
+    "div",
+    {},
+    h(
+      "fieldset",
+      {},
+      h("legend", {}, "What is trained"),
+      h("div", { class: "ticks" }, asModel.element, asArtifact.element),
+    ),
+    h(
+      "div",
+      { class: "fields" },
+      modelField,
+      hubField,
+      artifactField,
+      labelled("Begin with the adapter", adapter),
+      labelled("Name of the job", name, "For people; may be empty."),
+    ),
+  );
+  const id = () => model.value || hub.value;
+  return {
+    element,
+    kind,
+    source: () => (kind() === "model" ? id() : (artifacts.find((one) => one.id === artifact.value)?.model ?? "")),
+    values: () => ({
+      name: name.value,
+      ...(kind() === "model" ? { model: id() } : { artifact: artifact.value }),
+      ...(adapter.value ? { adapter: adapter.value } : {}),
+    }),
+  };
+}
+
+/** Which rows, how they are read, and a look at what is trained on. */
+export function dataStep({ schema, tasks }, source, signal) {
+  const section = sectionOf(schema, "data");
+  const [train, evaluate] = [choice([], "", { required: true }), choice([["", "none"]], "")];
+  const task = choice([["", "as the rows' keys say"], ...tasks.map((one) => [one, one])], "");
+  const fields = fieldsOf(section, ["max_length_tokens", "train_on_prompt"]);
+  const [place, shown] = [problemPlace(), h("div", { class: "preview" })];
+  const look = h("button", { type: "button" }, "Look at the rows");
+  look.addEventListener("click", () =>
+    attempt(look, place, () =>
+      showPreview(
+        shown,
+        train.value,
+        {
+          model: source(),
+          task: task.value,
+          max_length_tokens: fields.get("max_length_tokens"),
+          train_on_prompt: fields.get("train_on_prompt"),
+        },
+        signal,
+      ),
+    ),
+  );
+  const load = async (chosen) => {
+    const found = await get("/v1/datasets", signal);
+    const options = found.map((one) => [one.id, `${one.name}, ${number(one.rows)} rows (${one.format})`]);
+    for (const [select, first] of [
+      [train, []],
+      [evaluate, [["", "none"]]],
+    ]) {
+      const kept = select.value;
+      select.replaceChildren(...[...first, ...options].map(([value, text]) => h("option", { value }, text)));
+      if ([...select.options].some((option) => option.value === kept)) select.value = kept;
+    }
+    if (chosen) train.value = chosen;
+    upload.open = !found.length;
+  };
+  const upload = h(
+    "details",
+    { class: "inner" },
+    h("summary", {}, "Upload rows"),
+    uploader("dataset", load, signal, tasks, true),
+  );
+  const element = h(
+    "div",
+    {},
+    h(
+      "div",
+      { class: "fields" },
+      labelled("Train on", train),
+      labelled("Evaluate on", evaluate, "Rows that are only evaluated."),
+      labelled("Prompt template", task),
+    ),
+    upload,
+    fields.element,
+    h("div", { class: "buttons" }, look),
+    place.element,
+    shown,
+  );
+  return {
+    element,
+    load,
+    mark: (key) => (key === "task" ? task : fields.mark(key)),
+    sets: () => ({ dataset: train.value, ...(evaluate.value ? { eval_dataset: evaluate.value } : {}) }),
+    values: () => ({ ...fields.values(), ...(task.value ? { task: task.value } : {}) }),
+  };
+}
+
+/** The method with its settings, and the loop's. */
+export function methodStep({ schema }) {
+  const methods = methodsOf(schema);
+  const [train, model] = [sectionOf(schema, "train"), sectionOf(schema, "model")];
+  const select = choice(
+    methods.map(([name]) => [name, name]),
+    "lora",
+  );
+  const [about, own, more] = [h("p", { class: "soft" }), h("div"), h("div")];
+  const precision = fieldsOf(model, ["dtype", "device"]);
+  const [loop, loopMore] = [fieldsOf(train, TRAIN_KEYS), fieldsOf(train, TRAIN_MORE)];
+  const made = new Map();
+  let forArtifact = false;
+  const fields = () => {
+    if (!made.has(select.value)) {
+      const section = methods.find(([name]) => name === select.value)[1];
+      const main = MAIN_KEYS.filter((key) => key in section.properties);
+      const rest = Object.keys(section.properties).filter((key) => key !== "name" && !main.includes(key));
+      made.set(select.value, { section, main: fieldsOf(section, main), rest: fieldsOf(section, rest) });
+    }
+    return made.get(select.value);
+  };
+  const show = () => {
+    const { section, main, rest } = fields();
+    about.textContent = section.description ?? "";
+    own.replaceChildren(main.element);
+    more.replaceChildren(rest.element, precision.element);
+  };
+  select.addEventListener("change", show);
+  show();
+  const rate = fieldsOf({
+    properties: {
+      learning_rate: {
+        anyOf: [{ type: "number" }, { type: "null" }],
+        default: null,
+        description: "Empty: the program's own.",
+      },
+    },
+  });
+  const chosen = h("div", {}, labelled("Method", select), about, own);
+  const fixed = h(
+    "div",
+    { hidden: true },
+    h("p", {}, "Method, batch and seed are fixed in the program."),
+    rate.element,
+  );
+  const further = h("details", { class: "inner" }, h("summary", {}, "More settings of the method"), more);
+  const element = h(
+    "div",
+    {},
+    chosen,
+    fixed,
+    h("h3", {}, "The loop"),
+    loop.element,
+    further,
+    h("details", { class: "inner" }, h("summary", {}, "More settings of the loop"), loopMore.element),
+  );
+  return {
+    element,
+    artifact: (yes) => {
+      [forArtifact, chosen.hidden, further.hidden, fixed.hidden] = [yes, yes, yes, !yes];
+    },
+    mark: (section, key) => {
+      const groups =
+        section === "train" ? [loop, loopMore] : section === "model" ? [precision] : [fields().main, fields().rest];
+      const found = groups.map((group) => group.mark(key)).find(Boolean);
+      const folded = found?.closest("details");
+      if (folded) folded.open = true;
+      return found;
+    },
+    values: () =>
+      forArtifact ? rate.values() : { name: select.value, ...fields().main.values(), ...fields().rest.values() },
+    train: () => ({ ...loop.values(), ...loopMore.values() }),
+    model: () => precision.values(),
+  };
+}
+
+/** When and within what it runs. */
+export function queueStep() {
+  const priority = h("input", { type: "number", min: -1000, max: 1000, step: 1, value: 0, required: true });
+  const [start, end] = windowFields(null);
+  const memory = h("input", { type: "number", min: 0.1, step: 0.1, placeholder: "none", inputmode: "decimal" });
+  const hours = h("input", { type: "number", min: 0.01, step: "any", placeholder: "none", inputmode: "decimal" });
+  const retries = h("input", { type: "number", min: 0, max: 1000000, step: 1, value: 3, required: true });
+  const element = h(
+    "div",
+    {},
+    h(
+      "details",
+      { class: "inner" },
+      h("summary", {}, "Priority, nightly window, limits"),
+      h(
+        "div",
+        { class: "fields" },
+        labelled("Priority", priority, "Higher runs first."),
+        labelled("Runs from", start, "Empty: always."),
+        labelled("until", end),
+        labelled("Memory limit, GiB", memory, "A job over it is ended."),
+        labelled("Time limit, hours", hours, "In all; its state is saved then."),
+        labelled("Tries after a crash", retries, "In a row, without a new checkpoint between them."),
+      ),
+    ),
+  );
+  return {
+    element,
+    values: () => ({
+      priority: Number(priority.value),
+      window: windowOf(start, end),
+      limits: {
+        retries: Number(retries.value),
+        ...(memory.value ? { memory_bytes: Math.round(Number(memory.value) * GIB) } : {}),
+        ...(hours.value ? { time_s: Number(hours.value) * 3600 } : {}),
+      },
+    }),
+  };
+}
