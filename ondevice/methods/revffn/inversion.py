@@ -121,10 +121,11 @@ class LayerError:
 def measure(network: Reversible, ids_BT: Tensor) -> list[LayerError]:
     """Invert every step for int64 [B, T] ids, once from its true outputs and once from the network's end.
 
-    Nothing is refused and nothing stored here: a step that does not converge is measured as it is.
+    Nothing is refused here: a step that does not converge is measured as it is. What `not_converged: store` has stored
+    is taken on the way from the end.
     """
     states: list[tuple[Tensor, Tensor]] = []
-    ends = network.forward(ids_BT, lambda u, v: states.append((u, v)), verify=False)
+    ends = network.forward(ids_BT, lambda u, v: states.append((u, v)))
     position = network.position(ids_BT.shape[1])
     v, w = ends.u, ends.v
     true_v, true_w = v, w
@@ -133,7 +134,8 @@ def measure(network: Reversible, ids_BT: Tensor) -> list[LayerError]:
         step, side = network.steps[number], ends.side.get(number)
         true_u, iteration = states[number][0], None
         once, iteration = network.invert(step, position, true_v, true_w, side)
-        v, w = network.invert(step, position, v, w, side)[0], v
+        kept = ends.stored.get(number)
+        v, w = network.invert(step, position, v, w, side)[0] if kept is None else kept, v
         found.append(
             LayerError(
                 step.block, step.part, *difference(network.streams, once, true_u),

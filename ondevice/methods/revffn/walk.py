@@ -101,18 +101,18 @@ class Reversible:
         return found
 
     @torch.no_grad()
-    def forward(self, ids_BT: Tensor, on_step: OnStep | None = None, *, verify: bool = True) -> Ends:
-        """Embedding and all blocks, without a graph.
+    def forward(self, ids_BT: Tensor, on_step: OnStep | None = None) -> Ends:
+        """Embedding and all blocks, without a graph; with `not_converged: store`, each block is inverted at once.
 
         Args:
+            ids_BT: int64 [B, T].
             on_step: is given the streams (u, v) that each step reads.
-            verify: with `not_converged: store`, find out which blocks do not invert, and keep their inputs.
 
         Raises:
             TrainingError: a fixed-point stream overflows; names the layer and a scale that would do.
         """
         peaks: list[Tensor] = []
-        ends = self._forward(ids_BT, peaks, on_step, verify and self.config.not_converged == "store")
+        ends = self._forward(ids_BT, peaks, on_step, self.config.not_converged == "store")
         if self.fraction_bits is not None:
             check(peaks, self.steps, self.fraction_bits)
         return ends
