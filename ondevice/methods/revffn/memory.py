@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "sgd": 0.0}
 """Of the optimizer, a parameter; Adafactor keeps a row and a column of each matrix."""
-PIECE_BYTES = 4 * 4 * (1 << 24)
-"""Float32 pieces that an update works on (`updates.PIECE`): the weight, its gradient, and two more."""
-STREAM_COPIES = 6
-"""Copies of the streams, float32, that a step back holds beside the branch: values, their gradients, and sums."""
+PIECE = 1 << 24
+"""Elements that an update works on at once (`updates.PIECE`), in four float32 copies where it needs any."""
+STREAM_COPIES = 3
+"""Copies of the streams, float32, that a step back holds beside the branch and the ends."""
 
 
 def memory(
@@ -49,17 +49,21 @@ def memory(
     stream = 2 if config.streams == "bfloat16" else 4
     bits = config.gamma_bits if config.coupling == "full" and config.streams == "int32" else 0
     activations = backward_bytes(dims, rows, length_tokens, activation_bytes)
+    ends = 0 if stored else width * (stream + 4) + dims.layers * dims.hidden * bits // 8
     if not stored:
         activations = activations // dims.layers + STREAM_COPIES * tokens * width * 4
+    logits = loss_bytes(dims, tokens, config.loss_tiles)
+    copies = activation_bytes < 4 or config.optimizer in ("adafactor", "adamw8bit")
+    update = 16 * min(PIECE, dims.vocab * dims.hidden) if copies and not config.stage1_only else 0
     return {
         "adapter": adapters * 4,
         "gradients": live * item,
         "optimizer": state_bytes(dims, config, trained),
-        "update": min(PIECE_BYTES, 16 * trained),
-        "streams": batch_size * length_tokens * (width * (stream + 4) + dims.layers * dims.hidden * bits // 8),
+        "streams": batch_size * length_tokens * ends,
         "noise": 0,
         "activations": activations,
-        "logits": loss_bytes(dims, tokens, config.loss_tiles),
+        "logits": max(0, logits - activations),  # the head is through before a block is computed again
+        "update": 0 if stored else max(0, update - max(activations, logits)),
     }
 
 
