@@ -1,0 +1,57 @@
+"""The plan's parts against what a step really allocates and what the optimizer really keeps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks._allocation import peak_bytes
+from benchmarks._revffn_model import make
+from benchmarks._revffn_peers import Reversible
+from ondevice.methods.registry import method_config
+from ondevice.methods.revffn.memory import memory
+
+ROWS, LENGTH = 8, 96
+CASES: list[dict[str, Any]] = [
+    {"coupling": "exact"},
+    {"coupling": "full"},
+    {"coupling": "exact", "micro_batch_size": 2},
+    {"coupling": "full", "recompute": "stored"},
+    {"coupling": "full", "fused_update": False},
+    {"coupling": "exact", "optimizer": "adafactor"},
+    {"coupling": "full", "optimizer": "adamw8bit"},
+    {"coupling": "exact", "skip_stage1": False, "stage1_only": True},
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=lambda one: ", ".join(map(str, one.values())))
+@pytest.mark.parametrize(("shape", "layers"), [("narrow", 4), ("tiny-moe", 3)])
+def test_a_step_needs_what_the_plan_says(shape, layers, settings) -> None:
+    loaded = make(shape, layers)
+    way = Reversible(loaded, **settings)
+    ids = np.random.default_rng(0).integers(0, 500, (ROWS, LENGTH))
+    way.step(ids, ids, 0, 1e-5)
+    measured = peak_bytes(partial(way.step, ids, ids, 1, 1e-5))
+    states = [value for found in way.session.updates.states.values() for value in found.values()]
+    kept = sum(value.numel() * value.element_size() for value in states)
+    parts = memory(loaded.dims, method_config("revffn", {"skip_stage1": True, **settings}), ROWS, LENGTH)
+    planned = sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
+    assert 0.75 * measured <= planned <= 1.4 * measured, parts
+    assert parts["optimizer"] == pytest.approx(kept, rel=0.3)
+
+
+def test_qwen_s_moe_fits_the_paper_s_peak() -> None:
+    """14.3e9 parameters: weights and one block's gradients with a factored optimizer; AdamW's moments alone do not."""
+    from benchmarks._revffn_model import SHAPES, dims_of
+
+    dims = dims_of(next(iter(SHAPES)))
+    assert dims.parameters == pytest.approx(14.3e9, rel=5e-3)
+    weights = 2 * dims.parameters
+    needs = {
+        optimizer: weights + sum(memory(dims, method_config("revffn", {"optimizer": optimizer}), 8, 512, 2).values())
+        for optimizer in ("adafactor", "sgd", "adamw8bit", "adamw")
+    }
+    assert needs["sgd"] <= needs["adafactor"] < 39.5e9 < needs["adamw8bit"] < 80e9 < needs["adamw"]
