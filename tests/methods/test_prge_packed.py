@@ -1,4 +1,4 @@
-"""P-RGE over packed weights: how often a matrix is dequantised, and the session of fixed shapes against the plain one."""
+"""P-RGE over packed weights: how often a matrix is dequantised; the session of fixed shapes against the plain one."""
 
 from __future__ import annotations
 
