@@ -87,6 +87,8 @@ def openapi() -> str:
 def error_answer(error: OndeviceError) -> dict[str, Any]:
     """An error as the API says it."""
     values = error.to_dict()
+    public = (kind for kind in type(error).__mro__ if kind.__module__ == OndeviceError.__module__)
+    values["error"] = next(public).__name__
     values["hint"] = values.pop("try")
     del values["exit_code"]
     problems = getattr(error, "problems", None)

@@ -133,13 +133,15 @@ class Hub:
             if len(rows) == CHUNK:
                 channel.dirty.set()
             else:
-                channel.ended = await to_thread.run_sync(self._has_ended, job)
+                channel.ended = await to_thread.run_sync(self._has_ended, job, channel.last)
             if rows or channel.ended:
                 fresh, channel.fresh = channel.fresh, asyncio.Event()
                 fresh.set()
             await asyncio.sleep(max(SHORTEST_S, channel.readers / READERS_PER_S))
 
-    def _has_ended(self, job: str) -> bool:
-        """Whether the newest event says that the job has ended; a failed one may be resumed, a deleted one is gone."""
-        row = self.store.row("SELECT kind, data FROM events WHERE job = ? ORDER BY id DESC LIMIT 1", job)
-        return row is None or (row["kind"] == "job" and json.loads(row["data"])["state"] in ENDED)
+    def _has_ended(self, job: str, last: int) -> bool:
+        """Whether event `last` is the newest and says that the job has ended; a deleted job has ended too."""
+        row = self.store.row("SELECT id, kind, data FROM events WHERE job = ? ORDER BY id DESC LIMIT 1", job)
+        if row is None:
+            return True
+        return row["id"] == last and row["kind"] == "job" and json.loads(row["data"])["state"] in ENDED

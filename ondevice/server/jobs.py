@@ -35,7 +35,7 @@ class Limits(Section):
     """What a job may take."""
 
     memory_bytes: int | None = Field(default=None, ge=1 << 20, lt=1 << 60)
-    """Resident memory of the job's processes together; a job over it is ended and fails."""
+    """Memory of the job's processes together, without pages of files; a job over it is ended and fails."""
 
     time_s: float | None = Field(default=None, gt=0, lt=1e9)
     """Seconds of running, in all; a job over it saves its state and fails."""

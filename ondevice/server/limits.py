@@ -1,7 +1,7 @@
 """A job's memory: how much its processes take, and a cgroup of its own where this daemon may make one.
 
 With cgroup v2 and a delegated subtree (the unit of `ondevice serve install` asks for it) the kernel keeps the
-limit. Elsewhere the supervisor looks at the resident memory several times a second and ends the job.
+limit. Elsewhere the supervisor looks at the processes' own memory several times a second and ends the job.
 """
 
 from __future__ import annotations
@@ -13,8 +13,12 @@ _ROOT = Path("/sys/fs/cgroup")
 _DAEMON = "daemon"
 
 
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and its descendants together; 0 when it is gone."""
+def own_bytes(pid: int) -> int:
+    """Memory of a process and its descendants that nobody else has: anonymous, shared memory and what is swapped out.
+
+    Pages of files, such as libraries, can be dropped and do not count, as in the plan. Where the system does not
+    tell them apart it is the resident memory. 0 when the process is gone.
+    """
     import psutil
 
     try:
@@ -25,10 +29,18 @@ def resident_bytes(pid: int) -> int:
     total = 0
     for member in family:
         try:
-            total += member.memory_info().rss
+            total += _own(member.pid) or member.memory_info().rss
         except psutil.Error:
             continue
     return total
+
+
+def _own(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")))
 
 
 class Cgroup:

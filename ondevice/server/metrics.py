@@ -137,7 +137,7 @@ class Metrics:
                 "steps": int(job.progress.get("steps", 0)),
                 "loss": _finite(job.progress.get("loss")),
                 "tokens_per_s": _finite(job.progress.get("tokens_per_s")),
-                "memory_bytes": running.resident_bytes,
+                "memory_bytes": running.memory_bytes,
                 "peak_memory_bytes": running.peak_bytes,
             },
         }
@@ -162,7 +162,7 @@ class Metrics:
             ("step", "Steps that the running job has done."),
             ("loss", "Loss of its last step, nats a token."),
             ("tokens_per_s", "Its tokens a second."),
-            ("memory_bytes", "Resident memory of its processes."),
+            ("memory_bytes", "Memory of its processes that is their own."),
         ):
             if running.get(name) is not None:
                 yield GaugeMetricFamily(f"ondevice_running_{name}", about, running[name])

@@ -31,7 +31,7 @@ from ondevice.server import worker
 from ondevice.server.adapters import register_outcome
 from ondevice.server.follow import follow
 from ondevice.server.jobs import JobSpec, adapter_folder, artifact_folder, resolve
-from ondevice.server.limits import Cgroup, resident_bytes
+from ondevice.server.limits import Cgroup, own_bytes
 from ondevice.server.logs import trim
 from ondevice.server.queue import Job, Outcome, Queue, in_window
 from ondevice.server.store import Store
@@ -60,7 +60,7 @@ class Running:
     over: OndeviceError | None = None
     """The limit that it broke."""
     in_cgroup: bool = False
-    resident_bytes: int = 0
+    memory_bytes: int = 0
     peak_bytes: int = 0
 
 
@@ -163,12 +163,12 @@ class Supervisor(threading.Thread):
             return
         job = self.queue.get(running.job)
         running.limits = job.spec.get("limits", {})
-        running.resident_bytes = resident_bytes(running.process.pid)
-        running.peak_bytes = max(running.peak_bytes, running.resident_bytes)
+        running.memory_bytes = own_bytes(running.process.pid)
+        running.peak_bytes = max(running.peak_bytes, running.memory_bytes)
         now, ran_s = time.monotonic(), time.monotonic() - running.started
         memory, seconds = running.limits.get("memory_bytes"), running.limits.get("time_s")
-        if memory and running.resident_bytes > memory and running.over is None:
-            running.over = over_memory(memory, running.resident_bytes)
+        if memory and running.memory_bytes > memory and running.over is None:
+            running.over = over_memory(memory, running.memory_bytes)
             self._kill(running)
         elif seconds and running.ran_before_s + ran_s > seconds and not running.asked:
             running.over = TrainingError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query, Response
-from fastapi.responses import PlainTextResponse
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import JSONResponse, PlainTextResponse
 from sse_starlette import EventSourceResponse
 
 from ondevice.server import schemas
@@ -29,17 +29,21 @@ def list_jobs(
     return [_answer(daemon, job) for job in daemon.queue.list(*(state or []))]
 
 
-@router.post("", status_code=201, response_model=schemas.JobAnswer | schemas.PlanAnswer)
-def create_job(daemon: Serving, body: JobRequest, response: Response) -> Any:
+@router.post(
+    "",
+    status_code=201,
+    response_model=schemas.JobAnswer,
+    responses={200: {"model": schemas.PlanAnswer, "description": "The plan of a dry run."}},
+)
+def create_job(daemon: Serving, body: JobRequest) -> Any:
     """Queue a job; with dry_run, give its run file and its plan (status 200) and queue nothing."""
     spec = JobSpec.model_validate(body.model_dump(exclude={"priority", "dry_run"}))
     config = resolve(spec, daemon.store, daemon.store.root / "jobs" / "new" / "run")
     if body.dry_run:
-        response.status_code = 200
         artifact = str(artifact_folder(daemon.store, spec.artifact)) if spec.artifact else None
         values = config.model_dump(mode="json")
         plan = daemon.rows("plan", config=values, artifact=artifact)
-        return schemas.PlanAnswer(config=values, plan=plan)
+        return JSONResponse(schemas.PlanAnswer(config=values, plan=plan).model_dump(mode="json"))
     return _answer(daemon, daemon.queue.create(spec.model_dump(mode="json"), body.priority))
 
 

@@ -15,7 +15,11 @@ from ondevice.server.routes import Serving
 router = APIRouter(tags=["system"])
 
 
-@router.get("/v1/health", response_model=schemas.Health)
+@router.get(
+    "/v1/health",
+    response_model=schemas.Health,
+    responses={503: {"model": schemas.Health, "description": "The queue is not worked on."}},
+)
 def health(daemon: Serving, response: Response) -> dict[str, object]:
     """Whether the daemon works; needs no token."""
     if not daemon.alive:

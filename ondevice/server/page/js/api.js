@@ -115,11 +115,10 @@ export async function every(seconds, work, signal) {
   }
 }
 
-/** A job's events behind `after`; goes on after a lost connection, and closes when the job has ended. */
+/** A job's events behind `after`, once opened; goes on after a lost connection, and closes when the job has ended. */
 export class Events {
   constructor(job, after, told, state = () => {}) {
-    Object.assign(this, { job, last: after, told, state });
-    this.open();
+    Object.assign(this, { job, last: after, told, state, source: null });
   }
 
   open() {

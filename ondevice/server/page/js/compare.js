@@ -61,13 +61,14 @@ export async function compareView(main, { query, signal }) {
 }
 
 function parts(jobs, curves, signal) {
-  const names = jobs.map((job) => `${jobName(job)} (${job.number})`);
-  const chart = (title, y, columns, points) => {
+  const names = jobs.map((job) => `\u2068${jobName(job)}\u2069 (${job.number})`);
+  const chart = (title, y, columns, points, zero = false) => {
     const made = new Chart(
       {
         title,
         x: "steps",
         y,
+        zero,
         series: jobs.map((_, index) => ({ label: names[index], colour: RUN_COLOURS[index], points })),
       },
       signal,
@@ -75,16 +76,13 @@ function parts(jobs, curves, signal) {
     made.element.draw = () => made.set(joined(...columns));
     return made.element;
   };
-  const mean = jobs.map((job) => {
-    const [x, , average] = curves.get(job.id).losses();
-    return [x, average];
-  });
+  const mean = jobs.map((job) => meanOf(curves.get(job.id), "loss"));
   const judged = jobs.map((job) => curves.get(job.id).judged("loss"));
-  const speeds = jobs.map((job) => curves.get(job.id).column("tokens_per_s"));
+  const speeds = jobs.map((job) => meanOf(curves.get(job.id), "tokens_per_s"));
   return [
     chart("Loss of the steps, running mean", "nats a token", mean, false),
     judged.some(([x]) => x.length) ? chart("Loss of the evaluations", "nats a token", judged, true) : null,
-    chart("Tokens per second", "tokens/s", speeds, false),
+    chart("Tokens per second, running mean", "tokens/s", speeds, false, true),
     table(
       "Results",
       ["Run", "State", "Steps", "Loss", "Evaluation", "Tokens/s", "Memory", "Ran for"],
@@ -92,6 +90,11 @@ function parts(jobs, curves, signal) {
     ),
     differences(jobs, names),
   ].filter(Boolean);
+}
+
+function meanOf(curve, field) {
+  const [x, , mean] = curve.smoothed(field);
+  return [x, mean];
 }
 
 function results(job, name) {

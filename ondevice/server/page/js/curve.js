@@ -51,10 +51,10 @@ export class Curve {
     return [this.steps.map((step) => step.step + 1), this.steps.map((step) => finite(step[field]))];
   }
 
-  /** Steps done, loss, its running mean. */
-  losses() {
-    const [x, loss] = this.column("loss");
-    return [x, loss, runningMean(loss, Math.max(3, Math.round(loss.length / 25)))];
+  /** Steps done, a step's field, and its running mean. */
+  smoothed(field) {
+    const [x, values] = this.column(field);
+    return [x, values, runningMean(values, Math.max(3, Math.round(values.length / 25)))];
   }
 
   /** Steps done, and a field of the evaluations. */

@@ -18,6 +18,7 @@ export function bytes(value) {
 /** Seconds as "42 s", "3 min 5 s", "2 h 10 min". */
 export function duration(seconds) {
   if (!Number.isFinite(seconds)) return "";
+  if (seconds < 0.0995 && seconds > 0) return `${Number((1000 * seconds).toPrecision(2))} ms`;
   if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);
   if (whole < 60) return `${whole} s`;
@@ -32,7 +33,8 @@ export function number(value, digits = 4) {
   if (typeof value !== "number" || !Number.isFinite(value)) return "";
   if (Number.isInteger(value) && Math.abs(value) < 1e9) return value.toLocaleString();
   const size = Math.abs(value);
-  return size !== 0 && (size < 1e-3 || size >= 1e7)
+  if (size >= 1e4 && size < 1e9) return Math.round(value).toLocaleString();
+  return size !== 0 && (size < 1e-3 || size >= 1e9)
     ? value.toExponential(digits - 1)
     : Number(value.toPrecision(digits)).toString();
 }

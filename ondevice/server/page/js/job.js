@@ -88,6 +88,7 @@ export async function jobView(main, { id, signal }) {
     connection.hidden = how !== "lost";
     if (how === "open") reload().catch(() => {});
   });
+  if (!ENDED.includes(job.state)) events.open();
   signal.addEventListener("abort", () => events.close());
   figures.addEventListener("toggle", draw);
 

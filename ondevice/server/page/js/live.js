@@ -17,7 +17,8 @@ export class Charts {
         title: "Loss",
         x: "steps",
         y: "nats a token",
-        y2: "share",
+        y2: "accuracy",
+        share: true,
         series: [
           { label: "step", colour: "chart-faint", points: "only" },
           { label: "mean", colour: "chart-main" },
@@ -32,7 +33,11 @@ export class Charts {
         title: "Tokens per second",
         x: "steps",
         y: "tokens/s",
-        series: [{ label: "tokens/s", colour: "chart-main", width: 1.5 }],
+        zero: true,
+        series: [
+          { label: "step", colour: "chart-faint", points: "only" },
+          { label: "mean", colour: "chart-main" },
+        ],
       },
       signal,
     );
@@ -41,6 +46,7 @@ export class Charts {
         title: "Highest memory so far",
         x: "steps",
         y: "MiB",
+        zero: true,
         series: [
           { label: "process, MiB", colour: "chart-main" },
           { label: "GPU, MiB", colour: "chart-second" },
@@ -55,8 +61,8 @@ export class Charts {
 
   draw(curve) {
     const mebibytes = (column) => column.map((value) => (value === null ? null : value / MIB));
-    this.loss.set(joined(curve.losses(), [...curve.judged("loss"), curve.judged("accuracy")[1]]));
-    this.speed.set(curve.column("tokens_per_s"));
+    this.loss.set(joined(curve.smoothed("loss"), [...curve.judged("loss"), curve.judged("accuracy")[1]]));
+    this.speed.set(curve.smoothed("tokens_per_s"));
     const [x, process] = curve.column("peak_memory_bytes");
     this.memory.set([x, mebibytes(process), mebibytes(curve.column("peak_device_bytes")[1])]);
   }

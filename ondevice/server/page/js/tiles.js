@@ -77,7 +77,7 @@ export class Tiles {
     const heat = Object.entries({ ...machine.temperatures_c, ...named(machine.gpus, "temperature_c") });
     const [rail] = watts.sort((a, b) => b[1] - a[1]);
     const [hottest] = heat.sort((a, b) => b[1] - a[1]);
-    this.#put("power", rail ? `${number(rail[1], 3)} W` : "no sensor", rail?.[0] ?? "");
-    this.#put("heat", hottest ? `${number(hottest[1], 3)} °C` : "no sensor", hottest?.[0] ?? "");
+    this.#put("power", rail ? `${number(rail[1], 3)} W` : "", rail?.[0] ?? "no sensor");
+    this.#put("heat", hottest ? `${number(hottest[1], 3)} °C` : "", hottest?.[0] ?? "no sensor");
   }
 }

@@ -136,6 +136,6 @@ export async function wizardView(main, { signal }) {
     place.element,
     h("div", { class: "buttons ends" }, back, next, start),
   );
-  main.append(h("h1", {}, "New job"), h("ol", { class: "steps", "aria-label": "Steps" }, crumbs), form);
+  main.append(h("h1", {}, "New job"), h("ol", { class: "steps", "aria-label": "Where you are" }, crumbs), form);
   go(0, document.body);
 }

@@ -127,7 +127,7 @@ export function dataStep({ schema, tasks }, source, signal) {
       if ([...select.options].some((option) => option.value === kept)) select.value = kept;
     }
     if (chosen) train.value = chosen;
-    upload.open = !found.length;
+    else upload.open = !found.length;
   };
   const upload = h(
     "details",
@@ -202,16 +202,16 @@ export function methodStep({ schema }) {
   const chosen = h("div", {}, labelled("Method", select), about, own);
   const fixed = h(
     "div",
-    { hidden: true },
+    {},
     h("p", {}, "Method, batch and seed are fixed in the program."),
     rate.element,
   );
+  const kind = h("div", {}, chosen);
   const further = h("details", { class: "inner" }, h("summary", {}, "More settings of the method"), more);
   const element = h(
     "div",
     {},
-    chosen,
-    fixed,
+    kind,
     h("h3", {}, "The loop"),
     loop.element,
     further,
@@ -220,7 +220,8 @@ export function methodStep({ schema }) {
   return {
     element,
     artifact: (yes) => {
-      [forArtifact, chosen.hidden, further.hidden, fixed.hidden] = [yes, yes, yes, !yes];
+      forArtifact = further.hidden = yes;
+      kind.replaceChildren(yes ? fixed : chosen);
     },
     mark: (section, key) => {
       const groups =

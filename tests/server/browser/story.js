@@ -1,0 +1,140 @@
+/** A whole run in the browser: bad rows, good rows, preview, plan, live curve, pause, resume, a killed worker, download. */
+
+import assert from "node:assert/strict";
+import { readdirSync, readFileSync } from "node:fs";
+import path from "node:path";
+import { lastStep, scenario, until, view, WORKER_MS } from "./page.js";
+
+const NAME = "Größe 漢字 שלום 🙂";
+const STEPS = 800;
+const { ROWS, BAD_ROWS, OUT } = process.env;
+
+await scenario(async (page) => {
+  await view(page, "jobs");
+  await page.getByRole("link", { name: "New job" }).first().click();
+  await page.getByLabel("Model", { exact: true }).selectOption("tiny:llama");
+  await page.getByLabel("Name of the job").fill(NAME);
+  await page.getByRole("button", { name: "Next" }).click();
+
+  const upload = page.locator("details", { hasText: "Upload rows" });
+  if ((await upload.getAttribute("open")) === null) await upload.locator("summary").click();
+  await page.getByLabel("File with rows").setInputFiles(BAD_ROWS);
+  await page.getByRole("button", { name: "Upload and check" }).click();
+  const problem = page.getByRole("alert");
+  await problem.waitFor({ timeout: WORKER_MS });
+  const said = await problem.innerText();
+  for (const part of ["Line 3", "label", "Expected", "rows that can all be used", "Received", "Try", "skip_bad_rows"]) assert.ok(said.includes(part), `${part} in ${said}`);
+  await page.getByLabel("File with rows").setInputFiles(ROWS);
+  await page.getByRole("button", { name: "Upload and check" }).click();
+  await page.getByText("rows of the format").waitFor({ timeout: WORKER_MS });
+  assert.equal(await problem.count(), 0);
+  assert.match(await page.getByLabel("Train on", { exact: true }).locator("option:checked").innerText(), /rows\.jsonl, \d+ rows/);
+  await page.getByLabel("Evaluate on").selectOption({ index: 1 });
+  await page.getByLabel("Max length tokens").fill("32");
+  await page.getByRole("button", { name: "Look at the rows" }).click();
+  await page.locator(".example").first().waitFor({ timeout: WORKER_MS });
+  const [masked, trained] = [await page.locator(".example .masked").first().innerText(), await page.locator(".example mark").first().innerText()];
+  assert.match(masked, /schön|schlecht/);
+  assert.match(trained, /ja|nein/);
+  await page.getByRole("button", { name: "Next" }).click();
+
+  await page.getByLabel("Method", { exact: true }).selectOption("prge");
+  await page.getByLabel("Learning rate").fill("0.1");
+  await page.getByLabel("Rank").fill("2");
+  await page.getByLabel("Queries").fill("2");
+  await page.getByLabel("Steps", { exact: true }).fill(String(STEPS));
+  await page.getByLabel("Batch size").fill("2");
+  await page.getByLabel("Eval every").fill("50");
+  await page.getByLabel("Checkpoint every").fill("20");
+  await page.getByRole("button", { name: "Next" }).click();
+
+  await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
+  const plan = await page.getByRole("table", { name: "Memory of the run by part" }).innerText();
+  for (const part of ["weights", "adapter", "All of it", "There is"]) assert.ok(plan.includes(part), plan);
+  await page.getByRole("button", { name: "Start the job" }).click();
+  await page.waitForURL(/#\/jobs\/.+/);
+  const job = decodeURIComponent(page.url().split("/").pop());
+  await page.getByRole("heading", { name: NAME }).waitFor();
+
+  // The curve moves: the figures behind it, and the pixels.
+  await until("the first steps", () => lastStep(page));
+  const [first, picture] = [await lastStep(page), await drawn(page)];
+  await until("more steps", async () => (await lastStep(page)) > first);
+  assert.notEqual(await drawn(page), picture);
+
+  await page.getByRole("button", { name: "Pause" }).click();
+  await state(page, "paused");
+  const paused = await lastStep(page);
+  assert.ok(paused < STEPS, "the job ended before it could be paused");
+  await page.getByRole("button", { name: "Resume" }).click();
+  await until("steps after the pause", async () => (await lastStep(page)) > paused);
+
+  const pid = workerOf(job);
+  process.kill(pid, "SIGKILL");
+  await page.getByText("the worker ended with SIGKILL").first().waitFor({ timeout: WORKER_MS });
+  const killed = await lastStep(page);
+  assert.ok(killed < STEPS, "the job ended before it could be killed");
+  await until("another worker", () => [0, pid].includes(workerOf(job)) === false);
+  await until("steps of the other worker", async () => (await lastStep(page)) > killed);
+  await state(page, "done");
+  await until("the last step", async () => (await lastStep(page)) === STEPS);
+
+  // What was drawn live, with its cuts, is what a fresh page draws from the store.
+  await page.mouse.move(0, 0);
+  const [live, words] = [await settled(page), await page.locator("[role=img]").first().getAttribute("aria-label")];
+  await page.reload();
+  await until("the curve again", async () => (await lastStep(page)) === STEPS);
+  assert.equal(await page.locator("[role=img]").first().getAttribute("aria-label"), words);
+  assert.equal(await settled(page), live, "the live curve and the stored one are not the same");
+
+  // The run has two adapters: the last one, which is named like the job, and the one of its best evaluation.
+  const adapter = page.getByRole("listitem").filter({ has: page.getByText(job, { exact: true }) });
+  const file = path.join(OUT, "adapter.zip");
+  const [download] = await Promise.all([page.waitForEvent("download"), adapter.getByRole("link", { name: "Download" }).click()]);
+  await download.saveAs(file);
+  await adapter.getByRole("button", { name: "Use it" }).click();
+  await view(page, "adapters");
+  await page.getByText("In use:").getByText(NAME).waitFor();
+
+  await view(page, `chat?adapter=${job}`);
+  await page.getByLabel("Text").fill("schön:");
+  await page.getByRole("button", { name: "Ask both" }).click();
+  await page.getByRole("heading", { name: `With ${NAME}` }).waitFor({ timeout: WORKER_MS });
+  await view(page, "adapters");
+  await page.getByRole("button", { name: "Roll back" }).click();
+  await page.getByText("In use: the base model").waitFor();
+  return { job, file };
+});
+
+async function state(page, wanted) {
+  await page.locator(`.state[data-state=${wanted}]`).first().waitFor({ timeout: WORKER_MS });
+}
+
+/** The pixels of the loss curve. */
+function drawn(page) {
+  return page.locator("canvas").first().evaluate((canvas) => canvas.toDataURL());
+}
+
+/** The pixels once two looks are the same. */
+async function settled(page) {
+  let before = "";
+  return until("a still curve", async () => {
+    const now = await drawn(page);
+    const still = now === before && now;
+    before = now;
+    return still;
+  });
+}
+
+/** The process that trains the job; 0 where there is none. */
+function workerOf(job) {
+  for (const name of readdirSync("/proc").filter((entry) => /^\d+$/.test(entry))) {
+    try {
+      const command = readFileSync(`/proc/${name}/cmdline`, "utf8").split("\0");
+      if (command.includes("ondevice.server.worker") && command.some((part) => part.endsWith(`/jobs/${job}`))) return Number(name);
+    } catch {
+      // it has ended
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,280 @@
+"""The API is what its OpenAPI document says: schemathesis over every operation, and the ways that matter by hand."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from ondevice.errors import ConfigError, DeviceError
+from ondevice.server.client import Client, RefusedError
+from tests.server.running import rows, settings, wait_for
+
+schemathesis = pytest.importorskip("schemathesis", reason="a development package")
+from schemathesis import checks  # noqa: E402
+
+from ondevice.server.app import create_app  # noqa: E402
+
+CHECKS = (
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+    checks.response_headers_conformance,
+)
+
+
+OPERATIONS = {
+    operation.ok().label: operation.ok()
+    for operation in schemathesis.openapi.from_dict(create_app().openapi()).get_all_operations()
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_no_request_makes_the_server_stumble(name: str, served) -> None:
+    """Half of the requests are wrong in a way of their own; half name what is there, to get behind the first check."""
+    modes = list(schemathesis.GenerationMode)
+
+    @given(case=st.one_of(*(OPERATIONS[name].as_strategy(generation_mode=mode) for mode in modes)))
+    @examples(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    def ask(case: Any) -> None:
+        check(case, served)
+
+    ask()
+
+
+def check(case: Any, served: Any) -> None:
+    """Send a request, and hold the answer against the document."""
+    if hash(repr(case.body)) % 2 or hash(repr(case.query)) % 2:
+        known = {"job": served.job["id"], "dataset": served.dataset, "adapter": served.job["id"]}
+        case.path_parameters = {key: known.get(key, value) for key, value in (case.path_parameters or {}).items()}
+        if case.operation.path == "/v1/jobs" and isinstance(case.body, dict):
+            case.body |= {"model": "tiny:llama", "dataset": served.dataset, "dry_run": True}
+        if case.operation.path == "/v1/generate" and isinstance(case.body, dict):
+            case.body |= {"model": "tiny:llama", "max_new_tokens": 1, "adapter": None}
+    if case.method == "DELETE" and not case.operation.path.startswith(("/v1/uploads", "/v1/session")):
+        case.path_parameters = {key: "not-there" for key in case.path_parameters or {}}
+    if case.operation.path.endswith("/events"):
+        case.query = {**(case.query or {}), "follow": "false"}
+    response = case.call(base_url=served.daemon.address, timeout=60)
+    case.validate_response(response, checks=CHECKS)
+    if response.status_code >= 400 and case.method != "HEAD":
+        assert {"error", "message", "expected", "received", "hint"} <= response.json().keys()
+
+
+def test_the_committed_document_is_what_the_daemon_says(served, root: Path) -> None:
+    committed = json.loads((root / "docs/reference/openapi.json").read_text())
+    assert committed == served.client.ask("GET", "/v1/openapi.json"), "try: make docs"
+    assert all(path.startswith("/v1/") or path == "/metrics" for path in committed["paths"])
+
+
+def test_a_job_from_upload_to_adapter(served, tmp_path) -> None:
+    client, job = served.client, served.job
+    assert job["state"] == "done" and job["attempt"] == 1 and job["error"] is None
+    assert job["progress"]["step"] == job["progress"]["steps"] == 40
+    assert job["progress"]["backend"] == "torch-cpu" and 0 < job["progress"]["final_loss"] < 10
+    (dataset,) = [item for item in client.datasets() if item["id"] == served.dataset]
+    assert (dataset["rows"], dataset["format"], dataset["problems"]) == (12, "classification", [])
+    seen = client.preview(served.dataset, "tiny:llama", rows=2)
+    assert [[part["trained"] for part in example] for example in seen["examples"]] == [[False, True]] * 2
+    assert seen["labels"] == {"no": 6, "yes": 6} and seen["file"] == "rows.jsonl"
+    (adapter,) = [item for item in client.adapters() if item["job"] == job["id"]]
+    assert adapter["name"] == "first" and adapter["rank"] == 2 and adapter["base_model"] == "tiny:llama"
+    folder = client.download_adapter(adapter["id"], tmp_path / "adapter")
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    from ondevice.models import save_tiny
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "model"))
+    assert peft.PeftModel.from_pretrained(model, str(folder)).peft_config["default"].r == 2
+
+
+def test_a_dry_run_gives_the_plan_and_queues_nothing(served) -> None:
+    before = len(served.client.jobs())
+    found = served.client.plan(model="tiny:llama", dataset=served.dataset, config=settings())
+    plan = found["plan"]
+    assert plan["fits"] and plan["total_bytes"] == sum(plan["parts_bytes"].values())
+    assert plan["parts_bytes"].keys() <= plan["meaning"].keys() and all(plan["meaning"].values())
+    assert found["config"]["train"]["steps"] == 40 and found["config"]["method"]["rank"] == 2
+    assert len(served.client.jobs()) == before
+    tight = served.client.plan(model="tiny:llama", dataset=served.dataset, limits={"memory_bytes": 1 << 26})["plan"]
+    assert not tight["fits"] and tight["usable_bytes"] == 1 << 26
+
+
+def test_a_job_that_does_not_fit_its_limit_fails_with_the_plan(served) -> None:
+    job = served.client.create_job(
+        model="tiny:llama", dataset=served.dataset, config=settings(), limits={"memory_bytes": 500 << 20}
+    )
+    ended = served.client.wait(job["id"], 60)
+    assert ended["state"] == "failed" and ended["attempt"] == 1
+    assert ended["error"]["error"] == "DoesNotFitError" and "runtime" in ended["error"]["message"]
+    served.client.delete_job(job["id"])
+
+
+def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
+    client = served.client
+    job = client.create_job(
+        model="tiny:llama", dataset=served.dataset, config=settings(steps=1_000_000), limits={"time_s": 1}
+    )["id"]
+    ended = client.wait(job, 60)
+    assert ended["state"] == "failed" and "limits.time_s" in ended["error"]["try"]
+    client.change_job(job, limits={"time_s": 3600}, priority=7)
+    assert client.resume(job)["priority"] == 7
+    client.cancel(job)
+    assert client.wait(job, 60)["state"] == "cancelled"
+    client.delete_job(job)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "words"),
+    [
+        ({"model": None}, 422, "a model or an artifact"),
+        ({"model": "nothing-like-this"}, 404, "no model"),
+        ({"model": "../../etc"}, 404, "no model"),
+        ({"model": "/etc/passwd"}, 404, "no model"),
+        ({"model": "package:requests"}, 404, "no model"),
+        ({"dataset": "data-0"}, 404, "no data set"),
+        ({"dataset": "../datasets"}, 404, "no data set"),
+        ({"adapter": "a"}, 404, "no adapter"),
+        ({"artifact": "a", "model": None}, 404, "no artifact"),
+        ({"config": {"train": {"out": "/tmp/x"}}}, 422, "train.out"),
+        ({"config": {"data": {"path": "/etc/passwd"}}}, 422, "data.path"),
+        ({"config": {"model": {"source": "/"}}}, 422, "model.source"),
+        ({"config": {"export": {}}}, 422, "export"),
+        ({"config": {"train": {"setps": 3}}}, 422, "did you mean 'steps'"),
+        ({"config": {"method": {"name": "magic"}}}, 422, "unknown method"),
+        ({"config": {"method": "magic"}}, 422, ""),
+        ({"config": {"train": 3}}, 422, "no section"),
+        ({"window": {"start": "25:00", "end": "06:00"}}, 422, "window"),
+        ({"surprise": 1}, 422, "surprise"),
+        ({"limits": {"retries": -1}}, 422, "retries"),
+    ],
+)
+def test_mistakes_in_a_job_are_told(served, change: dict[str, Any], status: int, words: str) -> None:
+    before = len(served.client.jobs())
+    with pytest.raises(RefusedError) as caught:
+        served.client.create_job(**{"model": "tiny:llama", "dataset": served.dataset, "config": settings()} | change)
+    assert caught.value.status == status and words in str(caught.value) and "Traceback" not in str(caught.value)
+    assert len(served.client.jobs()) == before
+
+
+def test_a_running_job_cannot_be_deleted_nor_its_data(served) -> None:
+    client = served.client
+    job = client.create_job(model="tiny:llama", dataset=served.dataset, config=settings(), priority=-9)["id"]
+    client.pause(job)
+    wait_for(lambda: client.job(job)["state"] == "paused", "it is paused")
+    for path in (f"/v1/jobs/{job}", f"/v1/datasets/{served.dataset}"):
+        with pytest.raises(RefusedError) as caught:
+            client.ask("DELETE", path)
+        assert caught.value.status == 409
+    with pytest.raises(RefusedError, match="cancel"):
+        client.cancel(served.job["id"])  # it is done
+    client.cancel(job)
+    client.delete_job(job)
+    with pytest.raises(RefusedError):
+        client.job(job)
+
+
+def test_the_curve_and_the_log(served) -> None:
+    points = served.client.ask("GET", f"/v1/jobs/{served.job['id']}/metrics", query={"points": 10})
+    assert len(points) == 10 and [points[0]["step"], points[-1]["step"]] == [0, 39]
+    every = served.client.ask("GET", f"/v1/jobs/{served.job['id']}/metrics")
+    assert [point["step"] for point in every] == list(range(40)) and every[-1]["loss"] > 0
+    assert isinstance(served.client.log(served.job["id"]), str)
+
+
+def test_activate_roll_back_and_generate(served, tmp_path) -> None:
+    client, first = served.client, served.job["id"]
+    folder = client.download_adapter(first, tmp_path / "adapter")
+    second = client.upload("adapter", folder, name="again")["id"]
+    link = served.daemon.store / "active"
+    assert client.activate(first) == {"active": first} and client.activate(second) == {"active": second}
+    assert (link / "adapter_model.safetensors").is_file() and link.resolve().name == second
+    with pytest.raises(RefusedError, match="active"):
+        client.ask("DELETE", f"/v1/adapters/{second}")
+    said = client.generate("tiny:llama", [{"role": "user", "content": "hello"}], max_new_tokens=6)
+    assert said["adapter"] == second and said["adapted"] is not None
+    assert client.generate("tiny:llama", "hello", max_new_tokens=6, adapter=first)["adapter"] == first
+    assert client.roll_back() == {"active": first} and link.resolve().name == first
+    assert client.roll_back() == {"active": None} and not link.exists()
+    assert client.generate("tiny:llama", "hello", max_new_tokens=6)["adapted"] is None
+    with pytest.raises(RefusedError, match="no adapter is active"):
+        client.roll_back()
+    client.ask("DELETE", f"/v1/adapters/{second}")
+
+
+def test_a_model_is_uploaded_and_trained(served, tmp_path) -> None:
+    from ondevice.models import save_tiny
+
+    client = served.client
+    model = client.upload("model", save_tiny(tmp_path / "model"), name="my-tiny")["id"]
+    (listed,) = [item for item in client.models() if item["id"] == model]
+    assert listed["kind"] == "folder" and listed["model_type"] == "llama" and listed["num_hidden_layers"] == 2
+    with pytest.raises(RefusedError, match="already"):
+        client.upload("model", tmp_path / "model", name="my-tiny")
+    job = client.create_job(model=model, dataset=served.dataset, config=settings(steps=3))["id"]
+    assert client.wait(job, 90)["state"] == "done"
+    (tmp_path / "model" / "modeling_x.py").write_text("import os")
+    with pytest.raises(RefusedError, match="cannot be uploaded"):
+        client.upload("model", tmp_path / "model", name="with-code")
+
+
+def test_bad_rows_are_listed_and_can_be_left_out(served, tmp_path) -> None:
+    path = rows(tmp_path / "rows.jsonl")
+    path.write_text(path.read_text() + '{"text": "x", "label": \n{"text": "", "label": "no"}\n')
+    with pytest.raises(RefusedError) as caught:
+        served.client.upload("dataset", path)
+    found = [(problem["file"], problem["line"], problem["field"]) for problem in caught.value.problems]
+    assert found == [("rows.jsonl", 13, ""), ("rows.jsonl", 14, "text")] and caught.value.exit_code == 3
+    assert all(problem["reason"] for problem in caught.value.problems)
+    dataset = served.client.upload("dataset", path, skip_bad_rows=True)["id"]
+    kept = served.client.ask("GET", f"/v1/datasets/{dataset}")
+    assert kept["rows"] == 12 and [problem["line"] for problem in kept["problems"]] == [13, 14]
+    served.client.ask("DELETE", f"/v1/datasets/{dataset}")
+
+
+def test_parts_of_an_upload(served, tmp_path) -> None:
+    client, content = served.client, rows(tmp_path / "rows.jsonl").read_bytes()
+    request = {"kind": "dataset", "name": "rows.jsonl", "bytes": len(content)}
+    place = f"/v1/uploads/{client.ask('POST', '/v1/uploads', request)['id']}"
+    assert client.ask("PUT", place, content[:100], query={"offset": 0})["received_bytes"] == 100
+    for offset, part, status in ((0, content[:100], 409), (200, b"x", 409), (100, content, 422)):
+        with pytest.raises(RefusedError) as caught:
+            client.ask("PUT", place, part, query={"offset": offset})
+        assert caught.value.status == status
+    with pytest.raises(RefusedError, match="not whole"):
+        client.ask("POST", f"{place}/finish")
+    assert client.ask("GET", place)["received_bytes"] == 100
+    client.ask("PUT", place, content[100:], query={"offset": 100})
+    made = client.ask("POST", f"{place}/finish")
+    client.ask("DELETE", f"/v1/datasets/{made['id']}")
+    with pytest.raises(RefusedError):
+        client.ask("GET", place)
+    wrong = client.ask("POST", "/v1/uploads", request | {"sha256": "0" * 64})["id"]
+    client.ask("PUT", f"/v1/uploads/{wrong}", content, query={"offset": 0})
+    with pytest.raises(RefusedError, match="not what was sent"):
+        client.ask("POST", f"/v1/uploads/{wrong}/finish")
+
+
+def test_an_artifact_must_be_whole(served, tmp_path) -> None:
+    manifest = {"schema_version": 1, "files": {"../../secret": "0" * 64}, "program": "program.pte"}
+    for files in ({"manifest.json": "{}"}, {"manifest.json": json.dumps(manifest)}, {"program.txt": "x"}):
+        with zipfile.ZipFile(tmp_path / "artifact.zip", "w") as archive:
+            for name, text in files.items():
+                archive.writestr(name, text)
+        with pytest.raises(RefusedError) as caught:
+            served.client.upload("artifact", tmp_path / "artifact.zip", name="mine")
+        assert caught.value.status == 422 and str(served.daemon.store) not in str(caught.value)
+    assert served.client.artifacts() == []
+
+
+def test_a_client_without_a_daemon_says_so() -> None:
+    with pytest.raises(DeviceError, match="does not answer"):
+        Client("http://127.0.0.1:9").health()
+    with pytest.raises(ConfigError):
+        Client("ftp://x")

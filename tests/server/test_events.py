@@ -1,0 +1,204 @@
+"""Streams of events: replay, many readers while a job trains, slow ones, and what a cut-back log becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from ondevice.server.follow import follow
+from ondevice.server.hub import KEPT_FRAMES, Hub
+from ondevice.server.queue import Queue
+from ondevice.server.store import Store
+from tests.server.kills import check_stream
+from tests.server.running import settings
+
+READERS = 200
+
+
+def read_frames(content: bytes) -> list[tuple[int, str, dict[str, Any]]]:
+    """(id, kind, object) of each event in a stream; comments are left out."""
+    found = []
+    for block in content.decode().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n") if ": " in line and line[0] != ":")
+        if "id" in fields:
+            found.append((int(fields["id"]), fields["event"], json.loads(fields["data"])))
+    return found
+
+
+async def read_stream(address: str, path: str, headers: str = "", pause_s: float = 0.0) -> bytes:
+    """A whole stream, by a reader that may be slow and has a small buffer."""
+    host, port = address.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 14)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\n{headers}Connection: close\r\n\r\n".encode())
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert b" 200 " in head.split(b"\r\n")[0] and b"text/event-stream" in head, head
+    content = b""
+    while size := int((await reader.readline()).strip() or b"0", 16):
+        content += await reader.readexactly(size)
+        await reader.readexactly(2)
+        if pause_s:
+            await asyncio.sleep(pause_s)
+    writer.close()
+    return content
+
+
+def test_200_readers_of_a_job_that_trains(served) -> None:
+    """No event is lost or out of order, for readers from the start, in the middle, slow ones and leavers."""
+    client, address = served.client, served.daemon.address
+    config = settings(steps=600, checkpoint_every=200)
+    job = client.create_job(model="tiny:llama", dataset=served.dataset, config=config, name="is read")["id"]
+
+    async def leave_early() -> bytes:
+        try:
+            return await asyncio.wait_for(read_stream(address, f"/v1/jobs/{job}/events"), 0.5)
+        except TimeoutError:
+            return b""
+
+    async def read_all() -> list[bytes]:
+        path = f"/v1/jobs/{job}/events"
+        tasks = [read_stream(address, path) for _ in range(READERS - 40)]
+        tasks += [read_stream(address, path, pause_s=0.05) for _ in range(20)]
+        tasks += [read_stream(address, path, headers=f"Last-Event-ID: {number % 3}\r\n") for number in range(20)]
+        leavers = [asyncio.create_task(leave_early()) for _ in range(20)]
+        found = await asyncio.gather(*tasks)
+        await asyncio.gather(*leavers)
+        return found
+
+    streams = [read_frames(content) for content in asyncio.run(read_all())]
+    assert len(streams) == READERS
+    whole = streams[0]
+    check_stream([{"id": number, **event} for number, _, event in whole], 600)
+    assert all(kind == event["event"] for _, kind, event in whole)
+    for number, stream in enumerate(streams):
+        after = (number - READERS + 20) % 3 if number >= READERS - 20 else 0
+        assert stream == whole[after:], number
+    assert client.metrics()["event_streams"] == 0
+
+
+def test_replay_behind_an_id(served) -> None:
+    client, job = served.client, served.job["id"]
+    whole = list(client.events(job, follow=False))
+    assert [event["id"] for event in whole] == list(range(1, served.job["last_event"] + 1))
+    for after in (1, 17, len(whole) - 1):
+        assert list(client.events(job, after, follow=False)) == whole[after:]
+    assert list(client.events(job, len(whole), follow=False)) == []
+    assert list(client.events(job)) == whole  # of an ended job, a stream that follows ends too
+    assert list(client.events(job, 10**6, follow=False)) == whole  # an id from before a power cut
+    read = asyncio.run(read_stream(served.daemon.address, f"/v1/jobs/{job}/events", "Last-Event-ID: 17\r\n"))
+    assert [event for _, _, event in read_frames(read)] == [
+        {key: value for key, value in event.items() if key != "id"} for event in whole[17:]
+    ]
+    odd = asyncio.run(read_stream(served.daemon.address, f"/v1/jobs/{job}/events", "Last-Event-ID: x'; --\r\n"))
+    assert len(read_frames(odd)) == len(whole)
+
+
+@pytest.mark.parametrize("count", [50, KEPT_FRAMES + 1504])
+def test_readers_of_the_hub_at_any_pace(store: Store, count: int) -> None:
+    """A reader that is further behind than the frames that are kept goes on from the store."""
+    queue = Queue(store)
+    job = queue.create({"name": "", "dataset": "d"}).id
+    store.connection.execute("UPDATE jobs SET state = 'running' WHERE id = ?", (job,))
+
+    async def run() -> list[list[int]]:
+        hub = Hub(store)
+        hub.open()
+
+        def write() -> None:
+            for first in range(0, count, 25):
+                with store.transaction(durable=False):
+                    store.add_events(job, [{"event": "step", "step": first + index} for index in range(25)])
+                hub.changed(job)
+            queue.changed = hub.changed
+            queue.ended(job, "finished")
+
+        async def reader(after: int, every: int) -> list[int]:
+            found = []
+            async for part in hub.read(job, after):
+                found += [number for number, _, _ in read_frames(part)]
+                if every and len(found) % every == 0:
+                    await asyncio.sleep(0.02)
+            return found
+
+        first = asyncio.create_task(reader(0, 1))
+        await asyncio.sleep(0)
+        writer = threading.Thread(target=write)
+        writer.start()
+        others = [asyncio.create_task(reader(after, every)) for after in (0, 7) for every in (0, 3)]
+        found = await asyncio.gather(first, *others)
+        writer.join()
+        assert hub.readers == 0 and not hub.channels
+        return found
+
+    found = asyncio.run(asyncio.wait_for(run(), 60))
+    for after, ids in zip((0, 0, 0, 7, 7), found):
+        assert ids == list(range(after + 1, count + 3))
+
+
+def line(event: dict[str, Any]) -> bytes:
+    return json.dumps(event).encode() + b"\n"
+
+
+@given(
+    attempts=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(0, 30)), min_size=1, max_size=5),
+    looks=st.integers(1, 7),
+    lost=st.integers(0, 40),
+)
+@examples(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_a_log_that_is_cut_back_becomes_one_stream(tmp_path_factory, attempts, looks: int, lost: int) -> None:
+    """Workers that die at any byte; a follower that looks at any time; a power cut that takes unsynced bytes back."""
+    store = Store(tmp_path_factory.mktemp("follow") / "store")
+    queue = Queue(store, clock=lambda: 1e9)
+    job = queue.create({"name": "", "dataset": "d", "limits": {"retries": 10**6}}).id
+    folder = store.path("jobs", job)
+    log = folder / "run" / "events.jsonl"
+    log.parent.mkdir(parents=True)
+    expected: list[tuple[str, int]] = []
+    done = 0
+    try:
+        for number, (back, more, torn) in enumerate(attempts, 1):
+            store.connection.execute("UPDATE jobs SET not_before_s = 0 WHERE id = ?", (job,))
+            assert queue.claim() is not None
+            follow(store, queue, job)
+            done = max(0, done - back)
+            kept = b"".join(part for part in _lines(log) if _step(part) < done)
+            begin = {"event": "resume" if kept else "start", "step": done}
+            log.write_bytes(kept + line(begin))
+            (folder / "attempt.json").write_text(json.dumps({"attempt": number, "offset": len(kept)}))
+            expected.append((begin["event"], done))
+            for index in range(more):
+                with log.open("ab") as file:
+                    file.write(line({"event": "step", "step": done, "loss": done / 4}))
+                expected.append(("step", done))
+                done += 1
+                if index % looks == 0:
+                    follow(store, queue, job)
+            with log.open("ab") as file:
+                file.write(line({"event": "step", "step": done})[: min(torn, 20)])
+            follow(store, queue, job)
+            queue.ended(job, "crashed")
+        whole = [json.loads(data) for _, kind, data in store.events(job, 0, 10_000) if kind != "job"]
+        assert [(event["event"], event.get("step", 0)) for event in whole] == expected
+        log.write_bytes(log.read_bytes()[: max(0, log.stat().st_size - lost)])
+        assert follow(store, queue, job) == 0
+    finally:
+        store.close()
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def _step(part: bytes) -> float:
+    try:
+        event = json.loads(part)
+    except ValueError:
+        return float("inf")
+    return event["step"] if event["event"] == "step" else -1
