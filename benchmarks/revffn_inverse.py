@@ -138,14 +138,13 @@ def row(family: Family, layers: int, case: tuple[str, str, str, dict[str, Any]],
 
 
 def _described(layer: LayerError) -> dict[str, Any]:
-    values = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(layer).items()}
-    if layer.iteration is not None:
-        values["iteration"] = {k: _finite(v) if isinstance(v, float) else v for k, v in values["iteration"].items()}
-    return values
+    went = layer.iteration
+    iteration = None if went is None else {key: _finite(value) for key, value in asdict(went).items()}
+    return {**{key: _finite(value) for key, value in asdict(layer).items()}, "iteration": iteration}
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main() -> None:

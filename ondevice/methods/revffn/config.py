@@ -37,6 +37,9 @@ class RevffnConfig(Section):
     """`full`: the older stream has weight -2^-bits, and as many bits a value and layer are kept for the inversion. With
     more of them the network is nearer to the pretrained one. 0 is the midpoint rule, far from it."""
 
+    gamma_bits_on: Literal["host", "device"] = "host"
+    """`full`: where those bits wait. On the host, in pinned memory, the accelerator's memory is that of any depth."""
+
     max_iterations: int = Field(default=50, ge=1)
     """`paper`: fixed-point iterations a block, at most; 1 is what the paper does."""
 

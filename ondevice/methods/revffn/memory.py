@@ -46,7 +46,7 @@ def memory(
         if stored or not config.fused_update:
             live = trained
     width = dims.hidden * (2 if config.coupling == "full" else 1)
-    stream = 2 if config.streams == "bfloat16" else 4
+    stream = {"bfloat16": 2, "int32": 4, "float32": 8}[config.streams]  # float32 streams are summed in float64
     bits = config.gamma_bits if config.coupling == "full" and config.streams == "int32" else 0
     activations = backward_bytes(dims, rows, length_tokens, activation_bytes)
     ends = 0 if stored else width * (stream + 4) + dims.layers * dims.hidden * bits // 8

@@ -47,7 +47,7 @@ class Ends:
 
     @property
     def bytes(self) -> int:
-        """Of everything that waits for the way back."""
+        """Of everything that waits for the way back, on the host too."""
         kept = (self.u, self.v, *self.side.values(), *self.stored.values())
         return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
@@ -132,7 +132,7 @@ class Reversible:
             if step.crossed:
                 bits = token_norms(self.streams, u)
             if bits is not None:
-                side[number] = bits
+                side[number] = self._kept(bits, step)
             if store and bits is not None and step.crossed:
                 went = self.iterations[number] = self._inverted(step, position, v, w, bits)[1]
                 if not went.converged:
@@ -174,6 +174,7 @@ class Reversible:
         gradients: dict[str, Tensor] = {}
         for number in reversed(range(len(self.steps))):
             step, stored, side = self.steps[number], ends.stored.pop(number, None), ends.side.pop(number, None)
+            side = None if side is None else side.to(v.device, non_blocking=True)
             if step.crossed and stored is None and side is not None:
                 with torch.no_grad():
                     stored, went = self._inverted(step, position, v, w, side)
@@ -226,6 +227,7 @@ class Reversible:
         self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, side: Tensor | None
     ) -> tuple[Tensor, Iteration | None]:
         """u from (v, w) without gradients; an iteration is given as it went, converged or not."""
+        side = None if side is None else side.to(v.device)
         if step.crossed and side is not None:
             return self._inverted(step, position, v, w, side)
         return self.streams.unstep(w, v, self._branch(step, position, v, w), step.mix, side), None
@@ -237,6 +239,13 @@ class Reversible:
         return solve(
             self.streams, lambda u: self._branch(step, position, v, u), w, v, norms, step.mix, limit, tolerance
         )
+
+    def _kept(self, bits: Tensor, step: Step) -> Tensor:
+        """What waits for the way back: packed bits of an accelerator in pinned host memory if so wished. The copies
+        there and back are in the stream that computes, so neither is read too early."""
+        if not bits.is_cuda or step.crossed or self.config.gamma_bits_on == "device":
+            return bits
+        return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits, non_blocking=True)
 
     def position(self, length: int) -> tuple[Tensor, Tensor]:
         """What attention takes of positions 0 to `length` - 1."""

@@ -12,7 +12,7 @@ from ondevice.methods.revffn.walk import Reversible
 from ondevice.models import Family, tiny_model
 
 Gradients = dict[str, Tensor]
-SMALL = {"hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 24}
+SMALL: dict[str, Any] = {"hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 24}
 
 
 def network(
@@ -36,7 +36,7 @@ def random_ids(made: Reversible, rows: int = 2, length: int = 7, seed: int = 3) 
 
 def direction(hidden: Tensor) -> Tensor:
     """A gradient to begin with, of `hidden`'s shape and dtype."""
-    return torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4)).to(hidden.dtype)
+    return torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4)).to(hidden)
 
 
 def walked(made: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:

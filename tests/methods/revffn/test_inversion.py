@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from ondevice.models import tiny_model
 from tests.methods.revffn.networks import network, random_ids, relative_error, stored, walked
 
 
-def weak(factor: float = 0.1, **settings: object) -> Reversible:
+def weak(factor: float = 0.1, **settings: Any) -> Reversible:
     """A paper's network whose attention is `factor` times as strong as that of a random model."""
     made = network(sizes={"layers": 4}, coupling="paper", **settings)
     with torch.no_grad():

