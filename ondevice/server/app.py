@@ -46,6 +46,7 @@ STATUS: dict[type[OndeviceError], int] = {
     StorageError: 413,
 }
 """Which status an error of the user has; another of ours is 400. All say what to do."""
+MESSAGES = {404: "there is nothing here", 405: "this cannot be done here", 413: "the body is too large"}
 
 
 def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
@@ -122,7 +123,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 async def _plain(request: Request, error: Exception) -> JSONResponse:
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    message = {404: "there is nothing here", 405: "this cannot be done here"}.get(status, "the request was refused")
+    message = MESSAGES.get(status, "the request was refused")
     answer = {"error": "Refused", "message": message, "expected": None, "received": None, "hint": None}
     return JSONResponse(answer, status, headers)
 

@@ -10,6 +10,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 
 from ondevice.server import security
 from ondevice.server.uploads import PART_BYTES
@@ -40,10 +41,6 @@ HEADERS = {
 }
 
 
-class TooLargeError(Exception):
-    """The body is larger than this path takes."""
-
-
 class Guard:
     """ASGI middleware, outermost.
 
@@ -60,12 +57,12 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status, started = time.perf_counter(), 500, False
+        began, status = time.perf_counter(), 500
 
         async def answer(message: Message) -> None:
-            nonlocal status, started
+            nonlocal status
             if message["type"] == "http.response.start":
-                status, started = message["status"], True
+                status = message["status"]
                 self._add_headers(scope, message)
             await send(message)
 
@@ -75,9 +72,6 @@ class Guard:
                 await _error(answer, *refusal)
             else:
                 await self.app(scope, _limited(receive, _limit(scope)), answer)
-        except TooLargeError:
-            if not started:
-                await _error(answer, 413, "the body is too large", f"at most {_limit(scope)} bytes", "more")
         finally:
             route = scope.get("route")
             path = getattr(route, "path", "") or ("/v1/..." if scope["path"].startswith("/v1") else "/")
@@ -164,7 +158,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
         if message["type"] == "http.request":
             taken += len(message.get("body", b""))
             if taken > limit:
-                raise TooLargeError
+                raise HTTPException(413)
         return message
 
     return counted

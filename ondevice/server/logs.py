@@ -51,14 +51,16 @@ def trim(path: Path, limit_bytes: int = WORKER_LOG_BYTES) -> None:
 
 
 def tail(path: Path, count_bytes: int) -> str:
-    """The last bytes of a log, from the beginning of a line."""
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - count_bytes))
-            content = file.read()
-    except FileNotFoundError:
-        return ""
-    if size > count_bytes:
+    """The last bytes of a log and of its trimmed part, from the beginning of a line."""
+    content = b""
+    for part in (path, path.with_name(path.name + ".1")):
+        try:
+            with open(part, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - count_bytes))
+                content = file.read() + content
+        except FileNotFoundError:
+            continue
+    if len(content) > count_bytes:
+        content = content[-count_bytes:]
         content = content[content.find(b"\n") + 1 :]
     return _SECRET.sub("[secret]", content.decode(errors="replace"))

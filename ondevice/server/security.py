@@ -167,4 +167,4 @@ def _create(store: Store, kind: str, prefix: str, name: str, expires_s: float | 
 
 
 def _digest(secret: str) -> str:
-    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,288 @@
+"""The unit, the notifications, the logs, the limits and the figures of a machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ondevice.errors import BusyError, ConfigError, DoesNotFitError, StorageError
+from ondevice.server import logs, metrics, notify, systemd
+from ondevice.server.daemon import Daemon
+from ondevice.server.helper import Helper
+from ondevice.server.limits import Cgroup, own_bytes
+from ondevice.server.serve import default_store
+from ondevice.server.store import MIGRATIONS, MissingError, Store
+from ondevice.server.supervisor import Running, judge, over_memory
+from tests.server.running import DaemonProcess, wait_for
+
+
+def test_the_unit_is_one_that_systemd_takes_and_is_hardened(tmp_path) -> None:
+    path = systemd.install(systemd.unit(groups=()), tmp_path)
+    text = path.read_text()
+    command = f"ExecStart={sys.executable} -m ondevice serve --host 127.0.0.1 --port 8765"
+    assert command in text.splitlines() and path.stat().st_mode & 0o777 == 0o644
+    for line in ("Type=notify", "WatchdogSec=60", "DynamicUser=yes", "ProtectSystem=strict", "NoNewPrivileges=yes"):
+        assert line in text.splitlines()
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    verified = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, check=False)
+    assert verified.returncode == 0 and "Unknown" not in verified.stderr, verified.stderr
+    security = ["systemd-analyze", "security", "--offline=true", "--threshold=25", "--no-pager", str(path)]
+    rated = subprocess.run(security, capture_output=True, text=True, check=False)
+    assert rated.returncode == 0, rated.stdout[-300:]  # exposure of 2.5 at most
+
+
+def test_a_unit_with_odd_paths(tmp_path) -> None:
+    cert = tmp_path / "50% of $HOME.pem"
+    text = systemd.unit("0.0.0.0", 80, cert, cert, offline=True)
+    assert f"--tls-cert '{tmp_path}/50%% of $$HOME.pem'" in text and "IPAddressDeny=any" in text
+    with pytest.raises(ConfigError):
+        systemd.unit("127.0.0.1\nExecStartPre=/bin/true")
+    with pytest.raises(StorageError):
+        systemd.install(text, Path("/proc/nowhere"))
+
+
+def test_systemd_hears_that_it_is_ready_alive_and_stopping(tmp_path) -> None:
+    address = tmp_path / "notify.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(address))
+        listener.settimeout(60)
+        environment = {"NOTIFY_SOCKET": str(address), "WATCHDOG_USEC": "600000"}
+        with DaemonProcess(tmp_path / "store", environment=environment) as daemon:
+            heard = [listener.recv(4096).decode() for _ in range(4)]
+            assert any(text.startswith("READY=1\nSTATUS=serving on") for text in heard)
+            assert "WATCHDOG=1" in heard
+            assert daemon.process is not None
+            os.kill(daemon.process.pid, signal.SIGSTOP)  # it hangs: systemd hears nothing and starts it again
+            listener.settimeout(1.5)
+            with pytest.raises(TimeoutError):
+                for _ in range(50):
+                    listener.recv(4096)
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            listener.settimeout(60)
+            daemon.stop()
+            rest = []
+            while "STOPPING=1" not in rest:
+                rest.append(listener.recv(4096).decode())
+
+
+def test_without_systemd_nothing_is_said(monkeypatch) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not notify.notify("READY=1")
+    monkeypatch.setenv("WATCHDOG_USEC", "3000000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    assert notify.watchdog_s() == 3.0
+    monkeypatch.setenv("WATCHDOG_PID", "1")
+    assert notify.watchdog_s() is None
+    monkeypatch.setenv("WATCHDOG_USEC", "soon")
+    assert notify.watchdog_s() is None
+
+
+def test_one_daemon_a_store(tmp_path) -> None:
+    first = Daemon(tmp_path / "store")
+    with pytest.raises(BusyError, match="another daemon"):
+        Daemon(tmp_path / "store")
+    first.stop()
+    Daemon(tmp_path / "store").stop()
+
+
+def test_what_a_killed_daemon_left_is_swept_up(tmp_path) -> None:
+    store = Store(tmp_path / "store")
+    for kind in ("datasets", "adapters", "jobs"):
+        (store.path(kind, "orphan") / "x").mkdir(parents=True)
+    old = store.path("uploads", "up-old")
+    old.mkdir()
+    os.utime(old, (0, 0))
+    store.close()
+    with DaemonProcess(tmp_path / "store"):
+        pass
+    assert not list((tmp_path / "store").glob("*/orphan")) and not old.exists()
+
+
+def test_a_store_of_a_newer_version_is_left_alone(tmp_path) -> None:
+    store = Store(tmp_path / "store")
+    store.connection.execute(f"PRAGMA user_version={len(MIGRATIONS) + 1}")
+    store.close()
+    with pytest.raises(StorageError, match="newer version"):
+        Store(tmp_path / "store")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "ondevice.db").write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
+    with pytest.raises(StorageError, match="cannot be opened"):
+        Store(tmp_path / "torn")
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", "a\0", "A", "-x", "a..b", "x" * 65, ".hidden", "a\n"])
+def test_names_of_a_store_are_no_paths(store: Store, name: str) -> None:
+    with pytest.raises(MissingError):
+        store.path("jobs", name)
+
+
+def test_where_the_store_is(monkeypatch, tmp_path) -> None:
+    for name in ("ONDEVICE_STORE", "STATE_DIRECTORY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert default_store() == tmp_path / "ondevice"
+    monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/ondevice:/var/lib/other")
+    assert default_store() == Path("/var/lib/ondevice")
+    monkeypatch.setenv("ONDEVICE_STORE", "/data")
+    assert default_store() == Path("/data")
+
+
+def test_logs_rotate_and_hold_no_token(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(logs, "LOG_BYTES", 2000)
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    try:
+        logs.start_log(tmp_path)
+        for number in range(300):
+            logging.getLogger("x").info(
+                "line %d, Authorization: Bearer abc%d, odt_12ab_SECRET-%d", number, number, number
+            )
+    finally:
+        for handler in [handler for handler in root.handlers if handler not in before]:
+            root.removeHandler(handler)
+            handler.close()
+        root.setLevel(level)
+    files = list(tmp_path.iterdir())
+    assert len(files) == logs.LOG_FILES + 1 and all(path.stat().st_size <= 2000 for path in files)
+    text = "".join(path.read_text() for path in files)
+    assert "line 299" in text and "SECRET" not in text and "abc" not in text
+
+
+def test_a_workers_log_is_trimmed(tmp_path) -> None:
+    path = tmp_path / "worker.log"
+    assert logs.tail(path, 10) == ""
+    with path.open("ab") as file:
+        for number in range(1950):
+            file.write(f"line {number}\n".encode())
+            file.flush()
+            if number % 100 == 99:
+                logs.trim(path, 3000)
+    assert path.stat().st_size < 6000 and (tmp_path / "worker.log.1").stat().st_size < 6000
+    assert logs.tail(path, 30).splitlines()[-1] == "line 1949"
+    assert logs.tail(path, 30).splitlines()[0].startswith("line ")
+
+
+def test_memory_of_a_family_of_processes() -> None:
+    hold = "import time; held = bytearray(b'x' * (80 << 20)); print('held', flush=True); time.sleep(60)"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hold!r}])"
+    process = subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert 80 << 20 < own_bytes(process.pid) < 160 << 20
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    wait_for(lambda: own_bytes(process.pid) == 0, "it is gone", 10)
+
+
+def test_a_cgroup_where_one_is_delegated(tmp_path) -> None:
+    """The files that cgroup v2 has; a kernel with it delegated is not at hand in every place where tests run."""
+    home = tmp_path / "system.slice" / "ondevice.service"
+    home.mkdir(parents=True)
+    (tmp_path / "cgroup.controllers").write_text("cpu memory\n")
+    (home / "cgroup.controllers").write_text("memory pids\n")
+    (home / "cgroup.subtree_control").write_text("")
+    group = Cgroup(tmp_path, "0::/system.slice/ondevice.service\n")
+    assert group.how == "cgroup" and (home / "daemon" / "cgroup.procs").read_text() == str(os.getpid())
+    assert (home / "cgroup.subtree_control").read_text() == "+memory"
+    assert group.place(77, "job-1", 1 << 30)
+    assert (home / "job-1" / "memory.max").read_text() == str(1 << 30)
+    assert (home / "job-1" / "cgroup.procs").read_text() == "77"
+    assert not group.killed()
+    (home / "job-1" / "memory.events").write_text("low 0\noom 1\noom_kill 1\n")
+    assert group.killed()
+    for own, root in (("1:memory:/x\n", tmp_path), ("0::/elsewhere\n", tmp_path), ("0::/\n", tmp_path / "none")):
+        other = Cgroup(root, own)
+        assert other.how == "watch" and not other.place(77, "job-1", 1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("code", "asked", "told", "outcome"),
+    [
+        (0, "", None, "finished"),
+        (130, "", None, "interrupted"),
+        (-15, "paused", None, "interrupted"),
+        (-9, "paused", None, "interrupted"),
+        (-9, "", None, "crashed"),
+        (-11, "", None, "crashed"),
+        (1, "", None, "crashed"),
+        (2, "", {"error": "ConfigError", "exit_code": 2}, "refused"),
+        (9, "", {"error": "TrainingError", "exit_code": 9}, "refused"),
+        (7, "", {"error": "BusyError", "exit_code": 7}, "crashed"),
+        (11, "", {"error": "StorageError", "exit_code": 11}, "crashed"),
+        (1, "", {"error": "ConfigError", "exit_code": 2}, "crashed"),
+    ],
+)
+def test_what_an_exit_status_means(code: int, asked: str, told, outcome: str) -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    running = Running("job-1", process, {}, asked=asked)
+    found, error = judge(code, running, told)
+    assert found == outcome and (error is None) == (outcome in ("finished", "interrupted"))
+    running.over = over_memory(1 << 30, None)
+    found, error = judge(code, running, told)
+    assert found == "refused" and error is not None and error["error"] == DoesNotFitError.__name__
+
+
+def test_temperatures_and_power_as_a_jetson_says_them(tmp_path) -> None:
+    zone, chip = tmp_path / "thermal" / "thermal_zone0", tmp_path / "hwmon" / "hwmon1"
+    for folder in (zone, chip, tmp_path / "hwmon" / "hwmon2", tmp_path / "thermal" / "thermal_zone1"):
+        folder.mkdir(parents=True)
+    (zone / "type").write_text("tj-thermal\n")
+    (zone / "temp").write_text("51250\n")
+    for name, text in (("in1_label", "VDD_IN\n"), ("in1_input", "5000\n"), ("curr1_input", "1400\n"),
+                       ("curr2_input", "7\n")):  # fmt: skip
+        (chip / name).write_text(text)
+    (tmp_path / "hwmon" / "hwmon2" / "power1_input").write_text("2500000\n")
+    found = metrics.system(tmp_path, tmp_path / "hwmon", tmp_path / "thermal")
+    assert found["temperatures_c"] == {"tj-thermal": 51.25}
+    assert found["power_w"] == {"VDD_IN": 7.0, "power1_input": 2.5}
+    assert found["memory_total_bytes"] > found["memory_available_bytes"] > 0 and found["disk_free_bytes"] > 0
+
+
+def test_prometheus_reads_the_metrics(served) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    text = served.client._send("GET", "/metrics").decode()
+    found = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert found["ondevice_machine_memory_available_bytes"].value > 0
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    states = {sample.labels["state"]: sample.value for sample in samples if sample.name == "ondevice_jobs"}
+    assert states["done"] >= 1 and len(states) == 8
+    assert any(sample.labels.get("path") == "/v1/jobs/{job}" for sample in samples if "requests" in sample.name)
+    figures = served.client.metrics()
+    assert figures["jobs"]["done"] == states["done"] and figures["uptime_s"] > 0
+
+
+def test_a_helper_that_dies_or_hangs_is_replaced(tmp_path) -> None:
+    helper = Helper("test", timeout_s=30, idle_s=0.0)
+    (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n')
+    try:
+        asked = {"file": str(tmp_path / "rows.jsonl"), "task": None}
+        assert helper("validate", **asked)["rows"] == 1
+        process = helper._process
+        assert process is not None
+        process.kill()
+        process.wait()
+        assert helper("validate", **asked)["rows"] == 1
+        helper.timeout_s = 0.0
+        with pytest.raises(Exception, match="without an answer"):
+            helper("validate", **asked)
+        helper.timeout_s = 30
+        assert helper("validate", **asked)["rows"] == 1
+        time.sleep(0.01)
+        helper.end_if_idle()
+        assert helper._process is None
+    finally:
+        helper.close()

@@ -1,0 +1,297 @@
+"""Who may ask what: tokens, sessions, hosts, origins, sizes, headers, and nothing of it in a log."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sqlite3
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ondevice.errors import ConfigError
+from ondevice.server import security
+from ondevice.server.client import Client, RefusedError
+from ondevice.server.guard import BODY_BYTES, CSP
+from ondevice.server.serve import serve
+from ondevice.server.store import MissingError, Store
+from ondevice.server.uploads import PART_BYTES
+from tests.server.running import DaemonProcess
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """A daemon that needs a token."""
+    folder = tmp_path_factory.mktemp("closed")
+    store = Store(folder / "store")
+    token = security.create_token(store, "tests")
+    store.close()
+    with DaemonProcess(folder / "store", token=token) as daemon:
+        yield daemon
+
+
+def send(
+    daemon: DaemonProcess, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, str], bytes]:
+    """A request with these headers and no others."""
+    host, port = daemon.address.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    try:
+        connection.putrequest(method, path, skip_host="Host" in (headers or {}), skip_accept_encoding=True)
+        for name, value in (headers or {}).items():
+            connection.putheader(name, value)
+        if body is not None and "Content-Length" not in (headers or {}):
+            connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body)
+        response = connection.getresponse()
+        return response.status, {name.lower(): value for name, value in response.getheaders()}, response.read()
+    finally:
+        connection.close()
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/v1/health", "/v1/jobs", "/v1/jobs/none", "/nothing", "/metrics", "/v1/openapi.json"]
+)
+def test_every_answer_carries_the_headers(served, path: str) -> None:
+    status, headers, _ = send(served.daemon, "GET", path)
+    assert status in (200, 404)
+    assert headers["content-security-policy"] == CSP and "unsafe" not in CSP and "default-src 'none'" in CSP
+    assert headers["x-content-type-options"] == "nosniff" and headers["x-frame-options"] == "DENY"
+    assert headers["referrer-policy"] == "no-referrer" and headers["cross-origin-resource-policy"] == "same-origin"
+    assert "server" not in headers and "access-control-allow-origin" not in headers
+    if path.startswith("/v1"):
+        assert headers["cache-control"] == "no-store"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "10.0.0.1", "localhost.evil.example", ""])
+def test_another_name_is_dns_rebinding(served, host: str) -> None:
+    assert send(served.daemon, "GET", "/v1/jobs", headers={"Host": host})[0] == 421
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:8765", "LOCALHOST"])
+def test_this_machine_has_several_names(served, host: str) -> None:
+    assert send(served.daemon, "GET", "/v1/health", headers={"Host": host})[0] == 200
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://127.0.0.1:1"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+def test_another_page_changes_nothing(served, headers: dict[str, str]) -> None:
+    for method, path in (("POST", "/v1/jobs"), ("POST", "/v1/adapters/rollback"), ("DELETE", "/v1/jobs/x"),
+                         ("POST", "/v1/session"), ("PATCH", "/v1/jobs/x")):  # fmt: skip
+        assert send(served.daemon, method, path, b"{}", JSON | headers)[0] == 403
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+def test_forms_are_not_taken(served, kind: str) -> None:
+    body = json.dumps({"kind": "dataset", "name": "x.jsonl", "bytes": 1}).encode()
+    headers = {"Content-Type": kind} if kind else {}
+    assert send(served.daemon, "POST", "/v1/uploads", body, headers)[0] == 415
+
+
+def test_its_own_page_may(served) -> None:
+    own = {"Origin": served.daemon.address, "Sec-Fetch-Site": "same-origin"}
+    status, _, body = send(served.daemon, "POST", "/v1/jobs", b"{}", JSON | own)
+    assert status == 422 and b"dataset" in body
+
+
+def test_bodies_have_a_size(served) -> None:
+    daemon = served.daemon
+    octets = {"Content-Type": "application/octet-stream"}
+    assert send(daemon, "POST", "/v1/jobs", b" " * (BODY_BYTES + 1), JSON)[0] == 413
+    assert send(daemon, "PUT", "/v1/uploads/x?offset=0", b" " * (PART_BYTES + 1), octets)[0] == 413
+    assert send(daemon, "POST", "/v1/jobs", b"{}", JSON | {"Content-Length": "99999999999"})[0] == 413
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    chunked = b"".join([chunk] * (BODY_BYTES // 0x10000 + 1)) + b"0\r\n\r\n"
+    host, port = daemon.address.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=30)
+    connection.putrequest("POST", "/v1/jobs")
+    connection.putheader("Content-Type", "application/json")
+    connection.putheader("Transfer-Encoding", "chunked")
+    connection.endheaders()
+    connection.send(chunked)
+    assert connection.getresponse().status == 413
+    connection.close()
+    with pytest.raises(RefusedError, match="of this size"):
+        served.client.ask("POST", "/v1/uploads", {"kind": "adapter", "name": "x", "bytes": 60 << 30})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/jobs/..%2f..%2fetc%2fpasswd", "/v1/jobs/%2e%2e/log", "/v1/jobs/../../etc/passwd", "/../ondevice.db",
+        "/%2e%2e/%2e%2e/etc/passwd", "/..%2f..%2fetc/passwd", "/v1/adapters/..%2f..%2fx/download",
+        "/v1/adapters/%00/download", "/v1/datasets/a..b/preview?model=tiny:llama", "//etc/passwd", "/\\..\\x",
+        "/v1/uploads/.%2e", "/v1/jobs/JOB-1", "/v1/jobs/" + "a" * 65,
+    ],
+)  # fmt: skip
+def test_no_path_leads_out_of_the_store(served, path: str) -> None:
+    status, _, body = send(served.daemon, "GET", path)
+    assert status in (404, 405, 422) and b"root:" not in body and b"SQLite" not in body
+
+
+def test_nothing_without_the_token(closed) -> None:
+    document = closed.client.ask("GET", "/v1/openapi.json")
+    open_ones = {("get", "/v1/health"), ("post", "/v1/session"), ("delete", "/v1/session")}
+    for path, operations in document["paths"].items():
+        for method in operations:
+            status = send(closed, method.upper(), path.format(**dict.fromkeys(("job", "verb"), "x"), upload="x",
+                          dataset="x", adapter="x"), b"{}", JSON)[0]  # fmt: skip
+            assert ((method, path) in open_ones) == (status != 401), (method, path, status)
+    assert send(closed, "GET", "/v1/health")[0] == 200
+    assert send(closed, "GET", "/v1/openapi.json")[0] == 401
+    assert send(closed, "GET", "/v1/jobs", headers=bearer(closed.token))[0] == 200
+
+
+def test_a_browser_exchanges_the_token_for_a_cookie(closed) -> None:
+    body = json.dumps({"token": closed.token}).encode()
+    status, headers, _ = send(closed, "POST", "/v1/session", body, JSON)
+    cookie = headers["set-cookie"]
+    assert status == 200 and "HttpOnly" in cookie and "SameSite=strict" in cookie and str(closed.token) not in cookie
+    pair = {"Cookie": cookie.partition(";")[0]}
+    assert send(closed, "GET", "/v1/jobs", headers=pair)[0] == 200
+    assert send(closed, "DELETE", "/v1/session", headers=pair)[0] == 200
+    assert send(closed, "GET", "/v1/jobs", headers=pair)[0] == 401
+    assert send(closed, "GET", "/v1/jobs", headers=bearer(pair["Cookie"].partition("=")[2]))[0] == 401
+
+
+def test_no_secret_is_written_down(closed, tmp_path) -> None:
+    secrets = [str(closed.token), "odt_0123456789ab_made-up-secret", "hunter2-hunter2"]
+    body = json.dumps({"token": secrets[0]}).encode()
+    cookie = send(closed, "POST", "/v1/session", body, JSON)[1]["set-cookie"].partition(";")[0]
+    secrets.append(cookie.partition("=")[2])
+    for secret in secrets:
+        send(closed, "GET", f"/v1/jobs?token={secret}", headers=bearer(secret))
+        send(closed, "GET", f"/v1/jobs/{secret}", headers={"Cookie": f"ondevice_session={secret}"})
+        send(closed, "POST", "/v1/session", json.dumps({"token": secret, "x": secret}).encode(), JSON)
+    send(closed, "GET", "/v1/jobs", headers={"Cookie": "x" * 300})
+    time.sleep(0.2)
+    for path in [*closed.store.rglob("*"), closed.errors]:
+        if path.is_file():
+            content = path.read_bytes()
+            assert not any(secret.encode() in content for secret in secrets), path
+    mode = (closed.store / "ondevice.db").stat().st_mode & 0o777
+    assert mode == 0o600 and closed.store.stat().st_mode & 0o777 == 0o700
+    with sqlite3.connect(closed.store / "ondevice.db") as db:
+        kept = [row[0] for row in db.execute("SELECT sha256 FROM tokens WHERE kind = 'token'")]
+    assert len(kept) == 1 and len(kept[0]) == 64
+
+
+def test_wrong_tokens_have_to_wait(closed) -> None:
+    """Last of the daemon's tests: afterwards this address waits."""
+    answers = [send(closed, "GET", "/v1/jobs", headers=bearer(f"odt_000000000000_{i}")) for i in range(14)]
+    statuses = [status for status, _, _ in answers]
+    assert statuses[-1] == 429 and set(statuses) <= {401, 429} and statuses == sorted(statuses)
+    assert 1 <= int(answers[-1][1]["retry-after"]) <= 61
+    assert send(closed, "GET", "/v1/jobs", headers=bearer(closed.token))[0] == 429
+    assert send(closed, "POST", "/v1/session", json.dumps({"token": closed.token}).encode(), JSON)[0] == 429
+    assert send(closed, "GET", "/v1/health")[0] == 200
+
+
+def test_tries_are_counted_by_address_and_forgotten() -> None:
+    now = [0.0]
+    tries = security.Tries(lambda: now[0])
+    for number in range(security.TRIES):
+        assert not tries.wait_s("10.0.0.1")
+        tries.failed("10.0.0.1")
+        tries.failed(f"2001:db8::{number:x}")
+        now[0] += 1
+    assert tries.wait_s("10.0.0.1") == pytest.approx(security.WINDOW_S - security.TRIES)
+    assert tries.wait_s("2001:db8::ffff") > 0 and not tries.wait_s("2001:db9::1") and not tries.wait_s("10.0.0.2")
+    now[0] = security.WINDOW_S
+    assert not tries.wait_s("10.0.0.1")
+    for number in range(security.Tries.KEPT + 50):
+        tries.failed(f"host-{number}")
+    assert len(tries._failed) <= security.Tries.KEPT
+
+
+def test_tokens(store: Store) -> None:
+    assert not security.has_tokens(store)
+    one, two = security.create_token(store, "one"), security.create_token(store)
+    assert one != two and security.check(store, one) and security.check(store, two)
+    first = str(security.check(store, one))
+    for wrong in ("", "odt", one[:-1], one + "x", one.replace("odt", "ods"), f"odt_{first}_", "\ud800", "_" * 9):
+        assert security.check(store, wrong) is None
+    session = security.create_session(store, first)
+    assert security.check(store, session, "session") and security.check(store, session) is None
+    assert [token["name"] for token in security.list_tokens(store)] == ["one", ""]
+    assert one not in json.dumps(security.list_tokens(store))
+    store.connection.execute("UPDATE tokens SET expires_s = ? WHERE kind = 'session'", (time.time() - 1,))
+    assert security.check(store, session, "session") is None
+    session = security.create_session(store, first)
+    security.revoke(store, first)
+    assert security.check(store, one) is None and security.check(store, session, "session") is None
+    assert security.check(store, two)
+    with pytest.raises(MissingError):
+        security.revoke(store, first)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "jetson.local"])
+def test_listening_elsewhere_demands_a_token(tmp_path, host: str) -> None:
+    with pytest.raises(ConfigError, match="without a token"):
+        serve(tmp_path / "store", host, 0)
+    store = Store(tmp_path / "store")
+    security.create_token(store)
+    security.ensure_guarded(store, host)
+    store.close()
+
+
+def test_both_tls_files_or_none(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="one TLS file"):
+        serve(tmp_path / "store", tls_cert=tmp_path / "cert.pem")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        serve(tmp_path / "store", tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
+
+
+def test_tls(tmp_path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    command = ["openssl", "req", *kind, *names, "-keyout", str(key), "-out", str(cert)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed")
+    with DaemonProcess(tmp_path / "store", "--tls-cert", str(cert), "--tls-key", str(key)) as daemon:
+        assert daemon.address.startswith("https://")
+        assert Client(daemon.address, ca=cert).health()["status"] == "ok"
+        port = int(daemon.address.rpartition(":")[2])
+        connection = http.client.HTTPSConnection(
+            "127.0.0.1", port, context=ssl.create_default_context(cafile=str(cert)), timeout=20
+        )
+        connection.request("GET", "/v1/health")
+        assert "max-age" in str(connection.getresponse().getheader("Strict-Transport-Security"))
+        connection.close()
+        with pytest.raises(Exception, match="does not answer"):
+            Client(daemon.address).health()  # an unknown certificate
+
+
+def test_the_daemon_reads_no_pickle(root: Path) -> None:
+    """Nothing in the server's code, and nothing that it is given, is unpickled."""
+    words = ("pickle", "torch.load", "joblib", "dill", "yaml.load(", "eval(", "exec(", "trust_remote_code=True")
+    found: list[Any] = [
+        (path.name, word)
+        for path in (root / "ondevice" / "server").rglob("*.py")
+        for word in words
+        if word in path.read_text() and not (word == "pickle" and path.name in ("unpack.py", "security.py"))
+    ]
+    assert found == []
