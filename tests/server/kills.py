@@ -47,9 +47,7 @@ def trouble(folder: Path, kills: int, seed: int, steps: int, log: Any = lambda t
         job = client.create_job(
             model="tiny:llama", dataset=dataset, config=config, limits={"retries": 10 * kills + 10}, name="is killed"
         )["id"]
-        for number in range(kills):
-            if _ended(client, job):
-                break
+        while sum(counts.values()) < kills and not _ended(client, job):
             victim = chance.choice(("daemon", "worker", "worker", "power"))
             _random_moment(client, job, chance)
             if victim == "worker":
@@ -71,7 +69,7 @@ def trouble(folder: Path, kills: int, seed: int, steps: int, log: Any = lambda t
                 daemon = DaemonProcess(store).start()
                 client = daemon.client
             assert client.job(other)["state"] == "paused"
-            log(f"{number + 1}: {victim}, {client.job(job)['progress'].get('step', 0)} of {steps} steps")
+            log(f"{sum(counts.values())}: {victim}, {client.job(job)['progress'].get('step', 0)} of {steps} steps")
         done = client.wait(job, 900)
         assert done["state"] == "done", done
         events = list(client.events(job, follow=False))
@@ -111,7 +109,7 @@ def _random_moment(client: Client, job: str, chance: random.Random) -> None:
         return
     begun = client.job(job)["progress"].get("step", 0)
     wait_for(lambda: client.job(job)["progress"].get("step", 0) != begun or _ended(client, job), "a step")
-    time.sleep(chance.random() * 0.3)
+    time.sleep(chance.random() * chance.choice((0.3, 3.0)))
 
 
 def _ended(client: Client, job: str) -> bool:
