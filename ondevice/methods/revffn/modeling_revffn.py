@@ -106,12 +106,10 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log likelihood."""
         hidden = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        padded = attention_mask is not None and not bool(attention_mask.all())
-        if position_ids is None:
-            length = torch.arange(hidden.shape[1], device=hidden.device)[None]
-            position_ids = attention_mask.long().cumsum(-1).sub(1).clamp(min=0) if padded else length
-        position = self.model.rotary_emb(hidden, position_ids)
-        mask = _causal(attention_mask) if padded else None
+        mask, places = None, torch.arange(hidden.shape[1], device=hidden.device)[None]
+        if attention_mask is not None and not bool(attention_mask.all()):
+            mask, places = _causal(attention_mask), attention_mask.long().cumsum(-1).sub(1).clamp(min=0)
+        position = self.model.rotary_emb(hidden, places if position_ids is None else position_ids)
         dtype = getattr(torch, self.config.stream_dtype)
         u, v = (x.to(dtype) for x in (hidden.chunk(2, -1) if self.config.half_width else (hidden, hidden)))
         for step in self.config.steps:

@@ -6,7 +6,7 @@ soon as it is whole, and may change those parameters and free the gradients: no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,7 +121,7 @@ class Passes:
         return nll.view(ids_BT.shape[0], -1).sum(1), (labels_BT[:, 1:] >= 0).sum(1)
 
 
-def add(total: Gradients, found: dict[str, Tensor | None], several: bool) -> None:
+def add(total: Gradients, found: Mapping[str, Tensor | None], several: bool) -> None:
     """Add gradients into `total`: in float32 where there are several to add, else as they are."""
     for name, gradient in found.items():
         if gradient is None:

@@ -106,8 +106,7 @@ class AdamW:
 
     def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
         for part, work in write.pieces():
-            moments = (state[name][part] for name in ("exp_avg", "exp_avg_sq"))
-            torch_step(work, gradient.view(-1)[part], *moments, adam)
+            torch_step(work, gradient.view(-1)[part], state["exp_avg"][part], state["exp_avg_sq"][part], adam)
 
 
 class AdamW8bit:
