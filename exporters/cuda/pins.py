@@ -30,7 +30,7 @@ JETPACK_6 = f"""# JetPack 6 (L4T R36, CUDA 12.6). Its own Python is 3.10 and thi
 # torch is the container's and must not be replaced: the wheels of PyPI are for server boards. For the same reason
 # bitsandbytes is built on the board; its wheel imports, and ends at the first kernel (bitsandbytes #1930).
 #
-#     pip install --no-deps -r requirements-jetpack6.txt
+#     pip install -r requirements-jetpack6.txt
 #     CMAKE_ARGS="-DCOMPUTE_BACKEND=cuda -DCOMPUTE_CAPABILITY=87" pip install --no-deps --no-binary bitsandbytes \\
 #         "bitsandbytes @ git+https://github.com/bitsandbytes-foundation/bitsandbytes@{BITSANDBYTES}"
 #     pip install --no-deps ondevice-train       # or the wheel that you built: it asks for a newer torch
