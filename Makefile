@@ -2,7 +2,7 @@
 # make PYTHON=python3.12 test     another interpreter
 # make test ARGS="-k loop -x"     arguments for pytest
 
-.PHONY: help demo test test-fast apk android-test lint format docs bench setup model pins clean
+.PHONY: help demo test test-fast apk android-test browser lint format docs bench setup model pins clean
 .DEFAULT_GOAL := help
 
 PYTHON ?=
@@ -41,6 +41,10 @@ apk:
 ## make android-test  the app's logic and screens on the JVM, with pictures of the screens
 android-test: model
 	@$(MAKE) --no-print-directory -C android_app test
+
+## make browser    what the tests of the daemon's page need: Debian's Chromium, packages from npm
+browser:
+	@.ci/browser-tools
 
 ## make lint       ruff, import-linter, pyright
 lint: setup

@@ -38,9 +38,16 @@ await scenario(async (page) => {
   await page.getByRole("heading", { name: "by keyboard" }).waitFor();
 
   await press(page, "Pause by keyboard");
-  await until("the button to go on has the focus", async () => (await focused(page, "text")) === "Resume by keyboard");
-  await page.keyboard.press("Enter");
-  await until("the job waits or runs again", async () => ["queued", "running"].includes(await page.locator(".state").first().innerText()));
+  await page.locator(".state[data-state=paused]").waitFor({ timeout: WORKER_MS });
+  assert.match(
+    await focused(page, "text"),
+    /^(Resume|Cancel) by keyboard$/,
+    "the button is gone; the focus is on the next one",
+  );
+  await press(page, "Resume by keyboard");
+  await until("the job waits or runs again", async () =>
+    ["queued", "running"].includes(await page.locator(".state").first().innerText()),
+  );
   await tabTo(page, "Priority and nightly window");
   await page.keyboard.press("Enter");
   await tabTo(page, "Priority", "label");
@@ -74,7 +81,13 @@ async function focused(page, what) {
     const style = getComputedStyle(element);
     const label = [...(element.labels ?? [])].map((one) => one.textContent.trim()).join(" ");
     const plain = /^(H1|H2|BODY|MAIN)$/.test(element.tagName);
-    return { text: element.textContent.trim(), label, seen: plain || (element.checkVisibility() && style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2), html: element.outerHTML.slice(0, 200) };
+    return {
+      text: element.textContent.trim(),
+      label,
+      seen:
+        plain || (element.checkVisibility() && style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2),
+      html: element.outerHTML.slice(0, 200),
+    };
   });
   assert.ok(found.seen, `the focus cannot be seen: ${found.html}`);
   return found[what];

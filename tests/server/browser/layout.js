@@ -27,15 +27,29 @@ await scenario(async (page, browser, watched) => {
       const found = await narrow.evaluate(inspect, LOWEST_CONTRAST);
       assert.deepEqual(found.problems, [], `${name}, ${colorScheme}`);
       backs[colorScheme] = found.back;
-      if (name.startsWith("jobs/")) backs[`${colorScheme} curve`] = await narrow.locator("canvas").first().evaluate((canvas) => canvas.toDataURL());
+      if (name.startsWith("jobs/"))
+        backs[`${colorScheme} curve`] = await narrow
+          .locator("canvas")
+          .first()
+          .evaluate((canvas) => canvas.toDataURL());
     }
     if (colorScheme === "light") {
       // The colours follow the system while the page is open; a chart draws itself anew.
       await view(narrow, `jobs/${JOB}`);
       await until("the curve", () => lastStep(narrow));
-      const before = await narrow.locator("canvas").first().evaluate((canvas) => canvas.toDataURL());
+      const before = await narrow
+        .locator("canvas")
+        .first()
+        .evaluate((canvas) => canvas.toDataURL());
       await narrow.emulateMedia({ colorScheme: "dark" });
-      await until("a dark curve", async () => (await narrow.locator("canvas").first().evaluate((canvas) => canvas.toDataURL())) !== before);
+      await until(
+        "a dark curve",
+        async () =>
+          (await narrow
+            .locator("canvas")
+            .first()
+            .evaluate((canvas) => canvas.toDataURL())) !== before,
+      );
     }
     await narrow.context().close();
   }
@@ -58,7 +72,8 @@ async function refusals(page) {
   const refused = page.getByRole("alert");
   await refused.waitFor();
   const words = await refused.innerText();
-  for (const part of ["no such model", "Expected", "hub id such as", "Received", "Try", "upload it as a zip"]) assert.ok(words.includes(part), words);
+  for (const part of ["no such model", "Expected", "hub id such as", "Received", "Try", "upload it as a zip"])
+    assert.ok(words.includes(part), words);
   assert.ok(await page.getByRole("button", { name: "Start the job" }).isDisabled());
   assert.equal(new URL(page.url()).origin, new URL(url).origin);
 }
@@ -67,11 +82,15 @@ async function refusals(page) {
 function inspect(lowest) {
   const problems = [];
   const shown = (element) => element.checkVisibility() && !element.closest(".unseen, .skip");
-  const describe = (element) => `${element.tagName.toLowerCase()}.${element.className} “${element.textContent.trim().slice(0, 30)}”`;
+  const describe = (element) =>
+    `${element.tagName.toLowerCase()}.${element.className} “${element.textContent.trim().slice(0, 30)}”`;
   const width = document.documentElement.clientWidth;
-  if (document.documentElement.scrollWidth > width) problems.push(`scrolls sideways: ${document.documentElement.scrollWidth} px`);
+  if (document.documentElement.scrollWidth > width)
+    problems.push(`scrolls sideways: ${document.documentElement.scrollWidth} px`);
 
-  const context = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d", { willReadFrequently: true });
+  const context = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d", {
+    willReadFrequently: true,
+  });
   const rgba = (text) => {
     context.clearRect(0, 0, 1, 1);
     context.fillStyle = text;
@@ -79,7 +98,9 @@ function inspect(lowest) {
     return [...context.getImageData(0, 0, 1, 1).data];
   };
   const light = (text) => {
-    const [r, g, b] = rgba(text).map((value) => (value / 255 <= 0.04045 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4));
+    const [r, g, b] = rgba(text).map((value) =>
+      value / 255 <= 0.04045 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4,
+    );
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const backOf = (element) => {
@@ -91,7 +112,8 @@ function inspect(lowest) {
   };
   for (const element of document.querySelectorAll("body *")) {
     if (!shown(element)) continue;
-    if (element.getBoundingClientRect().right > width + 1 && !element.closest(".u-wrap")) problems.push(`beyond the edge: ${describe(element)}`);
+    if (element.getBoundingClientRect().right > width + 1 && !element.closest(".u-wrap"))
+      problems.push(`beyond the edge: ${describe(element)}`);
     const own = [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
     if (!own || element.closest(":disabled, [aria-disabled], option, svg, canvas")) continue;
     const [a, b] = [light(getComputedStyle(element).color), light(backOf(element))];
@@ -100,13 +122,18 @@ function inspect(lowest) {
   }
 
   for (const control of document.querySelectorAll("input, select, textarea, progress")) {
-    if (shown(control) && !control.labels?.length && !control.getAttribute("aria-label")) problems.push(`no label: ${control.outerHTML}`);
+    if (shown(control) && !control.labels?.length && !control.getAttribute("aria-label"))
+      problems.push(`no label: ${control.outerHTML}`);
   }
-  for (const control of document.querySelectorAll("button, a, summary")) if (!control.textContent.trim()) problems.push(`no name: ${control.outerHTML}`);
-  for (const picture of document.querySelectorAll("[role=img]")) if (!picture.getAttribute("aria-label")) problems.push("a picture without words");
-  for (const table of document.querySelectorAll("table.cards")) if (!table.caption?.textContent) problems.push("a table without a caption");
+  for (const control of document.querySelectorAll("button, a, summary"))
+    if (!control.textContent.trim()) problems.push(`no name: ${control.outerHTML}`);
+  for (const picture of document.querySelectorAll("[role=img]"))
+    if (!picture.getAttribute("aria-label")) problems.push("a picture without words");
+  for (const table of document.querySelectorAll("table.cards"))
+    if (!table.caption?.textContent) problems.push("a table without a caption");
   const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
-  for (const id of new Set(ids)) if (ids.filter((one) => one === id).length > 1) problems.push(`two elements have the id ${id}`);
+  for (const id of new Set(ids))
+    if (ids.filter((one) => one === id).length > 1) problems.push(`two elements have the id ${id}`);
   if (document.querySelectorAll("h1").length !== 1) problems.push("not one main heading");
   if (!document.title.includes(document.querySelector("h1").textContent)) problems.push(`title ${document.title}`);
   return { problems, back: getComputedStyle(document.body).backgroundColor };

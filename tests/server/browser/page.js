@@ -4,12 +4,15 @@ import assert from "node:assert/strict";
 import { chromium } from "playwright-core";
 
 const STEP_MS = 15_000;
-export const WORKER_MS = 60_000;
+export const WORKER_MS = 120_000;
 export const url = process.env.ONDEVICE_URL;
 
 /** Run a scenario in a fresh window; what it gives is printed as JSON for the caller. */
 export async function scenario(work, options = {}) {
-  const browser = await chromium.launch({ executablePath: process.env.CHROMIUM, args: ["--no-sandbox", "--disable-dev-shm-usage"] });
+  const browser = await chromium.launch({
+    executablePath: process.env.CHROMIUM,
+    args: ["--no-sandbox", "--disable-dev-shm-usage"],
+  });
   const watched = { problems: [] };
   try {
     const answer = await work(await open(browser, watched, options), browser, watched);
@@ -22,7 +25,11 @@ export async function scenario(work, options = {}) {
 
 /** A page in a context of its own; everything that it should not do is noted in `watched.problems`. */
 export async function open(browser, watched, options = {}) {
-  const context = await browser.newContext({ viewport: { width: 1100, height: 800 }, acceptDownloads: true, ...options });
+  const context = await browser.newContext({
+    viewport: { width: 1100, height: 800 },
+    acceptDownloads: true,
+    ...options,
+  });
   context.setDefaultTimeout(STEP_MS);
   const page = await context.newPage();
   page.on("pageerror", (error) => watched.problems.push(`error: ${error.stack}`));
@@ -32,11 +39,14 @@ export async function open(browser, watched, options = {}) {
   });
   page.on("request", (request) => {
     const { origin, protocol } = new URL(request.url());
-    if (origin !== new URL(url).origin && !["data:", "blob:"].includes(protocol)) watched.problems.push(`outside request: ${request.url()}`);
+    if (origin !== new URL(url).origin && !["data:", "blob:"].includes(protocol))
+      watched.problems.push(`outside request: ${request.url()}`);
   });
   await page.exposeFunction("noteViolation", (text) => watched.problems.push(`CSP: ${text}`));
   await page.addInitScript(() => {
-    document.addEventListener("securitypolicyviolation", (event) => window.noteViolation(`${event.violatedDirective} ${event.blockedURI}`));
+    document.addEventListener("securitypolicyviolation", (event) =>
+      window.noteViolation(`${event.violatedDirective} ${event.blockedURI}`),
+    );
   });
   return page;
 }
@@ -48,7 +58,8 @@ export async function view(page, hash) {
 }
 
 /** What a chart says of itself. */
-export const chartWords = (page, title) => page.locator("figure", { hasText: title }).locator("[role=img]").first().getAttribute("aria-label");
+export const chartWords = (page, title) =>
+  page.locator("figure", { hasText: title }).locator("[role=img]").first().getAttribute("aria-label");
 
 /** The last step that the loss curve shows; 0 before the first. */
 export async function lastStep(page) {

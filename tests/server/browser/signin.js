@@ -11,12 +11,20 @@ await scenario(async (page) => {
   await page.getByLabel("Token").fill("odt_000000000000_wrong");
   await page.keyboard.press("Enter");
   const said = await page.getByRole("alert").innerText();
-  for (const part of ["The token is not known", "Expected", "Received", "ondevice serve token"]) assert.ok(said.includes(part), said);
+  for (const part of ["The token is not known", "Expected", "Received", "ondevice serve token"])
+    assert.ok(said.includes(part), said);
   await page.getByLabel("Token").fill(TOKEN);
   await page.getByRole("button", { name: "Sign in" }).click();
   await page.getByRole("heading", { name: "Adapters", level: 1 }).waitFor();
 
-  const kept = await page.evaluate(() => [document.cookie, JSON.stringify(localStorage), JSON.stringify(sessionStorage), document.documentElement.outerHTML].join("\n"));
+  const kept = await page.evaluate(() =>
+    [
+      document.cookie,
+      JSON.stringify(localStorage),
+      JSON.stringify(sessionStorage),
+      document.documentElement.outerHTML,
+    ].join("\n"),
+  );
   assert.ok(!kept.includes(TOKEN.slice(5)), "the token is still in the page");
   assert.ok(!kept.includes("ondevice_session"), "a script can read the session's cookie");
   const [cookie] = await page.context().cookies();

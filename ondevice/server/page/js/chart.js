@@ -101,7 +101,10 @@ export class Chart {
     const axes = [axis({ label: x, size: 34 }), axis({ label: narrow ? undefined : y, size })];
     if (!shown.some((one) => one.scale === "y2")) return axes;
     const values = (_, ticks) => ticks.map((tick) => (share ? `${Math.round(100 * tick)}%` : number(tick)));
-    return [...axes, axis({ scale: "y2", side: 1, label: narrow ? undefined : y2, size, values, grid: { show: false } })];
+    return [
+      ...axes,
+      axis({ scale: "y2", side: 1, label: narrow ? undefined : y2, size, values, grid: { show: false } }),
+    ];
   }
 
   #words() {

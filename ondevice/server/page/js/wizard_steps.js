@@ -200,12 +200,7 @@ export function methodStep({ schema }) {
     },
   });
   const chosen = h("div", {}, labelled("Method", select), about, own);
-  const fixed = h(
-    "div",
-    {},
-    h("p", {}, "Method, batch and seed are fixed in the program."),
-    rate.element,
-  );
+  const fixed = h("div", {}, h("p", {}, "Method, batch and seed are fixed in the program."), rate.element);
   const kind = h("div", {}, chosen);
   const further = h("details", { class: "inner" }, h("summary", {}, "More settings of the method"), more);
   const element = h(

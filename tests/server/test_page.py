@@ -1,0 +1,144 @@
+"""The page in Debian's Chromium, over a daemon that trains a real tiny model. `make browser` installs what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the serve extra is not installed")
+
+from ondevice.server.app import PAGE
+from ondevice.server.guard import CSP
+from ondevice.server.security import create_token
+from ondevice.server.store import Store
+from tests.server.running import DaemonProcess
+
+SCRIPTS = Path(__file__).with_name("browser")
+MODULES = SCRIPTS / "node_modules"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+LABELS = (("schlecht", "nein"), ("schön", "ja"))
+SCRIPT_LIMIT_S = 280
+
+
+def missing() -> str:
+    """What the browser tests lack here, or nothing."""
+    lacks = [] if CHROMIUM else ["chromium"]
+    lacks += [] if shutil.which("node") else ["node"]
+    lacks += [] if (MODULES / "playwright-core").is_dir() else ["playwright-core"]
+    return ", ".join(lacks)
+
+
+needs_browser = pytest.mark.skipif(
+    bool(missing()) and not os.environ.get("ONDEVICE_REQUIRE_BROWSER"), reason=f"no {missing()}; try: make browser"
+)
+
+
+def play(script: str, **environment: str) -> dict[str, Any]:
+    """Run a scenario; what it printed last."""
+    done = subprocess.run(
+        ["node", str(SCRIPTS / f"{script}.js")],
+        env={**os.environ, "CHROMIUM": CHROMIUM or "chromium", **environment},
+        capture_output=True,
+        text=True,
+        timeout=SCRIPT_LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def write_rows(path: Path, count: int = 16) -> Path:
+    rows = [{"text": f"{LABELS[i % 2][0]} {i} 漢字 שלום", "label": LABELS[i % 2][1]} for i in range(count)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("page") / "store") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def story(daemon: DaemonProcess) -> dict[str, Any]:
+    """The whole run, played once: its job and the adapter that the browser downloaded."""
+    folder = daemon.store.parent
+    rows = write_rows(folder / "rows.jsonl")
+    bad = folder / "bad.jsonl"
+    bad.write_text(rows.read_text(encoding="utf-8").replace('"label"', '"lable"', 3).replace('"lable"', '"label"', 2))
+    return play("story", ONDEVICE_URL=daemon.address, ROWS=str(rows), BAD_ROWS=str(bad), OUT=str(folder))
+
+
+@needs_browser
+def test_a_job_in_the_browser_from_rows_to_an_adapter_that_peft_loads(story: dict[str, Any], tmp_path: Path) -> None:
+    """Bad rows, good rows, masks, plan, live curve, pause, resume, a killed worker, download; then peft."""
+    import torch
+    from peft import PeftModel
+
+    from ondevice.models import load_model
+
+    zipfile.ZipFile(story["file"]).extractall(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    ids = torch.arange(3, 19)[None]
+    model = load_model("tiny:llama").model
+    with torch.no_grad():
+        before = model(ids).logits
+        adapted = PeftModel.from_pretrained(model, str(tmp_path))(ids).logits
+    assert (adapted - before).abs().max() > 1e-3
+
+
+@needs_browser
+def test_every_view_at_360_px_in_light_and_dark_within_the_csp(daemon: DaemonProcess, story: dict[str, Any]) -> None:
+    play("layout", ONDEVICE_URL=daemon.address, JOB=story["job"])
+
+
+@needs_browser
+def test_a_job_with_the_keyboard_alone(daemon: DaemonProcess, story: dict[str, Any]) -> None:
+    play("keyboard", ONDEVICE_URL=daemon.address)
+
+
+@needs_browser
+def test_signing_in_with_a_token(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    token = create_token(store)
+    store.close()
+    with DaemonProcess(tmp_path / "store", token=token) as daemon:
+        play("signin", ONDEVICE_URL=daemon.address, TOKEN=token)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node; try: make browser")
+def test_the_curve_is_cut_where_a_run_is_resumed() -> None:
+    play("curve")
+
+
+def test_the_page_has_no_inline_code_and_names_nothing_outside() -> None:
+    """What the CSP would stop, found without a browser: inline code and styles, other hosts."""
+    for path in PAGE.rglob("*"):
+        if path.suffix not in (".html", ".css", ".js") or "vendor" in path.parts:
+            continue
+        text = path.read_text(encoding="utf-8")
+        for wrong in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "https://", "//cdn"):
+            assert wrong not in text, f"{path.name}: {wrong}"
+        if path.suffix == ".html":
+            for wrong in ("<style", " style=", " onclick=", " onload=", "<script>"):
+                assert wrong not in text, f"{path.name}: {wrong}"
+    assert "unsafe" not in CSP and "http" not in CSP
+
+
+@pytest.mark.skipif(not (MODULES / "uplot").is_dir(), reason="no uplot; try: make browser")
+def test_the_vendored_uplot_is_the_pinned_one() -> None:
+    source, copy = MODULES / "uplot", PAGE / "vendor" / "uplot"
+    pinned = json.loads((SCRIPTS / "package.json").read_text())["devDependencies"]["uplot"]
+    assert json.loads((source / "package.json").read_text())["version"] == pinned
+    assert f"uPlot) {pinned} " in (copy / "README.md").read_text()
+    originals = {"uPlot.iife.min.js": "dist/uPlot.iife.min.js", "uPlot.min.css": "dist/uPlot.min.css"}
+    for name, original in {**originals, "LICENSE.txt": "LICENSE"}.items():
+        assert (copy / name).read_bytes() == (source / original).read_bytes(), name
