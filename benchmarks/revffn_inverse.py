@@ -4,8 +4,8 @@
     python -m benchmarks.revffn_inverse --layers 12 --json
 
 For every step of a network, its older input is rebuilt twice: from the step's own true outputs (one step), and from the
-network's end through all later steps (all steps; the table has the first step's, the worst). `mismatched_elements`
-counts the elements that differ in all of the latter. The gradient's error is that of all blocks' gradients by the walk
+network's end through all later steps (all steps). The table has the worst step of either. `mismatched_elements` counts
+the elements that differ in all of the latter. The gradient's error is that of all blocks' gradients by the walk
 back, against the same network with stored activations. `paper` runs with the paper's one iteration, and with as many
 as the tolerance takes. `by_layer` of the JSON has each step, with its iterations and contraction factor.
 """
@@ -126,7 +126,7 @@ def row(family: Family, layers: int, case: tuple[str, str, str, dict[str, Any]],
         "compute": compute,
         "iterations": words,
         "step_error": _finite(max(layer.error for layer in found)),
-        "error": _finite(found[0].chained),
+        "error": _finite(max(layer.chained for layer in found)),
         "mismatched_elements": sum(layer.chained_mismatched for layer in found),
         "gradient_error": _finite(gradient_error(network, ids)),
         "not_inverted": sum(not i.converged for i in went) if went and settings is not ONE else None,

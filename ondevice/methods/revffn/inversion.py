@@ -6,6 +6,7 @@ per cent (docs/methods/revffn.md), so here the iteration goes on, and says what 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ondevice.methods.revffn.walk import Reversible
 
 
+_log = logging.getLogger(__name__)
 SAME_ROOT = 100
 """Where attention is strong, Eq. (1) has several solutions, and an iteration can end at another than the one that went
 in. So the forward pass keeps the norm of each token's input, and an inverse must have it to so many tolerances."""
@@ -144,6 +146,21 @@ def measure(network: Reversible, ids_BT: Tensor) -> list[LayerError]:
         )  # fmt: skip
         true_v, true_w = true_u, true_v
     return found[::-1]
+
+
+def report(network: Reversible, ids_BT: Tensor) -> None:
+    """Log how each iterated step inverts on the first row, and warn of those that do not."""
+    found = [(layer, layer.iteration) for layer in measure(network, ids_BT[:1]) if layer.iteration is not None]
+    for layer, went in found:
+        factor = "-" if went.contraction is None else f"{went.contraction:.3g}"
+        _log.info(
+            "layer %d: contraction factor %s, relative error of the rebuilt input %.2g after %d iterations",
+            layer.block, factor, layer.error, went.iterations,
+        )  # fmt: skip
+    failed = [str(layer.block) for layer, went in found if not went.converged]
+    if failed:
+        outcome = "their inputs are stored" if network.config.not_converged == "store" else "training will stop there"
+        _log.warning("Eq. (1) was not inverted to the tolerance in layers %s: %s", ", ".join(failed), outcome)
 
 
 def difference(streams: Streams, found: Tensor, true: Tensor) -> tuple[float, int]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.methods.revffn.couplings import Step, make_coupling
-from ondevice.methods.revffn.inversion import Iteration, refuse, solve, token_norms
+from ondevice.methods.revffn.inversion import Iteration, refuse, report, solve, token_norms
 from ondevice.methods.revffn.scale import calibration_ids, check, choose_bits
 from ondevice.methods.revffn.stored import stored_hidden
 from ondevice.methods.revffn.streams import FixedStreams, FloatStreams, Streams
@@ -74,6 +74,8 @@ class Reversible:
         self.blocks = family.dims.layers
         self.iterations: dict[int, Iteration] = {}
         """By step, how the last fixed-point iteration went (`coupling: paper`)."""
+        self.unreported = any(step.crossed for step in self.steps)
+        """Whether the first forward pass still has to say how the iterations go."""
         self.streams: Streams = FloatStreams(torch.bfloat16 if config.streams == "bfloat16" else torch.float64)
         if config.streams == "int32":
             self.fraction_bits = config.fraction_bits or self._calibrated()
@@ -111,6 +113,9 @@ class Reversible:
         Raises:
             TrainingError: a fixed-point stream overflows; names the layer and a scale that would do.
         """
+        if self.unreported:
+            self.unreported = False
+            report(self, ids_BT)
         peaks: list[Tensor] = []
         ends = self._forward(ids_BT, peaks, on_step, self.config.not_converged == "store")
         if self.fraction_bits is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -116,6 +117,22 @@ def test_or_its_input_is_stored() -> None:
         for i in range(4):
             made.family.linear(i, "o_proj").weight.mul_(0.05)  # type: ignore[operator]
     assert not made.forward(ids).stored
+
+
+def test_the_first_pass_says_how_each_layer_inverts(caplog: pytest.LogCaptureFixture) -> None:
+    made = weak(1.0, streams="float32", max_iterations=20, not_converged="store")
+    ids = random_ids(made)
+    with caplog.at_level(logging.INFO, "ondevice"):
+        made.forward(ids)
+        made.forward(ids)
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert [line.partition(":")[0] for line in lines] == [f"layer {i}" for i in range(4)]
+    went = [layer.iteration for layer in measure(made, ids[:1]) if layer.iteration]
+    for line, each in zip(lines, went, strict=True):
+        assert f"contraction factor {each.contraction:.3g}," in line and f"after {each.iterations} iter" in line
+    failed = ", ".join(str(block) for block, each in enumerate(went) if not each.converged)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert failed and f"layers {failed}: their inputs are stored" in warning
 
 
 def test_measured_errors_of_the_closed_forms() -> None:
