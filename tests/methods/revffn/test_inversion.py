@@ -125,13 +125,14 @@ def test_the_first_pass_says_how_each_layer_inverts(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "ondevice"):
         made.forward(ids)
         made.forward(ids)
-    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    records = [record for record in caplog.records if record.name.startswith("ondevice.methods.revffn")]
+    lines = [record.getMessage() for record in records if record.levelno == logging.INFO]
     assert [line.partition(":")[0] for line in lines] == [f"layer {i}" for i in range(4)]
     went = [layer.iteration for layer in measure(made, ids[:1]) if layer.iteration]
     for line, each in zip(lines, went, strict=True):
         assert f"contraction factor {each.contraction:.3g}," in line and f"after {each.iterations} iter" in line
     failed = ", ".join(str(block) for block, each in enumerate(went) if not each.converged)
-    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    (warning,) = (record.getMessage() for record in records if record.levelno == logging.WARNING)
     assert failed and f"layers {failed}: their inputs are stored" in warning
 
 
