@@ -17,7 +17,7 @@ TOP_LEVEL = {
     "benchmarks", "docs", "examples", "requirements", "Makefile", "LICENSE", ".ci", ".gitignore",
     ".pre-commit-config.yaml",
 }  # fmt: skip
-PACKAGED = {".py", ".typed", ".md", ".json", ".cpp", ".h", ".cu", ".swift", ".html", ".css", ".js", ".svg"}
+PACKAGED = {".py", ".typed", ".md", ".json", ".cpp", ".h", ".cu", ".swift", ".html", ".css", ".js", ".svg", ".txt"}
 
 
 @pytest.fixture(scope="session")

@@ -41,8 +41,8 @@ function previewParts(found) {
         ],
         ["Trained tokens", number(found.trained_tokens)],
         ["Labels", labels],
-        ["Cut to the length", found.truncated ? `${number(found.truncated)} rows` : null],
-        ["Left out, answer too long", found.too_long ? `${number(found.too_long)} rows` : null],
+        ["Rows cut to the length", found.truncated ? number(found.truncated) : null],
+        ["Rows left out, answer too long", found.too_long ? number(found.too_long) : null],
         [
           "A length that fits",
           found.suggested_max_length_tokens ? `${number(found.suggested_max_length_tokens)} tokens` : null,

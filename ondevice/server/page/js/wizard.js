@@ -20,7 +20,7 @@ export async function wizardView(main, { signal }) {
   const method = methodStep(known);
   const queue = queueStep();
   await data.load();
-  const plan = h("div", { class: "plan", "aria-live": "polite" });
+  const plan = h("div", { class: "plan" });
   const steps = [model, data, method, queue];
   const force = h("input", { type: "checkbox", id: "force" });
   const forced = h(
@@ -54,18 +54,28 @@ export async function wizardView(main, { signal }) {
     for (const section of Object.keys(config)) if (!Object.keys(config[section]).length) delete config[section];
     return { ...model.values(), ...data.sets(), ...queue.values(), config, force: force.checked };
   };
+  let planning = new AbortController();
+  signal.addEventListener("abort", () => planning.abort());
+  /** A plan for what the form says now; one that is still being made for something else is forgotten. */
   const showPlan = async () => {
+    planning.abort();
+    planning = new AbortController();
+    const mine = planning.signal;
+    place.clear();
     start.disabled = true;
+    forced.hidden = true;
     plan.replaceChildren(h("p", { class: "soft" }, "The plan is being made…"));
     try {
-      const found = await post("/v1/jobs", { ...request(), dry_run: true }, signal);
+      const found = await post("/v1/jobs", { ...request(), dry_run: true }, mine);
+      if (mine.aborted) return;
       plan.replaceChildren(...planParts(found));
       forced.hidden = found.plan.fits;
       start.disabled = false;
       announce(found.plan.fits ? "The plan fits." : "The plan does not fit.");
     } catch (error) {
+      if (mine.aborted) return;
       plan.replaceChildren();
-      throw error;
+      refused(error);
     }
   };
   const refused = (error) => {
@@ -89,7 +99,8 @@ export async function wizardView(main, { signal }) {
     start.hidden = !next.hidden;
     method.artifact(model.kind() === "artifact");
     (focus ?? heads[index]).focus();
-    if (index === TITLES.length - 1) attempt(next, { clear: place.clear, show: refused }, showPlan);
+    if (index === TITLES.length - 1) showPlan();
+    else planning.abort();
   };
   const valid = () => {
     const wrong = [...sections[current].querySelectorAll("input, select")].find(
@@ -100,9 +111,9 @@ export async function wizardView(main, { signal }) {
     wrong?.reportValidity();
     return !wrong;
   };
-  const again = h("button", { type: "button" }, "Plan again");
-  again.addEventListener("click", () => attempt(again, { clear: place.clear, show: refused }, showPlan));
-  queue.element.append(h("div", { class: "buttons" }, again));
+  queue.element.addEventListener("change", (event) => {
+    if (event.target !== force && valid()) showPlan();
+  });
   next.addEventListener("click", () => {
     place.clear();
     if (valid()) go(current + 1);
