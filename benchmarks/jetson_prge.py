@@ -103,15 +103,16 @@ def release() -> None:
     """Give back what nothing refers to, so that a peak is that of what runs."""
     gc.collect()
     if DEVICE == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # of streams that earlier graphs were made on
         torch.cuda.empty_cache()
 
 
 def peak_bytes(function: Any) -> int | None:
     """Peak of PyTorch's CUDA memory while `function` runs its second time; weights and all else included."""
     with torch.no_grad():
-        function()  # cuBLAS takes its workspace in the first call
         if DEVICE == "cpu":
             return None
+        function()  # Triton compiles, and cuBLAS chooses
         release()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

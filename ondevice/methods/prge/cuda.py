@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ class CudaPrgeProgram(PrgeProgram):
         return triton_ops.apply_update(adapter_P, seed, step, coefficients, self.config.noise)
 
 
+@cache
+def _warm_up_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs of a device: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class GraphedStep:
     """The whole step captured once and replayed: launch gaps vanish, shapes are fixed. On a CPU it runs as it is.
 
@@ -60,7 +67,7 @@ class GraphedStep:
         if device.type != "cuda":
             self.replay = self._step
             return
-        stream = torch.cuda.Stream()
+        stream = _warm_up_stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -70,6 +77,7 @@ class GraphedStep:
         with torch.cuda.graph(graph, pool=pool):
             self._step()
         self.replay = graph.replay
+        torch._C._cuda_clearCublasWorkspaces()  # else each stream keeps one of 32 MB, and each graph another
 
     def _run(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.program.train_step(
