@@ -107,8 +107,8 @@ CUDA = tuple(
         ("full", 2e-3, True),
         ("slideformer", 2e-3, True),
         ("lsp", 2e-3, True),
-        ("mesp", 1e-3, False),
-        ("revffn", 2e-3, False),
+        ("mesp", 1e-3, True),
+        ("revffn", 2e-3, True),
     )
 )
 PROGRAMS = (
