@@ -13,6 +13,7 @@ from ondevice.artifact.adapter import load_adapter
 from ondevice.data import pad_id_of
 from ondevice.errors import ArtifactError, ConfigError, DataError
 from ondevice.methods.registry import open_session
+from ondevice.methods.revffn.opening import is_reversible, open_reversible
 from ondevice.methods.session import Evaluator
 from ondevice.train.evaluate import EvalResult, evaluate_dataset
 from ondevice.train.replay import read_run
@@ -49,6 +50,11 @@ def evaluate(
         task, max_length_tokens = task or manifest.task, max(manifest.lengths_tokens)
         if adapter is not None:
             opened.load_adapter(load_adapter(adapter))
+    elif is_reversible(folder):
+        if adapter is not None:
+            raise ConfigError("a network that RevFFN trained takes no adapter")
+        opened = open_reversible(folder, resolve_device(device))
+        session, tokenizer = opened, opened.loaded.tokenizer
     else:
         from ondevice.methods.whole_model import ModelSession
         from ondevice.models import load_model

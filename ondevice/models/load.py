@@ -88,14 +88,18 @@ def load_model(
     return wrap(model, tokenizer, family, info)
 
 
-def load_tokenizer(source: str, revision: str | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of `source`, with a padding token; ModelError as in `load_model`."""
+def load_tokenizer(source: str, revision: str | None = None, config: Any = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of `source`, with a padding token; ModelError as in `load_model`.
+
+    Args:
+        config: transformers' configuration that says which kind it is; None reads the source's own.
+    """
     if source.startswith(TINY_PREFIX):
         from ondevice.models.tiny import tiny_tokenizer
 
         read_dims(source)
         return tiny_tokenizer()
-    return _load_tokenizer(_folder(sources.resolve(source, revision)))
+    return _load_tokenizer(_folder(sources.resolve(source, revision)), config)
 
 
 def read_dims(source: str, revision: str | None = None) -> ModelDims:
@@ -152,14 +156,14 @@ def _folder(info: SourceInfo) -> Path:
     return info.path
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def _load_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase:
     try:
         from transformers import AutoTokenizer
     except ImportError:
         raise missing("transformers") from None
     sources.check_tokenizer(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), config=config, local_files_only=True)
     except Exception as error:  # whatever transformers raises about files it cannot read
         message = f"{folder}: the tokenizer cannot be read"
         raise ModelError(message, received=f"{type(error).__name__}: {error}", hint="copy it again") from error

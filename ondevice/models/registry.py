@@ -58,6 +58,8 @@ def family_for_gguf(architecture: str, where: str) -> type[Family]:
 
 
 def _how_to_add(model_type: str) -> str:
+    if model_type == "revffn":
+        return "it is a network that RevFFN trained: `ondevice eval` takes it; train on from model-ordinary beside it"
     return (
         "use a model of a supported type, or add this one: "
         f"(1) ondevice/models/{model_type}.py with a subclass of Family and FAMILY = that class; "

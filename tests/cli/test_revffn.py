@@ -33,6 +33,10 @@ def test_a_run_leaves_the_network_and_the_ordinary_model(ondevice, tmp_path) -> 
     assert found["ordinary_loss_difference"] == pytest.approx(found["ordinary_loss"] - found["reversible_loss"])
     again = ondevice("eval", found["ordinary_model"], "--data", data, "--json")
     assert again.code == 0 and again.json["loss"] == pytest.approx(found["ordinary_loss"], rel=1e-5), again.err
+    itself = ondevice("eval", found["model"], "--data", data, "--json")
+    assert itself.code == 0 and itself.json["loss"] == pytest.approx(found["reversible_loss"], rel=1e-6), itself.err
+    onward = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "onward", model=found["model"]))
+    assert onward.code != 0 and "model-ordinary" in onward.err
     assert read(out / "model", np.arange(8)[None])["kind"] == "RevffnForCausalLM"
     shown = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "other"))
     assert shown.code == 0 and "ordinary loss difference" in shown.out

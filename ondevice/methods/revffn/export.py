@@ -49,7 +49,7 @@ def save_reversible(folder: Path, loaded: LoadedModel, network: Reversible) -> N
 
 
 def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
-    """`config.json`: the ordinary model's under `base`, and the steps."""
+    """`config.json`: the ordinary model's under `base`, the steps, and the settings that it was trained with."""
     base = loaded.model.config.to_dict()
     streams = network.config.streams
     return {
@@ -70,6 +70,7 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
             }
             for step in network.steps
         ],
+        "settings": {**network.config.model_dump(mode="json"), "fraction_bits": network.fraction_bits},
         "half_width": bool(network.adapters),
         "stream_dtype": "bfloat16" if streams == "bfloat16" else "float32",
         "dtype": str(network.dtype).removeprefix("torch."),

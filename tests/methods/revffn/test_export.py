@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from ondevice.errors import ModelError
 from ondevice.methods.registry import method_config, open_session
+from ondevice.methods.revffn.opening import is_reversible, open_reversible
 from ondevice.models.tiny import tiny_model
 from tests.methods.reference import batch
 
@@ -90,6 +92,31 @@ def test_bfloat16_and_a_tied_head_come_back(tmp_path) -> None:
     nll, count = session.evaluate(ids, ids)
     assert found["dtype"] == "torch.bfloat16"
     assert found["loss"] == pytest.approx(nll.sum() / count.sum(), rel=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("family", "coupling", "sizes"), [*CASES, ("qwen2_moe", "full", {}), ("llama", "exact", {})])
+def test_the_folder_opens_again_with_the_bits_of_training(family, coupling, sizes, dtype, tmp_path) -> None:
+    session = trained(family, coupling, sizes, dtype)
+    session.save_model(tmp_path / "model")
+    assert is_reversible(tmp_path / "model") and not is_reversible(tmp_path)
+    again = open_reversible(tmp_path / "model")
+    ids, labels = batch(3)
+    assert session.evaluate(ids, labels)[0].tobytes() == again.evaluate(ids, labels)[0].tobytes()
+    assert again.network.fraction_bits == session.network.fraction_bits
+
+
+def test_a_damaged_folder_says_what_is_missing(tmp_path) -> None:
+    trained("llama", "exact", {}).save_model(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("model.layers.1.revffn.mlp_up")
+    save_file(tensors, weights)
+    with pytest.raises(ModelError, match="lack a tensor"):
+        open_reversible(tmp_path / "model")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="cannot be read"):
+        open_reversible(tmp_path / "model")
 
 
 def test_without_trust_nothing_else_is_loaded_in_its_place(tmp_path) -> None:
