@@ -6,7 +6,7 @@ import { lastStep, open, scenario, until, url, view } from "./page.js";
 const { OUT, MODEL, TRAIN, VALID } = process.env;
 const RUN_MS = 30 * 60_000;
 const WIDE = { width: 1000, height: 760 };
-const NARROW = { width: 360, height: 780 };
+const NARROW = { width: 360, height: 1040 };
 const QUESTIONS = ["The lamp flickers, the hinge squeaks, and after a week the switch fell off. It was"];
 
 await scenario(

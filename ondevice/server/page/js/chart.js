@@ -7,6 +7,8 @@ const { uPlot } = window;
 const HEIGHT = 240;
 const FONT = "12px system-ui, sans-serif";
 const NARROW = 480;
+/** Distances of the horizontal axis' ticks: whole numbers, as half a step means nothing. */
+const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -98,7 +100,7 @@ export class Chart {
       ...more,
     });
     const size = (_, values) => 18 + 7 * Math.max(1, ...(values ?? []).map((value) => value.length));
-    const axes = [axis({ label: x, size: 34 }), axis({ label: narrow ? undefined : y, size })];
+    const axes = [axis({ label: x, size: 34, incrs: WHOLE }), axis({ label: narrow ? undefined : y, size })];
     if (!shown.some((one) => one.scale === "y2")) return axes;
     const values = (_, ticks) => ticks.map((tick) => (share ? `${Math.round(100 * tick)}%` : number(tick)));
     return [

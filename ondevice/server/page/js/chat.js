@@ -73,7 +73,7 @@ export async function chatView(main, { query, signal }) {
     prompt.select();
   };
   main.append(
-    h("h1", {}, "Before and after"),
+    h("h1", {}, "Try it: before and after"),
     h("p", {}, "The same question to the base model and to the model with an adapter. Each question is asked afresh."),
     h(
       "form",

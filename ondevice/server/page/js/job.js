@@ -130,7 +130,8 @@ function note(job, event) {
   if (event.event === "start" || event.event === "resume")
     Object.assign(progress, { step: event.step ?? 0, steps: event.steps, backend: event.backend });
   else if (event.event === "step") {
-    Object.assign(progress, { step: event.step + 1 });
+    progress.step = event.step + 1;
+    progress.first_loss ??= event.loss;
     for (const key of [
       "loss",
       "tokens_per_s",

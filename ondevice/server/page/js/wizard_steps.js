@@ -50,7 +50,7 @@ export function modelStep({ models, artifacts, adapters }, signal) {
   const artifactField = labelled(
     "Program",
     artifact,
-    artifacts.length ? null : "There is none in the store; upload one under “Data and models”.",
+    artifacts.length ? null : "There is none in the store; upload one under “Data”.",
   );
   const kind = () => (asArtifact.input.checked ? "artifact" : "model");
   const show = () => {
