@@ -162,7 +162,7 @@ def main() -> None:
         rows += [row(families[case[2]], layers, case, ids) for case in CASES]
     title = f"RevFFN: rebuilt inputs of SmolLM2-135M's layers, {args.batch} rows of {args.length} tokens"
     notes = [
-        "Errors are relative, in norm. A dash: above a million or not a number, no iteration, or a walk that is refused."
+        "Errors are relative, in norm. A dash: above a million or no number, no iteration, or a walk that is refused."
     ]
     finish("revffn_inverse", rows, args, columns=COLUMNS, title=title, notes=notes)
 
