@@ -96,7 +96,7 @@ class Guard:
         if not (length.isascii() and length.isdigit()) or int(length) > _limit(scope):
             return 413, "the body is too large", f"at most {_limit(scope)} bytes", length[:30]
         needs_token = (path.startswith("/v1/") and path not in OPEN) or path in ("/metrics", "/v1")
-        if needs_token and security.has_tokens(self.daemon.store):
+        if needs_token and security.needs_token(self.daemon.store, self.host):
             return self._check_token(scope, headers)
         return None
 

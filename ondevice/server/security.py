@@ -43,8 +43,13 @@ def check(store: Store, secret: str, kind: str = "token") -> str | None:
 
 
 def has_tokens(store: Store) -> bool:
-    """Whether a token was ever made: then every request needs one."""
+    """Whether there is a token: then every request needs one."""
     return store.row("SELECT 1 FROM tokens WHERE kind = 'token' LIMIT 1") is not None
+
+
+def needs_token(store: Store, host: str) -> bool:
+    """Whether a server bound to `host` asks for one: always beyond this machine, even where the last was revoked."""
+    return not is_loopback(host) or has_tokens(store)
 
 
 def list_tokens(store: Store) -> list[dict[str, Any]]:

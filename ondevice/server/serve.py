@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.errors import ConfigError, MissingPackageError
 from ondevice.server.notify import notify, watchdog_s
-from ondevice.server.security import Tries, ensure_guarded, has_tokens, is_loopback
+from ondevice.server.security import Tries, ensure_guarded, is_loopback, needs_token
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -97,7 +97,7 @@ def serve(
         async def startup(self, sockets: list[Any] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
-                _ready(ready, daemon, address)
+                _ready(ready, daemon, host, address)
 
     server = Server(config)
     try:
@@ -128,7 +128,7 @@ def guarded(daemon: Daemon, host: str, tls: bool) -> Guard:
             await asyncio.to_thread(daemon.stop)
 
     app = create_app(daemon, life)
-    app.state.tries, app.state.tls = Tries(), tls
+    app.state.tries, app.state.tls, app.state.host = Tries(), tls, host
     return Guard(app, daemon, host, tls, app.state.tries)
 
 
@@ -150,8 +150,8 @@ async def _heartbeat(daemon: Daemon) -> None:
         await asyncio.sleep(every / 3)
 
 
-def _ready(ready: Callable[[str], None], daemon: Daemon, address: str) -> None:
-    guarded = "a token is needed" if has_tokens(daemon.store) else "no token is needed"
+def _ready(ready: Callable[[str], None], daemon: Daemon, host: str, address: str) -> None:
+    guarded = "a token is needed" if needs_token(daemon.store, host) else "no token is needed"
     _log.info("serving %s on %s, %s", daemon.store.root, address, guarded)
     notify("READY=1", f"STATUS=serving on {address}")
     ready(address)

@@ -255,6 +255,17 @@ def test_listening_elsewhere_demands_a_token(tmp_path, host: str) -> None:
     store.close()
 
 
+def test_beyond_this_machine_a_revoked_last_token_opens_nothing(tmp_path) -> None:
+    store = Store(tmp_path / "store")
+    token = security.create_token(store)
+    with DaemonProcess(tmp_path / "store", "--host", "0.0.0.0", token=token) as daemon:
+        assert daemon.client.jobs() == []
+        security.revoke(store, str(security.check(store, token)))
+        assert send(daemon, "GET", "/v1/jobs")[0] == 401
+        assert json.loads(send(daemon, "GET", "/v1/health")[2])["token_needed"]
+    store.close()
+
+
 def test_both_tls_files_or_none(tmp_path) -> None:
     with pytest.raises(ConfigError, match="one TLS file"):
         serve(tmp_path / "store", tls_cert=tmp_path / "cert.pem")

@@ -20,14 +20,14 @@ router = APIRouter(tags=["system"])
     response_model=schemas.Health,
     responses={503: {"model": schemas.Health, "description": "The queue is not worked on."}},
 )
-def health(daemon: Serving, response: Response) -> dict[str, object]:
+def health(daemon: Serving, request: Request, response: Response) -> dict[str, object]:
     """Whether the daemon works; needs no token."""
     if not daemon.alive:
         response.status_code = 503
     return {
         "status": "ok" if daemon.alive else "failing",
         "version": version("ondevice-train"),
-        "token_needed": security.has_tokens(daemon.store),
+        "token_needed": security.needs_token(daemon.store, request.app.state.host),
     }
 
 
