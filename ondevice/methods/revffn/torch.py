@@ -37,8 +37,9 @@ BITS = "fraction_bits"
 class RevffnSession:
     """Training of all parameters by a walk back through reversible blocks; see `Session`."""
 
-    batch_size = eval_batch_size = None
-    lengths_tokens = None
+    batch_size: int | None = None
+    eval_batch_size: int | None = None
+    lengths_tokens: tuple[int, ...] | None = None
     generator_backend = "none"
 
     def __init__(self, loaded: LoadedModel, config: RevffnConfig, seed: int) -> None:
