@@ -12,7 +12,6 @@ from ondevice.artifact.manifest import MANIFEST_NAME, Share
 from ondevice.config import ModelConfig, Section
 from ondevice.errors import ArtifactError
 
-
 TORCH_TARGETS = ("jetson", "cuda-server")
 """Targets whose artifacts run in PyTorch."""
 
