@@ -23,9 +23,10 @@ PYTHON = {
 TORCH, BITSANDBYTES = "2.13.0", "0.50.2"
 
 JETPACK_6 = f"""# JetPack 6 (L4T R36, CUDA 12.6). Its own Python is 3.10 and this package needs 3.11 or newer: use
-# NVIDIA's container for integrated GPUs, which has Python 3.12 and PyTorch built for JetPack:
+# NVIDIA's container for integrated GPUs, pytorch:25.06-py3-igpu from NGC, which has Python 3.12 and PyTorch built for
+# JetPack:
 #
-#     docker run --runtime nvidia -it --network host -v $PWD:/work nvcr.io/nvidia/pytorch:25.06-py3-igpu
+#     docker run --runtime nvidia -it --network host -v $PWD:/work IMAGE
 #
 # torch is the container's and must not be replaced: the wheels of PyPI are for server boards. For the same reason
 # bitsandbytes is built on the board; its wheel imports, and ends at the first kernel (bitsandbytes #1930).

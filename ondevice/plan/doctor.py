@@ -64,7 +64,7 @@ JETPACK_6_REPAIRS = {
     "--force-reinstall --no-binary bitsandbytes "
     '"bitsandbytes @ git+https://github.com/bitsandbytes-foundation/bitsandbytes@0.50.2"   '
     "(PyPI's wheel for ARM is built for servers and ends at its first kernel here)",
-    "torch-cuda": "use the container nvcr.io/nvidia/pytorch:25.06-py3-igpu   (PyPI's torch for ARM is for servers)",
+    "torch-cuda": "use NVIDIA's container pytorch:25.06-py3-igpu from NGC   (PyPI's torch for ARM is for servers)",
 }
 _TORCH = "pip install 'ondevice-train[torch]'"
 _EXECUTORCH = "pip install 'ondevice-train[executorch]'"
