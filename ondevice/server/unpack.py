@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import stat
+import struct
 import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
 
 from ondevice.artifact.files import storage_errors
-from ondevice.errors import ArtifactError
+from ondevice.errors import ArtifactError, OndeviceError, StorageError
 
 SUFFIXES = (
     ".json", ".jsonl", ".safetensors", ".txt", ".md", ".jinja", ".model", ".yaml", ".pte", ".ptd", ".mlxfn", ".sh",
@@ -21,6 +23,11 @@ MAX_DEPTH = 6
 MAX_RATIO = 200
 """Times that a file may be larger than its packed form; safetensors and text stay far below."""
 _CHUNK_BYTES = 1 << 20
+_DAMAGED = (
+    zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError,
+    KeyError, ValueError, OverflowError,
+)  # fmt: skip
+"""What zipfile raises for bytes that are no whole zip; an offset that leads before the file is an OSError."""
 _PART = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9._+=@ -]{0,199}")
 
 
@@ -46,12 +53,17 @@ def unpack(source: Path, folder: Path, *, limit_bytes: int) -> list[str]:
             left = limit_bytes
             for entry, name in zip(entries, names):
                 left -= _write(archive, entry, folder / name, left)
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError,
-            UnicodeError, ValueError, OverflowError) as error:  # fmt: skip
+    except OndeviceError:
+        raise
+    except (*_DAMAGED, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EINVAL, None):  # of the disk, not of the zip
+            raise StorageError(f"the zip cannot be unpacked: {error.strerror}") from None
         raise ArtifactError(
-            "the zip cannot be read", expected="a whole zip file", received=f"{type(error).__name__}: {error}",
+            "the zip cannot be read",
+            expected="a whole zip file",
+            received=f"{type(error).__name__}: {error}",
             hint="pack it again with `zip -r` or Python's zipfile",
-        ) from None  # fmt: skip
+        ) from None
     return [str(name) for name in names]
 
 
@@ -76,6 +88,8 @@ def _check(entry: zipfile.ZipInfo) -> PurePosixPath:
             received=path.suffix or "no suffix",
             hint="weights as safetensors: pickled ones can run any code when they are read",
         )
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ArtifactError(f"{name} is packed in a way that is not read", expected="stored or deflated")
     if entry.flag_bits & 1:
         raise ArtifactError(f"{name} is encrypted", expected="a zip without a password")
     return path

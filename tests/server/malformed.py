@@ -151,7 +151,17 @@ def hostile_zip(chance: random.Random, files: dict[str, bytes]) -> tuple[str, by
         "deep": "/".join("abcdefghij") + ".json",
         "a pickle": chance.choice(["adapter_model.bin", "x.pt", "x.pkl", "x.pth", "x.ckpt", "run.py", "x.so", "x"]),
     }
-    others = ["a link", "twice", "other case", "too dense", "cut off", "flipped", "rubbish", "empty", "encrypted"]
+    others = [
+        "a link",
+        "twice",
+        "other case",
+        "too dense",
+        "cut off",
+        "rubbish",
+        "empty",
+        "encrypted",
+        *["flipped"] * 6,
+    ]
     what = chance.choice([*names, *others, "a lie about the size", "a file that is a folder"])
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -177,8 +187,8 @@ def hostile_zip(chance: random.Random, files: dict[str, bytes]) -> tuple[str, by
         return what, bytes(data[: chance.randrange(1, len(data))]), True
     if what == "flipped":
         for _ in range(chance.randrange(1, 4)):
-            at = chance.randrange(len(data))
-            data[at] ^= 1 << chance.randrange(8)
+            first = chance.choice((0, len(data) - 160))  # anywhere, or in the list of files at the end
+            data[chance.randrange(first, len(data))] ^= 1 << chance.randrange(8)
         return what, bytes(data), False
     if what == "rubbish":
         return what, chance.randbytes(chance.randrange(1, 4000)), True
