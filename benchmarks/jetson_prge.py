@@ -180,7 +180,7 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
             ids = torch.randint(0, family.dims.vocab, (batch, length), device=DEVICE)
             adapter = torch.zeros(layout.size, device=DEVICE)
             scalars = [torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2)]
-            state = (ids, ids, adapter, *scalars, torch.full((1,), 1e-6, device=DEVICE))
+            state: Any = (ids, ids, adapter, *scalars, torch.full((1,), 1e-6, device=DEVICE))
             peaks, losses = {}, {}
             for name, program in programs.items():
                 peaks[name] = peak_bytes(lambda program=program, state=state: program.train_step(*state))

@@ -74,6 +74,7 @@ class GraphedStep:
                 self._run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        torch._C._cuda_clearCublasWorkspaces()  # the graph's own comes from its pool, and stays there for its replays
         with torch.cuda.graph(graph, pool=pool):
             self._step()
         self.replay = graph.replay
