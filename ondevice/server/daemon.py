@@ -23,6 +23,8 @@ from ondevice.server.supervisor import Supervisor
 _log = logging.getLogger(__name__)
 LOCK = "serve.lock"
 HOUSEKEEPING_S = 30.0
+HUNG_S = 60.0
+"""Longest turn of the supervisor; hashing a large artifact before its job starts is the slowest."""
 
 
 class Daemon:
@@ -65,7 +67,7 @@ class Daemon:
     @property
     def alive(self) -> bool:
         """Whether the queue is being worked on: what the watchdog is told."""
-        return self.supervisor.is_alive() and time.monotonic() - self.supervisor.beat < 20.0
+        return self.supervisor.is_alive() and time.monotonic() - self.supervisor.beat < HUNG_S
 
     def _changed(self, job: str) -> None:
         self.supervisor.wake()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ondevice.errors import DataError, OndeviceError, TrainingError
 from ondevice.server import generate
-from ondevice.server.worker import die_with
 
 
 def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
@@ -109,9 +110,16 @@ def serve(source: Any, target: Any) -> None:
         target.flush()
 
 
+def end_with(parent: int) -> None:
+    """End when the daemon is gone. The kernel's signal for it would come when the thread ends that started us."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main(arguments: list[str]) -> int:
     """The process; what libraries print goes to standard error."""
-    die_with(int(arguments[0]))
+    threading.Thread(target=end_with, args=(int(arguments[0]),), daemon=True).start()
     for name, value in (("HF_HUB_DISABLE_PROGRESS_BARS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -273,6 +274,17 @@ def test_a_helper_that_dies_or_hangs_is_replaced(tmp_path) -> None:
         assert helper("validate", **asked)["rows"] == 1
         process = helper._process
         assert process is not None
+        answers: list[int] = []
+        for _ in range(2):  # the thread that starts it may end, as those of a web server do
+            thread = threading.Thread(target=lambda: answers.append(helper("validate", **asked)["rows"]))
+            thread.start()
+            thread.join()
+            time.sleep(0.2)
+            if len(answers) == 1:
+                process.kill()
+                process.wait()
+        assert answers == [1, 1] and helper._process is not None and helper._process.poll() is None
+        process = helper._process
         process.kill()
         process.wait()
         assert helper("validate", **asked)["rows"] == 1
