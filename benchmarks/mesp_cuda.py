@@ -137,13 +137,13 @@ class Peft:
 
 def nf4(linear: Any) -> Any:
     """A linear layer's weights in NF4, on the same device."""
-    import bitsandbytes as bnb
+    import bitsandbytes
     import torch
 
-    made = bnb.nn.Linear4bit(
-        linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
-    )
-    made.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+    kinds: Any = bitsandbytes.nn
+    sizes = (linear.in_features, linear.out_features)
+    made = kinds.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    made.weight = kinds.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
     return made.to(linear.weight.device)
 
 
@@ -225,8 +225,8 @@ def longest(layers: int = 32, limit_bytes: int = 80 * 10**9, start: int = 32768)
             kept = 0 if "host" in name else tokens * SHAPE["hidden"] * 2
             peak = found[1] + (layers - 2) * (block + kept)
             print(name, tokens, f"{found[0]:.1f} s, {peak / 2**30:.1f} GiB with {layers} layers", flush=True)
-            if tokens == start and measured[name] is not None:
-                rows.append(row(name, layers, start, *measured[name], computed_bytes=peak))
+            if tokens == start and (run := measured[name]) is not None:
+                rows.append(row(name, layers, start, run[0], run[1], computed_bytes=peak))
             if peak > limit_bytes:
                 break
             best = row(name, layers, tokens, None, None, computed_bytes=peak)

@@ -48,7 +48,12 @@ def test_every_look_is_logged_by_matrix_and_the_bus_says_that_it_is_simulated(on
     assert figures["overlap"]["simulated_gb_per_s"] == 2 and figures["overlap"]["looks"]
 
 
-SETTINGS = [{}, {"learned": False}, {"weights": "host", "max_grad_norm": 0.5}, {"compute": "float32", "schedule": "zero"}]
+SETTINGS = [
+    {},
+    {"learned": False},
+    {"weights": "host", "max_grad_norm": 0.5},
+    {"compute": "float32", "schedule": "zero"},
+]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)

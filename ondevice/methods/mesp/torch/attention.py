@@ -32,7 +32,7 @@ def form_for(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> Form:
         return "tiles"
     q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
     grouped = q.shape[1] != k.shape[1]
-    chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=grouped)
+    chosen = torch.ops.aten._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=grouped)
     return "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value and q.shape[2] > 1 else "flash"  # cuDNN needs two
 
 
