@@ -106,6 +106,15 @@ def test_a_job_with_the_keyboard_alone(daemon: DaemonProcess, story: dict[str, A
 
 
 @needs_browser
+def test_an_exported_program_from_its_zip_to_a_finished_job(daemon: DaemonProcess, tmp_path: Path) -> None:
+    pytest.importorskip("executorch", reason="the executorch extra is not installed")
+    from tests.programs import program
+
+    packed = shutil.make_archive(str(tmp_path / "program"), "zip", program("functional"))
+    play("artifact", ONDEVICE_URL=daemon.address, ARTIFACT=packed, ROWS=str(write_rows(tmp_path / "rows.jsonl")))
+
+
+@needs_browser
 def test_signing_in_with_a_token(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     token = create_token(store)

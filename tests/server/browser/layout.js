@@ -64,7 +64,7 @@ await scenario(async (page, browser, watched) => {
 async function refusals(page) {
   await view(page, "jobs/job-that-never-was");
   const said = await page.getByRole("alert").innerText();
-  assert.match(said, /There is no job/);
+  assert.match(said, /there is no job/);
   await view(page, "new");
   await page.getByLabel("Model", { exact: true }).selectOption({ label: "another, by its hub id" });
   await page.getByLabel("Hub id").fill("no such model");

@@ -68,7 +68,7 @@ export function newId(prefix) {
 /** A control with its label, and a line of help that is read with it. */
 export function labelled(text, control, help = null, kind = "field") {
   control.id ||= newId("c");
-  const about = help ? h("small", { id: `${control.id}-help` }, help) : null;
+  const about = help ? h("small", { id: `${control.id}-help` }, coded(help)) : null;
   if (about) control.setAttribute("aria-describedby", about.id);
   return h("div", { class: kind }, h("label", { for: control.id }, text), control, about);
 }
@@ -125,6 +125,12 @@ export function table(caption, heads, rows) {
       rows.map((row) => h("tr", {}, row.map(cell))),
     ),
   );
+}
+
+/** Text in which `backticks` mark code, as the program's own words have them. */
+export function coded(text) {
+  const parts = text.split("`");
+  return parts.length % 2 ? parts.map((part, index) => (index % 2 ? h("code", {}, part) : part)) : [text];
 }
 
 /** Ask before something that cannot be undone. */

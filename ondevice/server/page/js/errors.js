@@ -1,6 +1,6 @@
 /** Errors of the API as people can act on them. */
 
-import { announce, h, table, terms } from "./dom.js";
+import { announce, coded, h, table, terms } from "./dom.js";
 
 const SHOWN = 100;
 
@@ -9,7 +9,7 @@ export function problemBox(error) {
   return h(
     "div",
     { class: "problem", role: "alert" },
-    h("p", { dir: "auto" }, h("strong", {}, sentence(error.message))),
+    h("p", { dir: "auto" }, h("strong", {}, coded(error.message || "something went wrong"))),
     terms([
       ["Expected", text(error.expected)],
       ["Received", text(error.received)],
@@ -63,9 +63,5 @@ export async function attempt(button, place, work, done = "") {
 
 function text(value) {
   if (value === null || value === undefined || value === "") return null;
-  return typeof value === "object" ? JSON.stringify(value) : String(value);
-}
-
-function sentence(message) {
-  return message ? message[0].toUpperCase() + message.slice(1) : "Something went wrong";
+  return coded(typeof value === "object" ? JSON.stringify(value) : String(value));
 }

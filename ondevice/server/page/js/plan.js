@@ -1,6 +1,6 @@
 /** The plan of a job that is not there yet: memory by part, and whether it fits. */
 
-import { h, table } from "./dom.js";
+import { coded, h, table } from "./dom.js";
 import { bytes, duration } from "./format.js";
 
 /** A verdict and the table. `found` is the answer of a dry run. */
@@ -31,6 +31,6 @@ export function planParts({ plan, config }) {
         : "",
     ),
     table("Memory of the run by part", ["Part", "Memory", "What it is"], [...parts, ...host, ...sums]),
-    ...plan.notes.map((note) => h("p", { class: "notice", dir: "auto" }, note)),
+    ...plan.notes.map((note) => h("p", { class: "notice", dir: "auto" }, coded(note))),
   ];
 }

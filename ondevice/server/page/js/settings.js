@@ -1,6 +1,6 @@
 /** A form made from a section of the run file's JSON schema. Only what differs from the default is sent. */
 
-import { choice, h, labelled, ticked } from "./dom.js";
+import { choice, coded, h, labelled, ticked } from "./dom.js";
 import { setting } from "./format.js";
 
 /** The schema of a section, and of a method by its name. */
@@ -44,6 +44,10 @@ export function fieldsOf(section, keys = null, defaults = {}) {
       return found;
     },
     get: (key) => fields.find(([name]) => name === key)?.[1].value(),
+    /** Take a key out, or back: one that is fixed elsewhere. */
+    hide: (key, yes) => {
+      for (const [name, one] of fields) if (name === key) one.element.hidden = yes;
+    },
     mark: (key) => {
       const found = fields.find(([name]) => name === key)?.[1].control;
       found?.setAttribute("aria-invalid", "true");
@@ -85,7 +89,7 @@ function switched(key, value, help) {
   const { box, element } = ticked(title(key), value === true);
   return {
     control: box,
-    element: h("div", { class: "field" }, element, h("small", {}, help)),
+    element: h("div", { class: "field" }, element, h("small", {}, coded(help))),
     value: () => box.checked,
   };
 }
@@ -101,7 +105,7 @@ function several(key, kind, value, help) {
       { class: "ticks" },
       boxes.map(([, box]) => box.element),
     ),
-    h("small", {}, help),
+    h("small", {}, coded(help)),
   );
   return {
     control: boxes[0][1].box,
@@ -142,7 +146,7 @@ function written(key, value, help) {
   };
 }
 
-/** Docstrings mark code with backticks; a form needs none. */
+/** A docstring on one line. */
 function plain(text) {
-  return (text ?? "").replaceAll("`", "").replace(/\s+/g, " ");
+  return (text ?? "").replace(/\s+/g, " ");
 }

@@ -70,7 +70,8 @@ export async function wizardView(main, { signal }) {
       if (mine.aborted) return;
       plan.replaceChildren(...planParts(found));
       forced.hidden = found.plan.fits;
-      start.disabled = false;
+      if (found.plan.fits) force.checked = false;
+      start.disabled = !found.plan.fits && !force.checked;
       announce(found.plan.fits ? "The plan fits." : "The plan does not fit.");
     } catch (error) {
       if (mine.aborted) return;
@@ -112,7 +113,8 @@ export async function wizardView(main, { signal }) {
     return !wrong;
   };
   queue.element.addEventListener("change", (event) => {
-    if (event.target !== force && valid()) showPlan();
+    if (event.target === force) start.disabled = !force.checked;
+    else if (valid()) showPlan();
   });
   next.addEventListener("click", () => {
     place.clear();

@@ -217,6 +217,8 @@ export function methodStep({ schema }) {
     artifact: (yes) => {
       forArtifact = further.hidden = yes;
       kind.replaceChildren(yes ? fixed : chosen);
+      loop.hide("batch_size", yes);
+      loopMore.hide("seed", yes);
     },
     mark: (section, key) => {
       const groups =

@@ -1,0 +1,46 @@
+/** An exported program: a zip that is none is refused, the right one is uploaded, planned and started. */
+
+import assert from "node:assert/strict";
+import { scenario, view, WORKER_MS } from "./page.js";
+
+const { ARTIFACT, ROWS } = process.env;
+
+await scenario(async (page) => {
+  await view(page, "data");
+  const form = page.locator("details", { hasText: "Upload an artifact" });
+  await form.locator("summary").click();
+  await form
+    .getByLabel("Zip of the artifact's folder")
+    .setInputFiles({ name: "none.zip", mimeType: "application/zip", buffer: Buffer.from("no zip") });
+  await form.getByRole("button", { name: "Upload the artifact" }).click();
+  const refused = form.getByRole("alert");
+  await refused.waitFor({ timeout: WORKER_MS });
+  assert.match(await refused.innerText(), /Expected[^]*zip/);
+  await form.getByLabel("Zip of the artifact's folder").setInputFiles(ARTIFACT);
+  await form.getByLabel("Name").fill("program");
+  await form.getByRole("button", { name: "Upload the artifact" }).click();
+  await page.getByRole("rowheader", { name: "program" }).waitFor({ timeout: WORKER_MS });
+
+  await page.getByText("Upload rows").click();
+  await page.getByLabel("File with rows").setInputFiles(ROWS);
+  await page.getByRole("button", { name: "Upload and check" }).click();
+  await page.getByText("rows of the format").waitFor({ timeout: WORKER_MS });
+
+  await view(page, "new");
+  await page.getByLabel("An exported program").check();
+  assert.equal(await page.getByLabel("Model", { exact: true }).isVisible(), false);
+  for (let step = 0; step < 2; step += 1) await page.getByRole("button", { name: "Next" }).click();
+  await page.getByText("Method, batch and seed are fixed").waitFor();
+  for (const fixed of ["Batch size", "Method", "Rank"])
+    assert.equal(await page.getByLabel(fixed, { exact: true }).isVisible(), false, fixed);
+  await page.getByLabel("Learning rate").fill("0.02");
+  await page.getByLabel("Steps", { exact: true }).fill("5");
+  await page.getByRole("button", { name: "Next" }).click();
+  await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
+  await page.getByRole("button", { name: "Start the job" }).click();
+  await page.locator(".state[data-state=done]").waitFor({ timeout: WORKER_MS });
+  await page.getByText("Settings", { exact: true }).click();
+  const settings = await page.locator("details", { hasText: "method.learning_rate" }).innerText();
+  assert.match(settings, /program/);
+  assert.match(settings, /0\.02/);
+});
