@@ -62,7 +62,7 @@ await scenario(async (page) => {
   await page.getByText("Priority, nightly window, limits").click();
   await page.getByLabel("Memory limit, GiB").fill("0.1");
   await page.keyboard.press("Tab");
-  await page.getByText("It does not fit").waitFor({ timeout: WORKER_MS });
+  await page.locator(".verdict.bad").waitFor({ timeout: WORKER_MS });
   assert.ok(await start.isDisabled());
   await page.getByLabel("Start although").check();
   assert.ok(await start.isEnabled());
