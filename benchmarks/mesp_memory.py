@@ -172,7 +172,7 @@ def main() -> None:
     shown: dict[str, Any] = {"show_versions": ["mlx"]}
     if args.part == "methods":
         rows = methods(bench)
-        title, columns = f"MeSP: memory of a step at {args.length} tokens, rank 8", [column("method"), *SIZES, SECONDS]
+        title, columns = f"MeSP: memory of a step at {args.length} tokens, rank 8", [column("method"), *SIZES]
         finish("mesp_memory", rows, args, columns, title=title, notes=[f"{shape}.", *bars(rows)], **shown)
         args.json, title = False, "MeSP: where the saving comes from"
         columns = [column("what"), column("before", "From"), column("after", "To"), *SAVED]
