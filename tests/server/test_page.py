@@ -107,10 +107,13 @@ def test_a_job_with_the_keyboard_alone(daemon: DaemonProcess, story: dict[str, A
 
 @needs_browser
 def test_an_exported_program_from_its_zip_to_a_finished_job(daemon: DaemonProcess, tmp_path: Path) -> None:
-    pytest.importorskip("executorch", reason="the executorch extra is not installed")
-    from tests.programs import program
+    from ondevice.api.artifacts import export
+    from ondevice.api.runfile import RunConfig
 
-    packed = shutil.make_archive(str(tmp_path / "program"), "zip", program("functional"))
+    values = {"method.name": "prge", "method.rank": 2, "method.queries": 2, "export.target": "cuda-server"}
+    values |= {"model.source": "tiny:llama", "export.lengths_tokens": [32], "export.batch_size": 2}
+    folder = export(RunConfig.load(None, values), tmp_path / "program").path
+    packed = shutil.make_archive(str(tmp_path / "packed"), "zip", folder)
     play("artifact", ONDEVICE_URL=daemon.address, ARTIFACT=packed, ROWS=str(write_rows(tmp_path / "rows.jsonl")))
 
 

@@ -99,7 +99,7 @@ export class Chart {
       values: (_, ticks) => ticks.map((tick) => number(tick)),
       ...more,
     });
-    const size = (_, values) => 18 + 7 * Math.max(1, ...(values ?? []).map((value) => value.length));
+    const size = (_, values) => 24 + 7 * Math.max(1, ...(values ?? []).map((value) => value.length));
     const axes = [axis({ label: x, size: 34, incrs: WHOLE }), axis({ label: narrow ? undefined : y, size })];
     if (!shown.some((one) => one.scale === "y2")) return axes;
     const values = (_, ticks) => ticks.map((tick) => (share ? `${Math.round(100 * tick)}%` : number(tick)));
