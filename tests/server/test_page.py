@@ -77,6 +77,7 @@ def story(daemon: DaemonProcess) -> dict[str, Any]:
     return play("story", ONDEVICE_URL=daemon.address, ROWS=str(rows), BAD_ROWS=str(bad), OUT=str(folder))
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_job_in_the_browser_from_rows_to_an_adapter_that_peft_loads(story: dict[str, Any], tmp_path: Path) -> None:
     """Bad rows, good rows, masks, plan, live curve, pause, resume, a killed worker, download; then peft."""
@@ -95,16 +96,19 @@ def test_a_job_in_the_browser_from_rows_to_an_adapter_that_peft_loads(story: dic
     assert (adapted - before).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 @needs_browser
 def test_every_view_at_360_px_in_light_and_dark_within_the_csp(daemon: DaemonProcess, story: dict[str, Any]) -> None:
     play("layout", ONDEVICE_URL=daemon.address, JOB=story["job"])
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_job_with_the_keyboard_alone(daemon: DaemonProcess, story: dict[str, Any]) -> None:
     play("keyboard", ONDEVICE_URL=daemon.address)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_an_exported_program_from_its_zip_to_a_finished_job(daemon: DaemonProcess, tmp_path: Path) -> None:
     from ondevice.api.artifacts import export
