@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ondevice.api.artifacts import export, export_each
+    from ondevice.api.benchmarks import benchmark
     from ondevice.api.judging import evaluate, replay
     from ondevice.api.opening import open_artifact, read_dataset
     from ondevice.api.runfile import RunConfig
@@ -32,6 +33,7 @@ _WHERE = {
     "OndeviceError": "errors",
     "RunConfig": "api.runfile",
     "apply_adapter": "train.fuse",
+    "benchmark": "api.benchmarks",
     "doctor": "plan.doctor",
     "evaluate": "api.judging",
     "export": "api.artifacts",
@@ -58,6 +60,7 @@ __all__ = [
     "OndeviceError",
     "RunConfig",
     "apply_adapter",
+    "benchmark",
     "doctor",
     "evaluate",
     "export",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ondevice.api.opening import artifact_tokenizer, open_artifact, read_dataset, resolve_device
 from ondevice.api.training import adapter_identity
@@ -13,7 +14,7 @@ from ondevice.artifact.adapter import load_adapter
 from ondevice.data import pad_id_of
 from ondevice.errors import ArtifactError, ConfigError, DataError
 from ondevice.methods.registry import open_session
-from ondevice.methods.revffn.opening import is_reversible, open_reversible
+from ondevice.methods.revffn.opening import continue_reversible, is_reversible, open_reversible
 from ondevice.methods.session import Evaluator
 from ondevice.train.evaluate import EvalResult, evaluate_dataset
 from ondevice.train.replay import read_run
@@ -21,6 +22,7 @@ from ondevice.train.replay import replay as replay_log
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
+    from ondevice.models import LoadedModel
 
 ANSWER_TOKENS = 50
 """Longest generated answer of question answering (MeZO's setting)."""
@@ -41,36 +43,58 @@ def evaluate(
 
     Question answering is scored by the F1 of generated answers, which an artifact's program does not make.
     """
-    folder = Path(source)
-    generate = None
-    session: Evaluator
-    if (folder / "manifest.json").is_file():
-        opened, tokenizer = open_artifact(folder), artifact_tokenizer(folder)
-        session, manifest = opened, opened.manifest
-        task, max_length_tokens = task or manifest.task, max(manifest.lengths_tokens)
-        if adapter is not None:
-            opened.load_adapter(load_adapter(adapter))
-    elif is_reversible(folder):
-        if adapter is not None:
-            raise ConfigError("a network that RevFFN trained takes no adapter")
-        opened = open_reversible(folder, resolve_device(device))
-        session, tokenizer = opened, opened.loaded.tokenizer
-    else:
-        from ondevice.methods.whole_model import ModelSession
-        from ondevice.models import load_model
-        from ondevice.models.generate import continue_ids
-        from ondevice.train.fuse import apply_adapter
-
-        loaded = load_model(str(source), dtype=dtype, device=resolve_device(device))
-        if adapter is not None:
-            apply_adapter(loaded, load_adapter(adapter))
-        session, tokenizer = ModelSession(loaded), loaded.tokenizer
-        generate = partial(continue_ids, loaded, max_new_tokens=ANSWER_TOKENS)
-    dataset = read_dataset(data, tokenizer, task=task, max_length_tokens=max_length_tokens)
-    result = evaluate_dataset(session, dataset, pad_id_of(tokenizer), rows=rows, generate=generate)
+    opened = open_judged(source, adapter, dtype, device)
+    if opened.loaded is None:
+        task, max_length_tokens = task or opened.artifact_task, max(opened.session.lengths_tokens or (2,))
+    dataset = read_dataset(data, opened.tokenizer, task=task, max_length_tokens=max_length_tokens)
+    generate = None if opened.write is None else partial(opened.write, max_new_tokens=ANSWER_TOKENS)
+    result = evaluate_dataset(opened.session, dataset, pad_id_of(opened.tokenizer), rows=rows, generate=generate)
     if result is None:
         raise DataError("the evaluation was stopped")
     return result
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What is judged, opened.
+
+    Attributes:
+        session: scores labelled rows.
+        tokenizer: of the model.
+        loaded: the model; None for an artifact.
+        write: ids and `max_new_tokens` to greedy text; None for an artifact, whose program generates none.
+        artifact_task: the task that an artifact was made for; None for other sources and without a task.
+    """
+
+    session: Evaluator
+    tokenizer: Any
+    loaded: LoadedModel | None = None
+    write: Callable[..., str] | None = None
+    artifact_task: str | None = None
+
+
+def open_judged(source: str | Path, adapter: Path | None, dtype: str, device: str) -> Judged:
+    """A model, a network that RevFFN trained, or an artifact, with the adapter applied."""
+    folder = Path(source)
+    if (folder / "manifest.json").is_file():
+        program = open_artifact(folder)
+        if adapter is not None:
+            program.load_adapter(load_adapter(adapter))
+        return Judged(program, artifact_tokenizer(folder), artifact_task=program.manifest.task)
+    if is_reversible(folder):
+        if adapter is not None:
+            raise ConfigError("a network that RevFFN trained takes no adapter")
+        opened = open_reversible(folder, resolve_device(device))
+        return Judged(opened, opened.loaded.tokenizer, opened.loaded, partial(continue_reversible, opened))
+    from ondevice.methods.whole_model import ModelSession
+    from ondevice.models import load_model
+    from ondevice.models.generate import continue_ids
+    from ondevice.train.fuse import apply_adapter
+
+    loaded = load_model(str(source), dtype=dtype, device=resolve_device(device))
+    if adapter is not None:
+        apply_adapter(loaded, load_adapter(adapter))
+    return Judged(ModelSession(loaded), loaded.tokenizer, loaded, partial(continue_ids, loaded))
 
 
 def replay(

@@ -117,6 +117,14 @@ def table(values: dict[str, Any], title: str = "") -> None:
     out.print(grid)
 
 
+def share(figures: dict[str, Any], interval: tuple[float, float] | None) -> str | None:
+    """An accuracy with its interval and its rows; None without one."""
+    if figures.get("accuracy") is None or interval is None:
+        return None
+    low, high = interval
+    return f"{figures['accuracy']:.4f} ({low:.4f} to {high:.4f}, 95%) of {figures['rows']}"
+
+
 def mebibytes(count: float | None) -> str | None:
     """Bytes as MiB with a thousands separator."""
     return None if count is None else f"{count / 2**20:,.1f} MiB"

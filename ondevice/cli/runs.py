@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ondevice.cli import common
-from ondevice.cli.common import err, mebibytes, out, overrides, print_json, table
+from ondevice.cli.common import err, mebibytes, out, overrides, print_json, share, table
 from ondevice.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 
@@ -150,25 +150,73 @@ def replay(
 
 def evaluate(
     source: Annotated[str, typer.Argument(help="A model (hub id, directory, .gguf, package:...) or an artifact.")],
-    data: common.Data = None,
-    task: common.Task = None,
+    data: Annotated[
+        str | None, typer.Option("--data", "-d", help="Rows: .jsonl, .csv or .txt; of a benchmark also a folder.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option("--task", help="A benchmark (mmlu, gsm8k, mt_bench) or a prompt template (sst2, ...).")
+    ] = None,
     adapter: common.AdapterPath = None,
-    rows: Annotated[int | None, typer.Option("--rows", help="Only the first so many rows.")] = None,
+    rows: Annotated[int | None, typer.Option("--rows", "--limit", min=1, help="Only the first so many rows.")] = None,
     max_length: common.MaxLength = None,
+    shots: Annotated[
+        int | None, typer.Option("--shots", min=0, help="Worked examples before each question (mmlu, gsm8k).")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="Tokens an answer, at most (gsm8k, mt_bench).")
+    ] = None,
+    target_dir: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder of a benchmark's answers; else runs/eval-TASK.")
+    ] = None,
+    overwrite: common.Overwrite = False,
+    quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter."""
+    """Loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter; or a benchmark."""
     from ondevice.api.judging import evaluate as evaluate_rows
+    from ondevice.data.benchmarks import BENCHMARKS, find_benchmark
 
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")
+    name = find_benchmark(task)
+    given = {"--shots": shots, "--max-new-tokens": max_new_tokens, "--out": target_dir, "--overwrite": overwrite}
+    used = [flag for flag, value in given.items() if value]
+    if name is None and used:
+        raise ConfigError(f"{used[0]} is for a benchmark", expected=f"--task {' or '.join(BENCHMARKS)}", received=task)
+    if name is not None:
+        limits = {"rows": rows, "max_length_tokens": max_length, "max_new_tokens": max_new_tokens}
+        _benchmark(source, name, Path(data), json, quiet, adapter=adapter, shots=shots or 0, out=target_dir,
+                   overwrite=overwrite, **limits)  # fmt: skip
+        return
     result = evaluate_rows(
         source, Path(data), task=task, adapter=adapter, rows=rows, max_length_tokens=max_length or 128
     )
     if json:
-        print_json(result.figures())
+        print_json(result.figures() | {"correct": result.correct, "accuracy_interval": result.accuracy_interval})
     else:
-        table(result.figures())
+        figures = result.figures() | {"accuracy": share(result.figures(), result.accuracy_interval)}
+        table({"correct": result.correct} | figures)
+
+
+def _benchmark(source: str, task: str, data: Path, json: bool, quiet: bool, **options: Any) -> None:
+    from ondevice.api.benchmarks import benchmark
+    from ondevice.train.progress import RowProgress
+
+    with RowProgress(silent=json or quiet) as progress:
+        result = benchmark(source, task, data, on_row=progress, **options)
+    figures = result.figures()
+    if json:
+        print_json(figures)
+    else:
+        table({name: share(one, one.get("accuracy_interval")) or one["rows"] for name, one in result.groups.items()})
+        hidden = ("groups", "accuracy_interval", "interrupted")
+        table({name: value for name, value in figures.items() if name not in hidden} | {
+            "accuracy": share(figures, result.accuracy_interval)})  # fmt: skip
+        if task == "mt_bench":
+            err.print("not judged: the answers have the form of FastChat's model answers, for a judge", markup=False)
+    if result.interrupted:
+        err.print(f"stopped after {result.rows} rows; their answers are in {result.answers}", markup=False)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
 def _progress(silent: bool) -> Any:

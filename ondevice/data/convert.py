@@ -32,16 +32,24 @@ def converter(
             "multiple_choice": _choice_row}[format_]  # fmt: skip
 
 
+def task_fields(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a task's record, flat, with its label.
+
+    Raises:
+        BadRow: the record is of another task, or its `prompt_fields` are no object.
+    """
+    if "prompt_fields" not in record:
+        return record
+    named = record.get("task", name)
+    if plain_name(str(named)) != plain_name(name):
+        raise BadRow("task", f"expected '{name}', received {describe(named)}")
+    if not isinstance(record["prompt_fields"], dict):
+        raise BadRow("prompt_fields", f"expected an object, received {describe(record['prompt_fields'])}")
+    return record["prompt_fields"] | ({"label": record["label"]} if "label" in record else {})
+
+
 def _task_row(task: Task, line: int, record: dict[str, Any]) -> Row:
-    fields = record
-    if "prompt_fields" in record:
-        named = record.get("task", task.name)
-        if plain_name(str(named)) != task.name:
-            raise BadRow("task", f"expected '{task.name}', received {describe(named)}")
-        if not isinstance(record["prompt_fields"], dict):
-            raise BadRow("prompt_fields", f"expected an object, received {describe(record['prompt_fields'])}")
-        fields = record["prompt_fields"] | ({"label": record["label"]} if "label" in record else {})
-    rendered = render(task, fields)
+    rendered = render(task, task_fields(task.name, record))
     return Row(line, rendered.pairs, rendered.gold, answers=rendered.answers, label=rendered.label, end=False)
 
 
@@ -121,21 +129,35 @@ def _class_row(classes: dict[str, str], line: int, record: dict[str, Any]) -> Ro
 
 def _choice_row(line: int, record: dict[str, Any]) -> Row:
     question = _text(record, "question", "prompt").strip()
-    choices = record.get("choices")
-    if isinstance(choices, str):  # a CSV cell holds the list as JSON
-        try:
-            choices = json.loads(choices)
-        except ValueError:
-            raise BadRow("choices", "expected a JSON list of texts in the cell") from None
-    if not isinstance(choices, list) or len(choices) < 2:
-        raise BadRow("choices", f"expected a list of at least two texts, received {describe(choices)}")
-    texts = [check_text(choice, f"choices.{index}").strip() for index, choice in enumerate(choices)]
-    gold = _choice_index(record.get("answer"), texts)
+    texts = texts_of(record.get("choices"), "choices", least=2)
+    gold = choice_index(record.get("answer"), texts)
     pairs = tuple((f"{question}\nAnswer:", f" {text}") for text in texts)
     return Row(line, pairs, gold, label=chr(ord("A") + gold) if gold < 26 else str(gold), end=False)
 
 
-def _choice_index(answer: Any, texts: list[str]) -> int:
+def texts_of(value: Any, name: str, least: int = 1) -> list[str]:
+    """The texts of a list, which a CSV cell holds as JSON, without the space around them.
+
+    Raises:
+        BadRow: not a list of at least `least` texts.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRow(name, "expected a JSON list of texts in the cell") from None
+    if not isinstance(value, list) or len(value) < least:
+        count = {1: "one text", 2: "two texts"}[least]
+        raise BadRow(name, f"expected a list of at least {count}, received {describe(value)}")
+    return [check_text(text, f"{name}.{index}").strip() for index, text in enumerate(value)]
+
+
+def choice_index(answer: Any, texts: list[str]) -> int:
+    """The index of the choice that `answer` names: by its text, its letter or its index.
+
+    Raises:
+        BadRow: it names none.
+    """
     letters = [chr(ord("A") + index) for index in range(min(len(texts), 26))]
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
         return answer

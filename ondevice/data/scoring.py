@@ -1,14 +1,20 @@
-"""How answers are judged: candidates by likelihood, free answers by SQuAD's F1 and exact match."""
+"""How answers are judged: candidates by likelihood, free answers by SQuAD's F1 and exact match, sums by number."""
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from decimal import Decimal
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w.)])-)?(?:[$€£]\s?)?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
+)
+_MARK = "####"
 
 
 def pick_candidate(nll_sums: Sequence[float], token_counts: Sequence[int]) -> int:
@@ -56,3 +62,28 @@ def _f1(predicted: list[str], right: list[str]) -> float:
         return float(predicted == right)
     common = (Counter(predicted) & Counter(right)).total()
     return 2 * common / (len(predicted) + len(right))
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number that an answer ends with, without thousands separators, currency and units; None without one.
+
+    It is the first number behind `####`, as in GSM8K's answers, and without that mark (or without a number behind it)
+    the last of the text. Equal numbers compare equal however they are written: 18, 18.00, $18.
+    """
+    text = text.replace("\N{MINUS SIGN}", "-")
+    marked = _NUMBER.search(text.partition(_MARK)[2])
+    found = marked or next(reversed(list(_NUMBER.finditer(text))), None)
+    return None if found is None else Decimal((found["sign"] or "") + found["digits"].replace(",", ""))
+
+
+def wilson_interval(correct: int, rows: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a share, 95% with the default `z`; (0, 1) without rows.
+
+    Unlike the normal approximation it stays within 0 and 1, and is not of width 0 where all rows or none are right.
+    """
+    if not rows:
+        return 0.0, 1.0
+    share, spread = correct / rows, z * z / rows
+    centre, width = share + spread / 2, z * math.sqrt((share * (1 - share) + spread / 4) / rows)
+    low, high = (centre - width) / (1 + spread), (centre + width) / (1 + spread)
+    return (low if correct else 0.0, high if correct < rows else 1.0)

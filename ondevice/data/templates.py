@@ -79,10 +79,10 @@ def render(task: Task, fields: dict[str, Any]) -> Rendered:
     Raises:
         BadRow: a column is missing, not a text or empty, or the label is not one of the task's.
     """
-    values = {name: check_text(_column(fields, keys), keys[0]).strip() for name, keys in task.columns.items()}
+    values = {name: check_text(column(fields, keys), keys[0]).strip() for name, keys in task.columns.items()}
     values = task.clean(values)
     if task.kind == "qa":
-        answers = _answers(_column(fields, task.label), task.label[0])
+        answers = _answers(column(fields, task.label), task.label[0])
         return Rendered(((task.prompt.format(**values), f" {answers[0]}\n"),), answers=answers)
     pairs = task.pairs(values) if task.pairs else _append(task, values)
     gold = _gold(task, fields)
@@ -95,7 +95,7 @@ def _append(task: Task, values: dict[str, str]) -> Pairs:
 
 
 def _gold(task: Task, fields: dict[str, Any]) -> int:
-    value = _column(fields, task.label)
+    value = column(fields, task.label)
     key = label_key(value)
     for index, choice in enumerate(task.choices):
         if key in choice.labels:
@@ -116,7 +116,12 @@ def label_key(value: Any) -> str | None:
     return value.strip().lower() if isinstance(value, str) else None
 
 
-def _column(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
+def column(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
+    """The value under the first of the keys that is there; dots step into objects.
+
+    Raises:
+        BadRow: none is there.
+    """
     for key in keys:
         value: Any = fields
         for part in (key,) if key in fields else key.split("."):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.data.batching import pad_examples, round_up
-from ondevice.data.scoring import exact_match, f1_score, first_line
+from ondevice.data.scoring import exact_match, f1_score, first_line, wilson_interval
 from ondevice.errors import DataError
 
 if TYPE_CHECKING:
@@ -73,6 +73,20 @@ class EvalResult:
     tokens: int
     seconds_s: float
     predictions: tuple[Prediction, ...] = ()
+
+    @property
+    def correct(self) -> int | None:
+        """Rows whose right candidate is the most likely one; None without candidates."""
+        return None if self.accuracy is None else sum(row.gold == row.predicted for row in self._judged)
+
+    @property
+    def accuracy_interval(self) -> tuple[float, float] | None:
+        """Wilson's 95% interval of the accuracy over the rows with candidates; None without any."""
+        return None if self.correct is None else wilson_interval(self.correct, len(self._judged))
+
+    @property
+    def _judged(self) -> list[Prediction]:
+        return [row for row in self.predictions if row.gold is not None and row.predicted is not None]
 
     @property
     def score(self) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ondevice.train import events
@@ -114,6 +115,36 @@ class ProgressSink:
             self._progress.console.print(text, markup=False)
         else:
             print(text, file=self.stream, flush=True)
+
+
+class RowProgress:
+    """Rows of an evaluation with the time that is left, on stderr. A context manager; called with (done, all)."""
+
+    def __init__(self, *, silent: bool = False, stream: TextIO | None = None) -> None:
+        self.silent, self.stream = silent, stream or sys.stderr
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> RowProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.silent and self.stream.isatty():
+            with contextlib.suppress(OSError):
+                print(file=self.stream)
+
+    def __call__(self, done: int, rows: int) -> None:
+        """One more row is done, of all `rows`; 0 rows are done when the first one begins."""
+        if done == 0:
+            self._started = time.perf_counter()
+        terminal = not self.silent and self.stream.isatty()
+        if self.silent or not done or not (terminal or done in (1, rows) or done % max(1, rows // LINES) == 0):
+            return
+        left = (time.perf_counter() - self._started) / done * (rows - done)
+        text = f"row {done}/{rows}  {duration(left)} left"
+        try:
+            print(f"\r{text}\x1b[K" if terminal else text, end="" if terminal else "\n", file=self.stream, flush=True)
+        except (OSError, ValueError):  # the terminal is gone, or the stream is closed
+            self.silent = True
 
 
 def describe(event: events.Evaluate) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.data import exact_match, f1_score, first_line, pick_candidate
-from ondevice.data.scoring import normalize_answer
+from ondevice.data.scoring import final_number, normalize_answer, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,59 @@ def test_lowest_mean_a_token_wins() -> None:
 @pytest.mark.parametrize(("text", "line"), [(" Paris\nQuestion: next?", "Paris"), ("\n\n two \n", "two"), ("", "")])
 def test_first_line(text: str, line: str) -> None:
     assert first_line(text) == line
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5 * 3 = <<5*3=15>>15 apples\n#### 1,234", "1234"),
+        ("#### $18.00 a week", "18"),
+        ("So she pays $18.", "18"),
+        ("It is -3.50 degrees.", "-3.5"),
+        ("It fell by \N{MINUS SIGN}7%.", "-7"),
+        ("- 5 apples", "5"),
+        ("10-3", "3"),
+        ("70,000 dollars, or 1, 2", "2"),
+        ("about .5", "0.5"),
+        ("12 #### none", "12"),
+        ("#### 8 and not 9\n#### 10", "8"),
+        ("none at all", None),
+    ],
+)
+def test_the_final_number(text: str, number: str | None) -> None:
+    assert final_number(text) == (None if number is None else Decimal(number))
+
+
+@given(
+    st.integers(-(10**12), 10**12),
+    st.sampled_from(["", "$", "€"]),
+    st.sampled_from(["", ".", ".00", " km.", "%", "\n"]),
+)
+def test_a_number_is_the_same_however_it_is_written(number: int, currency: str, behind: str) -> None:
+    sign = "-" if number < 0 else ""
+    for mark in ("#### ", "They need 3 x 4 of them: "):
+        for digits in (f"{abs(number):,}", f"{abs(number)}"):
+            assert final_number(f"1 + 2.\n{mark}{sign}{currency}{digits}{behind}") == number
+
+
+def test_wilson_interval_is_the_published_one() -> None:
+    """Newcombe 1998, table I: 81 of 263 and 15 of 148, 0 of 20, 1 of 29."""
+    for correct, rows, low, high in [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ]:
+        assert wilson_interval(correct, rows) == pytest.approx((low, high), abs=5e-5)
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+@given(st.integers(1, 10_000), st.data())
+def test_wilson_interval_holds_the_share_and_solves_its_equation(rows: int, data: st.DataObject) -> None:
+    correct = data.draw(st.integers(0, rows))
+    low, high = wilson_interval(correct, rows)
+    share = correct / rows
+    assert 0 <= low <= share <= high <= 1 and low < high
+    for end in (low, high):
+        if 0 < end < 1:
+            assert (share - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / rows, rel=1e-6, abs=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,3 +62,18 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
         for name, parameter in wanted.items():
             parameter.copy_(tensors[name])
     return session
+
+
+def continue_reversible(session: RevffnSession, ids: Sequence[int], max_new_tokens: int) -> str:
+    """Greedy text behind token ids, in the numbers of the training; it computes the whole sequence for each token."""
+    import torch
+
+    loaded = session.loaded
+    stops = loaded.model.generation_config.eos_token_id
+    stops = loaded.tokenizer.eos_token_id if stops is None else stops
+    written: list[int] = []
+    while len(written) < max_new_tokens:
+        written.append(session.passes.next_token(torch.tensor([[*ids, *written]], device=session.device)))
+        if written[-1] in (stops if isinstance(stops, list) else [stops]):
+            break
+    return str(loaded.tokenizer.decode(written, skip_special_tokens=True))

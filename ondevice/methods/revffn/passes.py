@@ -120,6 +120,12 @@ class Passes:
         nll = token_nll(states, self.family.head_weight, targets, self.loss_tiles)
         return nll.view(ids_BT.shape[0], -1).sum(1), (labels_BT[:, 1:] >= 0).sum(1)
 
+    @torch.inference_mode()
+    def next_token(self, ids_1T: Tensor) -> int:
+        """The most likely token behind int64 [1, T]."""
+        last = self.network.hidden(self.network.forward(ids_1T))[:, -1:]
+        return int((self.family.final_norm(last) @ self.family.head_weight.T).argmax())
+
 
 def add(total: Gradients, found: Mapping[str, Tensor | None], several: bool) -> None:
     """Add gradients into `total`: in float32 where there are several to add, else as they are."""
