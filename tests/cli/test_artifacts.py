@@ -12,7 +12,7 @@ import pytest
 
 from ondevice.cli.common import stages
 from ondevice.errors import ArtifactError
-from tests.cli.command import classes
+from tests.cli.command import classes, write_rows
 from tests.cli.test_training import bits
 from tests.programs import model, needs_qnn, program, report
 
@@ -194,3 +194,23 @@ def test_an_npu_s_flags_reach_the_exporter(ondevice) -> None:
     )  # fmt: skip
     assert done.code == 2 and any("SM77 is not known" in line for line in done.out.splitlines())
     assert "expected none or w8" in done.err and "android-npu" in ondevice("export", "--list").out
+
+
+def test_an_artifact_scores_mmlu_and_generates_nothing(ondevice, tmp_path) -> None:
+    """Its likelihoods are those of the model that it was exported from, of prompts cut to what it takes."""
+    choices = [{"question": f"{i}?", "choices": list("abcd"), "answer": i} for i in range(3)]
+    data, scores = write_rows(tmp_path / "test.jsonl", choices), []
+    for source, more in ((program("functional"), ()), (model("tied llama"), ("--max-length", 16))):
+        out = tmp_path / f"out{len(scores)}"
+        done = ondevice("eval", source, "--task", "mmlu", "--data", data, "--out", out, *more, "--json")
+        assert done.code == 0 and done.json["rows"] == done.json["cut_rows"] == 3, done.err
+        scores += [json.loads(line)["scores"] for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert scores[:3] == [pytest.approx(row, abs=1e-4) for row in scores[3:]]
+    refused = ondevice(
+        "eval", program("functional"), "--task", "gsm8k", "--data", sums(tmp_path), "--out", tmp_path / "g"
+    )
+    assert refused.code == 2 and "generates none" in refused.err and not (tmp_path / "g").exists()
+
+
+def sums(folder):
+    return write_rows(folder / "sums.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from ondevice.train import events
-from ondevice.train.progress import ProgressSink
+from ondevice.train.progress import ProgressSink, RowProgress
 from tests.train.bigram import train
 
 
@@ -62,3 +62,17 @@ def test_evaluations_and_stops_are_lines() -> None:
         "step 5: evaluation loss 0.5000, accuracy 0.7500, (majority class 0.5000) (best so far)",
         "stopped by SIGINT; 5 steps are saved, `--resume` goes on",
     ]
+
+
+def test_rows_with_the_time_that_is_left() -> None:
+    def shown(stream: io.StringIO, **options) -> str:
+        with RowProgress(stream=stream, **options) as progress:
+            for done in range(101):
+                progress(done, 100)
+        return "" if isinstance(stream, Gone) else stream.getvalue()
+
+    lines = shown(io.StringIO()).splitlines()
+    assert len(lines) == 21 and lines[0].startswith("row 1/100  ") and lines[-1] == "row 100/100  0:00 left"
+    terminal = shown(Terminal())
+    assert terminal.count("\r") == 100 and terminal.count("\n") == 1 and "row 57/100" in terminal
+    assert shown(io.StringIO(), silent=True) == "" == shown(Gone())
