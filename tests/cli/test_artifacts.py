@@ -134,7 +134,7 @@ def test_export_checks_before_it_loads(ondevice, tmp_path) -> None:
     export = ("export", "--model", model("two layers"), "--out", tmp_path / "a")
     assert ondevice(*export, "--length", 16, "--dry-run").code == 0
     for options, words in (
-        (["--quantize", "torchao"], "'none', 'q4', '8da4w' or 'w8'"),
+        (["--quantize", "torchao"], "'none', 'q4', '8da4w', 'w8', 'nf4' or 'int8'"),
         (["--target", "ios"], "android-cpu"),
         (["--method", "lora"], "does not export"),
         (["--length", "100000"], "positions"),
