@@ -26,9 +26,9 @@ model: setup
 demo: model
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo.sh
 
-## make test       set up, then every test; CI makes Hypothesis take the same examples every time, as pytest alone does not
+## make test       set up, then every test on up to four cores; Hypothesis takes the same examples every time
 test: model
-	@CI=true ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest $(ARGS)
+	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 ## make test-fast  the tests that need neither the model nor much time
 test-fast: setup
