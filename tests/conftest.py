@@ -18,6 +18,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 # What a shell starts in the background ignores Ctrl-C, and so would the commands that tests interrupt.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as `nohup` does
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

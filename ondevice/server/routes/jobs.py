@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sse_starlette import EventSourceResponse
 
 from ondevice.server import schemas
@@ -106,7 +106,11 @@ async def job_events(
     )
 
 
-@router.get("/{job}/log", response_class=PlainTextResponse)
+@router.get(
+    "/{job}/log",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}, "description": "The end of the log."}},
+)
 def job_log(
     daemon: Serving, job: Id, bytes: Annotated[int, Query(ge=1, le=1 << 20, description="At most so many.")] = 1 << 16
 ) -> PlainTextResponse:
