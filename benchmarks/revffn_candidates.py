@@ -3,12 +3,14 @@
     python -m benchmarks.revffn_candidates --rows FILE.jsonl
 
 Full-width streams take h[k] and h[k-1] to h[k+1] = (1 - g) h[k] + g h[k-1] + (1 + g) f(h[k]), where f is a block, or
-in turn its attention and its MLP; the first step is the pretrained one. With g = 2^-n in magnitude the inverse needs n
-bits beside, a value and step. g = 1 is the midpoint rule, which needs none; g < 0 is momentum; "alternating" changes
-g's sign from step to step (as BDIA has it in training); Dr2Net's sum is h[k] + g h[k-1] + f(h[k]). The final norm reads
-the last h, or for momentum also that plus what is still on its way, h[k] + g / (1 + g) * (h[k-1] - h[k]).
+in turn its attention and its MLP; the first step adds f, or for momentum (1 + g) f. With g = 2^-n in magnitude the
+inverse needs n bits beside, a value and step. g = 1 is the midpoint rule, which needs none; g < 0 is momentum;
+"alternating" changes g's sign from step to step (as BDIA has it in training); Dr2Net's sum is h[k] + g h[k-1] + f(h[k]).
+The final norm reads the last h, or for momentum also that plus what is still on its way: h[k] + g / (1 + g) *
+(h[k-1] - h[k]).
 
-`--rows` takes JSON lines whose values are text, such as Alpaca's; without it, the reviews of `examples/data`.
+`--rows` takes JSON lines whose values are text, such as Alpaca's; without it, the reviews of `examples/data`. They are
+read twice: as plain text, every token labelled, and as in training, where that means the answers of a chat alone.
 """
 
 from __future__ import annotations
@@ -38,9 +40,12 @@ COLUMNS = [
     {"key": "network", "title": "Network"},
     {"key": "step", "title": "One step"},
     {"key": "side_bits", "title": "Bits beside, a value and layer"},
-    {"key": "loss", "title": "Loss", "digits": 3},
-    {"key": "change", "title": "Against the base model (%)", "digits": 2},
-    {"key": "flushed_change", "title": "The same, reading what is on its way (%)", "digits": 2},
+    {"key": "text_loss", "title": "Loss, text", "digits": 3},
+    {"key": "text_change", "title": "Against the base model (%)", "digits": 2},
+    {"key": "text_late", "title": "Reading what is on its way (%)", "digits": 2},
+    {"key": "answers_loss", "title": "Loss, answers", "digits": 3},
+    {"key": "answers_change", "title": "Against the base model (%)", "digits": 2},
+    {"key": "answers_late", "title": "Reading what is on its way (%)", "digits": 2},
 ]
 Rows = tuple[Tensor, Tensor]
 
@@ -48,8 +53,8 @@ Rows = tuple[Tensor, Tensor]
 class Trial:
     """The model, its rows, and the loss of a network over them."""
 
-    def __init__(self, loaded: LoadedModel, rows: Rows) -> None:
-        self.family, self.blocks, (self.ids, self.labels) = loaded.family, loaded.dims.layers, rows
+    def __init__(self, name: str, loaded: LoadedModel, rows: Rows) -> None:
+        self.name, self.family, self.blocks, (self.ids, self.labels) = name, loaded.family, loaded.dims.layers, rows
         self.position = self.family.positions(self.ids.shape[1], "cpu", torch.float32)
         self.base = self.loss(self.family.final_norm, forward_hidden(self.family, self.ids), normed=True)
 
@@ -71,8 +76,10 @@ class Trial:
         """The last two states."""
         before = h = self.family.embed(self.ids)
         for number, branch in enumerate(self.branches(step)):
-            g = gain(number) if number else 0.0
-            present, factor = (1.0, 1.0) if dr2net else (1 - g, 1 + g)
+            g = gain(number)
+            present, factor = (1.0, 1.0) if dr2net else (1 - g, 1 + min(g, 0.0) if number == 0 else 1 + g)
+            if number == 0:
+                present, g = 1.0, 0.0
             before, h = h, present * h + g * before + factor * branch(h)
         return before, h
 
@@ -80,9 +87,9 @@ class Trial:
         self, network: str, step: str, side_bits: float, loss: float, flushed: float | None = None
     ) -> dict[str, Any]:
         change, late = (None if x is None else 100 * (x / self.base - 1) for x in (loss, flushed))
-        print(f"{network}, {step}: {loss:.4f} ({change:+.2f}%)", flush=True)
-        return {"network": network, "step": step, "side_bits": side_bits, "loss": loss, "change": change,
-                "flushed_change": late}  # fmt: skip
+        print(f"{self.name}: {network}, {step}: {loss:.4f} ({change:+.2f}%), {late}", flush=True)
+        found = {f"{self.name}_loss": loss, f"{self.name}_change": change, f"{self.name}_late": late}
+        return {"network": network, "step": step, "side_bits": side_bits, **found}
 
 
 def candidates(trial: Trial, bits: tuple[int, ...]) -> Iterator[dict[str, Any]]:
@@ -128,18 +135,41 @@ def read_rows(loaded: LoadedModel, path: Path, count: int, length: int) -> Rows:
     return ids[: len(lines)], labels[: len(lines)]
 
 
+def answers(loaded: LoadedModel, path: Path, count: int, length: int) -> Rows:
+    """The first `count` rows of at most `length` tokens as training has them, int64 [count, longest]."""
+    from ondevice.data import encode
+    from ondevice.data import read_rows as read
+
+    found = [item.example for item in encode(read(path), loaded.tokenizer, max_length_tokens=1024).items]
+    found = [example for example in found if len(example) <= length][:count]
+    longest = max(map(len, found))
+    ids, labels = torch.zeros(len(found), longest, dtype=torch.int64), torch.full((len(found), longest), -100)
+    for row, example in enumerate(found):
+        ids[row, : len(example)] = torch.tensor(example.ids)
+        labels[row, : len(example)] = torch.tensor(example.labels)
+    return ids, labels
+
+
 def main() -> None:
     def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model", default=MODEL)
         parser.add_argument("--rows", type=Path, default=ROOT / "examples" / "data" / "reviews_valid.jsonl")
         parser.add_argument("--count", type=int, default=50, help="rows (default %(default)s)")
         parser.add_argument("--length", type=int, default=64, help="tokens of a row (default %(default)s)")
         parser.add_argument("--bits", type=int, nargs="+", default=[1, 2, 3, 4], help="n of g = 2^-n")
 
     args = parse_args(__doc__, add)
-    loaded = load_model(MODEL)
+    loaded = load_model(args.model)
     with torch.inference_mode():
-        trial = Trial(loaded, read_rows(loaded, args.rows, args.count, args.length))
-        rows = [*candidates(trial, tuple(args.bits)), *couplings(loaded, trial)]
+        sets = {
+            "text": read_rows(loaded, args.rows, args.count, args.length),
+            "answers": answers(loaded, args.rows, args.count, 2 * args.length),
+        }
+        both = []
+        for name, each in sets.items():
+            trial = Trial(name, loaded, each)
+            both.append([*candidates(trial, tuple(args.bits)), *couplings(loaded, trial)])
+        rows = [text | answer for text, answer in zip(*both, strict=True)]
     title = f"RevFFN: loss of SmolLM2-135M before any training, {args.count} rows of {args.rows.stem}, float32"
     finish("revffn_candidates", rows, args, columns=COLUMNS, title=title)
 

@@ -30,10 +30,11 @@ class RevffnConfig(Section):
     drifts with depth; `bfloat16` loses the inputs, and is there for comparison."""
 
     fraction_bits: int | None = Field(default=None, ge=1, le=30)
-    """Bits after the point of int32 streams; None: as many as the model's own activations leave room for, found by one
-    pass over tokens that are the same for every run, and then fixed."""
+    """Bits after the point of int32 streams. None: as many as the model's own activations leave room for, found by one
+    pass over tokens that are the same for every run; a step that overflows takes fewer and begins again. A number is
+    kept, and an overflow is an error."""
 
-    gamma_bits: int = Field(default=3, ge=0, le=8)
+    gamma_bits: int = Field(default=4, ge=0, le=8)
     """`full`: the older stream has weight -2^-bits, and as many bits a value and layer are kept for the inversion. With
     more of them the network is nearer to the pretrained one. 0 is the midpoint rule, far from it."""
 

@@ -2,7 +2,7 @@
 
 A network is a list of steps, each of which takes the streams (u, v) to (v, w); see `streams`. Half-width streams begin
 as the two halves of the embedding and end as the two halves of what the final norm reads. Streams of full width both
-begin as the embedding, and the newer one is what the final norm reads.
+begin as the embedding, and end as the newer one and what is still on its way to it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Coupling:
         raise NotImplementedError
 
     def merge(self, u: Tensor, v: Tensor) -> Tensor:
-        """What the final norm reads, [B, T, hidden]."""
+        """What the final norm reads, [B, T, hidden], from the float32 streams that end."""
         raise NotImplementedError
 
     def split_back(self, du: Tensor | None, dv: Tensor) -> Tensor:
@@ -137,26 +137,33 @@ class FullWidth(Coupling):
     """`full`: h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]) with g = 2^-bits and f a whole block.
 
     Beyond the paper. It is the pretrained network where g is 0, and near it where g is small: of a block's change,
-    1 - g arrives at once, g (1 - g) a block later, and so on. With 0 bits it is the midpoint rule,
-    h[k+1] = h[k-1] + 2 f(h[k]). The first block is the pretrained one. docs/methods/revffn.md has what was measured.
+    1 - g arrives at once, g (1 - g) a block later, and so on. The final norm reads the last h with all that is still on
+    its way, g / (1 - g) times its last change: the embedding and the whole change of every block. With 0 bits it is the
+    midpoint rule, h[k+1] = h[k-1] + 2 f(h[k]). docs/methods/revffn.md has what was measured.
+
+    Attributes:
+        late: g / (1 - g).
     """
 
     def __init__(self, family: Family, bits: int) -> None:
         super().__init__(family)
-        later = Mix(-(2.0**-bits), 1 - 2.0**-bits, bits) if bits else Mix(1.0, 2.0)
-        self.steps = tuple(Step(i, "block", later if i else Mix(0.0)) for i in range(family.dims.layers))
+        g = 2.0**-bits if bits else 0.0
+        self.late = g / (1 - g)
+        first, later = Mix(0.0, 1 - g), Mix(-g, 1 - g, bits) if bits else Mix(1.0, 2.0)
+        self.steps = tuple(Step(i, "block", later if i else first) for i in range(family.dims.layers))
 
     def split(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_BTD, hidden_BTD
 
     def merge(self, u: Tensor, v: Tensor) -> Tensor:
-        return v
+        return v + self.late * (v - u)
 
     def split_back(self, du: Tensor | None, dv: Tensor) -> Tensor:
         return dv if du is None else du + dv
 
     def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor | None, Tensor]:
-        return None, grad_BTD
+        late = self.late * grad_BTD
+        return -late, grad_BTD + late
 
     def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
         attention = self.family.attention_branch(step.block, v, position)

@@ -160,6 +160,8 @@ def report(network: Reversible, ids_BT: Tensor) -> None:
     failed = [str(layer.block) for layer, went in found if not went.converged]
     if failed:
         outcome = "their inputs are stored" if network.config.not_converged == "store" else "training will stop there"
+        if network.config.recompute == "stored":
+            outcome = "recompute: stored does not invert them"
         _log.warning("Eq. (1) was not inverted to the tolerance in layers %s: %s", ", ".join(failed), outcome)
 
 

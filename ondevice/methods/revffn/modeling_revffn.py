@@ -6,7 +6,8 @@ runs its layers in another order: two streams (u, v), and step by step (u, v) be
     w = past * u + (1 - past) * v + scale * branch(v)        (past = 1 leaves the middle term out)
 
 where a branch is a layer's attention or MLP with its norm, or both (`part`), between two small matrices where the
-streams have half the width. `config.json` lists the steps. There is no key-value cache: generation computes the whole
+streams have half the width. `config.json` lists the steps. At the end the final norm reads both halves, or, where both
+streams have the whole width, v + late * (v - u). There is no key-value cache: generation computes the whole
 sequence for every token.
 """
 
@@ -29,6 +30,7 @@ class RevffnConfig(PretrainedConfig):
         steps: in order, each with `block`, `part` (attention, mlp or block), `past`, `scale`, and `crossed`: the
             attention's queries come from u.
         half_width: the streams are the two halves of the hidden state; else both begin as the whole of it.
+        late: how much of its last change the newer stream of whole width is given at the end.
         stream_dtype: in which the streams are added up.
     """
 
@@ -39,11 +41,12 @@ class RevffnConfig(PretrainedConfig):
         base: dict[str, Any] | None = None,
         steps: list[dict[str, Any]] | None = None,
         half_width: bool = False,
+        late: float = 0.0,
         stream_dtype: str = "float32",
         **kwargs: Any,
     ) -> None:
         self.base, self.steps = base or {}, steps or []
-        self.half_width, self.stream_dtype = half_width, stream_dtype
+        self.half_width, self.late, self.stream_dtype = half_width, late, stream_dtype
         super().__init__(**kwargs)
 
     def ordinary(self) -> PretrainedConfig:
@@ -116,7 +119,8 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
             past, branch = step["past"], self._branch(step, u.to(hidden.dtype), v.to(hidden.dtype), position, mask)
             w = step["scale"] * branch.float() + past * u.float()
             u, v = v, (w if past == 1 else w + (1 - past) * v.float()).to(dtype)
-        last = (torch.cat((u, v), -1) if self.config.half_width else v).to(hidden.dtype)
+        u, v = u.float(), v.float()
+        last = (torch.cat((u, v), -1) if self.config.half_width else v + self.config.late * (v - u)).to(hidden.dtype)
         logits = self.lm_head(self.model.norm(last[:, -logits_to_keep:] if logits_to_keep else last))
         loss = None
         if labels is not None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ondevice.methods.revffn.scale import StreamOverflow
 from ondevice.nn.cross_entropy import shift, token_nll
 
 if TYPE_CHECKING:
@@ -43,11 +44,32 @@ class Passes:
         self.embedding = {name for name, value in self.outer.items() if value is table or ".wpe." in name}
 
     def run(self, ids_BT: Tensor, labels_BT: Tensor, on_unit: OnUnit) -> Tensor:
-        """Forward and backward of int64 [B, T]; gives the mean loss a labelled token, float32 []."""
+        """Forward and backward of int64 [B, T]; gives the mean loss a labelled token, float32 [].
+
+        A forward pass that overflows makes the streams' scale coarser, and all parts begin again.
+        """
         size = self.micro_batch_size or ids_BT.shape[0]
         ids, labels = ids_BT.split(size), labels_BT.split(size)
         tokens = (labels_BT[:, 1:] >= 0).sum().clamp(min=1)
-        return (self._stored if self.stored else self._reversible)(ids, labels, tokens, on_unit)
+        way = self._stored if self.stored else self._reversible
+        return self._rescaled(lambda: way(ids, labels, tokens, on_unit))
+
+    def _rescaled(self, forward_first: Callable[[], Tensor]) -> Tensor:
+        """What the function gives once no stream overflows; until then it has told nobody of anything."""
+        while True:
+            try:
+                return forward_first()
+            except StreamOverflow as error:
+                self.network.coarser(error)
+
+    def _final_hidden(self, ids_BT: Tensor) -> Tensor:
+        """The final norm's output, [B, T, hidden]; the scale of training stays what it is."""
+        before = self.network.fraction_bits
+        try:
+            return self.family.final_norm(self._rescaled(lambda: self.network.hidden(self.network.forward(ids_BT))))
+        finally:
+            if before is not None:
+                self.network.fraction_bits = before
 
     def _reversible(
         self, ids: tuple[Tensor, ...], labels: tuple[Tensor, ...], tokens: Tensor, on_unit: OnUnit
@@ -115,16 +137,14 @@ class Passes:
     @torch.inference_mode()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Negative log likelihood of each row's labelled tokens and their count, [rows] each."""
-        hidden = self.family.final_norm(self.network.hidden(self.network.forward(ids_BT)))
-        states, targets = shift(hidden, labels_BT)
+        states, targets = shift(self._final_hidden(ids_BT), labels_BT)
         nll = token_nll(states, self.family.head_weight, targets, self.loss_tiles)
         return nll.view(ids_BT.shape[0], -1).sum(1), (labels_BT[:, 1:] >= 0).sum(1)
 
     @torch.inference_mode()
     def next_token(self, ids_1T: Tensor) -> int:
         """The most likely token behind int64 [1, T]."""
-        last = self.network.hidden(self.network.forward(ids_1T))[:, -1:]
-        return int((self.family.final_norm(last) @ self.family.head_weight.T).argmax())
+        return int((self._final_hidden(ids_1T)[:, -1:] @ self.family.head_weight.T).argmax())
 
 
 def add(total: Gradients, found: Mapping[str, Tensor | None], several: bool) -> None:

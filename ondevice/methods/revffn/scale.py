@@ -39,6 +39,16 @@ def choose_bits(peak: float) -> int:
     return max(1, min(MOST_BITS, math.floor(math.log2(ROOM / max(peak, 1e-9))) - SPARE_BITS))
 
 
+class StreamOverflow(TrainingError):
+    """Fixed-point streams need a coarser scale.
+
+    Attributes:
+        bits: a `fraction_bits` that would have done where they overflowed.
+    """
+
+    bits: int = 0
+
+
 def check(peaks: Sequence[Tensor], steps: Sequence[Step], fraction_bits: int) -> None:
     """Refuse a forward pass in which a stream or branch has left the room that an int32 has.
 
@@ -46,7 +56,8 @@ def check(peaks: Sequence[Tensor], steps: Sequence[Step], fraction_bits: int) ->
         peaks: of each step, from `Streams.peaks`.
 
     Raises:
-        TrainingError: names the first layer and the scale that would do, or says that numbers are none.
+        StreamOverflow: names the first layer and the scale that would do.
+        TrainingError: numbers are none.
     """
     if not peaks:
         return
@@ -58,9 +69,12 @@ def check(peaks: Sequence[Tensor], steps: Sequence[Step], fraction_bits: int) ->
         if not math.isfinite(peak):
             raise TrainingError(f"{where} gives numbers that are none", hint="a smaller learning rate")
         unit = 2.0**-fraction_bits
-        raise TrainingError(
+        bits = choose_bits(peak * unit)
+        error = StreamOverflow(
             f"fixed-point streams overflow in {where}",
             expected=f"magnitudes of at most {ROOM * unit:g} with fraction_bits: {fraction_bits}",
             received=f"{peak * unit:.4g}",
-            hint=f"method.fraction_bits: {choose_bits(peak * unit)}; a smaller learning rate if it grew in training",
+            hint=f"method.fraction_bits: {bits}; a smaller learning rate if it grew in training",
         )
+        error.bits = bits
+        raise error

@@ -24,17 +24,20 @@ def stored_hidden(network: Reversible, ids_BT: Tensor) -> Tensor:
     u, v = (streams.from_float(part.detach()) for part in first)
     old, new = (part.float() for part in first)
 
-    def value(carrier: Tensor, stream: Tensor) -> Tensor:
-        return _Value.apply(carrier, streams.to_float(stream, network.dtype))
+    def value(carrier: Tensor, stream: Tensor, dtype: torch.dtype = network.dtype) -> Tensor:
+        return _Value.apply(carrier, streams.to_float(stream, dtype))
 
+    peaks: list[Tensor] = []
     for step in network.steps:
         older = value(old, u) if step.crossed else None
         branch = coupling.branch(step, position, value(new, v), older)
         with torch.no_grad():
             w, _ = streams.step(u, v, branch.detach(), step.mix)
+            peaks.append(streams.peaks(w, branch.detach(), step.mix))
         old, new = new, _Sum.apply(old, new, branch, step.mix)
         u, v = v, w
-    return coupling.merge(value(old, u), value(new, v))
+    network.check(peaks)
+    return coupling.merge(value(old, u, torch.float32), value(new, v, torch.float32)).to(network.dtype)
 
 
 class _Value(torch.autograd.Function):

@@ -7,6 +7,7 @@ Gradients of the streams are float32. Rounding to fixed point or bfloat16 has gr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 
 from ondevice.methods.revffn.couplings import Step, make_coupling
 from ondevice.methods.revffn.inversion import Iteration, refuse, report, solve, token_norms
-from ondevice.methods.revffn.scale import calibration_ids, check, choose_bits
+from ondevice.methods.revffn.scale import StreamOverflow, calibration_ids, check, choose_bits
 from ondevice.methods.revffn.stored import stored_hidden
 from ondevice.methods.revffn.streams import FixedStreams, FloatStreams, Streams
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.config import RevffnConfig
     from ondevice.models import Family
+
+_log = logging.getLogger(__name__)
 
 OnStep = Callable[[Tensor, Tensor], None]
 OnBlock = Callable[[int, dict[str, Tensor]], None]
@@ -111,15 +114,14 @@ class Reversible:
             on_step: is given the streams (u, v) that each step reads.
 
         Raises:
-            TrainingError: a fixed-point stream overflows; names the layer and a scale that would do.
+            StreamOverflow: a fixed-point stream overflows; names the layer and a scale that would do.
         """
         if self.unreported:
             self.unreported = False
             report(self, ids_BT)
         peaks: list[Tensor] = []
         ends = self._forward(ids_BT, peaks, on_step, self.config.not_converged == "store")
-        if self.fraction_bits is not None:
-            check(peaks, self.steps, self.fraction_bits)
+        self.check(peaks)
         return ends
 
     @torch.no_grad()
@@ -145,9 +147,21 @@ class Reversible:
             u, v = v, w
         return Ends(u, v, ids_BT.shape[1], side, stored)
 
+    def check(self, peaks: list[Tensor]) -> None:
+        """Refuse a forward pass whose fixed-point streams had these peaks, where they overflow; see `scale.check`."""
+        if self.fraction_bits is not None:
+            check(peaks, self.steps, self.fraction_bits)
+
+    def coarser(self, error: StreamOverflow) -> None:
+        """Take the scale that would have done, where it is ours to choose; else the error stands."""
+        if self.config.fraction_bits is not None or error.bits >= (self.fraction_bits or 0):
+            raise error
+        _log.info("%s: fraction_bits %s becomes %d", error.message, self.fraction_bits, error.bits)
+        self.fraction_bits = error.bits
+
     def hidden(self, ends: Ends) -> Tensor:
         """What the final norm reads: [B, T, hidden] in the compute dtype."""
-        return self.coupling.merge(*(self.streams.to_float(part, self.dtype) for part in (ends.u, ends.v)))
+        return self.coupling.merge(*(self.streams.to_float(part) for part in (ends.u, ends.v))).to(self.dtype)
 
     def backward(self, ends: Ends, grad_BTD: Tensor, on_block: OnBlock) -> Tensor:
         """Walk back through the blocks.

@@ -114,4 +114,4 @@ def test_memory_does_not_grow_with_depth() -> None:
             torch.cuda.empty_cache()
     ours, checkpoint = found["ours"], found["checkpoint"]
     assert ours[1] <= 1.02 * ours[0]
-    assert checkpoint[1] - checkpoint[0] >= 18 * ids.size * SIZES["hidden"] * 2
+    assert checkpoint[1] - checkpoint[0] >= 0.9 * 18 * ids.size * SIZES["hidden"] * 2

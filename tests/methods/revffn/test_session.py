@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ondevice.errors import CheckpointError, ConfigError
+from ondevice.errors import CheckpointError, ConfigError, TrainingError
 from ondevice.methods.registry import method_config, open_session
 from ondevice.methods.revffn.torch import ROUTER, RevffnSession
 from ondevice.models.tiny import tiny_model
@@ -185,6 +185,33 @@ def test_a_scale_is_kept_over_a_resume() -> None:
     assert session.network.fraction_bits != 14
     session.load_state(state)
     assert session.network.fraction_bits == 14
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 1}, {"recompute": "stored"}], ids=str)
+def test_a_step_that_overflows_begins_again_with_a_coarser_scale(settings) -> None:
+    session, other = opened(coupling="exact", **settings), opened(coupling="exact", **settings)
+    with torch.no_grad():
+        for one in (session, other):
+            one.family.embedding.weight.mul_(2.0**8)
+    session.network.fraction_bits = 26
+    ids, labels = batch(3)
+    session.evaluate(ids, labels)
+    assert session.network.fraction_bits == 26  # training's own, whatever is evaluated in between
+    loss = session.step(ids, labels, 0, RATE).loss
+    assert session.network.fraction_bits < 26
+    other.network.fraction_bits = session.network.fraction_bits
+    assert other.step(ids, labels, 0, RATE).loss == loss
+    same(session.state(), other.state())
+
+
+def test_a_scale_that_was_set_is_not_changed() -> None:
+    session = opened(coupling="exact", fraction_bits=26)
+    with torch.no_grad():
+        session.family.embedding.weight.mul_(2.0**8)
+    before = session.state()
+    with pytest.raises(TrainingError, match="overflow"):
+        session.step(*batch(3), 0, RATE)
+    same(session.state(), before)
 
 
 def test_evaluation_is_the_training_loss() -> None:

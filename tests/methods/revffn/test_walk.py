@@ -78,7 +78,7 @@ def test_any_batch_and_length(rows: int, length: int, coupling: dict, layers: in
     assert same_bits(walked(made, ids)[1], stored(made, ids)[1])
 
 
-@pytest.mark.parametrize("gamma_bits", [0, 1, 3])
+@pytest.mark.parametrize("gamma_bits", [0, 1, 4])
 def test_full_is_its_formula(gamma_bits: int) -> None:
     """The stored network against h[k+1] written out, with nothing of this package in it but the family's blocks."""
     made = network(sizes={"layers": 5}, coupling="full", gamma_bits=gamma_bits, streams="float32", recompute="stored")
@@ -88,13 +88,19 @@ def test_full_is_its_formula(gamma_bits: int) -> None:
     first = h
     position = family.positions(ids.shape[1], "cpu", torch.float32)
     g = -1.0 if gamma_bits == 0 else 2.0**-gamma_bits
-    states = [h, family.block(0, h, position)]
+    begin = 1.0 if gamma_bits == 0 else 1 - g
+    states = [h, h + begin * (family.block(0, h, position) - h)]
     for i in range(1, 5):
         h, before = states[-1], states[-2]
         states.append((1 + g) * h - g * before + (1 - g) * (family.block(i, h, position) - h))
-    torch.testing.assert_close(hidden, states[-1], atol=1e-4, rtol=1e-4)
+    last = states[-1]
+    if gamma_bits:  # with what is on its way: the embedding and every block's whole change
+        last = last + g / (1 - g) * (last - states[-2])
+        changes = [family.block(i, h, position) - h for i, h in enumerate(states[:-1])]
+        torch.testing.assert_close(last, torch.stack([first, *changes]).sum(0), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(hidden, last, atol=1e-4, rtol=1e-4)
     named = {name: p for i in range(5) for name, p in made.block_parameters(i).items()}
-    grads = torch.autograd.grad(states[-1], [first, *named.values()], direction(hidden))
+    grads = torch.autograd.grad(last, [first, *named.values()], direction(hidden))
     assert relative_error(found, {"embedding": grads[0], **dict(zip(named, grads[1:], strict=True))}) < 1e-5
 
 
@@ -169,7 +175,7 @@ def test_padding_on_the_right_changes_no_other_token(coupling: str) -> None:
 
 
 def test_what_waits_for_the_way_back() -> None:
-    """Nothing but the ends for `exact`, whatever the depth; three bits a value and layer, but the first, for `full`."""
+    """Nothing but the ends for `exact`, whatever the depth; four bits a value and layer, but the first, for `full`."""
     sizes = {}
     for coupling in ("exact", "full"):
         for layers in (2, 6):
@@ -177,8 +183,8 @@ def test_what_waits_for_the_way_back() -> None:
             sizes[coupling, layers] = made.forward(random_ids(made, 2, 8)).bytes
     values = 2 * 8 * 32
     assert sizes["exact", 2] == sizes["exact", 6] == 4 * values
-    assert sizes["full", 2] == 8 * values + 3 * values // 8
-    assert sizes["full", 6] == 8 * values + 5 * 3 * values // 8
+    assert sizes["full", 2] == 8 * values + 4 * values // 8
+    assert sizes["full", 6] == 8 * values + 5 * 4 * values // 8
 
 
 @pytest.mark.parametrize("coupling", ["exact", "full"])
