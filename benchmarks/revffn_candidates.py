@@ -5,9 +5,9 @@
 Full-width streams take h[k] and h[k-1] to h[k+1] = (1 - g) h[k] + g h[k-1] + (1 + g) f(h[k]), where f is a block, or
 in turn its attention and its MLP; the first step adds f, or for momentum (1 + g) f. With g = 2^-n in magnitude the
 inverse needs n bits beside, a value and step. g = 1 is the midpoint rule, which needs none; g < 0 is momentum;
-"alternating" changes g's sign from step to step (as BDIA has it in training); Dr2Net's sum is h[k] + g h[k-1] + f(h[k]).
-The final norm reads the last h, or for momentum also that plus what is still on its way: h[k] + g / (1 + g) *
-(h[k-1] - h[k]).
+"alternating" changes g's sign from step to step (as BDIA has it in training); Dr2Net's sum is h[k] + g h[k-1] +
+f(h[k]). The final norm reads the last h, or for momentum also that plus what is still on its way:
+h[k] + g / (1 + g) * (h[k-1] - h[k]).
 
 `--rows` takes JSON lines whose values are text, such as Alpaca's; without it, the reviews of `examples/data`. They are
 read twice: as plain text, every token labelled, and as in training, where that means the answers of a chat alone.
