@@ -1,9 +1,9 @@
 """What RevFFN saves: memory by depth on a CPU, and Qwen1.5-MoE-A2.7B's shape trained whole on one GPU.
 
-    python -m benchmarks.revffn_memory                    peak memory at 12, 24 and 48 layers (CPU)
+    python -m benchmarks.revffn_memory                    peak memory at 12, 24 and 48 layers (CPU, or --device cuda)
     python -m benchmarks.revffn_memory --cuda             the paper's Table 1: 14.3B random weights in bfloat16
 
-On the CPU, what a step holds beyond weights and optimizer state, from the allocator's own record. On a GPU every way
+By depth: what a step holds beyond weights and optimizer state, from the allocator's own record. With --cuda every way
 runs in the same process over the same weights, in turns, each at the largest batch that its memory allows: `--limit-gb`
 for all but the first rows of RevFFN, which have `--target-gb`, the paper's peak.
 """
@@ -63,10 +63,11 @@ def depth(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
     ids = np.random.default_rng(0).integers(0, 2048, (args.rows, args.length))
     for name, (way, settings) in DEPTH.items():
         for layers in LAYERS:
-            loaded = make("narrow", layers)
+            loaded = make("narrow", layers, device=args.device)
             opened = open_way(loaded, way, **settings)
             opened.step(ids, ids, 0, 1e-5)  # the optimizer's state is made with the first step
-            found = peak_bytes(partial(opened.step, ids, ids, 1, 1e-5))
+            found = peak_bytes(partial(opened.step, ids, ids, 1, 1e-5), args.device)
+            opened.close()
             first.setdefault(name, found)
             rows.append({"method": name, "layers": layers, "net_bytes": found, "growth": found / first[name] - 1})
             print(rows[-1], flush=True)
@@ -78,7 +79,7 @@ def depth(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
     ]
     notes = [
         f"Llama of hidden 256, vocabulary 2048, {args.rows} rows of {args.length} tokens, float32, AdamW. `full` keeps "
-        "3 bits a value and layer for its inversion, which is what grows; `exact` keeps nothing."
+        "4 bits a value and layer for its inversion, beside the GPU where there is one; `exact` keeps nothing."
     ]
     return rows, columns, notes
 
@@ -243,12 +244,12 @@ def _notes(gpu: Gpu) -> list[str]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuda", action="store_true", help="the GPU's part")
-    parser.add_argument("--device", default="cuda", help="of --cuda; cpu tries it out with a tiny shape")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda with --cuda, else cpu)")
     parser.add_argument("--shape", default="Qwen1.5-MoE-A2.7B")
     parser.add_argument("--layers", type=int, help="instead of the shape's")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--methods", default=",".join(WAYS))
-    parser.add_argument("--rows", type=int, default=4, help="of the CPU's part")
+    parser.add_argument("--rows", type=int, default=4, help="of the table by depth")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--limit-gb", type=float, default=80.0)
     parser.add_argument("--target-gb", type=float, default=39.5)
@@ -260,6 +261,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
+    args.device = args.device or ("cuda" if args.cuda else "cpu")
     if args.cuda:
         rows, columns, notes = table(args)
         title = f"All parameters of {args.shape} on one GPU"
