@@ -151,14 +151,15 @@ class PlainRevffn(PlainFirstOrder):
         return self.model.lm_head(core.norm(hidden))
 
     def _full(self, h: torch.Tensor) -> torch.Tensor:
-        """h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]), the first step with h[-1] = h[0]."""
-        before, g = h, 2.0**-self.config.gamma_bits
+        """h[k+1] = (1 + g) h[k] - g h[k-1] + (1 - g) f(h[k]), the first step with h[-1] = h[0]; what is read in the end
+        is the sum of all changes."""
+        before, g, total = h, 2.0**-self.config.gamma_bits, h
         for i in range(len(self.layers)):
             attention = self._attention(i, h, h)
             change = attention + self._mlp(i, h + attention)
-            first = i == 0
-            h, before = (h + change if first else (1 + g) * h - g * before + (1 - g) * change), h
-        return h
+            total = total + change
+            h, before = (1 + g) * h - g * before + (1 - g) * change, h
+        return total
 
     def _half(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """`exact`: x += down(attention(up(y))), y += down(mlp(up(x))); `paper` takes the queries from x."""
