@@ -118,7 +118,7 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def merged(paths: Sequence[Path]) -> dict[str, Any]:
     """Result files as one document: of rows of one task, method and rate, that of more seeds or of the later file,
-    with the other's seconds where it has none."""
+    with the other's seconds where it has none, or those of another rate: they do not depend on it."""
     documents = [json.loads(path.read_text()) for path in paths]
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for document in documents for row in document["rows"]):
@@ -126,6 +126,11 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
         pair: list[dict[str, Any]] = [rows.get(key) or row, row]
         fewer, more = sorted(pair, key=lambda one: len(one["seeds"]))
         rows[key] = more if more["seconds_curves"] else {**more, **{name: fewer[name] for name in TIMED}}
+    timed = {(row["task"], row["method"]): row for row in rows.values() if row["seconds_curves"]}
+    for row in rows.values():
+        other = timed.get((row["task"], row["method"]), row)
+        if not row["seconds_curves"] and other["evaluated_at"] == row["evaluated_at"]:
+            row |= {name: other[name] for name in TIMED}
     names = list(dict.fromkeys(task for task, _, _ in rows))
     ordered = sorted(rows.values(), key=lambda row: (names.index(row["task"]), row["method"] != BASE))
     document = documents[0] | {"rows": mark(ordered)}

