@@ -52,23 +52,24 @@ def test_the_recorded_inverse_holds_at_every_depth() -> None:
 
 def test_the_recorded_start_of_full_is_the_pretrained_function() -> None:
     (full,) = (row for row in results("revffn_candidates") if row["network"].startswith("coupling: full"))
-    assert abs(full["change"]) <= 1
+    assert abs(full["text_change"]) <= 1 and abs(full["answers_change"]) <= 1
 
 
 def test_full_is_the_candidate_that_was_chosen() -> None:
     loaded = tiny_model("llama", 1, **SMALL, layers=4)
     with torch.inference_mode():
         ids = torch.arange(24).reshape(2, 12)
-        trial = candidates.Trial(loaded, (ids, ids))
-        rows = [*candidates.candidates(trial, (3, 8)), *candidates.couplings(loaded, trial)]
+        trial = candidates.Trial("text", loaded, (ids, ids))
+        rows = [*candidates.candidates(trial, (4, 8)), *candidates.couplings(loaded, trial)]
     found = {(row["network"], row["step"]): row for row in rows}
     assert len(found) == len(rows) == 1 + 2 * (2 + 2 * 3) + 2 + 3
-    full, chosen = found["coupling: full, int32 streams", "block"], found["momentum, g = -1/8", "block"]
-    assert full["loss"] == pytest.approx(chosen["loss"], rel=1e-4) and full["side_bits"] == chosen["side_bits"] == 3
-    assert chosen["change"] != 0 and chosen["flushed_change"] is not None
+    full, chosen = found["coupling: full, int32 streams", "block"], found["momentum, g = -1/16", "block"]
+    late = trial.base * (1 + chosen["text_late"] / 100)
+    assert full["text_loss"] == pytest.approx(late, rel=1e-5) and full["side_bits"] == chosen["side_bits"] == 4
+    assert chosen["text_change"] != 0 != chosen["text_late"]
     for (network_, _), row in found.items():
         if "1/256" in network_ and "Dr2Net" not in network_:
-            assert abs(row["change"]) < 1  # all are the base model where g is nothing
+            assert abs(row["text_change"]) < 1  # all are the base model where g is nothing
 
 
 @pytest.mark.model

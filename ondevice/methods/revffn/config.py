@@ -27,7 +27,7 @@ class RevffnConfig(Section):
 
     streams: Literal["int32", "float32", "bfloat16"] = "int32"
     """Numbers of the residual streams. `int32` (fixed point) inverts without a differing bit at any depth; `float32`
-    drifts with depth; `bfloat16` loses the inputs, and is there for comparison."""
+    is summed in float64, at twice the bytes; `bfloat16` loses the inputs, and is there for comparison."""
 
     fraction_bits: int | None = Field(default=None, ge=1, le=30)
     """Bits after the point of int32 streams. None: as many as the model's own activations leave room for, found by one

@@ -43,10 +43,15 @@ class Step:
 
 
 class Coupling:
-    """The steps of a network, and their branches over the family's own weights."""
+    """The steps of a network, and their branches over the family's own weights.
+
+    Attributes:
+        late: how much of its last change the newer stream is given at the end.
+    """
 
     steps: tuple[Step, ...]
     adapters: dict[str, nn.Parameter]
+    late: float = 0.0
 
     def __init__(self, family: Family) -> None:
         self.family, self.adapters = family, {}
@@ -140,9 +145,6 @@ class FullWidth(Coupling):
     1 - g arrives at once, g (1 - g) a block later, and so on. The final norm reads the last h with all that is still on
     its way, g / (1 - g) times its last change: the embedding and the whole change of every block. With 0 bits it is the
     midpoint rule, h[k+1] = h[k-1] + 2 f(h[k]). docs/methods/revffn.md has what was measured.
-
-    Attributes:
-        late: g / (1 - g).
     """
 
     def __init__(self, family: Family, bits: int) -> None:

@@ -70,9 +70,10 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
             }
             for step in network.steps
         ],
-        "settings": {**network.config.model_dump(mode="json"), "fraction_bits": network.fraction_bits},
+        "settings": network.config.model_dump(mode="json"),
+        "fraction_bits": network.fraction_bits,
         "half_width": bool(network.adapters),
-        "late": getattr(network.coupling, "late", 0.0),
+        "late": network.coupling.late,
         "stream_dtype": "bfloat16" if streams == "bfloat16" else "float32",
         "dtype": str(network.dtype).removeprefix("torch."),
         "vocab_size": loaded.dims.vocab,

@@ -40,7 +40,7 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
     from ondevice.methods.revffn.config import RevffnConfig
     from ondevice.methods.revffn.torch import RevffnSession
 
-    config = json.loads((folder / "config.json").read_text())
+    config = {"late": 0.0, "fraction_bits": None} | json.loads((folder / "config.json").read_text())
     base: dict[str, Any] = dict(config["base"])
     family = family_for(base.get("model_type"), str(folder / "config.json"))
     try:
@@ -54,7 +54,17 @@ def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
     named = dict(model.named_parameters())
     model.to(torch.device(device))
     loaded = wrap(model, load_tokenizer(str(folder), config=plain), family, SourceInfo(str(folder), folder))
-    session = RevffnSession(loaded, RevffnConfig.parse(config["settings"], "config.json"), 0)
+    settings = config["settings"]
+    scaled = settings if config["fraction_bits"] is None else settings | {"fraction_bits": config["fraction_bits"]}
+    session = RevffnSession(loaded, RevffnConfig.parse(scaled, "config.json"), 0)
+    session.network.config = RevffnConfig.parse(settings, "config.json")  # a scale not set by hand may become coarser
+    if config["late"] != session.network.coupling.late:
+        raise ModelError(
+            f"{folder}: written by another version, whose network reads its end differently",
+            expected=f"late: {session.network.coupling.late:g}",
+            received=config["late"],
+            hint="load it with transformers and trust_remote_code=True, by the file beside it",
+        )
     wanted = named | session.adapters
     if missing := sorted(wanted.keys() - tensors.keys()):
         raise ModelError(f"{folder}: the weights lack a tensor", received=missing[0], hint="copy the model again")

@@ -42,11 +42,23 @@ def choose_bits(peak: float) -> int:
 class StreamOverflow(TrainingError):
     """Fixed-point streams need a coarser scale.
 
+    Args:
+        where: part and layer.
+        fraction_bits: the scale that was too fine.
+        peak: the largest magnitude there, as a number.
+
     Attributes:
-        bits: a `fraction_bits` that would have done where they overflowed.
+        bits: a `fraction_bits` that would have done.
     """
 
-    bits: int = 0
+    def __init__(self, where: str, fraction_bits: int, peak: float) -> None:
+        self.bits = choose_bits(peak)
+        super().__init__(
+            f"fixed-point streams overflow in {where}",
+            expected=f"magnitudes of at most {ROOM * 2.0**-fraction_bits:g} with fraction_bits: {fraction_bits}",
+            received=f"{peak:.4g}",
+            hint=f"method.fraction_bits: {self.bits}; a smaller learning rate if it grew in training",
+        )
 
 
 def check(peaks: Sequence[Tensor], steps: Sequence[Step], fraction_bits: int) -> None:
@@ -68,13 +80,4 @@ def check(peaks: Sequence[Tensor], steps: Sequence[Step], fraction_bits: int) ->
         where = f"the {step.part} of layer {step.block}" if step.part != "block" else f"layer {step.block}"
         if not math.isfinite(peak):
             raise TrainingError(f"{where} gives numbers that are none", hint="a smaller learning rate")
-        unit = 2.0**-fraction_bits
-        bits = choose_bits(peak * unit)
-        error = StreamOverflow(
-            f"fixed-point streams overflow in {where}",
-            expected=f"magnitudes of at most {ROOM * unit:g} with fraction_bits: {fraction_bits}",
-            received=f"{peak * unit:.4g}",
-            hint=f"method.fraction_bits: {bits}; a smaller learning rate if it grew in training",
-        )
-        error.bits = bits
-        raise error
+        raise StreamOverflow(where, fraction_bits, peak * 2.0**-fraction_bits)

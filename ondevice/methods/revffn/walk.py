@@ -117,8 +117,12 @@ class Reversible:
             StreamOverflow: a fixed-point stream overflows; names the layer and a scale that would do.
         """
         if self.unreported:
-            self.unreported = False
-            report(self, ids_BT)
+            self.unreported = False  # the report goes forward, too
+            try:
+                report(self, ids_BT)
+            except StreamOverflow:
+                self.unreported = True
+                raise
         peaks: list[Tensor] = []
         ends = self._forward(ids_BT, peaks, on_step, self.config.not_converged == "store")
         self.check(peaks)
@@ -189,7 +193,7 @@ class Reversible:
         position = self.position(ends.length_tokens)
         du, dv = self.coupling.merge_back(grad_BTD.float())
         v, w = ends.u, ends.v
-        del ends.u, ends.v
+        del ends.u, ends.v, grad_BTD
         gradients: dict[str, Tensor] = {}
         for number in reversed(range(len(self.steps))):
             step, stored, side = self.steps[number], ends.stored.pop(number, None), ends.side.pop(number, None)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from ondevice.errors import ModelError
+from ondevice.errors import ModelError, TrainingError
 from ondevice.methods.registry import method_config, open_session
 from ondevice.methods.revffn.opening import is_reversible, open_reversible
 from ondevice.models.tiny import tiny_model
@@ -104,6 +104,30 @@ def test_the_folder_opens_again_with_the_bits_of_training(family, coupling, size
     ids, labels = batch(3)
     assert session.evaluate(ids, labels)[0].tobytes() == again.evaluate(ids, labels)[0].tobytes()
     assert again.network.fraction_bits == session.network.fraction_bits
+
+
+@pytest.mark.parametrize("fraction_bits", [None, 20])
+def test_data_that_overflows_is_evaluated_in_the_folder_as_in_training(fraction_bits, tmp_path) -> None:
+    session = open_session(tiny_model("llama"), method_config("revffn", {"fraction_bits": fraction_bits}), 3)
+    with torch.no_grad():
+        session.family.embedding.weight.mul_(2.0**14)
+    session.save_model(tmp_path / "model")
+    again, (ids, labels) = open_reversible(tmp_path / "model"), batch(3)
+    if fraction_bits is None:
+        assert session.evaluate(ids, labels)[0].tobytes() == again.evaluate(ids, labels)[0].tobytes()
+    else:
+        with pytest.raises(TrainingError, match="overflow"):
+            again.evaluate(ids, labels)
+
+
+def test_a_folder_of_another_version_is_refused(tmp_path) -> None:
+    trained("llama", "full", {}).save_model(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("late") == pytest.approx(1 / 15)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="another version"):
+        open_reversible(tmp_path / "model")
 
 
 def test_a_damaged_folder_says_what_is_missing(tmp_path) -> None:
