@@ -218,8 +218,9 @@ class Client:
         """Use what was in use before."""
         return self.ask("POST", "/v1/adapters/rollback")
 
-    def generate(self, model: str, prompt: str | list[dict[str, str]], **options: Any) -> dict[str, Any]:
-        """What the base model answers under `base`, and with the adapter under `adapted`."""
+    def generate(self, model: str | None, prompt: str | list[dict[str, str]], **options: Any) -> dict[str, Any]:
+        """What the base model answers under `base`, and with the adapter under `adapted`; `model` is None where
+        `artifact` is given."""
         return self.ask("POST", "/v1/generate", {"model": model, "prompt": prompt, **options})
 
     def ask(self, method: str, path: str, body: Any = None, *, query: dict[str, Any] | None = None) -> Any:

@@ -1,37 +1,55 @@
-"""Answers of a model, without and with an adapter; the model of the last question stays loaded."""
+"""Answers of a model or of an artifact's own weights, without and with an adapter; the last one stays loaded."""
 
 from __future__ import annotations
 
+import gc
+import json
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ondevice.errors import BusyError, ConfigError
+
+if TYPE_CHECKING:
+    from ondevice.artifact.manifest import Manifest
+    from ondevice.models import LoadedModel, ModelDims
+
+MIB = 1 << 20
 _loaded: dict[str, Any] = {}
 
 
 def answer(
-    model: str,
+    model: str | None,
     adapter: str | None,
     prompt: str | list[dict[str, str]],
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    artifact: str | None = None,
+    job: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The base model's answer, and the adapter's beside it where one is named.
 
     Args:
-        model: a source string.
+        model: a source string; None with an artifact.
         adapter: a folder.
         prompt: text, or the messages of a chat.
+        artifact: a folder; its packed weights are the base model.
+        job: the one that runs: its `id`, the `device` it computes on (cpu or cuda), and `wants_bytes`, what it will
+            still take there.
+
+    Raises:
+        BusyError: the model does not fit beside the job.
+        ConfigError: the artifact has no weights for PyTorch.
     """
-    from ondevice.api.opening import resolve_device
     from ondevice.artifact.adapter import load_adapter
-    from ondevice.models import load_model
     from ondevice.models.generate import generate
     from ondevice.train.fuse import apply_adapter
 
-    if _loaded.get("model") != model:
-        _loaded.clear()
-        _loaded.update(model=model, loaded=load_model(model, device=resolve_device("auto")))
+    wanted = (model, artifact)
+    if _loaded.get("wanted") != wanted:
+        _forget()
+        _loaded.update(wanted=wanted, loaded=_open(model, artifact, len(str(prompt)) + max_new_tokens, job))
     loaded = _loaded["loaded"]
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     found: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
@@ -48,3 +66,109 @@ def answer(
             for (layer, target), linear in before.items():
                 loaded.family.set_linear(layer, target, linear)
     return found
+
+
+def needs(dims: ModelDims, weights_bytes: int, dtype: str, tokens: int, device: str) -> dict[str, int]:
+    """Memory by part of answering a prompt of at most `tokens`, the answer included."""
+    from ondevice.plan.estimate import BASELINE_BYTES
+    from ondevice.plan.weights import DTYPE_BYTES
+
+    item = DTYPE_BYTES[dtype]
+    tokens = min(tokens, dims.max_positions or tokens)
+    widest = max(max(shape) for shape in dims.linear_shapes.values())
+    return {
+        "weights": weights_bytes,
+        "keys and values": 2 * dims.layers * dims.kv_heads * dims.head_dim * tokens * item,
+        "activations": 4 * tokens * widest * item + 3 * dims.vocab * 4,
+        "runtime": BASELINE_BYTES["torch", device] if device == "cuda" else 0,
+    }
+
+
+def check_room(parts: dict[str, int], usable_bytes: int, job: dict[str, Any]) -> None:
+    """Refuse what does not fit beside the running job and what that will still take.
+
+    Raises:
+        BusyError: with the plan's numbers.
+    """
+    need, left = sum(parts.values()), max(0, usable_bytes - job["wants_bytes"])
+    if need <= left:
+        return
+    told = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items() if size)
+    raise BusyError(
+        f"the model does not fit beside job {job['id']}, which runs: {told}",
+        expected=f"at most {left / MIB:,.0f} MiB: of {usable_bytes / MIB:,.0f} MiB that can be used now, the job will "
+        f"still take {job['wants_bytes'] / MIB:,.0f} MiB",
+        received=f"{need / MIB:,.0f} MiB",
+        hint="pause the job or wait for its end; an artifact with packed weights (NF4) needs less than its model",
+    )
+
+
+def _open(model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None) -> LoadedModel:
+    """Plan, where a job runs, and load."""
+    from ondevice.api.opening import resolve_device
+    from ondevice.models import load_model, read_dims
+    from ondevice.plan.weights import weight_bytes
+
+    device = resolve_device("auto")
+    if artifact is not None:
+        return _open_artifact(Path(artifact), tokens, job, device)
+    source = str(model)
+    dims, dtype = read_dims(source), _dtype(source)
+    if job is not None:
+        weights = weight_bytes(dims, dtype).total
+        _check(needs(dims, weights, dtype, tokens, device), device, job)
+    return load_model(source, dtype=dtype, device=device)
+
+
+def _open_artifact(folder: Path, tokens: int, job: dict[str, Any] | None, device: str) -> LoadedModel:
+    from ondevice.api.opening import artifact_tokenizer
+    from ondevice.artifact.manifest import read_manifest
+    from ondevice.models import ModelDims, SourceInfo
+    from ondevice.models.packed import load_packed
+    from ondevice.models.save import FILE_NAME
+
+    manifest: Manifest = read_manifest(folder)
+    if not manifest.runtime.startswith("torch "):
+        raise ConfigError(
+            "this artifact's program scores texts and generates none",
+            expected="an artifact for jetson or cuda-server",
+            received=f"one for {manifest.target}",
+            hint=f"ask the model that it was made from: {manifest.model.source}",
+        )
+    packed = folder / "model"
+    if job is not None:
+        dtype = json.loads((packed / "config.json").read_text(encoding="utf-8"))["dtype"]
+        weights, dims = (packed / FILE_NAME).stat().st_size, ModelDims(**manifest.model.dims)
+        parts = needs(dims, weights, dtype, tokens, device)
+        if manifest.quantize != "none":
+            parts["dense matrix"] = 2 * max(a * b for a, b in dims.linear_shapes.values())
+        _check(parts, device, job)
+    known = manifest.model
+    info = SourceInfo(known.source, packed, known.revision, known_sha256=known.sha256)
+    return load_packed(packed, device, artifact_tokenizer(folder), info)
+
+
+def _dtype(source: str) -> str:
+    """bfloat16 where the weights are in bfloat16: float32 would take twice the memory for the same numbers."""
+    from ondevice.models.source import TINY_PREFIX, config_of
+
+    config = {} if source.startswith(TINY_PREFIX) else config_of(source)[0]
+    return "bfloat16" if (config.get("dtype") or config.get("torch_dtype")) == "bfloat16" else "float32"
+
+
+def _check(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:
+    """`check_room` on this machine; a job on a GPU with memory of its own takes nothing from the CPU's."""
+    from ondevice.plan.devices import find_device
+
+    here = find_device(f"this-{device}")
+    apart = job["device"] != device and here.kind != "board"
+    check_room(parts, here.usable_bytes, job | ({"wants_bytes": 0} if apart else {}))
+
+
+def _forget() -> None:
+    """Give back the memory of what was loaded."""
+    _loaded.clear()
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -292,8 +292,10 @@ class GenerateRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    model: str = Field(min_length=1, max_length=200)
-    """A model of GET /v1/models."""
+    model: str | None = Field(default=None, min_length=1, max_length=200)
+    """A model of GET /v1/models, or a hub id. A question is for a model or an artifact."""
+    artifact: str | None = Field(default=None, min_length=1, max_length=200)
+    """An artifact of GET /v1/artifacts for jetson or cuda-server: its own weights, packed as they are, answer."""
     adapter: str | None = Field(default=None, max_length=64)
     """An adapter of GET /v1/adapters; None for the one that is active."""
     prompt: str | list[Message] = Field(min_length=1, max_length=100_000)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from ondevice.errors import BusyError
+from ondevice.errors import BusyError, ConfigError, OndeviceError
 from ondevice.server import adapters, schemas
-from ondevice.server.jobs import adapter_folder
+from ondevice.server.daemon import Daemon
+from ondevice.server.jobs import adapter_folder, artifact_folder
 from ondevice.server.models import locate_model
 from ondevice.server.queue import ENDED
 from ondevice.server.routes import Id, Serving
+from ondevice.server.worker import JOB
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 
@@ -66,16 +69,38 @@ def delete_adapter(daemon: Serving, adapter: Id) -> dict[str, bool]:
 
 @router.post("/generate", response_model=schemas.GenerateAnswer)
 def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
-    """What the base model answers, and what it answers with the adapter."""
+    """What the base model answers, and what it answers with the adapter. 409 where it does not fit beside a job."""
+    if (body.model is None) == (body.artifact is None):
+        raise ConfigError("a question is for a model or an artifact", expected="one of them", received="both or none")
     adapter = body.adapter or adapters.active_adapter(daemon.store)
     prompt = body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
     found = daemon.model(
         "generate",
-        model=locate_model(daemon.store, body.model),
+        model=None if body.model is None else locate_model(daemon.store, body.model),
+        artifact=None if body.artifact is None else str(artifact_folder(daemon.store, body.artifact)),
         adapter=str(adapter_folder(daemon.store, adapter)) if adapter else None,
         prompt=prompt,
         max_new_tokens=body.max_new_tokens,
         temperature=body.temperature,
         seed=body.seed,
+        job=_running(daemon),
     )
     return found | {"adapter": adapter}
+
+
+def _running(daemon: Daemon) -> dict[str, Any] | None:
+    """The job that runs, where it computes, and what its plan says that it will still take."""
+    running = daemon.supervisor.running
+    if running is None:
+        return None
+    try:
+        job = json.loads((daemon.store.path("jobs", running.job) / JOB).read_text())
+        plan = daemon.model("plan", config=job["config"], artifact=job["artifact"])
+        progress = daemon.queue.get(running.job).progress
+    except (OndeviceError, OSError):
+        return {"id": running.job, "device": "cpu", "wants_bytes": 0}
+    device = plan["device"]
+    taken = progress.get("peak_device_bytes") or 0
+    taken += 0 if device["kind"] == "gpu" else running.memory_bytes
+    wants = max(0, plan["total_bytes"] - taken)
+    return {"id": running.job, "device": device["torch_device"], "wants_bytes": wants}

@@ -43,4 +43,10 @@ await scenario(async (page) => {
   const settings = await page.locator("details", { hasText: "method.learning_rate" }).innerText();
   assert.match(settings, /program/);
   assert.match(settings, /0\.02/);
+
+  await page.getByRole("link", { name: "Try it" }).click();
+  assert.equal(await page.getByLabel("Base model").inputValue(), "program program");
+  await page.getByLabel("Text").fill("schön");
+  await page.getByRole("button", { name: "Ask both" }).click();
+  await page.locator("article.exchange .answer").nth(1).waitFor({ timeout: WORKER_MS });
 });

@@ -4,11 +4,15 @@ import { get, post } from "./api.js";
 import { choice, h, labelled } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 
+/** Before an artifact's id in the list of what can answer; no model's id holds a space. */
+const PROGRAM = "program ";
+
 /** The view `#/chat`; `?adapter=ID` chooses one. */
 export async function chatView(main, { query, signal }) {
-  const [models, adapters, jobs] = await Promise.all(
-    ["/v1/models", "/v1/adapters", "/v1/jobs"].map((path) => get(path, signal)),
+  const [models, artifacts, adapters, jobs] = await Promise.all(
+    ["/v1/models", "/v1/artifacts", "/v1/adapters", "/v1/jobs"].map((path) => get(path, signal)),
   );
+  const programs = artifacts.filter((one) => one.runtime.startsWith("torch "));
   const active = adapters.find((one) => one.active);
   const wanted = query.get("adapter") ?? "";
   const adapter = choice(
@@ -18,7 +22,13 @@ export async function chatView(main, { query, signal }) {
     ],
     adapters.some((one) => one.id === wanted) ? wanted : "",
   );
-  const model = choice([...models.map((one) => [one.id, one.id])], models[0]?.id);
+  const model = choice(
+    [
+      ...models.map((one) => [one.id, one.id]),
+      ...programs.map((one) => [PROGRAM + one.id, `${one.id}, the exported program's own weights`]),
+    ],
+    models[0]?.id,
+  );
   const mode = choice(
     [
       ["chat", "Ask, as in a chat"],
@@ -36,11 +46,11 @@ export async function chatView(main, { query, signal }) {
   const [place, answers] = [problemPlace(), h("div", { class: "answers", "aria-live": "polite" })];
   const names = new Map(adapters.map((one) => [one.id, one.name]));
 
-  /** An adapter made by a job of this daemon says which model it belongs to. */
+  /** An adapter made by a job of this daemon says which model or program it belongs to. */
   const follow = () => {
     const chosen = adapters.find((one) => one.id === (adapter.value || active?.id));
     const job = jobs.find((one) => one.id === chosen?.job);
-    const base = job?.model ?? chosen?.base_model;
+    const base = job?.artifact ? PROGRAM + job.artifact : (job?.model ?? chosen?.base_model);
     if (base && [...model.options].some((option) => option.value === base)) model.value = base;
   };
   const showSystem = () => {
@@ -60,7 +70,7 @@ export async function chatView(main, { query, signal }) {
     const found = await post(
       "/v1/generate",
       {
-        model: model.value,
+        ...(model.value.startsWith(PROGRAM) ? { artifact: model.value.slice(PROGRAM.length) } : { model: model.value }),
         adapter: adapter.value || null,
         prompt: mode.value === "chat" ? turns : text,
         max_new_tokens: Number(tokens.value),
