@@ -20,8 +20,12 @@ CHUNK_BYTES = 1 << 20
 _FIGURES = ("loss", "tokens_per_s", "step_time_s", "eta_s", "learning_rate", "peak_memory_bytes", "peak_device_bytes")
 
 
-def follow(store: Store, queue: Queue, job: str) -> int:
-    """Take what is new in a job's log into its stream; gives how many events that were."""
+def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
+    """Take what is new in a job's log into its stream; gives how many events that were.
+
+    Args:
+        ran_s: seconds that its workers have run, in all; kept with the events, for a daemon that is killed.
+    """
     taken = 0
     while True:
         with store.transaction(durable=False) as db:
@@ -45,8 +49,8 @@ def follow(store: Store, queue: Queue, job: str) -> int:
                     note(progress, event)
             store.add_events(job, events)
             db.execute(
-                "UPDATE jobs SET progress = ?, followed = ?, offset = ? WHERE id = ?",
-                (json.dumps(progress), followed, offset + end, job),
+                "UPDATE jobs SET progress = ?, followed = ?, offset = ?, ran_s = MAX(ran_s, ?) WHERE id = ?",
+                (json.dumps(progress), followed, offset + end, ran_s, job),
             )
         taken += len(events)
     if taken:

@@ -33,7 +33,7 @@ from ondevice.server.follow import follow
 from ondevice.server.jobs import JobSpec, adapter_folder, artifact_folder, resolve
 from ondevice.server.limits import Cgroup, own_bytes
 from ondevice.server.logs import trim
-from ondevice.server.queue import Job, Outcome, Queue, in_window
+from ondevice.server.queue import ACTIVE, Job, Outcome, Queue, in_window
 from ondevice.server.store import Store
 
 _log = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ SAVE_GRACE_S = 120.0
 """How long a worker may take to end its step and save, before it is killed and the last checkpoint counts."""
 CANCEL_GRACE_S = 5.0
 BUSY_WAIT_S = 0.5
+LONG_TURN_S = 1800.0
+"""How long a turn may take that starts or ends a job: it hashes an artifact or copies an adapter of any size."""
 
 
 @dataclass
@@ -60,8 +62,17 @@ class Running:
     over: OndeviceError | None = None
     """The limit that it broke."""
     in_cgroup: bool = False
+    placed_bytes: int | None = None
+    """The limit that the cgroup keeps."""
     memory_bytes: int = 0
     peak_bytes: int = 0
+    ended: float | None = None
+    """When it was seen that it has ended."""
+
+    @property
+    def ran_s(self) -> float:
+        """Seconds that the job's workers have run, in all."""
+        return self.ran_before_s + (self.ended or time.monotonic()) - self.started
 
 
 class Supervisor(threading.Thread):
@@ -77,7 +88,7 @@ class Supervisor(threading.Thread):
         self.running: Running | None = None
         self.cgroup = Cgroup()
         self.beat = time.monotonic()
-        """When it last went round; the watchdog looks at it."""
+        """When it last went round, or until when a long turn may take; the watchdog looks at it."""
         self._wake = threading.Event()
         self._ending = threading.Event()
 
@@ -113,13 +124,17 @@ class Supervisor(threading.Thread):
     def _tick(self) -> None:
         if self.running is not None:
             self._watch(self.running)
-        elif not self._ending.is_set() and (job := self.queue.claim()) is not None:
-            self._start(job)
+        elif not self._ending.is_set():
+            for lost in self.queue.list(*ACTIVE):  # its start went wrong, and could not be written down
+                self.queue.ended(lost.id, "crashed", reason="the job has no worker")
+            if (job := self.queue.claim()) is not None:
+                self._start(job)
 
     def _start(self, job: Job) -> None:
         folder = self.store.path("jobs", job.id)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        self.beat = time.monotonic() + LONG_TURN_S
         try:
+            folder.mkdir(mode=0o700, exist_ok=True)
             spec = JobSpec.parse(job.spec, "job")
             config = resolve(spec, self.store, folder / worker.RUN)
             values = {
@@ -142,39 +157,45 @@ class Supervisor(threading.Thread):
                     start_new_session=True,
                     env=worker_environment(),
                 )
-        except OndeviceError as error:
-            self.queue.ended(job.id, "refused", reason=error.message, error=error.to_dict())
-            return
-        except OSError as error:
-            problem = StorageError(f"the worker cannot be started: {error.strerror}")
-            self.queue.ended(job.id, "crashed", reason=problem.message, error=problem.to_dict())
+        except (OndeviceError, OSError) as error:
+            problem = _told(error, "the worker cannot be started")
+            outcome: Outcome = "crashed" if isinstance(problem, StorageError) else "refused"
+            self.queue.ended(job.id, outcome, reason=problem.message, error=problem.to_dict())
             return
         limits = job.spec.get("limits", {})
-        self.running = Running(job.id, process, limits, ran_before_s=job.ran_s)
+        self.running = running = Running(job.id, process, limits, ran_before_s=job.ran_s)
         if limit := limits.get("memory_bytes"):
-            self.running.in_cgroup = self.cgroup.place(process.pid, job.id, limit)
+            # One for each attempt: what the kernel counts of kills begins at zero.
+            running.in_cgroup = self.cgroup.place(process.pid, f"{job.id}-{job.attempt}", limit)
+            running.placed_bytes = limit
         _log.info("job %s: started, process %d, attempt %d", job.id, process.pid, job.attempt)
 
     def _watch(self, running: Running) -> None:
-        follow(self.store, self.queue, running.job)
         code = running.process.poll()
         if code is not None:
             self._ended(running, code)
             return
+        self._enforce(running)
+        trim(self.store.path("jobs", running.job) / "worker.log")
+        follow(self.store, self.queue, running.job, running.ran_s)  # last: a full disk stops it, and no limit
+
+    def _enforce(self, running: Running) -> None:
+        """Hold the worker to its limits, and to what was asked of its job."""
         job = self.queue.get(running.job)
         running.limits = job.spec.get("limits", {})
         running.memory_bytes = own_bytes(running.process.pid)
         running.peak_bytes = max(running.peak_bytes, running.memory_bytes)
-        now, ran_s = time.monotonic(), time.monotonic() - running.started
         memory, seconds = running.limits.get("memory_bytes"), running.limits.get("time_s")
+        if running.in_cgroup and memory != running.placed_bytes:
+            self._move_limit(running, memory)
         if memory and running.memory_bytes > memory and running.over is None:
             running.over = over_memory(memory, running.memory_bytes)
             self._kill(running)
-        elif seconds and running.ran_before_s + ran_s > seconds and not running.asked:
+        elif seconds and running.ran_s > seconds and not running.asked:
             running.over = TrainingError(
                 "the job's time is over; its state is saved",
                 expected=f"at most {seconds:g} s of running",
-                received=f"{running.ran_before_s + ran_s:.0f} s",
+                received=f"{running.ran_s:.0f} s",
                 hint="raise limits.time_s, and resume",
             )
             self._ask(running, "time limit", SAVE_GRACE_S)
@@ -187,9 +208,17 @@ class Supervisor(threading.Thread):
                 self._ask(running, "the daemon was stopped", SAVE_GRACE_S)
             elif not in_window(job.spec, self.queue.clock()):
                 self._ask(running, "its window has closed", SAVE_GRACE_S)
-        if running.kill_at and now > running.kill_at:
+        if running.kill_at and time.monotonic() > running.kill_at:
             self._kill(running)
-        trim(self.store.path("jobs", running.job) / "worker.log")
+
+    def _move_limit(self, running: Running, limit: int | None) -> None:
+        """Tell the kernel of a memory limit that was changed while the job runs."""
+        running.placed_bytes = limit
+        try:
+            if self.cgroup.folder is not None:
+                (self.cgroup.folder / "memory.max").write_text(str(limit or "max"))
+        except OSError as error:
+            _log.warning("job %s: the memory limit holds from its next start: %s", running.job, error)
 
     def _ask(self, running: Running, why: str, grace_s: float) -> None:
         _log.info("job %s: asked to stop: %s", running.job, why)
@@ -204,20 +233,30 @@ class Supervisor(threading.Thread):
             pass
 
     def _ended(self, running: Running, code: int) -> None:
-        follow(self.store, self.queue, running.job)
+        """Write down how a worker ended. What fails here, as on a full disk, is tried again at the next turn."""
+        if running.ended is None:
+            running.ended = time.monotonic()
+            self._end_family(running.process.pid)
+            if running.in_cgroup and running.placed_bytes and self.cgroup.killed():
+                running.over = over_memory(running.placed_bytes, None)
+            self.cgroup.remove()
+        if any(job.id == running.job for job in self.queue.list(*ACTIVE)):
+            self._write_end(running, code)
         self.running = None
-        self._end_family(running.process.pid)
-        if running.in_cgroup and self.cgroup.killed():
-            running.over = over_memory(running.limits["memory_bytes"], None)
-        self.cgroup.remove()
-        folder, ran_s = self.store.path("jobs", running.job), time.monotonic() - running.started
+
+    def _write_end(self, running: Running, code: int) -> None:
+        self.beat = time.monotonic() + LONG_TURN_S
+        follow(self.store, self.queue, running.job, running.ran_s)
+        folder = self.store.path("jobs", running.job)
         outcome, error = judge(code, running, _error_of(folder))
         reason = "" if outcome == "finished" else running.asked or str((error or {}).get("message", ""))
         try:
             done = register_outcome(self.store, running.job, folder) if outcome == "finished" else lambda job: None
-        except OndeviceError as problem:
+        except (OndeviceError, OSError) as failure:
+            problem = _told(failure, "the adapter cannot be kept")
             outcome, error, reason, done = "crashed", problem.to_dict(), problem.message, lambda job: None
-        job = self.queue.ended(running.job, outcome, reason=reason, error=error, ran_s=ran_s, and_then=done)
+        rest_s = max(0.0, running.ran_s - self.queue.get(running.job).ran_s)
+        job = self.queue.ended(running.job, outcome, reason=reason, error=error, ran_s=rest_s, and_then=done)
         if error and error.get("error") == BusyError.__name__:
             with self.store.transaction() as db:
                 now = self.queue.clock()
@@ -235,10 +274,10 @@ class Supervisor(threading.Thread):
 
 def judge(code: int, running: Running, told: dict[str, Any] | None) -> tuple[Outcome, dict[str, Any] | None]:
     """What an exit status means: how the worker ended, and the error to show."""
+    if code == 0:  # all is done, whatever it was told meanwhile
+        return "finished", None
     if running.over is not None:
         return "refused", running.over.to_dict()
-    if code == 0:
-        return "finished", None
     if code == INTERRUPTED_EXIT_CODE or (running.asked and code < 0):
         return "interrupted", None
     if told is not None and told.get("exit_code") == code:
@@ -273,6 +312,10 @@ def remove_job(store: Store, queue: Queue, job: str) -> None:
     folder = store.path("jobs", job)
     queue.delete(job)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _told(error: OndeviceError | OSError, what: str) -> OndeviceError:
+    return error if isinstance(error, OndeviceError) else StorageError(f"{what}: {error.strerror or error}")
 
 
 def _error_of(folder: Path) -> dict[str, Any] | None:

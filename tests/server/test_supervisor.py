@@ -1,0 +1,252 @@
+"""The supervisor turn by turn, with workers that are shell scripts: what fails, what breaks a limit, what is asked."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the serve extra is not installed")
+
+from ondevice.errors import StorageError
+from ondevice.server import supervisor as module
+from ondevice.server.daemon import HUNG_S
+from ondevice.server.follow import follow
+from ondevice.server.limits import Cgroup
+from ondevice.server.queue import Job, Queue
+from ondevice.server.store import Store
+from ondevice.server.supervisor import Supervisor
+from tests.server.running import rows, wait_for
+
+WAITS = "trap 'exit 130' TERM; while :; do sleep 0.02; done"
+
+
+class Turns:
+    """A supervisor that goes round when it is told to."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.now = store, time.time()
+        self.queue = Queue(store, clock=lambda: self.now)
+        self.supervisor = Supervisor(store, self.queue, python=str(store.root / "worker"))
+        self.supervisor.cgroup = Cgroup(own="")
+        folder = store.path("datasets", "data-1")
+        folder.mkdir()
+        rows(folder / "rows.jsonl")
+        store.connection.execute("INSERT INTO datasets VALUES ('data-1', '', 'rows.jsonl', 1, '', '', 12, '[]', 0)")
+
+    def worker(self, script: str) -> None:
+        """What workers do from now on; $3 is the job's folder."""
+        path = Path(self.supervisor.python)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o700)
+
+    def create(self, **spec: Any) -> str:
+        return self.queue.create({"model": "tiny:llama", "dataset": "data-1"} | spec).id
+
+    def turn(self) -> None:
+        """One turn; what it raises is tried again, as in the thread."""
+        try:
+            self.supervisor._tick()
+        except StorageError:
+            pass
+
+    def until(self, condition: Callable[[Job], Any], job: str) -> Job:
+        def holds() -> Job | None:
+            self.turn()
+            found = self.queue.get(job)
+            return found if condition(found) else None
+
+        return wait_for(holds, "turn by turn", 30)
+
+
+@pytest.fixture
+def turns(store: Store) -> Iterator[Turns]:
+    made = Turns(store)
+    yield made
+    if (running := made.supervisor.running) is not None:
+        made.supervisor._kill(running)
+        running.process.wait()
+
+
+def failing(times: int, error: Exception, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that raises so many times before it does what it should."""
+    left = [times]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise error
+        return otherwise(*args, **kwargs)
+
+    return call
+
+
+def test_an_end_that_cannot_be_written_is_written_later(turns: Turns, monkeypatch) -> None:
+    turns.worker("exit 130")
+    job = turns.create()
+    monkeypatch.setattr(turns.queue, "ended", failing(2, StorageError("full"), turns.queue.ended))
+    found = turns.until(lambda found: found.state == "queued" and found.attempt == 1, job)
+    assert found.ran_s > 0 and turns.supervisor.running is None
+    turns.turn()
+    assert turns.queue.get(job).attempt == 2  # the queue goes on
+
+
+def test_an_end_that_was_written_is_not_written_twice(turns: Turns, monkeypatch) -> None:
+    turns.worker("exit 130")
+    job = turns.create()
+    turns.queue.changed = lambda name: None
+    turns.turn()
+    turns.queue.changed = failing(1, StorageError("after the transaction"), lambda name: None)
+    wait_for(lambda: (turns.turn(), turns.queue.get(job).state == "queued")[1], "it has ended", 30)
+    turns.turn()
+    assert turns.supervisor.running is None and turns.queue.get(job).state == "queued"
+
+
+def test_an_adapter_that_cannot_be_copied_is_tried_again(turns: Turns, monkeypatch) -> None:
+    turns.worker("exit 0")
+    job = turns.create()
+    monkeypatch.setattr(module, "register_outcome", failing(1, OSError(5, "Input/output error"), lambda *_: print))
+    found = turns.until(lambda found: found.crashes == 1, job)
+    assert found.state == "queued" and "Input/output error" in found.reason
+    turns.now += 60
+    assert turns.until(lambda found: found.state == "done", job).attempt == 2
+
+
+@pytest.mark.parametrize("error", [StorageError("no space left"), OSError(28, "No space left on device")])
+def test_a_start_that_finds_no_room_is_tried_again(turns: Turns, monkeypatch, error: Exception) -> None:
+    turns.worker("exit 0")
+    job = turns.create()
+    monkeypatch.setattr(module, "atomic_write", failing(1, error, module.atomic_write))
+    turns.turn()
+    found = turns.queue.get(job)
+    assert (found.state, found.crashes) == ("queued", 1) and "o space left" in found.reason
+    turns.now += 60
+    assert turns.until(lambda found: found.state == "done", job).attempt == 2
+
+
+def test_an_active_job_without_a_worker_has_crashed(turns: Turns) -> None:
+    turns.worker("exit 0")
+    job = turns.create()
+    assert turns.queue.claim() is not None
+    turns.turn()
+    found = turns.queue.get(job)
+    assert (found.state, found.crashes, found.reason) == ("queued", 1, "the job has no worker")
+
+
+def test_what_is_asked_holds_where_events_cannot_be_read(turns: Turns, monkeypatch) -> None:
+    turns.worker("trap '' TERM; while :; do sleep 0.02; done")
+    job = turns.create()
+    turns.turn()
+    running = turns.supervisor.running
+    assert running is not None
+    monkeypatch.setattr(module, "follow", failing(10**6, StorageError("full"), follow))
+    monkeypatch.setattr(module, "CANCEL_GRACE_S", 0.1)
+    turns.queue.ask(job, "cancel")
+    wait_for(lambda: (turns.turn(), running.process.poll() is not None)[1], "it is killed", 30)
+    monkeypatch.setattr(module, "follow", follow)
+    assert turns.until(lambda found: found.state == "cancelled", job).error is None
+
+
+def test_a_window_that_closes_stops_the_job_until_it_opens(turns: Turns) -> None:
+    day = time.localtime(1_000_000_000)
+
+    def at(hour: int) -> float:
+        return time.mktime((day.tm_year, day.tm_mon, day.tm_mday, hour, 0, 0, 0, 0, -1))
+
+    turns.worker(WAITS)
+    turns.now = at(21)
+    job = turns.create(window={"start": "22:00", "end": "23:00"})
+    turns.turn()
+    assert turns.queue.get(job).state == "queued"
+    turns.now = at(22)
+    turns.turn()
+    turns.turn()
+    assert turns.queue.get(job).state == "running"
+    time.sleep(0.2)  # the script has its trap
+    turns.now = at(23)
+    found = turns.until(lambda found: found.state == "queued", job)
+    assert found.reason == "its window has closed" and found.crashes == 0
+    turns.turn()
+    assert turns.supervisor.running is None and turns.queue.get(job).attempt == 1
+
+
+def test_a_job_over_its_memory_is_killed_and_fails(turns: Turns) -> None:
+    turns.worker(f"exec {sys.executable} -c 'import time; held = bytearray(b\"x\") * (96 << 20); time.sleep(60)'")
+    job = turns.create(limits={"memory_bytes": 64 << 20})
+    found = turns.until(lambda found: found.state == "failed", job)
+    assert found.error is not None and found.error["error"] == "DoesNotFitError" and found.attempt == 1
+    assert found.error["expected"] == "at most 64 MiB"
+
+
+def test_a_job_that_ends_although_its_time_is_over_is_done(turns: Turns, monkeypatch) -> None:
+    turns.worker("trap 'exit 0' TERM; touch ready; while :; do sleep 0.02; done")
+    kept: list[str] = []
+    monkeypatch.setattr(module, "register_outcome", lambda store, job, folder: lambda row: kept.append(row.id))
+    job = turns.create()
+    turns.turn()
+    wait_for((turns.store.path("jobs", job) / "ready").exists, "it runs", 30)
+    turns.queue.change(job, spec=turns.queue.get(job).spec | {"limits": {"time_s": 0.01}})
+    found = turns.until(lambda found: found.state in ("done", "failed"), job)
+    assert found.state == "done" and found.error is None and kept == [job]
+
+
+def test_the_time_that_a_killed_daemon_saw_counts(turns: Turns) -> None:
+    turns.worker(
+        'mkdir -p run; echo \'{"event": "step", "step": 0}\' > run/events.jsonl; '
+        'echo \'{"attempt": 1, "offset": 0}\' > attempt.json; ' + WAITS
+    )
+    job = turns.create()
+    found = turns.until(lambda found: found.ran_s > 0, job)
+    assert found.state == "running"
+    assert turns.queue.recover()[0].ran_s == found.ran_s  # as the next daemon finds it
+
+
+def fake_cgroup(tmp_path: Path) -> tuple[Cgroup, Path]:
+    """The files that cgroup v2 has."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (tmp_path / "cgroup.controllers").write_text("memory\n")
+    (home / "cgroup.controllers").write_text("memory\n")
+    (home / "cgroup.subtree_control").write_text("")
+    return Cgroup(tmp_path, "0::/home\n"), home
+
+
+def test_each_attempt_has_a_cgroup_and_a_changed_limit_reaches_it(turns: Turns, tmp_path) -> None:
+    turns.supervisor.cgroup, home = fake_cgroup(tmp_path)
+    turns.worker(WAITS)
+    job = turns.create(limits={"memory_bytes": 1 << 30})
+    turns.turn()
+    group = home / f"{job}-1"
+    assert (group / "memory.max").read_text() == str(1 << 30)
+    for limits, text in (({"memory_bytes": 2 << 30}, str(2 << 30)), ({}, "max")):
+        turns.queue.change(job, spec=turns.queue.get(job).spec | {"limits": limits})
+        turns.turn()
+        assert (group / "memory.max").read_text() == text
+    (group / "memory.events").write_text("oom_kill 1\n")  # of the machine: there is no limit any more
+    assert turns.supervisor.running is not None
+    os.kill(turns.supervisor.running.process.pid, 9)
+    found = turns.until(lambda found: found.state == "queued", job)
+    assert found.crashes == 1 and group.is_dir()  # it could not be removed
+    turns.queue.change(job, spec=found.spec | {"limits": {"memory_bytes": 1 << 30}})
+    turns.now += 60
+    turns.worker("exit 0")
+    assert turns.until(lambda found: found.state in ("done", "failed"), job).state == "done"
+
+
+def test_a_start_that_hashes_for_long_is_not_taken_for_hung(turns: Turns, monkeypatch) -> None:
+    turns.worker("exit 0")
+    turns.create()
+    beats: list[float] = []
+
+    def slow(*args: Any) -> Any:
+        beats.append(turns.supervisor.beat - time.monotonic())
+        raise StorageError("enough")
+
+    monkeypatch.setattr(module, "resolve", slow)
+    turns.turn()
+    assert beats and beats[0] > 10 * HUNG_S
