@@ -1,7 +1,8 @@
 """Versions that an artifact asks for, by platform.
 
-PYTHON are the versions this artifact's check ran with, so that the same numbers come out. What a platform installs in
-its own way (torch and bitsandbytes on JetPack 6) is said in its file instead.
+PYTHON are the versions this artifact's check ran with, so that the same numbers come out, and those of the daemon
+(the extra `serve`), as the package itself is installed without its dependencies. What a platform installs in its own
+way (torch and bitsandbytes on JetPack 6) is said in its file instead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ PYTHON = {
     "rich": "15.0.0",
     "psutil": "7.2.2",
     "gguf": "0.19.0",
+    "fastapi": "0.165.0",
+    "uvicorn": "0.54.0",
+    "sse-starlette": "3.7.0",
+    "prometheus-client": "0.26.0",
 }
 TORCH, BITSANDBYTES = "2.13.0", "0.50.2"
 
@@ -39,9 +44,13 @@ JETPACK_6 = f"""# JetPack 6 (L4T R36, CUDA 12.6). Its own Python is 3.10 and thi
 """
 JETPACK_7 = """# JetPack 7 (L4T R38 and R39, CUDA 13, Python 3.12). Its CUDA is that of servers, so PyPI has its wheels.
 #
-#     python3 -m venv venv && . venv/bin/activate
-#     pip install -r requirements-jetpack7.txt
-#     pip install --no-deps ondevice-train
+# In /opt, because the service of `ondevice serve install` sees no home folder.
+#
+#     sudo apt-get install python3-venv
+#     sudo python3 -m venv /opt/ondevice
+#     sudo /opt/ondevice/bin/pip install -r requirements-jetpack7.txt
+#     sudo /opt/ondevice/bin/pip install --no-deps ondevice-train       # or the wheel that you built
+#     . /opt/ondevice/bin/activate
 #     ondevice doctor --target jetson
 """
 SERVER = """# Linux with an NVIDIA GPU and a driver for CUDA 13.

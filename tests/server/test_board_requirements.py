@@ -1,0 +1,20 @@
+"""What a board installs from an artifact's requirements file is enough for the daemon."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ondevice.exporters.registry import exporter
+
+
+@pytest.mark.parametrize("target", ["jetson", "cuda-server"])
+def test_every_package_of_the_extra_serve_is_pinned(target: str, root: Path) -> None:
+    extra = re.search(r"^serve = \[(.*)\]$", (root / "pyproject.toml").read_text(), re.MULTILINE)
+    assert extra is not None
+    wanted = set(re.findall(r'"([\w-]+)', extra[1]))
+    assert "fastapi" in wanted
+    for name, text in exporter(target).requirements.items():  # type: ignore[attr-defined]
+        assert wanted <= set(re.findall(r"^([\w-]+)==", text, re.MULTILINE)), name
