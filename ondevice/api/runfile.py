@@ -49,11 +49,11 @@ class RunConfig(Section):
             values["method"] = {"name": method}
         elif isinstance(method, dict):
             method.setdefault("name", "prge")
-            if method["name"] not in CONFIGS:
-                raise ConfigError(
-                    f"unknown method '{method['name']}'", expected=", ".join(CONFIGS), received=method["name"]
-                )
-        if "source" not in values.get("model", {}):
+            name = method["name"]
+            if not isinstance(name, str) or name not in CONFIGS:
+                raise ConfigError(f"unknown method '{name}'", expected=", ".join(CONFIGS), received=name)
+        model = values.get("model")
+        if not isinstance(model, dict) or "source" not in model:
             raise ConfigError(
                 "no model is given",
                 expected="model.source in the run file, or --model",

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
@@ -96,14 +96,14 @@ def error_answer(error: OndeviceError) -> dict[str, Any]:
     return values | ({"problems": problems[:100]} if problems else {})
 
 
-async def _ours(request: Request, error: Exception) -> JSONResponse:
+async def _ours(request: Request, error: Exception) -> Response:
     if not isinstance(error, OndeviceError):
         raise error
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
     return _json(status, error_answer(error))
 
 
-async def _invalid(request: Request, error: Exception) -> JSONResponse:
+async def _invalid(request: Request, error: Exception) -> Response:
     first = error.errors()[0] if isinstance(error, RequestValidationError) and error.errors() else {}
     place = ".".join(str(part) for part in first.get("loc", ()))
     received = first.get("input")
@@ -128,13 +128,13 @@ async def _plain(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse(answer, status, headers)
 
 
-async def _bug(request: Request, error: Exception) -> JSONResponse:
+async def _bug(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     message = "the server stumbled; its log has the details"
     return _json(500, {"error": "Bug", "message": message, "expected": None, "received": None, "hint": None})
 
 
-def _json(status: int, values: dict[str, Any]) -> JSONResponse:
+def _json(status: int, values: dict[str, Any]) -> Response:
     """JSON that is always valid: half a surrogate pair, which a client may send, becomes a question mark."""
-    text = json.dumps(values, ensure_ascii=True).encode()
-    return JSONResponse(json.loads(text.decode("ascii").encode("utf-8", "replace")), status)
+    content = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
+    return Response(content, status, media_type="application/json")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ondevice.config import Section
 from ondevice.errors import ConfigError
@@ -17,8 +18,10 @@ if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
 
 Clock = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", examples=["22:30"])]
-_OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out", "memory_limit_bytes"), "export": ()}
+_SECTIONS = ("method", "train", "data", "model")
+_OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out", "memory_limit_bytes")}
 """Keys of a run file that the store fills in."""
+_DEEPEST = 20
 
 
 class Window(Section):
@@ -77,6 +80,12 @@ class JobSpec(Section):
     force: bool = False
     """Run although the plan says that it does not fit."""
 
+    @field_validator("config")
+    @classmethod
+    def _plain(cls, value: dict[str, Any]) -> dict[str, Any]:
+        _check_values(value)
+        return value
+
 
 class JobRequest(JobSpec):
     """The body of POST /v1/jobs."""
@@ -100,16 +109,7 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
 
     if (spec.model is None) == (spec.artifact is None):
         raise ConfigError("a job has a model or an artifact", expected="one of them", received="both or none")
-    for section, keys in _OURS.items():
-        given = spec.config.get(section, {})
-        if section == "export" and section in spec.config:
-            raise ConfigError("a job does not export", expected="method, train, data, model", received="export")
-        if isinstance(given, dict) and (wrong := [key for key in keys if key in given]):
-            raise ConfigError(
-                f"'{section}.{wrong[0]}' is filled in by the server",
-                expected="the job's fields model, dataset, eval_dataset, limits",
-                received=f"config.{section}.{wrong[0]}",
-            )
+    _check_sections(spec.config)
     ours: dict[str, Any] = {"data.path": dataset_file(store, spec.dataset), "train.out": out}
     if spec.eval_dataset is not None:
         ours["data.eval_path"] = dataset_file(store, spec.eval_dataset)
@@ -155,6 +155,46 @@ def artifact_folder(store: Store, name: str) -> Path:
     if not (folder / "manifest.json").is_file():
         raise MissingError(f"there is no artifact {name}", hint="GET /v1/artifacts lists them")
     return folder
+
+
+def _check_sections(config: dict[str, Any]) -> None:
+    """Refuse what the store fills in, under its own name or hidden in a key with dots."""
+    for section, values in config.items():
+        if section not in _SECTIONS:
+            reason = "a job does not export" if section == "export" else f"'{section}' is no section of a job"
+            raise ConfigError(reason, expected=", ".join(_SECTIONS), received=section)
+        for key in values if isinstance(values, dict) else ():
+            if key in _OURS.get(section, ()):
+                raise ConfigError(
+                    f"'{section}.{key}' is filled in by the server",
+                    expected="the job's fields model, dataset, eval_dataset, limits",
+                    received=f"config.{section}.{key}",
+                )
+            if "." in key:
+                raise ConfigError("a key has a dot", expected=f"a setting of '{section}'", received=repr(key))
+
+
+def _check_values(config: dict[str, Any]) -> None:
+    """Refuse what JSON can say and nothing here can keep.
+
+    Raises:
+        ValueError: text that is no Unicode, a number that is not finite or beyond 64 bits, lists in lists in lists.
+    """
+    waiting: list[tuple[Any, int]] = [(config, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > _DEEPEST:
+            raise ValueError("the settings are nested too deeply")
+        if isinstance(value, dict):
+            waiting += [(item, depth + 1) for pair in value.items() for item in pair]
+        elif isinstance(value, list):
+            waiting += [(item, depth + 1) for item in value]
+        elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ValueError("a text holds half a surrogate pair")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("a number is not finite")
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("a number does not fit in 64 bits")
 
 
 def _sections(config: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tests.server.running import rows, settings, wait_for
 schemathesis = pytest.importorskip("schemathesis", reason="a development package")
 from schemathesis import checks  # noqa: E402
 
-from ondevice.server.app import create_app  # noqa: E402
+from ondevice.server.app import _json, create_app  # noqa: E402
 
 CHECKS = (
     checks.not_a_server_error,
@@ -146,6 +146,21 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ({"config": {"data": {"path": "/etc/passwd"}}}, 422, "data.path"),
         ({"config": {"model": {"source": "/"}}}, 422, "model.source"),
         ({"config": {"export": {}}}, 422, "export"),
+        ({"config": {"train": {}, "train.out": "/tmp/x"}}, 422, "'train.out' is no section"),
+        ({"config": {"model.source": "/"}}, 422, "'model.source' is no section"),
+        ({"config": {"data": {}, "data.path": "/etc/passwd"}}, 422, "'data.path' is no section"),
+        ({"config": {"export.target": "x"}}, 422, "'export.target' is no section"),
+        ({"config": {"train": {"out.x": 1}}}, 422, "has a dot"),
+        ({"model": None, "artifact": "a", "config": {"data.eval_path": "/etc/passwd"}}, 422, "'data.eval_path'"),
+        ({"model": None, "artifact": "a", "config": {"train.memory_limit_bytes": 9}}, 422, "'train.memory_limit"),
+        ({"model": None, "artifact": "a", "config": {"data": {"eval_path": "/etc/passwd"}}}, 422, "'data.eval_path'"),
+        ({"config": {"data": {"task": "\ud800"}}}, 422, "surrogate"),
+        ({"config": {"data": {"\udfff": "x"}}}, 422, "surrogate"),
+        ({"config": {"method": {"name": ["a"]}}}, 422, "unknown method"),
+        ({"config": {"train": {"steps": 10**400}}}, 422, "64 bits"),
+        ({"config": {"method": {"learning_rate": float("inf")}}}, 422, "not finite"),
+        ({"config": {"data": {"task": [[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]}}}, 422, "nested too deeply"),
+        ({"name": "\ud800"}, 422, "name"),
         ({"config": {"train": {"setps": 3}}}, 422, "did you mean 'steps'"),
         ({"config": {"method": {"name": "magic"}}}, 422, "unknown method"),
         ({"config": {"method": "magic"}}, 422, ""),
@@ -161,6 +176,11 @@ def test_mistakes_in_a_job_are_told(served, change: dict[str, Any], status: int,
         served.client.create_job(**{"model": "tiny:llama", "dataset": served.dataset, "config": settings()} | change)
     assert caught.value.status == status and words in str(caught.value) and "Traceback" not in str(caught.value)
     assert len(served.client.jobs()) == before
+
+
+def test_an_error_about_half_a_surrogate_pair_is_valid_json() -> None:
+    answer = _json(422, {"received": "\ud800 and \u00e9"})
+    assert json.loads(answer.body) == {"received": "? and \u00e9"} and answer.media_type == "application/json"
 
 
 def test_a_running_job_cannot_be_deleted_nor_its_data(served) -> None:
