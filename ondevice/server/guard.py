@@ -83,7 +83,8 @@ class Guard:
         """Status, message, expected, received, hint and headers of a refusal; None for a request that may pass."""
         headers, path = Headers(scope=scope), scope["path"]
         host = headers.get("host", "")
-        if security.is_loopback(self.host) and not security.is_own_name(host, self.host):
+        local = security.is_loopback(self.host)
+        if security.host_name(host) is None or (local and not security.is_own_name(host, self.host)):
             return 421, "this server is not known by that name", "localhost", host[:200], "open http://127.0.0.1"
         if scope["method"] not in SAFE:
             if not security.same_origin(host, headers.get("origin"), headers.get("sec-fetch-site")):

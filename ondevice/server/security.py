@@ -108,12 +108,23 @@ def same_origin(host: str, origin: str | None, fetch_site: str | None) -> bool:
     """Whether a request that changes something comes from this server's own page, or from no page at all."""
     if fetch_site is not None and fetch_site not in ("same-origin", "none"):
         return False
-    return origin is None or urlsplit(origin).netloc == host
+    try:
+        return origin is None or urlsplit(origin).netloc == host
+    except ValueError:
+        return False
+
+
+def host_name(host: str) -> str | None:
+    """The name in a Host header, without the port; None for what is none, such as `[`."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return None
 
 
 def is_own_name(host: str, bound: str) -> bool:
     """Whether the Host header names this machine as seen from itself; another name is DNS rebinding."""
-    name = urlsplit(f"//{host}").hostname or ""
+    name = host_name(host) or ""
     return name in ("localhost", bound.strip("[]").lower()) or is_loopback(name)
 
 

@@ -72,9 +72,12 @@ def test_every_answer_carries_the_headers(served, path: str) -> None:
         assert headers["cache-control"] == "no-store"
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "10.0.0.1", "localhost.evil.example", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "10.0.0.1", "localhost.evil.example", "", "[", "[::1"]
+)
 def test_another_name_is_dns_rebinding(served, host: str) -> None:
-    assert send(served.daemon, "GET", "/v1/jobs", headers={"Host": host})[0] == 421
+    status, headers, _ = send(served.daemon, "GET", "/v1/jobs", headers={"Host": host})
+    assert status == 421 and headers["content-security-policy"] == CSP
 
 
 @pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1", "[::1]:8765", "LOCALHOST"])
@@ -90,6 +93,7 @@ JSON = {"Content-Type": "application/json"}
     [
         {"Origin": "http://evil.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
         {"Origin": "http://127.0.0.1:1"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
@@ -262,6 +266,7 @@ def test_beyond_this_machine_a_revoked_last_token_opens_nothing(tmp_path) -> Non
         assert daemon.client.jobs() == []
         security.revoke(store, str(security.check(store, token)))
         assert send(daemon, "GET", "/v1/jobs")[0] == 401
+        assert send(daemon, "GET", "/", headers={"Host": "["})[0] == 421
         assert json.loads(send(daemon, "GET", "/v1/health")[2])["token_needed"]
     store.close()
 
