@@ -100,7 +100,8 @@ class Store:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root).expanduser().absolute()
         self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        self._connections: dict[threading.Thread, sqlite3.Connection] = {}
+        self._connecting = threading.Lock()
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             for name in FOLDERS:
@@ -124,7 +125,7 @@ class Store:
 
     @property
     def connection(self) -> sqlite3.Connection:
-        """This thread's connection."""
+        """This thread's connection. Those of threads that have ended are closed when another thread needs one."""
         found = getattr(self._local, "connection", None)
         if found is None:
             found = sqlite3.connect(
@@ -134,7 +135,10 @@ class Store:
             found.execute("PRAGMA journal_mode=WAL")
             found.execute("PRAGMA foreign_keys=ON")
             self._local.connection = found
-            self._connections.append(found)
+            with self._connecting:
+                for thread in [thread for thread in self._connections if not thread.is_alive()]:
+                    self._connections.pop(thread).close()
+                self._connections[threading.current_thread()] = found
         return found
 
     @contextmanager
@@ -190,9 +194,10 @@ class Store:
 
     def close(self) -> None:
         """Close every thread's connection."""
-        for connection in self._connections:
-            connection.close()
-        self._connections.clear()
+        with self._connecting:
+            for connection in self._connections.values():
+                connection.close()
+            self._connections.clear()
         self._local = threading.local()
 
     def _migrate(self) -> None:

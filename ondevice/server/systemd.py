@@ -32,6 +32,7 @@ TimeoutStartSec=120
 TimeoutStopSec={stop_s}
 KillMode=mixed
 OOMPolicy=continue
+LimitNOFILE=65536
 
 # A user that exists while the service runs; /var/lib/ondevice is all that it owns.
 DynamicUser=yes

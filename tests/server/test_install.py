@@ -31,7 +31,8 @@ def test_the_unit_is_one_that_systemd_takes_and_is_hardened(tmp_path) -> None:
     text = path.read_text()
     command = f"ExecStart={sys.executable} -m ondevice serve --host 127.0.0.1 --port 8765"
     assert command in text.splitlines() and path.stat().st_mode & 0o777 == 0o644
-    for line in ("Type=notify", "WatchdogSec=60", "DynamicUser=yes", "ProtectSystem=strict", "NoNewPrivileges=yes"):
+    for line in ("Type=notify", "WatchdogSec=60", "DynamicUser=yes", "ProtectSystem=strict", "NoNewPrivileges=yes",
+                 "LimitNOFILE=65536"):  # fmt: skip
         assert line in text.splitlines()
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd is not installed")
@@ -125,6 +126,30 @@ def test_a_store_of_a_newer_version_is_left_alone(tmp_path) -> None:
 def test_names_of_a_store_are_no_paths(store: Store, name: str) -> None:
     with pytest.raises(MissingError):
         store.path("jobs", name)
+
+
+def test_connections_of_threads_that_ended_are_closed(store: Store) -> None:
+    def burst() -> int:
+        """Thirty threads at once, as for thirty requests; gives how many files are open after the next thread."""
+        together = threading.Barrier(30)
+
+        def ask() -> None:
+            store.rows("SELECT 1")
+            together.wait(30)
+            store.rows("SELECT 1")
+
+        for count in (30, 1):
+            together = threading.Barrier(count)
+            threads = [threading.Thread(target=ask) for _ in range(count)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        return len(os.listdir("/proc/self/fd"))
+
+    first = burst()
+    assert [burst() for _ in range(4)] == [first] * 4
+    assert store.rows("SELECT 1")  # this thread's is open still
 
 
 def test_where_the_store_is(monkeypatch, tmp_path) -> None:
