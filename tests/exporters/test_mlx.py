@@ -139,7 +139,26 @@ def test_the_manifest_says_what_goes_in_and_out_and_what_is_freed(artifact) -> N
                 held |= {place for _, place in call["outputs"]}
                 held -= set(call["free"])
             assert held == ({"x"} if name == "forward" else {"g"}), "something is never freed"
-    assert "functions-gpu" in (folder / "README.md").read_text()
+    text = (folder / "README.md").read_text()
+    assert "`functions/`: one `.mlxfn` a stage for the CPU" in text and "`functions-gpu/`: for Metal" in text
+
+
+def test_exported_as_on_a_gpu_it_has_functions_for_the_gpu_alone(model, tmp_path, monkeypatch) -> None:
+    """What is chosen by the device is as on a Mac; the operations are still the CPU's, so that they run here."""
+    gpu = mx.Device(mx.DeviceType.gpu)
+    monkeypatch.setattr(mx, "default_device", lambda: gpu)
+    out = tmp_path / "artifact"
+    report = artifacts.export(run_config(model["llama"], KINDS["llama"][2]), out)
+    assert report.check["ok"] and report.warnings == ()
+    assert not (out / "functions").exists()
+    assert report.program_bytes == sum(path.stat().st_size for path in (out / "functions-gpu").iterdir()) > 0
+    text = (out / "README.md").read_text()
+    assert "`functions-gpu/`: one `.mlxfn` a stage for Metal" in text and "`functions/`" not in text
+    assert read_manifest(out).caveats == ()
+    assert open_artifact(out).backend == "mlx-gpu"
+    monkeypatch.undo()
+    with pytest.raises(ArtifactError, match="no functions for this device"):
+        open_artifact(out)
 
 
 def test_verify_and_a_foreign_model(artifact, model) -> None:

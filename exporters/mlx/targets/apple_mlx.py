@@ -81,7 +81,7 @@ class Target:
         session = open_session(files, job.method, job.seed)
         began = time.monotonic()
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
-            manifest = self._write(job, files, session, folder)
+            manifest, made = self._write(job, files, session, folder)
             seconds = time.monotonic() - began
             write_manifest(manifest, folder)
             log.info("exported in %.0f s; checking the functions against Python", seconds)
@@ -96,31 +96,31 @@ class Target:
                 )
             manifest = manifest.model_copy(update={"check": check})
             write_manifest(manifest, folder)
-            size = sum(path.stat().st_size for path in (folder / "functions").iterdir())
+            size = sum(path.stat().st_size for path in (folder / made).iterdir())
         peak = _step_bytes(job, files.dims)
         return ExportReport(
             path=out, target=self.name, program_bytes=size, lowering_s=seconds, planned_bytes={"train_step": peak},
             custom_ops=(), check=check, warnings=manifest.caveats, partition={"train_step": ()},
         )  # fmt: skip
 
-    def _write(self, job: ExportJob, files: Any, session: MlxSession, folder: Path) -> Manifest:
-        """Everything but `manifest.json`."""
+    def _write(self, job: ExportJob, files: Any, session: MlxSession, folder: Path) -> tuple[Manifest, str]:
+        """Everything but `manifest.json`; gives the folder of the functions for this machine's device, too."""
         import mlx.core as mx
 
         from ondevice.exporters.mlx import functions, retarget
         from ondevice.exporters.mlx.program import program
         from ondevice.methods.mesp.mlx.load import Source, write_weights
         from ondevice.models import save_tokenizer
+        from ondevice.runtime.mlx import FUNCTIONS
 
         lengths, caveats = tuple(sorted(job.export.lengths_tokens)), ()
-        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        made = FUNCTIONS["gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"]
         recording = functions.record(session.model, job.method, job.export.batch_size, lengths)
-        made = folder / ("functions-gpu" if on_gpu else "functions")
-        listed = functions.export_functions(recording, made)
-        if not on_gpu:
-            (folder / "functions-gpu").mkdir()
-            for path in made.iterdir():
-                (folder / "functions-gpu" / path.name).write_bytes(retarget.retarget(path.read_bytes()))
+        listed = functions.export_functions(recording, folder / made)
+        if made == FUNCTIONS["cpu"]:
+            (folder / FUNCTIONS["gpu"]).mkdir()
+            for path in (folder / made).iterdir():
+                (folder / FUNCTIONS["gpu"] / path.name).write_bytes(retarget.retarget(path.read_bytes()))
             caveats = (retarget.CAVEAT,)
         (folder / "weights").mkdir()
         source = Source(files.folder, session.model.settings, files.family.linear_parents)
@@ -132,8 +132,8 @@ class Target:
                             version("mlx"))  # fmt: skip
         (folder / PROGRAM).write_text(json.dumps(described) + "\n", encoding="utf-8")
         manifest = self._manifest(job, files, session, functions.ports(recording), caveats)
-        (folder / "README.md").write_text(readme(manifest), encoding="utf-8")
-        return manifest
+        (folder / "README.md").write_text(readme(manifest, made), encoding="utf-8")
+        return manifest, made
 
     def _manifest(self, job: ExportJob, files: Any, session: MlxSession, ports: Any, caveats: Any) -> Manifest:
         template = getattr(files.tokenizer, "chat_template", None)
@@ -171,8 +171,12 @@ def _step_bytes(job: ExportJob, dims: Any) -> int:
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
 
 
-def readme(manifest: Manifest) -> str:
-    """The artifact's README."""
+def readme(manifest: Manifest, made: str) -> str:
+    """The artifact's README; `made` is the folder of the functions that MLX exported."""
+    places = {
+        "functions": "the CPU, shared by all layers, weights are inputs; `functions-gpu/`: for Metal.",
+        "functions-gpu": "Metal, shared by all layers, weights are inputs; for the CPU there is none.",
+    }[made]
     lengths = ", ".join(map(str, manifest.lengths_tokens))
     caveats = "".join(f"\n**{caveat}.**\n" for caveat in manifest.caveats)
     return f"""# {manifest.model.source}, trained by {manifest.method["name"]} in MLX
@@ -187,7 +191,7 @@ Runtime: {manifest.runtime}.
 
 - `program.json`: functions, and the order in which they are called for a block, forward and backward, with what may be
   freed after each call.
-- `functions/`: one `.mlxfn` a stage for the CPU, shared by all layers, weights are inputs; `functions-gpu/`: for Metal.
+- `{made}/`: one `.mlxfn` a stage for {places}
 - `weights/`: one file a block, so that weights can be read a block at a time; `table.safetensors` is the embedding.
 - `adapter/`: A and B as training starts, in PEFT's layout. `manifest.json`: what functions take and give, hashes.
 """
