@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.models import ModelDims
 
-BITS_4 = 4.5
-"""Bits of a 4-bit weight: NF4 has one float32 for 64 weights, MLX's affine form a float16 scale and bias."""
+GROUP_SIZE = 64
+"""4-bit weights that share a scale: NF4 has a float32 for them, MLX's affine form a scale and a bias in the model's
+precision."""
 WINDOW = 2
 """Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is being read."""
 MLP_CHUNK_TOKENS = 128
@@ -42,7 +43,7 @@ def memory(
     whole = config.gradients in ("autodiff", "checkpoint")
     accumulates = rows < batch_size or whole
     inputs = tokens * dims.hidden * activation_bytes
-    kept = INPUTS_ON_THE_WAY if config.activations == "host" else dims.layers
+    kept = INPUTS_ON_THE_WAY if host_memory(dims, config, batch_size, length_tokens) else dims.layers
     head = head_bytes(dims, config, tokens, activation_bytes)
     if config.gradients == "manual":
         block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
@@ -60,15 +61,34 @@ def memory(
     }
 
 
-def weights(dims: ModelDims, config: MespConfig, weight_bytes: int) -> int:
-    """Bytes of the frozen weights that are in memory; `weight_bytes` is that of one in full precision."""
+def host_memory(
+    dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
+    """Bytes of pinned host memory by part: the input of every block, where `config.activations` is `host`."""
+    if config.activations != "host" or config.gradients not in ("manual", "blockwise"):
+        return {}
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    return {"inputs on the host": dims.layers * rows * length_tokens * dims.hidden * activation_bytes}
+
+
+def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str = "torch") -> int:
+    """Bytes of the frozen weights that are in memory.
+
+    Args:
+        dims: the model.
+        config: the method.
+        weight_bytes: of one weight in full precision.
+        runtime: `torch` packs the blocks' matrices alone, `mlx` embedding and head too.
+    """
     matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
-    item = BITS_4 / 8 if config.bits else weight_bytes
+    item, in_mlx = float(weight_bytes), runtime == "mlx"
+    if config.bits:
+        item = config.bits / 8 + (2 * weight_bytes if in_mlx else 4) / GROUP_SIZE
     block = int(matrices * item) + (dims.block_parameters - matrices) * weight_bytes
-    table = dims.vocab * dims.hidden * weight_bytes
+    row = dims.hidden * (item if in_mlx else weight_bytes)
     if config.weights == "resident":
-        return dims.layers * block + table * (1 if dims.tied else 2) + dims.hidden * weight_bytes
-    tile = -(-dims.vocab // config.loss_tiles) * dims.hidden * weight_bytes
+        return int(dims.layers * block + dims.vocab * row * (1 if dims.tied else 2)) + dims.hidden * weight_bytes
+    tile = int(-(-dims.vocab // config.loss_tiles) * row)
     return WINDOW * max(block, tile) + dims.hidden * weight_bytes
 
 
