@@ -13,7 +13,7 @@ import torch
 
 mx = pytest.importorskip("mlx.core")
 
-from ondevice.errors import ArtifactError, CheckpointError, ConfigError, ModelError  # noqa: E402
+from ondevice.errors import ArtifactError, CheckpointError, ConfigError, ModelError, TrainingError  # noqa: E402
 from ondevice.methods.mesp.mlx.optimizer import Optimizer  # noqa: E402
 from ondevice.methods.mesp.mlx.weights import block_file  # noqa: E402
 from ondevice.methods.registry import method_config, open_session  # noqa: E402
@@ -166,18 +166,41 @@ def test_streamed_weights_are_converted_once_and_a_torn_file_is_named(folder, ow
     second = opened(folder, weights="streamed", bits=4)
     assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == times
     second.step(*batch(1), 0, 1e-3)
-    before = second.state()
     torn = made / block_file(1)
     whole = torn.read_bytes()
     torn.write_bytes(whole[: len(whole) // 2])  # the file that is open is cut off under the running session
     with pytest.raises(ModelError, match=r"block-00001.safetensors cannot be read any more") as raised:
         second.step(*batch(1), 1, 1e-3)
     assert "resume" in str(raised.value)
-    assert before.keys() == second.state().keys()
     with pytest.raises(ModelError, match="has changed"):
         opened(folder, weights="streamed", bits=4)
     torn.write_bytes(whole)
     assert opened(folder, weights="streamed", bits=4).step(*batch(1), 0, 1e-3) == first.step(*batch(1), 0, 1e-3)
+
+
+@pytest.mark.parametrize("values", [{}, {"micro_batch_size": 1}])
+def test_after_a_step_that_failed_half_way_there_is_no_state(folder, monkeypatch, values) -> None:
+    session, other = opened(folder, **values), opened(folder, **values)
+    for one in (session, other):
+        one.step(*batch(2), 0, 1e-2)
+    state, update, done = session.state(), session.optimizer.update, []
+
+    def fails(*arguments: Any) -> Any:
+        if len(done) == 5:
+            raise MemoryError
+        done.append(arguments)
+        return update(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session.optimizer, "update", fails)
+        with pytest.raises(MemoryError):
+            session.step(*batch(2, seed=1), 1, 1e-2)
+    for call in (session.state, lambda: session.step(*batch(2, seed=1), 1, 1e-2)):
+        with pytest.raises(TrainingError, match="half-way"):
+            call()
+    session.load_state(state)
+    assert session.step(*batch(2, seed=1), 1, 1e-2) == other.step(*batch(2, seed=1), 1, 1e-2)
+    assert same(session.state(), other.state())
 
 
 def test_a_full_disk_leaves_no_half_converted_model(folder, own_cache, monkeypatch) -> None:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.errors import CheckpointError, ConfigError
+from ondevice.errors import CheckpointError, ConfigError, TrainingError
 from ondevice.methods.mesp.mlx.baselines import gradients_of
 from ondevice.methods.mesp.mlx.load import Source, read_rope, read_weights, write_weights
 from ondevice.methods.mesp.mlx.model import Model
@@ -47,11 +47,14 @@ class MlxSession:
         self.optimizer = Optimizer(config, model.machine.functions)
         self.names = {(pair.layer, pair.target): (pair.a_name, pair.b_name) for pair in pairs}
         self.gradients = gradients_of(config)
+        self.torn = False
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
+        self._check_whole()
         rows = self.config.micro_batch_size or len(ids)
         labelled = int((labels[:, 1:] >= 0).sum())
+        self.torn = True
         self.optimizer.begin(learning_rate)
         collected: dict[tuple[int, str], list[Any]] | None = {} if rows < len(ids) else None
 
@@ -70,6 +73,7 @@ class MlxSession:
             loss += self.gradients(self.model, *part, labelled, take)
         for (layer, target), pair in (collected or {}).items():
             self._update(layer, target, *pair)
+        self.torn = False
         loss = loss / labelled if labelled else float("nan")
         return StepResult(loss, (loss,))
 
@@ -103,6 +107,7 @@ class MlxSession:
 
     def state(self) -> dict[str, np.ndarray]:
         """The pairs, the optimizer's moments and its step, under the names that the torch session has for them."""
+        self._check_whole()
         return self._tensors() | {name: np.array(array) for name, array in self.optimizer.state().items()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -118,6 +123,7 @@ class MlxSession:
                     )
         self.optimizer.load_state(state, [name for names in self.names.values() for name in names])
         self._load_tensors(state)
+        self.torn = False
 
     def adapter(self) -> Adapter:
         """The trained adapter in PEFT's layout."""
@@ -132,6 +138,13 @@ class MlxSession:
         """Let the weights and their files go."""
         self.model.weights.close()
         mx.clear_cache()
+
+    def _check_whole(self) -> None:
+        if self.torn:
+            raise TrainingError(
+                "the step before ended half-way, with some pairs updated and others not",
+                hint="resume from the run's last checkpoint",
+            )
 
 
 def open_session(files: ModelFiles, config: MespConfig, seed: int) -> MlxSession:
