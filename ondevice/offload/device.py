@@ -308,7 +308,7 @@ def _measured(index: int) -> tuple[dict[Lane, float], float]:
 
 @contextmanager
 def memory_errors(doing: str, hint: str) -> Iterator[None]:
-    """Turn the accelerator's running out of memory into an error that says what to change.
+    """Turn the accelerator's running out of memory, or the CPU's, into an error that says what to change.
 
     Raises:
         DoesNotFitError: instead of torch's own error.
@@ -318,6 +318,11 @@ def memory_errors(doing: str, hint: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         first = str(error).splitlines()[0].split(". GPU")[0]
         raise DoesNotFitError(f"{doing} does not fit the accelerator", received=first, hint=hint) from error
+    except RuntimeError as error:  # the CPU's allocator has no error of its own
+        if "can't allocate memory" not in str(error):
+            raise
+        first = str(error).splitlines()[0]
+        raise DoesNotFitError(f"{doing} does not fit the memory", received=first, hint=hint) from error
 
 
 def open_device(name: str) -> Device:

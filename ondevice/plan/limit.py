@@ -2,13 +2,15 @@
 
 On a CPU the kernel counts private writable memory (RLIMIT_DATA). What libraries had mapped without touching it, before
 the limit was set, is added to it. On a GPU, PyTorch's allocator has the cap; where CPU and GPU share their memory,
-both hold, and what this process takes on the CPU's side is taken from the GPU's. `ondevice serve` puts a job into a
-cgroup besides, where it may make one.
+both hold, and what this process takes on the CPU's side is taken from the GPU's. In MLX the limit holds in the plan
+alone: its allocator does not look whether memory was refused, and the process would end by a signal. `ondevice serve`
+puts a job into a cgroup besides, where it may make one.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from ondevice.plan.fits import parts_text, size_text
 if TYPE_CHECKING:
     from ondevice.plan.estimate import Plan
 
+log = logging.getLogger("ondevice.plan")
 _REFUSED = re.compile(
     r"can't allocate memory|cannot allocate memory|out of memory|bad_alloc|can't start new thread", re.IGNORECASE
 )
@@ -31,12 +34,17 @@ CONTEXT_BYTES = BASELINE_BYTES["torch", "cuda"]
 
 @contextmanager
 def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
-    """Within the block this process takes at most `limit_bytes`; None is no limit.
+    """Within the block this process takes at most `limit_bytes`; None is no limit. In MLX a warning says that nothing
+    holds the run.
 
     Raises:
         DoesNotFitError: an allocation was refused; says what was planned, part by part.
     """
     if limit_bytes is None:
+        yield
+        return
+    if plan.request.runtime == "mlx":
+        log.warning("--memory-limit was held against the plan; nothing holds MLX to it while it runs (a cgroup can)")
         yield
         return
     undo = _limit_data(limit_bytes) if plan.request.device.torch_device == "cpu" or shared() else None

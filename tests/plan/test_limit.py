@@ -125,6 +125,25 @@ def test_other_errors_pass_and_the_limit_is_taken_back() -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
+def test_in_mlx_the_plan_is_held_to_the_limit_and_the_run_is_not(tmp_path, capsys, caplog, monkeypatch) -> None:
+    pytest.importorskip("mlx.core")
+    from ondevice.models import save_tiny
+    from ondevice.plan import limit
+    from tests.cli.command import CommandLine
+
+    monkeypatch.setattr(limit, "_limit_data", lambda _: pytest.fail("MLX would end by a signal"))
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    model, ondevice = save_tiny(tmp_path / "model", "qwen2", 1), CommandLine(capsys)
+    words = ["train", "--method", "mesp", "--backend", "mlx", "--model", model, "--data", tmp_path / "rows.jsonl"]
+    words += ["--steps", 1, "--batch-size", 2, "--max-length", 32]
+    done = ondevice(*words, "--out", tmp_path / "one", "--memory-limit", "64MiB")
+    assert done.code == DoesNotFitError.exit_code and "does not fit the memory limit" in done.err
+    assert not caplog.messages and not (tmp_path / "one").exists()
+    done = ondevice(*words, "--out", tmp_path / "two", "--memory-limit", "900MiB")
+    assert done.code == 0, done.err
+    assert any("nothing holds MLX" in message for message in caplog.messages)
+
+
 class Cgroup:
     """A group of this test's own, version 2 or 1, with a limit that the kernel keeps by killing."""
 
