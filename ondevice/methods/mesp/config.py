@@ -82,7 +82,7 @@ class MespConfig(Section):
     """Where each block's input waits for the backward pass; `host` is pinned host memory (CUDA)."""
 
     kernels: Literal["auto", "torch", "liger"] = "auto"
-    """Norm and SwiGLU: PyTorch's, or liger-kernel's on a GPU; `auto` is PyTorch's."""
+    """Norm and SwiGLU: PyTorch's, or liger-kernel's on a GPU; `auto` takes liger-kernel's where it is installed."""
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

@@ -204,6 +204,51 @@ def test_memory_that_runs_out_loses_nothing(monkeypatch) -> None:
     assert train(opened, 2, first=1) == train(other, 2, first=1)
 
 
+def test_a_cpu_that_has_no_memory_left_loses_nothing(folder, monkeypatch) -> None:
+    """What torch's own allocator says, in the middle of a step whose weights are streamed."""
+    from ondevice.errors import DoesNotFitError
+    from ondevice.methods.mesp.torch.updates import Updates
+
+    opened, other = (session(open_model(str(folder)), weights="streamed") for _ in range(2))
+    assert train(opened, 1) == train(other, 1)
+    state, flush = opened.state(), Updates.flush
+
+    def fails(self: Any) -> None:
+        flush(self)
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Updates, "flush", fails)
+        with pytest.raises(DoesNotFitError, match="a step of 3 rows of 20 tokens does not fit the memory") as error:
+            train(opened, 2, first=1)
+    assert "can't allocate memory" in str(error.value) and "mlp_chunk_tokens" in str(error.value)
+    with pytest.raises(TrainingError, match="resume"):
+        opened.state()
+    opened.load_state(state)
+    assert train(opened, 3, first=1) == train(other, 3, first=1)
+    ours, theirs = opened.state(), other.state()
+    assert all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    for one in (opened, other):
+        one.close()
+
+
+@pytest.mark.parametrize(("asked", "device", "package", "taken"), [
+    ("auto", "cuda", True, "liger"), ("auto", "cuda", False, "torch"), ("auto", "cpu", True, "torch"),
+    ("torch", "cuda", True, "torch"), ("liger", "cuda", True, "liger"),
+    ("liger", "cuda", False, None), ("liger", "cpu", True, None),
+])  # fmt: skip
+def test_liger_is_taken_on_a_gpu_where_it_is_installed(asked, device, package, taken, monkeypatch) -> None:
+    from ondevice.errors import MissingPackageError
+    from ondevice.methods.mesp.torch import kernels
+
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: object() if package else None)
+    if taken is None:
+        with pytest.raises(MissingPackageError, match="liger-kernel"):
+            kernels.choose(asked, device)
+    else:
+        assert kernels.choose(asked, device).name == taken
+
+
 def test_settings_that_exclude_each_other_are_refused() -> None:
     for values, words in (
         ({"store_h": True, "gradients": "autodiff"}, "store_h"),

@@ -1,4 +1,5 @@
-"""Norm, rotary embedding and SwiGLU, forward and backward: written out in torch, or liger-kernel's on CUDA."""
+"""Norm, rotary embedding and SwiGLU, forward and backward: written out in torch. On CUDA norm and SwiGLU are
+liger-kernel's where it is installed: as fast or faster in every row of `benchmarks/results/mesp_cuda`."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ class TorchKernels:
 
 
 class LigerKernels:
-    """liger-kernel's Triton kernels: one pass over memory where torch's operations make several."""
+    """liger-kernel's Triton kernels: one pass over memory where torch's operations make several; the rotation is
+    torch's."""
 
     name = "liger"
 
@@ -109,7 +111,7 @@ class LigerKernels:
 
 
 def choose(kernels: str, device: str) -> Kernels:
-    """The kernels that `method.kernels` asks for; `auto` is torch's until liger's are measured to be faster.
+    """The kernels that `method.kernels` asks for; `auto` is liger's on a GPU where the package is, otherwise torch's.
 
     Raises:
         MissingPackageError: liger is asked for, and not installed or there is no GPU.
@@ -122,4 +124,4 @@ def choose(kernels: str, device: str) -> Kernels:
             received="no package" if device.startswith("cuda") else "no GPU",
             hint='pip install "ondevice-train[cuda]", or method.kernels: torch',
         )
-    return LigerKernels() if kernels == "liger" else TorchKernels()
+    return LigerKernels() if possible and kernels != "torch" else TorchKernels()
