@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,15 +10,18 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, overrides, print_json, table
-from ondevice.errors import ConfigError, TrainingError
+from ondevice.errors import ConfigError, OndeviceError, TrainingError
 
 if TYPE_CHECKING:
     from ondevice.server.client import Client
 
 app = typer.Typer(help="The queue of a daemon; a token is read from ONDEVICE_TOKEN.", no_args_is_help=True)
+adapters = typer.Typer(help="Adapters of the daemon.", no_args_is_help=True)
+app.add_typer(adapters, name="adapters")
 Url = Annotated[str | None, typer.Option("--url", help="Of the daemon; ONDEVICE_URL, or http://127.0.0.1:8765.")]
 Ca = Annotated[Path | None, typer.Option("--ca", help="Certificate (PEM) to trust, for one of your own.")]
 Job = Annotated[str, typer.Argument(help="The job's id.")]
+Adapter = Annotated[str, typer.Argument(help="The adapter's id.")]
 
 
 def _client(url: str | None, ca: Path | None) -> Client:
@@ -75,12 +79,12 @@ def create(
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds of running, in all.")] = None,
     retries: Annotated[int | None, typer.Option("--retries", help="Crashes in a row before it fails.")] = None,
     force: common.Force = False,
-    dry_run: common.DryRun = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; queue nothing, keep no upload.")] = False,
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
 ) -> None:
-    """Queue a job; a data file is uploaded first."""
+    """Queue a job; a data file is uploaded first, and deleted again if the job is refused."""
     from ondevice.api.runfile import read_yaml
 
     client = _client(url, ca)
@@ -102,26 +106,81 @@ def create(
     sections.pop("export", None)
     if (rows := data or given["path"]) is None:
         raise ConfigError("no data is given", expected="--data FILE, or a data set's id")
-    evaluated = eval_data or given["eval_path"]
+    evaluated, sent = eval_data or given["eval_path"], []
+    limits = {"memory_bytes": _bytes(memory_limit), "time_s": time_limit, "retries": retries}
     job: dict[str, Any] = {
         "name": name,
         "model": None if artifact else model or source,
         "artifact": artifact,
-        "dataset": _dataset(client, rows, sections),
-        "eval_dataset": _dataset(client, evaluated, sections) if evaluated else None,
         "adapter": adapter,
         "config": {section: values for section, values in sections.items() if values},
         "priority": priority,
         "window": _window(window),
-        "limits": _limits(memory_limit, time_limit, retries),
+        "limits": {key: value for key, value in limits.items() if value is not None},
         "force": force,
     }
-    if dry_run:
-        planned = client.plan(**job)
-        print_json(planned) if json else _show_plan(planned["plan"])
-        return
-    made = client.create_job(**job)
+    made = None
+    try:
+        job["dataset"] = _dataset(client, rows, sections, sent)
+        job["eval_dataset"] = _dataset(client, evaluated, sections, sent) if evaluated else None
+        if dry_run:
+            planned = client.plan(**job)
+            print_json(planned) if json else _show_plan(planned["plan"])
+            return
+        made = client.create_job(**job)
+    finally:
+        for dataset in sent if made is None else ():
+            with suppress(OndeviceError):
+                client.delete_dataset(dataset)
     print_json(made) if json else out.print(made["id"], markup=False)
+
+
+@app.command()
+def upload(
+    kind: Annotated[str, typer.Argument(help="model, artifact, adapter or dataset.")],
+    path: Annotated[Path, typer.Argument(help="A folder, a zip of one, or a file with rows.")],
+    name: Annotated[str | None, typer.Option("--name", help="Its name there; the file's by default.")] = None,
+    url: Url = None,
+    ca: Ca = None,
+    json: common.Json = False,
+) -> None:
+    """Send a model, an exported program, an adapter or rows; prints the id that a job names."""
+    placed = _client(url, ca).upload(kind, path, name)
+    print_json(placed) if json else out.print(placed["id"], markup=False)
+
+
+@app.command()
+def change(
+    job: Job,
+    priority: Annotated[int | None, typer.Option("--priority", help="Higher runs first.")] = None,
+    window: Annotated[str | None, typer.Option("--window", help="22:00-06:00; none for always.")] = None,
+    memory_limit: Annotated[str | None, typer.Option("--memory-limit", help="6GiB; none for no limit.")] = None,
+    time_limit: Annotated[str | None, typer.Option("--time-limit", help="Seconds in all; none for no limit.")] = None,
+    retries: Annotated[int | None, typer.Option("--retries", help="Crashes in a row before it fails.")] = None,
+    url: Url = None,
+    ca: Ca = None,
+    json: common.Json = False,
+) -> None:
+    """Another priority, window or limits of a job that is not done; what is not given stays."""
+    client, values = _client(url, ca), {}
+    if priority is not None:
+        values["priority"] = priority
+    if window is not None:
+        values["window"] = _window(window)
+    given = {"memory_bytes": _bytes(memory_limit), "time_s": _seconds(time_limit), "retries": retries}
+    named = {"memory_bytes": memory_limit, "time_s": time_limit, "retries": retries}
+    if limits := {key: given[key] for key, text in named.items() if text is not None}:
+        values["limits"] = client.job(job)["limits"] | limits
+    if not values:
+        raise ConfigError("nothing is to be changed", expected="--priority, --window, --memory-limit, ...")
+    _show(client.change_job(job, **values), json)
+
+
+@app.command()
+def delete(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """Forget an ended job, with its log, events and checkpoints; its adapters stay."""
+    _client(url, ca).delete_job(job)
+    print_json({"deleted": job}) if json else out.print(f"{job} is deleted", markup=False)
 
 
 @app.command()
@@ -189,6 +248,50 @@ def log(job: Job, url: Url = None, ca: Ca = None) -> None:
     typer.echo(_client(url, ca).log(job), nl=False)
 
 
+@adapters.command("list")
+def list_adapters(url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """All adapters, the newest first."""
+    found = _client(url, ca).adapters()
+    if json:
+        print_json({"adapters": found})
+        return
+    for one in found:
+        active = "  active" if one["active"] else ""
+        out.print(f"{one['id']}  rank {one['rank']}  {one['base_model']}  {one['name']}{active}", markup=False)
+
+
+@adapters.command()
+def download(
+    adapter: Adapter, folder: common.Out = None, url: Url = None, ca: Ca = None, json: common.Json = False
+) -> None:
+    """Write an adapter's two files, as PEFT loads them; into a folder of its name without --out."""
+    written = _client(url, ca).download_adapter(adapter, folder or Path(adapter))
+    print_json({"adapter": adapter, "folder": str(written)}) if json else out.print(str(written), markup=False)
+
+
+@adapters.command()
+def activate(adapter: Adapter, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """Use an adapter: the store's link `active` points to it."""
+    _show_active(_client(url, ca).activate(adapter), json)
+
+
+@adapters.command("rollback")
+def roll_back(url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """Use what was in use before: another adapter, or the base model."""
+    _show_active(_client(url, ca).roll_back(), json)
+
+
+@adapters.command("delete")
+def delete_adapter(adapter: Adapter, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
+    """Delete an adapter that is not active and that no waiting or running job starts from."""
+    _client(url, ca).delete_adapter(adapter)
+    print_json({"deleted": adapter}) if json else out.print(f"{adapter} is deleted", markup=False)
+
+
+def _show_active(found: dict[str, Any], json: bool) -> None:
+    print_json(found) if json else out.print(f"in use: {found['active'] or 'the base model'}", markup=False)
+
+
 def _show(job: dict[str, Any], json: bool) -> None:
     if json:
         print_json(job)
@@ -218,10 +321,12 @@ def _show_plan(plan: dict[str, Any]) -> None:
     out.print(f"{mebibytes(plan['total_bytes'])} of {mebibytes(plan['usable_bytes'])} usable: {verdict}", markup=False)
 
 
-def _dataset(client: Client, rows: str | Path, sections: dict[str, Any]) -> str:
+def _dataset(client: Client, rows: str | Path, sections: dict[str, Any], sent: list[str]) -> str:
+    """The id of `rows`; of a file, once it is uploaded, which is noted in `sent`."""
     if not Path(rows).is_file():
         return str(rows)
-    return client.upload("dataset", rows, task=sections.get("data", {}).get("task"))["id"]
+    sent.append(client.upload("dataset", rows, task=sections.get("data", {}).get("task"))["id"])
+    return sent[-1]
 
 
 def _sections(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +339,7 @@ def _sections(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _window(text: str | None) -> dict[str, str] | None:
-    if text is None:
+    if text is None or text == "none":
         return None
     start, dash, end = text.partition("-")
     if not dash:
@@ -242,15 +347,17 @@ def _window(text: str | None) -> dict[str, str] | None:
     return {"start": start.strip(), "end": end.strip()}
 
 
-def _limits(memory: str | None, time_s: float | None, retries: int | None) -> dict[str, Any]:
-    given = {"memory_bytes": _bytes(memory), "time_s": time_s, "retries": retries}
-    return {key: value for key, value in given.items() if value is not None}
+def _seconds(text: str | None) -> float | None:
+    try:
+        return None if text is None or text == "none" else float(text)
+    except ValueError:
+        raise ConfigError("the time limit cannot be read", expected="seconds, or none", received=text) from None
 
 
 def _bytes(text: str | None) -> int | None:
     from ondevice.config import parse_bytes
 
     try:
-        return None if text is None else parse_bytes(text)
+        return None if text is None or text == "none" else parse_bytes(text)
     except ValueError as error:
         raise ConfigError("the memory limit cannot be read", expected="6GiB", received=str(error)) from None

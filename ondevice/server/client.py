@@ -87,6 +87,10 @@ class Client:
         """Data sets in the store."""
         return self.ask("GET", "/v1/datasets")
 
+    def delete_dataset(self, dataset: str) -> None:
+        """Delete rows that no waiting or running job names."""
+        self.ask("DELETE", f"/v1/datasets/{quote(dataset)}")
+
     def preview(self, dataset: str, model: str, **options: Any) -> dict[str, Any]:
         """Rows as the model sees them."""
         return self.ask("GET", f"/v1/datasets/{quote(dataset)}/preview", query={"model": model, **options})
@@ -209,6 +213,10 @@ class Client:
             for name in archive.namelist():
                 (folder / Path(name).name).write_bytes(archive.read(name))
         return folder
+
+    def delete_adapter(self, adapter: str) -> None:
+        """Delete an adapter that is not in use."""
+        self.ask("DELETE", f"/v1/adapters/{quote(adapter)}")
 
     def activate(self, adapter: str) -> dict[str, Any]:
         """Use an adapter."""
