@@ -24,7 +24,9 @@ _log = logging.getLogger(__name__)
 LOCK = "serve.lock"
 HOUSEKEEPING_S = 30.0
 HUNG_S = 60.0
-"""Longest turn of the supervisor; hashing a large artifact before its job starts is the slowest."""
+"""Longest turn of the supervisor; one that starts or ends a job says itself that it takes longer."""
+LOST, LOST_KEPT_S = "lost", 30 * 24 * 3600.0
+"""Where folders go that the database does not know, and how long they are kept there."""
 
 
 class Daemon:
@@ -83,14 +85,30 @@ class Daemon:
                 _log.exception("housekeeping failed, and is tried again")
 
 
-def sweep(store: Store) -> None:
-    """Remove folders that a killed daemon had put in place without writing them down."""
-    uploads.expire(store, time.time())
+def sweep(store: Store, now_s: float | None = None) -> None:
+    """Put aside folders that the database does not know, and remove those that were put aside long ago.
+
+    A killed daemon leaves one it had put in place without writing it down. Where the database was lost, or is older
+    than the folders, they are all that there is: so they are moved to `lost`, not removed.
+    """
+    now = time.time() if now_s is None else now_s
+    uploads.expire(store, now)
     for kind in ("datasets", "adapters", "jobs"):
-        known = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}
-        for folder in (store.root / kind).iterdir():
-            if folder.name not in known:
+        known, lost = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}, store.root / LOST / kind
+        for folder in [*lost.iterdir()] if lost.is_dir() else []:
+            if folder.stat().st_mtime < now - LOST_KEPT_S:
                 shutil.rmtree(folder, ignore_errors=True)
+        for folder in [*(store.root / kind).iterdir()]:
+            if folder.name.startswith("."):  # never whole
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.name not in known and not (lost / folder.name).exists():
+                try:
+                    lost.mkdir(parents=True, exist_ok=True, mode=0o700)
+                    os.utime(folder, (now, now))
+                    os.rename(folder, lost / folder.name)
+                    _log.warning("%s/%s is not in the database: moved to %s", kind, folder.name, lost)
+                except OSError as error:
+                    _log.warning("%s/%s is not in the database, and stays: %s", kind, folder.name, error)
 
 
 def _locked(path: Path) -> int:

@@ -11,6 +11,7 @@
         active           a link to the adapter that is in use
         uploads/ID/      what has arrived of an upload
         logs/            the daemon's own log, rotated
+        lost/            what the database does not know, such as after its loss; kept for thirty days
 
 Paths in the database are relative, so a store can be copied while nothing writes, and served elsewhere.
 """

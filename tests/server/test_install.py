@@ -17,7 +17,7 @@ import pytest
 
 from ondevice.errors import BusyError, ConfigError, DoesNotFitError, StorageError
 from ondevice.server import logs, metrics, notify, systemd
-from ondevice.server.daemon import Daemon
+from ondevice.server.daemon import Daemon, sweep
 from ondevice.server.helper import Helper
 from ondevice.server.limits import Cgroup, own_bytes
 from ondevice.server.serve import default_store
@@ -101,13 +101,38 @@ def test_what_a_killed_daemon_left_is_swept_up(tmp_path) -> None:
     store = Store(tmp_path / "store")
     for kind in ("datasets", "adapters", "jobs"):
         (store.path(kind, "orphan") / "x").mkdir(parents=True)
+    torn = store.path("adapters", "x").with_name(".x.partial-1")
+    torn.mkdir()
     old = store.path("uploads", "up-old")
     old.mkdir()
     os.utime(old, (0, 0))
     store.close()
     with DaemonProcess(tmp_path / "store"):
         pass
-    assert not list((tmp_path / "store").glob("*/orphan")) and not old.exists()
+    assert not list((tmp_path / "store").glob("*/orphan")) and not old.exists() and not torn.exists()
+
+
+def test_without_its_database_a_store_loses_nothing(tmp_path) -> None:
+    store = Store(tmp_path / "store")
+    store.connection.execute("INSERT INTO datasets VALUES ('data-1', '', 'rows.jsonl', 1, '', '', 12, '[]', 0)")
+    for kind, name in (("datasets", "data-1"), ("adapters", "job-1"), ("jobs", "job-1")):
+        store.path(kind, name).mkdir()
+        (store.path(kind, name) / "content").write_text(name)
+    sweep(store)
+    assert (store.path("datasets", "data-1") / "content").is_file()
+    store.close()
+    for path in store.root.glob("ondevice.db*"):
+        path.unlink()
+    store = Store(tmp_path / "store")
+    sweep(store)
+    lost = store.root / "lost"
+    for kind, name in (("datasets", "data-1"), ("adapters", "job-1"), ("jobs", "job-1")):
+        assert (lost / kind / name / "content").read_text() == name and not store.path(kind, name).exists()
+    sweep(store, time.time() + 29 * 24 * 3600)
+    assert len(list(lost.glob("*/*"))) == 3
+    sweep(store, time.time() + 31 * 24 * 3600)
+    assert not list(lost.glob("*/*"))
+    store.close()
 
 
 def test_a_store_of_a_newer_version_is_left_alone(tmp_path) -> None:
