@@ -91,9 +91,7 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
         target = store.path(f"{request.kind}s", request.name)
         if target.exists():
             raise BusyError(f"there is a {request.kind} {request.name} already", hint="choose another name")
-    free = shutil.disk_usage(store.root).free
-    if request.bytes + SPARE_BYTES > free:
-        raise StorageError("the disk has not enough room", expected=f"{request.bytes} bytes", received=f"{free} free")
+    _ensure_room(store, request.bytes)
     name = new_id("up")
     folder = store.path("uploads", name)
     folder.mkdir(mode=0o700)
@@ -125,6 +123,7 @@ def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any
     Raises:
         BusyError: `offset` is not where the upload stands; it says where.
         ConfigError: the part reaches beyond the upload's size.
+        StorageError: the disk has not that much room left.
     """
     found = get(store, name)
     if offset != found["received_bytes"]:
@@ -137,6 +136,7 @@ def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any
             "the part is longer than the upload", expected=f"{found['bytes'] - offset} bytes at most",
             received=len(content),
         )  # fmt: skip
+    _ensure_room(store, len(content))
     path = store.path("uploads", name) / "content"
     with storage_errors(path), open(path, "r+b") as file:
         file.seek(offset)
@@ -193,6 +193,21 @@ def expire(store: Store, now_s: float) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def _ensure_room(store: Store, size: int) -> None:
+    free = shutil.disk_usage(store.root).free
+    if size + SPARE_BYTES > free:
+        raise StorageError("the disk has not enough room", expected=f"{size} bytes", received=f"{free} free")
+
+
+def _fsync_names(folder: Path) -> None:
+    """Flush the names in a folder: a rename into it is on the disk then."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _dataset(store: Store, request: UploadRequest, content: Path, helper: Helper) -> dict[str, Any]:
     suffix = Path(request.name).suffix.lower()
     rows = content.with_name(f"rows{suffix}")
@@ -212,6 +227,7 @@ def _dataset(store: Store, request: UploadRequest, content: Path, helper: Helper
     target.mkdir(mode=0o700)
     os.rename(rows, target / rows.name)
     fsync_tree(target)
+    _fsync_names(target.parent)
     with store.transaction() as db:
         db.execute(
             "INSERT INTO datasets VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -271,6 +287,7 @@ def _in_place(store: Store, kind: str, name: str, folder: Path) -> dict[str, Any
         os.rename(folder, target)
     except OSError:
         raise BusyError(f"there is a {kind} {name} already", hint="choose another name") from None
+    _fsync_names(target.parent)
     return {"kind": kind, "id": name}
 
 
