@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -22,6 +23,8 @@ CHUNK = 500
 READERS_PER_S = 400
 """Readers that are served a second: with more than some forty, frames come in larger pieces less often."""
 SHORTEST_S = 0.1
+RETRY_S = 1.0
+_log = logging.getLogger(__name__)
 
 
 def frame(number: int, kind: str, data: str) -> bytes:
@@ -126,18 +129,29 @@ class Hub:
         while True:
             await channel.dirty.wait()
             channel.dirty.clear()
-            rows = await to_thread.run_sync(self.store.events, job, channel.last, CHUNK)
-            for row in rows:
-                channel.frames.append(frame(*row))
-                channel.last = row[0]
+            try:
+                await self._take(job, channel)
+            except Exception:  # such as a disk that fails: the readers wait
+                _log.exception("the events of job %s cannot be read, and are tried again", job)
+                channel.dirty.set()
+                await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(max(SHORTEST_S, channel.readers / READERS_PER_S))
+
+    async def _take(self, job: str, channel: Channel) -> None:
+        """What is new in the store, for the readers that wait."""
+        rows = await to_thread.run_sync(self.store.events, job, channel.last, CHUNK)
+        for row in rows:
+            channel.frames.append(frame(*row))
+            channel.last = row[0]
+        try:
             if len(rows) == CHUNK:
                 channel.dirty.set()
             else:
                 channel.ended = await to_thread.run_sync(self._has_ended, job, channel.last)
+        finally:
             if rows or channel.ended:
                 fresh, channel.fresh = channel.fresh, asyncio.Event()
                 fresh.set()
-            await asyncio.sleep(max(SHORTEST_S, channel.readers / READERS_PER_S))
 
     def _has_ended(self, job: str, last: int) -> bool:
         """Whether event `last` is the newest and says that the job has ended; a deleted job has ended too."""

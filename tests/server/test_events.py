@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from ondevice.server import hub
 from ondevice.server.follow import follow
 from ondevice.server.hub import KEPT_FRAMES, Hub
 from ondevice.server.queue import Queue
@@ -140,6 +142,36 @@ def test_readers_of_the_hub_at_any_pace(store: Store, count: int) -> None:
     found = asyncio.run(asyncio.wait_for(run(), 60))
     for after, ids in zip((0, 0, 0, 7, 7), found):
         assert ids == list(range(after + 1, count + 3))
+
+
+def test_readers_outlive_a_disk_that_fails_for_a_while(store: Store, monkeypatch) -> None:
+    monkeypatch.setattr(hub, "RETRY_S", 0.01)
+    queue = Queue(store)
+    job = queue.create({"name": "", "dataset": "d"}).id
+    queue.ask(job, "cancel")
+
+    async def run() -> list[int]:
+        served, found = hub.Hub(store), []
+        served.open()
+        stumbles = [sqlite3.OperationalError("disk I/O error")] * 2
+
+        async def read() -> None:
+            async for part in served.read(job, 0):
+                found.extend(number for number, _, _ in read_frames(part))
+
+        ended = served._has_ended
+
+        def stumbling(*given: Any) -> Any:
+            if stumbles:
+                raise stumbles.pop()
+            return ended(*given)
+
+        monkeypatch.setattr(served, "_has_ended", stumbling)
+        await asyncio.wait_for(read(), 20)
+        assert not stumbles
+        return found
+
+    assert asyncio.run(run()) == [1, 2]
 
 
 def line(event: dict[str, Any]) -> bytes:
