@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.server.queue import states_of
+from ondevice.server.store import MissingError
 
 if TYPE_CHECKING:
     from ondevice.server.daemon import Daemon
@@ -123,12 +124,15 @@ class Metrics:
         """GET /v1/metrics."""
         daemon = self.daemon
         running = daemon.supervisor.running
-        job = daemon.queue.get(running.job) if running is not None else None
+        try:
+            job = daemon.queue.get(running.job) if running is not None else None
+        except MissingError:  # it ended and was deleted meanwhile
+            job = None
         return {
             "uptime_s": time.time() - self.began_s,
             "jobs": states_of(daemon.queue.list()),
             "event_streams": daemon.hub.readers,
-            "requests": sum(self.requests.values()),
+            "requests": sum(list(self.requests.values())),
             "running": None
             if job is None or running is None
             else {
@@ -154,7 +158,7 @@ class Metrics:
             jobs.add_metric([state], count)
         yield jobs
         requests = CounterMetricFamily("ondevice_requests", "Answered requests.", labels=["method", "path", "status"])
-        for (method, path, status), count in self.requests.items():
+        for (method, path, status), count in list(self.requests.items()):  # others count meanwhile
             requests.add_metric([method, path, str(status)], count)
         yield requests
         running = figures["running"] or {}
@@ -173,6 +177,7 @@ class Metrics:
             for sensor, value in machine[name].items():
                 family.add_metric([sensor], value)
             yield family
+        yield from _gpu_families(machine["gpus"])
 
     def prometheus(self) -> bytes:
         """GET /metrics."""
@@ -181,6 +186,24 @@ class Metrics:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)  # type: ignore[arg-type]
         return generate_latest(registry)
+
+
+def _gpu_families(gpus: list[dict[str, Any]]) -> Iterator[Any]:
+    """A family for each figure that some GPU says."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    for key, name, about in (
+        ("memory_used_bytes", "memory_used_bytes", "Memory of a GPU that is in use."),
+        ("memory_total_bytes", "memory_total_bytes", "Memory of a GPU."),
+        ("temperature_c", "celsius", "Temperature of a GPU."),
+        ("power_w", "watts", "Power of a GPU."),
+    ):
+        family = GaugeMetricFamily(f"ondevice_gpu_{name}", about, labels=["gpu", "name"])
+        for index, gpu in enumerate(gpus):
+            if gpu.get(key) is not None:
+                family.add_metric([str(index), gpu["name"]], gpu[key])
+        if family.samples:
+            yield family
 
 
 def _finite(value: Any) -> float | None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -317,6 +318,39 @@ def test_prometheus_reads_the_metrics(served) -> None:
     assert any(sample.labels.get("path") == "/v1/jobs/{job}" for sample in samples if "requests" in sample.name)
     figures = served.client.metrics()
     assert figures["jobs"]["done"] == states["done"] and figures["uptime_s"] > 0
+
+
+def test_prometheus_has_the_gpus(tmp_path, monkeypatch) -> None:
+    gpus = [
+        {"name": "Orin", "memory_used_bytes": 5, "memory_total_bytes": 9, "temperature_c": 51.5, "power_w": None},
+        {"name": "H100", "memory_used_bytes": 7, "memory_total_bytes": 8, "temperature_c": None, "power_w": None},
+    ]
+    monkeypatch.setattr(metrics, "_gpus", lambda: gpus)
+    daemon = Daemon(tmp_path / "store")
+    daemon.metrics.request("GET", "/v1/jobs", 200)
+    text = daemon.metrics.prometheus().decode()
+    daemon.stop()
+    assert 'ondevice_gpu_memory_used_bytes{gpu="0",name="Orin"} 5.0' in text
+    assert 'ondevice_gpu_memory_total_bytes{gpu="1",name="H100"} 8.0' in text
+    assert 'ondevice_gpu_celsius{gpu="0",name="Orin"} 51.5' in text and "ondevice_gpu_watts" not in text
+
+
+def test_requests_are_counted_while_they_are_read(tmp_path, monkeypatch) -> None:
+    from prometheus_client import core
+
+    daemon = Daemon(tmp_path / "store")
+    add = core.CounterMetricFamily.add_metric
+
+    def others_count(family: Any, labels: Any, value: float) -> None:
+        daemon.metrics.request("GET", "/v1/" + "x" * len(daemon.metrics.requests), 200)
+        add(family, labels, value)
+
+    monkeypatch.setattr(core.CounterMetricFamily, "add_metric", others_count)
+    for status in (200, 404):
+        daemon.metrics.request("GET", "/v1/jobs", status)
+    text = daemon.metrics.prometheus().decode()
+    daemon.stop()
+    assert text.count('path="/v1/jobs"') == 2 and len(daemon.metrics.requests) == 4
 
 
 def test_a_helper_that_dies_or_hangs_is_replaced(tmp_path) -> None:
