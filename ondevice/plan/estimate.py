@@ -41,6 +41,8 @@ the context and the libraries' workspaces on the GPU. The app's is an assumption
 HOME = {
     "slideformer": "the model is in host memory; the accelerator holds a window of its layers",
     "lsp": "AdamW's moments are in host memory; the weights are where method.weights says",
+    "mesp": "block inputs wait in pinned host memory",
+    "revffn": "the bits beside the streams wait in pinned host memory",
 }
 
 
@@ -214,19 +216,22 @@ def plan_request(name: str, request: Request) -> Plan:
             largest = max(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
             working = {**working, "dense matrix": largest * DTYPE_BYTES[request.dtype]}
         elif hasattr(module, "weights"):  # the method streams or quantises them itself
-            place = Placement(module.weights(dims, method, DTYPE_BYTES[request.dtype]), 0, 0, 0)
+            place = Placement(module.weights(dims, method, DTYPE_BYTES[request.dtype], request.runtime), 0, 0, 0)
         baseline = BASELINE_BYTES["mlx", "cpu"]
         if request.runtime == "torch":
             baseline = BASELINE_BYTES["torch", device.torch_device]
-        if method.name in OFFLOADING:
-            place = Placement(0, 0, 0, 0)
-            host = module.host_memory(dims, method, request.batch_size, request.length_tokens)
+        if hasattr(module, "host_memory"):
+            item = DTYPE_BYTES[request.dtype]
+            host = module.host_memory(dims, method, request.batch_size, request.length_tokens, item)
             if device.torch_device == "cpu":
                 working, host = working | host, {}
-            else:
-                host["runtime"] = BASELINE_BYTES["torch", "cpu"]
-                host_usable = find_device("this-cpu").usable_bytes if device.name.startswith("this") else None
+            elif host:
                 notes.append(HOME[method.name])
+                host_usable = find_device("this-cpu").usable_bytes if device.name.startswith("this") else None
+        if method.name in OFFLOADING:
+            place = Placement(0, 0, 0, 0)
+            if host:
+                host["runtime"] = BASELINE_BYTES["torch", "cpu"]
     if method.name == "lsp" and (more := kept_bytes(dims, method)):
         notes.append(f"each time that all projectors are replaced, {more / MIB:,.0f} MiB more stay on the accelerator")
     parts = {
@@ -235,7 +240,7 @@ def plan_request(name: str, request: Request) -> Plan:
         **working,
         "head tiles": place.arena,
         "allocator": _retained(request, working),
-        "tokenizer": 0 if host else dims.vocab * TOKENIZER_BYTES,
+        "tokenizer": 0 if host and method.name in OFFLOADING else dims.vocab * TOKENIZER_BYTES,
         "runtime": baseline,
     }
     parts = {part: size for part, size in parts.items() if size}

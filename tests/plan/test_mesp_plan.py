@@ -8,6 +8,8 @@ from ondevice.methods.mesp.memory import host_memory, memory, trained_numbers, w
 from ondevice.methods.registry import method_config, open_session
 from ondevice.models import ModelDims, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
+from ondevice.plan.devices import find_device
+from ondevice.plan.estimate import plan
 
 QWEN = ModelDims("qwen2", 24, 896, 4864, 14, 2, 64, 151936, True, True, 1e6, 1e-6, 32768)
 LLAMA_8B = ModelDims("llama", 32, 4096, 14336, 32, 8, 128, 128256, False, False, 5e5, 1e-5, 1 << 20)
@@ -53,3 +55,22 @@ def test_a_row_of_524288_tokens_waits_in_137_gb_of_host_memory() -> None:
     assert host_memory(LLAMA_8B, config, 1, 524_288, 2) == {"inputs on the host": 32 * 524_288 * 4096 * 2}
     assert memory(LLAMA_8B, config, 1, 524_288, 2)["block inputs"] == 3 * 524_288 * 4096 * 2
     assert host_memory(LLAMA_8B, method_config("mesp", {}), 1, 524_288, 2) == {}
+
+
+def test_a_plan_counts_mlx_s_weights_as_they_are_packed() -> None:
+    config = method_config("mesp", {"bits": 4})
+    found = plan(QWEN, config, batch_size=1, length_tokens=256, runtime="mlx", device="this-cpu")
+    kept = found.parts["weights"] + found.parts["adapter"]
+    assert kept == pytest.approx(311.5 * 2**20, rel=0.01)
+
+
+def test_a_plan_lists_the_inputs_on_the_host_beside_the_accelerator_s_parts() -> None:
+    options = {"batch_size": 1, "length_tokens": 524_288, "dtype": "bfloat16"}
+    config = method_config("mesp", {"bits": 4, "activations": "host"})
+    found = plan(LLAMA_8B, config, device="h200", **options)
+    assert found.host_parts["inputs on the host"] == 32 * 524_288 * 4096 * 2 and "inputs on the host" not in found.parts
+    assert "pinned host memory" in " ".join(found.notes) and found.host_usable_bytes is None
+    on_cpu = plan(LLAMA_8B, config, device=find_device("this-cpu"), **options)
+    assert on_cpu.parts["inputs on the host"] == found.host_parts["inputs on the host"] and not on_cpu.host_parts
+    usual = plan(LLAMA_8B, method_config("mesp", {"bits": 4}), device="h200", **options)
+    assert usual.host_parts == {} and "tokenizer" in usual.parts

@@ -64,8 +64,13 @@ def kept_bytes(dims: ModelDims, config: LspConfig) -> int:
     return sum(one.count * (one.sides * values + one.numel * 4) for one in layers)
 
 
-def host_memory(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int) -> dict[str, int]:
-    """Peak bytes by part in host memory: moments, parameters that are trained as they are, gradients and answers."""
+def host_memory(
+    dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
+    """Peak bytes by part in host memory: moments, parameters that are trained as they are, gradients and answers.
+
+    `config.compute` says how large an activation is, not `activation_bytes`.
+    """
     item = 2 if config.compute == "bfloat16" else 4
     found, table = projected(dims, config), dims.vocab * dims.hidden
     after = config.schedule == "zero" or (config.clip == "global" and config.max_grad_norm is not None)

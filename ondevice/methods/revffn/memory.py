@@ -47,9 +47,10 @@ def memory(
             live = trained
     width = dims.hidden * (2 if config.coupling == "full" else 1)
     stream = {"bfloat16": 2, "int32": 4, "float32": 8}[config.streams]  # float32 streams are summed in float64
-    bits = config.gamma_bits if config.coupling == "full" and config.streams == "int32" else 0
     activations = backward_bytes(dims, rows, length_tokens, activation_bytes)
-    ends = 0 if stored else width * (stream + 4) + dims.layers * dims.hidden * bits // 8
+    beside = _beside(dims, config) if config.gamma_bits_on == "device" else 0
+    norms = 4 * dims.layers if config.coupling == "paper" else 0
+    ends = 0 if stored else width * (stream + 4) + beside + norms
     if not stored:
         activations = activations // dims.layers + STREAM_COPIES * tokens * width * 4
     logits = loss_bytes(dims, tokens, config.loss_tiles)
@@ -65,6 +66,26 @@ def memory(
         "logits": max(0, logits - activations),  # the head is through before a block is computed again
         "update": 0 if stored else max(0, update - max(activations, logits)),
     }
+
+
+def host_memory(
+    dims: ModelDims, config: RevffnConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
+    """Bytes of pinned host memory by part: what `full` keeps beside its streams, where `config.gamma_bits_on` says so.
+
+    Args:
+        dims, config, batch_size, length_tokens: as in `memory`.
+        activation_bytes: not needed here.
+    """
+    tokens = batch_size * length_tokens
+    beside = 0 if config.recompute == "stored" or config.gamma_bits_on == "device" else _beside(dims, config)
+    return {"bits beside the streams": tokens * beside} if beside else {}
+
+
+def _beside(dims: ModelDims, config: RevffnConfig) -> int:
+    """Bytes a token of the bits that the steps' sums do not hold."""
+    bits = config.gamma_bits if config.coupling == "full" and config.streams == "int32" else 0
+    return (dims.layers - 1) * dims.hidden * bits // 8
 
 
 def adapter_numbers(dims: ModelDims, config: RevffnConfig) -> int:

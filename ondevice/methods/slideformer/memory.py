@@ -34,8 +34,13 @@ def memory(
     return {part: size for part, size in parts.items() if size or part == "noise"}
 
 
-def host_memory(dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int) -> dict[str, int]:
-    """Peak bytes by part in host memory: masters and moments, gradients on their way, kept inputs."""
+def host_memory(
+    dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
+) -> dict[str, int]:
+    """Peak bytes by part in host memory: masters and moments, gradients on their way, kept inputs.
+
+    `config.compute` says how large an activation is, not `activation_bytes`.
+    """
     item = 2 if config.compute == "bfloat16" else 4
     exact = config.clip == "global" and config.max_grad_norm is not None
     waiting = dims.layers if exact else min(config.gradient_buffers, dims.layers)

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks._allocation import peak_bytes
 from benchmarks._revffn_model import make
 from benchmarks._revffn_peers import Reversible
 from ondevice.methods.registry import method_config
-from ondevice.methods.revffn.memory import memory
+from ondevice.methods.revffn.memory import host_memory, memory
+from ondevice.plan.estimate import plan
 
 ROWS, LENGTH = 8, 96
 CASES: list[dict[str, Any]] = [
@@ -37,10 +39,29 @@ def test_a_step_needs_what_the_plan_says(shape, layers, settings) -> None:
     measured = peak_bytes(partial(way.step, ids, ids, 1, 1e-5))
     states = [value for found in way.session.updates.states.values() for value in found.values()]
     kept = sum(value.numel() * value.element_size() for value in states)
-    parts = memory(loaded.dims, method_config("revffn", {"skip_stage1": True, **settings}), ROWS, LENGTH)
+    config = method_config("revffn", {"skip_stage1": True, **settings})
+    parts = memory(loaded.dims, config, ROWS, LENGTH) | host_memory(loaded.dims, config, ROWS, LENGTH)
     planned = sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
     assert 0.75 * measured <= planned <= 1.4 * measured, parts
     assert parts["optimizer"] == pytest.approx(kept, rel=0.3)
+
+
+def test_bits_beside_the_streams_are_where_they_wait() -> None:
+    loaded = make("narrow", 4)
+    way = Reversible(loaded, coupling="full")
+    ids = np.random.default_rng(0).integers(0, 500, (ROWS, LENGTH))
+    ends = way.session.network.forward(torch.from_numpy(ids))
+    (kept,) = host_memory(loaded.dims, method_config("revffn", {}), ROWS, LENGTH).values()
+    assert kept == sum(bits.numel() for bits in ends.side.values())
+    on_host, on_device = (
+        plan(
+            loaded.dims, method_config("revffn", {"gamma_bits_on": place}), batch_size=ROWS, length_tokens=LENGTH,
+            device="h200", dtype="bfloat16",
+        )
+        for place in ("host", "device")
+    )  # fmt: skip
+    (beside,) = on_host.host_parts.values()
+    assert on_host.parts["streams"] + beside == on_device.parts["streams"] and not on_device.host_parts
 
 
 def test_qwen_s_moe_fits_the_paper_s_peak() -> None:
