@@ -48,7 +48,7 @@ await scenario(async (page) => {
   await until("the job waits or runs again", async () =>
     ["queued", "running"].includes(await page.locator(".state").first().innerText()),
   );
-  await tabTo(page, "Priority and nightly window");
+  await tabTo(page, "Priority, nightly window, limits");
   await page.keyboard.press("Enter");
   await tabTo(page, "Priority", "label");
   await page.keyboard.press("Control+A");

@@ -5,12 +5,11 @@ import { architecture } from "./data.js";
 import { choice, h, labelled, newId } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { number } from "./format.js";
-import { windowFields, windowOf } from "./panels.js";
+import { limitFields, windowFields, windowOf } from "./panels.js";
 import { showPreview } from "./preview.js";
 import { fieldsOf, methodsOf, sectionOf } from "./settings.js";
 import { uploader } from "./uploader.js";
 
-const GIB = 1024 ** 3;
 const MAIN_KEYS = ["learning_rate", "rank", "queries", "targets"];
 const TRAIN_KEYS = ["steps", "batch_size", "eval_every", "checkpoint_every"];
 const TRAIN_MORE = ["seed", "schedule", "warmup_steps", "eval_rows", "backend"];
@@ -239,9 +238,7 @@ export function methodStep({ schema }) {
 export function queueStep() {
   const priority = h("input", { type: "number", min: -1000, max: 1000, step: 1, value: 0, required: true });
   const [start, end] = windowFields(null);
-  const memory = h("input", { type: "number", min: 0.1, step: 0.1, placeholder: "none", inputmode: "decimal" });
-  const hours = h("input", { type: "number", min: 0.01, step: "any", placeholder: "none", inputmode: "decimal" });
-  const retries = h("input", { type: "number", min: 0, max: 1000000, step: 1, value: 3, required: true });
+  const limits = limitFields();
   const element = h(
     "div",
     {},
@@ -255,9 +252,7 @@ export function queueStep() {
         labelled("Priority", priority, "Higher runs first."),
         labelled("Runs from", start, "Empty: always."),
         labelled("until", end),
-        labelled("Memory limit, GiB", memory, "A job over it is ended."),
-        labelled("Time limit, hours", hours, "In all; its state is saved then."),
-        labelled("Tries after a crash", retries, "In a row, without a new checkpoint between them."),
+        limits.elements,
       ),
     ),
   );
@@ -266,11 +261,7 @@ export function queueStep() {
     values: () => ({
       priority: Number(priority.value),
       window: windowOf(start, end),
-      limits: {
-        retries: Number(retries.value),
-        ...(memory.value ? { memory_bytes: Math.round(Number(memory.value) * GIB) } : {}),
-        ...(hours.value ? { time_s: Number(hours.value) * 3600 } : {}),
-      },
+      limits: limits.values(),
     }),
   };
 }
