@@ -83,6 +83,14 @@ class Client:
         """Exported programs that a job can name."""
         return self.ask("GET", "/v1/artifacts")
 
+    def delete_model(self, model: str) -> None:
+        """Delete a model of the store that no waiting or running job names."""
+        self.ask("DELETE", f"/v1/models/{quote(model)}")
+
+    def delete_artifact(self, artifact: str) -> None:
+        """Delete an exported program that no waiting or running job names."""
+        self.ask("DELETE", f"/v1/artifacts/{quote(artifact)}")
+
     def datasets(self) -> list[dict[str, Any]]:
         """Data sets in the store."""
         return self.ask("GET", "/v1/datasets")

@@ -46,7 +46,7 @@ def answer(
     from ondevice.models.generate import generate
     from ondevice.train.fuse import apply_adapter
 
-    wanted = (model, artifact)
+    wanted = (model, artifact, _stamp(artifact or str(model)))
     if _loaded.get("wanted") != wanted:
         _forget()
         _loaded.update(wanted=wanted, loaded=_open(model, artifact, len(str(prompt)) + max_new_tokens, job))
@@ -163,6 +163,15 @@ def _check(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:
     here = find_device(f"this-{device}")
     apart = job["device"] != device and here.kind != "board"
     check_room(parts, here.usable_bytes, job | ({"wants_bytes": 0} if apart else {}))
+
+
+def _stamp(source: str) -> tuple[int, int] | None:
+    """What tells a folder from another that was put in its place."""
+    try:
+        found = Path(source).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _forget() -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
 from ondevice.data.templates import TASKS
-from ondevice.errors import BusyError
+from ondevice.errors import BusyError, ConfigError
 from ondevice.server import models, schemas
+from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import dataset_file
 from ondevice.server.queue import ENDED
 from ondevice.server.routes import Id, Serving
-from ondevice.server.store import MissingError
+from ondevice.server.store import MissingError, new_id
 
 router = APIRouter(prefix="/v1", tags=["data"])
 ModelName = Annotated[str, Query(max_length=200, description="A model of GET /v1/models.")]
@@ -31,6 +33,18 @@ def list_models(daemon: Serving) -> list[dict[str, Any]]:
 def list_artifacts(daemon: Serving) -> list[dict[str, Any]]:
     """Exported programs of the store."""
     return models.list_artifacts(daemon.store)
+
+
+@router.delete("/models/{model}", response_model=schemas.Done)
+def delete_model(daemon: Serving, model: Id) -> dict[str, bool]:
+    """Delete a model of the store that no waiting or running job names."""
+    return _delete(daemon, "model", model)
+
+
+@router.delete("/artifacts/{artifact}", response_model=schemas.Done)
+def delete_artifact(daemon: Serving, artifact: Id) -> dict[str, bool]:
+    """Delete an exported program that no waiting or running job names."""
+    return _delete(daemon, "artifact", artifact)
 
 
 @router.get("/settings", response_model=schemas.Settings)
@@ -86,6 +100,24 @@ def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
                 raise BusyError(f"job {job.id} needs the data set", hint="cancel the job first")
         db.execute("DELETE FROM datasets WHERE id = ?", (dataset,))
     shutil.rmtree(daemon.store.path("datasets", dataset), ignore_errors=True)
+    return {"ok": True}
+
+
+def _delete(daemon: Daemon, kind: str, name: str) -> dict[str, bool]:
+    """Take a folder out of the store, at once; what a killed daemon leaves of it goes with the forgotten uploads."""
+    folder = daemon.store.path(f"{kind}s", name)
+    with daemon.store.transaction():
+        if not folder.is_dir():
+            raise MissingError(f"there is no {kind} {name}", hint=f"GET /v1/{kind}s lists them")
+        for job in daemon.queue.list():
+            if job.state not in ENDED and job.spec.get(kind) == name:
+                raise BusyError(f"job {job.id} needs the {kind}", hint="cancel the job first")
+        doomed = daemon.store.root / "uploads" / f".{new_id(kind)}"
+        try:
+            os.rename(folder, doomed)
+        except OSError as error:
+            raise ConfigError(f"the {kind} cannot be deleted", received=error.strerror, hint="its owner can") from None
+    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed, ignore_errors=True)
     return {"ok": True}
 
 

@@ -1,7 +1,7 @@
-/** An exported program: a zip that is none is refused, the right one is uploaded, planned and started. */
+/** An exported program: a zip that is none is refused, the right one is uploaded, planned, started and asked. */
 
 import assert from "node:assert/strict";
-import { scenario, view, WORKER_MS } from "./page.js";
+import { scenario, until, url, view, WORKER_MS } from "./page.js";
 
 const { ARTIFACT, ROWS } = process.env;
 
@@ -49,4 +49,27 @@ await scenario(async (page) => {
   await page.getByLabel("Text").fill("schön");
   await page.getByRole("button", { name: "Ask both" }).click();
   await page.locator("article.exchange .answer").nth(1).waitFor({ timeout: WORKER_MS });
+
+  // A job over its time limit fails; the limit is raised on its page, and it goes on.
+  const [{ id: dataset }] = await (await page.request.get(`${url}/v1/datasets`)).json();
+  const config = { train: { steps: 999999 } };
+  const sent = { data: { artifact: "program", dataset, config, limits: { time_s: 1 } } };
+  const { id } = await (await page.request.post(`${url}/v1/jobs`, sent)).json();
+  await view(page, `jobs/${id}`);
+  await page.locator(".state[data-state=failed]").waitFor({ timeout: WORKER_MS });
+  await page.getByText("Priority, nightly window, limits").click();
+  await page.getByLabel("Time limit, hours").fill("2.5");
+  await page.getByRole("button", { name: "Keep" }).click();
+  await until("it is said", async () => (await page.locator("#said").innerText()).includes("kept"));
+  const { limits } = await (await page.request.get(`${url}/v1/jobs/${id}`)).json();
+  assert.deepEqual(limits, { memory_bytes: null, time_s: 9000, retries: 3 });
+  await page.getByRole("button", { name: "Resume" }).click();
+  await page.locator(".state[data-state=running]").waitFor({ timeout: WORKER_MS });
+  await page.request.post(`${url}/v1/jobs/${id}/cancel`, { data: {} });
+  await page.locator(".state[data-state=cancelled]").waitFor({ timeout: WORKER_MS });
+
+  await view(page, "data");
+  await page.getByRole("button", { name: "Delete the program program" }).click();
+  await page.getByRole("dialog").getByRole("button", { name: "Delete" }).click();
+  await page.getByText("There is no exported program in the store.").waitFor();
 });

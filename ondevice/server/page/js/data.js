@@ -27,16 +27,30 @@ export async function dataView(main, { signal }) {
     models.replaceChildren(
       table(
         "Models at hand",
-        ["Name", "Architecture", "Size"],
-        known.map((model) => [model.id, architecture(model), model.bytes ? bytes(model.bytes) : "made when asked for"]),
+        ["Name", "Architecture", "Size", "Actions"],
+        known.map((model) => [
+          model.id,
+          architecture(model),
+          model.bytes ? bytes(model.bytes) : "made when asked for",
+          model.kind === "folder"
+            ? remover("/v1/models", model.id, `the model ${model.id}`, place, loadPrograms)
+            : null,
+        ]),
       ),
     );
     artifacts.replaceChildren(
       programs.length
         ? table(
             "Exported programs",
-            ["Name", "Target", "Method", "Model", "Size"],
-            programs.map((one) => [one.id, one.target, one.method, one.model, bytes(one.bytes)]),
+            ["Name", "Target", "Method", "Model", "Size", "Actions"],
+            programs.map((one) => [
+              one.id,
+              one.target,
+              one.method,
+              one.model,
+              bytes(one.bytes),
+              remover("/v1/artifacts", one.id, `the program ${one.id}`, place, loadPrograms),
+            ]),
           )
         : h("p", {}, "There is no exported program in the store."),
     );
@@ -87,23 +101,29 @@ export function architecture(model) {
     .join(", ");
 }
 
+/** A button that deletes a thing of the store, once it is sure. */
+function remover(base, id, what, place, changed) {
+  const button = h("button", { type: "button" }, "Delete", h("span", { class: "unseen" }, ` ${what}`));
+  button.addEventListener("click", async () => {
+    if (!(await sure(`Delete ${what}?`, "Delete"))) return;
+    await attempt(
+      button,
+      place,
+      async () => {
+        await ask("DELETE", at(base, id));
+        await changed();
+      },
+      "Deleted",
+    );
+  });
+  return button;
+}
+
 function setsTable(found, place, changed, look) {
   const buttons = (one) => {
     const show = h("button", { type: "button" }, "Look", h("span", { class: "unseen" }, ` into ${one.name}`));
     show.addEventListener("click", () => look(one.id));
-    const remove = h("button", { type: "button" }, "Delete", h("span", { class: "unseen" }, ` ${one.name}`));
-    remove.addEventListener("click", async () => {
-      if (!(await sure(`Delete the data set ${one.name}?`, "Delete"))) return;
-      await attempt(
-        remove,
-        place,
-        async () => {
-          await ask("DELETE", at("/v1/datasets", one.id));
-          await changed();
-        },
-        "Deleted",
-      );
-    });
+    const remove = remover("/v1/datasets", one.id, `the data set ${one.name}`, place, changed);
     return h("div", { class: "buttons" }, show, remove);
   };
   const left = (one) =>
