@@ -128,11 +128,11 @@ def create(
             print_json(planned) if json else _show_plan(planned["plan"])
             return
         made = client.create_job(**job)
+        print_json(made) if json else out.print(made["id"], markup=False)
     finally:
         for dataset in sent if made is None else ():
             with suppress(OndeviceError):
                 client.delete_dataset(dataset)
-    print_json(made) if json else out.print(made["id"], markup=False)
 
 
 @app.command()
