@@ -311,7 +311,12 @@ def remove_job(store: Store, queue: Queue, job: str) -> None:
     """Forget an ended job and remove its folder; its adapters stay."""
     folder = store.path("jobs", job)
     queue.delete(job)
-    shutil.rmtree(folder, ignore_errors=True)
+    hidden = folder.with_name(f".{job}.deleted")
+    try:
+        os.rename(folder, hidden)  # what a kill leaves of it is removed at the next start, not put aside
+    except OSError:
+        hidden = folder
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _told(error: OndeviceError | OSError, what: str) -> OndeviceError:

@@ -15,7 +15,7 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
 from ondevice.errors import StorageError
 from ondevice.server import supervisor as module
-from ondevice.server.daemon import HUNG_S
+from ondevice.server.daemon import HUNG_S, sweep
 from ondevice.server.follow import follow
 from ondevice.server.limits import Cgroup
 from ondevice.server.queue import Job, Queue
@@ -250,3 +250,14 @@ def test_a_start_that_hashes_for_long_is_not_taken_for_hung(turns: Turns, monkey
     monkeypatch.setattr(module, "resolve", slow)
     turns.turn()
     assert beats and beats[0] > 10 * HUNG_S
+
+
+def test_a_deleted_job_that_a_kill_left_is_not_put_aside(turns: Turns, monkeypatch) -> None:
+    job = turns.create()
+    turns.store.path("jobs", job).mkdir()
+    turns.queue.ask(job, "cancel")
+    with monkeypatch.context() as killed:
+        killed.setattr(module.shutil, "rmtree", lambda *_, **__: None)
+        module.remove_job(turns.store, turns.queue, job)
+    sweep(turns.store)
+    assert not list((turns.store.root / "jobs").iterdir()) and not (turns.store.root / "lost").exists()
