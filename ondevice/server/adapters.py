@@ -106,15 +106,16 @@ def roll_back(store: Store) -> str | None:
 
 
 def link_active(store: Store) -> None:
-    """Make the link say what the database says, in one rename."""
-    name, link = active_adapter(store), store.root / ACTIVE
-    if name is None:
-        link.unlink(missing_ok=True)
-        return
-    partial = store.root / f".{ACTIVE}.partial"
-    partial.unlink(missing_ok=True)
-    os.symlink(Path("adapters") / name, partial)
-    os.replace(partial, link)
+    """Make the link say what the database says, in one rename; two that do so at once take turns."""
+    with store.transaction(durable=False):
+        name, link = active_adapter(store), store.root / ACTIVE
+        if name is None:
+            link.unlink(missing_ok=True)
+            return
+        partial = store.root / f".{ACTIVE}.partial"
+        partial.unlink(missing_ok=True)
+        os.symlink(Path("adapters") / name, partial)
+        os.replace(partial, link)
 
 
 def remove_adapter(store: Store, name: str) -> None:
