@@ -46,7 +46,8 @@ SkipStage1 = Annotated[
 ]
 Stage1Only = Annotated[bool, typer.Option("--stage1-only", help="Train the adapters only (revffn, Table 3).")]
 MemoryLimit = Annotated[
-    str | None, typer.Option("--memory-limit", help="Memory that the run may take: 6GiB. Refused early, and kept (MLX: only planned).")
+    str | None,
+    typer.Option("--memory-limit", help="Memory that the run may take: 6GiB. Refused early, and kept (MLX: planned)."),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Noise, initial adapter and order of rows.")]
 Settings = Annotated[

@@ -99,8 +99,8 @@ class Client:
         """Delete rows that no waiting or running job names."""
         self.ask("DELETE", f"/v1/datasets/{quote(dataset)}")
 
-    def preview(self, dataset: str, model: str, **options: Any) -> dict[str, Any]:
-        """Rows as the model sees them."""
+    def preview(self, dataset: str, model: str | None = None, **options: Any) -> dict[str, Any]:
+        """Rows as the model sees them, or `artifact`, by its own tokenizer."""
         return self.ask("GET", f"/v1/datasets/{quote(dataset)}/preview", query={"model": model, **options})
 
     def upload(self, kind: str, path: str | Path, name: str | None = None, **options: Any) -> dict[str, Any]:

@@ -41,9 +41,10 @@ class Daemon:
         self._lock = _locked(self.store.root / LOCK)
         self.hub = Hub(self.store)
         self.queue = Queue(self.store, self._changed)
-        self.supervisor = Supervisor(self.store, self.queue)
         self.rows = Helper("data")
         self.model = Helper("model")
+        # A model that somebody asked a minute ago shall not take the memory of the job that starts.
+        self.supervisor = Supervisor(self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0))
         self.metrics = Metrics(self)
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="housekeeping", daemon=True)

@@ -55,13 +55,20 @@ def validate(file: str, task: str | None) -> dict[str, Any]:
 
 
 def preview(
-    file: str, model: str, task: str | None, max_length_tokens: int, train_on_prompt: bool, rows: int
+    file: str,
+    model: str | None,
+    task: str | None,
+    max_length_tokens: int,
+    train_on_prompt: bool,
+    rows: int,
+    artifact: str | None = None,
 ) -> dict[str, Any]:
-    """Decoded examples with what is trained on, lengths and labels."""
+    """Decoded examples with what is trained on, lengths and labels, by the model's tokenizer or the artifact's own."""
+    from ondevice.api.opening import artifact_tokenizer
     from ondevice.data import preview as look
     from ondevice.models import load_tokenizer
 
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(str(model)) if artifact is None else artifact_tokenizer(Path(artifact))
     found = look(
         file, tokenizer, task=task, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt, rows=rows
     )

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,14 @@ class Supervisor(threading.Thread):
 
     Args:
         python: the interpreter of the workers.
+        make_room: is called before a worker starts.
     """
 
-    def __init__(self, store: Store, queue: Queue, python: str = sys.executable) -> None:
+    def __init__(
+        self, store: Store, queue: Queue, python: str = sys.executable, make_room: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(name="supervisor", daemon=True)
-        self.store, self.queue, self.python = store, queue, python
+        self.store, self.queue, self.python, self.make_room = store, queue, python, make_room
         self.running: Running | None = None
         self.cgroup = Cgroup()
         self.beat = time.monotonic()
@@ -147,6 +151,7 @@ class Supervisor(threading.Thread):
             atomic_write(folder / worker.JOB, json.dumps(values))
             (folder / worker.ERROR).unlink(missing_ok=True)
             trim(folder / "worker.log")
+            self.make_room()
             with open(folder / "worker.log", "ab") as log:
                 process = subprocess.Popen(
                     [self.python, "-m", "ondevice.server.worker", str(folder), str(os.getpid())],

@@ -47,6 +47,8 @@ def forgotten() -> Any:
 def test_an_adapter_of_an_artifact_is_tried_over_its_own_weights(served, artifact) -> None:
     client = served.client
     name = client.upload("artifact", artifact, name="board")["id"]
+    looked = client.preview(served.dataset, artifact=name, max_length_tokens=32)
+    assert looked["examples"] == client.preview(served.dataset, "tiny:llama", max_length_tokens=32)["examples"]
     job = client.create_job(artifact=name, dataset=served.dataset, config={"train": {"steps": 20}})
     assert client.wait(job["id"], 120)["state"] == "done", client.log(job["id"])
     said = client.generate(None, "a", artifact=name, adapter=job["id"], max_new_tokens=16)

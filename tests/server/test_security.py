@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import sqlite3
 import ssl
 import subprocess
@@ -158,8 +159,7 @@ def test_nothing_without_the_token(closed) -> None:
     open_ones = {("get", "/v1/health"), ("post", "/v1/session"), ("delete", "/v1/session")}
     for path, operations in document["paths"].items():
         for method in operations:
-            status = send(closed, method.upper(), path.format(**dict.fromkeys(("job", "verb"), "x"), upload="x",
-                          dataset="x", adapter="x"), b"{}", JSON)[0]  # fmt: skip
+            status = send(closed, method.upper(), re.sub(r"\{\w+\}", "x", path), b"{}", JSON)[0]
             assert ((method, path) in open_ones) == (status != 401), (method, path, status)
     assert send(closed, "GET", "/v1/health")[0] == 200
     assert send(closed, "GET", "/v1/openapi.json")[0] == 401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from ondevice.errors import StorageError
 from ondevice.server import supervisor as module
 from ondevice.server.daemon import HUNG_S, sweep
 from ondevice.server.follow import follow
+from ondevice.server.helper import Helper
 from ondevice.server.limits import Cgroup
 from ondevice.server.queue import Job, Queue
 from ondevice.server.store import Store
@@ -261,3 +263,14 @@ def test_a_deleted_job_that_a_kill_left_is_not_put_aside(turns: Turns, monkeypat
         module.remove_job(turns.store, turns.queue, job)
     sweep(turns.store)
     assert not list((turns.store.root / "jobs").iterdir()) and not (turns.store.root / "lost").exists()
+
+
+def test_a_job_that_starts_has_the_memory_of_the_model_that_was_asked(turns: Turns) -> None:
+    model = Helper("model")
+    turns.supervisor.make_room = lambda: model.end_if_idle(0.0)
+    process = model._started()
+    model.end_if_idle()  # not idle for long enough
+    assert process.poll() is None
+    turns.worker(WAITS)
+    turns.until(lambda job: job.state == "running", turns.create())
+    assert process.wait(10) == -signal.SIGKILL and model._process is None

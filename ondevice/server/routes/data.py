@@ -13,13 +13,14 @@ from ondevice.data.templates import TASKS
 from ondevice.errors import BusyError, ConfigError
 from ondevice.server import models, schemas
 from ondevice.server.daemon import Daemon
-from ondevice.server.jobs import dataset_file
+from ondevice.server.jobs import artifact_folder, dataset_file
 from ondevice.server.queue import ENDED
 from ondevice.server.routes import Id, Serving
 from ondevice.server.store import MissingError, new_id
 
 router = APIRouter(prefix="/v1", tags=["data"])
-ModelName = Annotated[str, Query(max_length=200, description="A model of GET /v1/models.")]
+ModelName = Annotated[str | None, Query(max_length=200, description="A model of GET /v1/models.")]
+ArtifactName = Annotated[str | None, Query(max_length=200, description="An artifact, in place of a model.")]
 Task = Annotated[str | None, Query(max_length=64, description="A prompt template of the tasks.")]
 
 
@@ -74,18 +75,27 @@ def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
 def preview_dataset(
     daemon: Serving,
     dataset: Id,
-    model: ModelName,
+    model: ModelName = None,
+    artifact: ArtifactName = None,
     task: Task = None,
     max_length_tokens: Annotated[int, Query(ge=8, le=65536)] = 128,
     train_on_prompt: bool = False,
     rows: Annotated[int, Query(ge=0, le=50, description="Examples to decode.")] = 3,
 ) -> dict[str, Any]:
     """Rows as the model sees them: lengths, labels, and examples that show what is trained on."""
+    if (model is None) == (artifact is None):
+        raise ConfigError("rows are read by a model or an artifact", expected="one of them", received="both or none")
     file = dataset_file(daemon.store, dataset)
     found = daemon.rows(
-        "preview", file=str(file), model=models.locate_model(daemon.store, model), task=task,
-        max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt, rows=rows,
-    )  # fmt: skip
+        "preview",
+        file=str(file),
+        model=None if model is None else models.locate_model(daemon.store, model),
+        artifact=None if artifact is None else str(artifact_folder(daemon.store, artifact)),
+        task=task,
+        max_length_tokens=max_length_tokens,
+        train_on_prompt=train_on_prompt,
+        rows=rows,
+    )
     problems = [problem | {"file": file.name} for problem in found["problems"][:100]]
     return found | {"problems": problems}
 

@@ -7,7 +7,7 @@ import { number } from "./format.js";
 
 /**
  * Ask for a preview and fill `place` with it.
- * @param options model, task, max_length_tokens, train_on_prompt
+ * @param options model or artifact, task, max_length_tokens, train_on_prompt
  * @returns the API's answer
  */
 export async function showPreview(place, dataset, options, signal) {

@@ -82,7 +82,7 @@ export function modelStep({ models, artifacts, adapters }, signal) {
   return {
     element,
     kind,
-    source: () => (kind() === "model" ? id() : (artifacts.find((one) => one.id === artifact.value)?.model ?? "")),
+    source: () => (kind() === "model" ? { model: id() } : { artifact: artifact.value }),
     values: () => ({
       name: name.value,
       ...(kind() === "model" ? { model: id() } : { artifact: artifact.value }),
@@ -105,7 +105,7 @@ export function dataStep({ schema, tasks }, source, signal) {
         shown,
         train.value,
         {
-          model: source(),
+          ...source(),
           task: task.value,
           max_length_tokens: fields.get("max_length_tokens"),
           train_on_prompt: fields.get("train_on_prompt"),
