@@ -59,14 +59,14 @@ def depth(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
     from benchmarks._revffn_peers import open_way
 
     torch.set_num_threads(1)
-    rows, first = [], dict[str, int]()
+    rows, first, device = [], dict[str, int](), args.device or "cpu"
     ids = np.random.default_rng(0).integers(0, 2048, (args.rows, args.length))
     for name, (way, settings) in DEPTH.items():
         for layers in LAYERS:
-            loaded = make("narrow", layers, device=args.device)
+            loaded = make("narrow", layers, device=device)
             opened = open_way(loaded, way, **settings)
             opened.step(ids, ids, 0, 1e-5)  # the optimizer's state is made with the first step
-            found = peak_bytes(partial(opened.step, ids, ids, 1, 1e-5), args.device)
+            found = peak_bytes(partial(opened.step, ids, ids, 1, 1e-5), device)
             opened.close()
             first.setdefault(name, found)
             rows.append({"method": name, "layers": layers, "net_bytes": found, "growth": found / first[name] - 1})
@@ -261,8 +261,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
-    args.device = args.device or ("cuda" if args.cuda else "cpu")
     if args.cuda:
+        args.device = args.device or "cuda"
         rows, columns, notes = table(args)
         title = f"All parameters of {args.shape} on one GPU"
         command = command_of("revffn_memory")
