@@ -51,10 +51,10 @@ def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
     capped = plan.request.device.torch_device == "cuda" and _cap_gpu(limit_bytes)
     try:
         yield
-    except OndeviceError:
-        raise
-    except (MemoryError, RuntimeError, OSError) as error:
-        if not _was_refused(error):
+    except (OndeviceError, MemoryError, RuntimeError, OSError) as told:
+        # A method may have said it already, without the plan: what counts is what it was told itself.
+        error = told.__cause__ if isinstance(told, DoesNotFitError) else told
+        if not isinstance(error, (MemoryError, RuntimeError, OSError)) or not _was_refused(error):
             raise
         raise DoesNotFitError(
             f"an allocation beyond the memory limit was refused; planned: {parts_text(plan.parts, len(plan.parts))}",

@@ -15,6 +15,7 @@ from ondevice.config import TrainConfig, parse_bytes
 from ondevice.errors import ConfigError, DoesNotFitError
 from ondevice.exporters.base import ExportConfig
 from ondevice.methods.registry import method_config
+from ondevice.offload.device import memory_errors
 from ondevice.plan.devices import find_device
 from ondevice.plan.estimate import plan
 from ondevice.plan.limit import memory_limit
@@ -120,6 +121,11 @@ def test_other_errors_pass_and_the_limit_is_taken_back() -> None:
         raise RuntimeError("shapes do not match")
     with pytest.raises(DoesNotFitError, match=r"refused; planned: runtime"), memory_limit(64 << 30, found):
         raise MemoryError
+    said = pytest.raises(DoesNotFitError, match=r"refused; planned: runtime")  # where a method says it first, too
+    with said, memory_limit(64 << 30, found), memory_errors("a step", "less"):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    with pytest.raises(DoesNotFitError, match="by hand"), memory_limit(64 << 30, found):
+        raise DoesNotFitError("by hand")
     with memory_limit(None, found):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
