@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ondevice.methods.mesp.mlx.settings import GROUP_SIZE
 from ondevice.methods.sizes import INPUTS_ON_THE_WAY, backward_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.models import ModelDims
 
-GROUP_SIZE = 64
-"""4-bit weights that share a scale: NF4 has a float32 for them, MLX's affine form a scale and a bias in the model's
-precision."""
 WINDOW = 2
 """Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is being read."""
 MLP_CHUNK_TOKENS = 128
@@ -83,6 +81,7 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
     matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
     item, in_mlx = float(weight_bytes), runtime == "mlx"
     if config.bits:
+        # 64 weights share a scale: NF4 has a float32 for them, MLX a scale and a bias in the model's precision.
         item = config.bits / 8 + (2 * weight_bytes if in_mlx else 4) / GROUP_SIZE
     block = int(matrices * item) + (dims.block_parameters - matrices) * weight_bytes
     row = dims.hidden * (item if in_mlx else weight_bytes)

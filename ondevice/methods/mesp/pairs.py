@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.errors import ArtifactError, ModelError
+from ondevice.errors import ArtifactError, ModelError, TrainingError
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
@@ -93,6 +93,19 @@ def initial_tensors(pairs: tuple[Pair, ...], seed: int) -> dict[str, np.ndarray]
         tensors[pair.a_name] = pair.initial_a(seed)
         tensors[pair.b_name] = np.zeros((pair.outputs, pair.rank), np.float32)
     return tensors
+
+
+def check_whole(torn: bool) -> None:
+    """Refuse to go on from, or to keep, pairs of which a step that failed has updated some.
+
+    Raises:
+        TrainingError: `torn`.
+    """
+    if torn:
+        raise TrainingError(
+            "the step before ended half-way, with some pairs updated and others not",
+            hint="resume from the run's last checkpoint",
+        )
 
 
 def check_adapter(adapter: Adapter, pairs: tuple[Pair, ...], config: MespConfig) -> dict[str, np.ndarray]:

@@ -10,14 +10,14 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.errors import CheckpointError, ConfigError, TrainingError
+from ondevice.errors import CheckpointError, ConfigError
 from ondevice.methods.mesp.mlx.baselines import gradients_of
 from ondevice.methods.mesp.mlx.load import Source, read_rope, read_weights, write_weights
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.optimizer import Optimizer
 from ondevice.methods.mesp.mlx.settings import GROUP_SIZE, Settings
 from ondevice.methods.mesp.mlx.weights import Weights
-from ondevice.methods.mesp.pairs import Pair, check_adapter, initial_tensors, pairs_of, shapes
+from ondevice.methods.mesp.pairs import Pair, check_adapter, check_whole, initial_tensors, pairs_of, shapes
 from ondevice.methods.session import StepResult
 from ondevice.models import cache
 from ondevice.models.source import read_config
@@ -51,7 +51,7 @@ class MlxSession:
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
-        self._check_whole()
+        check_whole(self.torn)
         rows = self.config.micro_batch_size or len(ids)
         labelled = int((labels[:, 1:] >= 0).sum())
         self.torn = True
@@ -107,7 +107,7 @@ class MlxSession:
 
     def state(self) -> dict[str, np.ndarray]:
         """The pairs, the optimizer's moments and its step, under the names that the torch session has for them."""
-        self._check_whole()
+        check_whole(self.torn)
         return self._tensors() | {name: np.array(array) for name, array in self.optimizer.state().items()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -138,13 +138,6 @@ class MlxSession:
         """Let the weights and their files go."""
         self.model.weights.close()
         mx.clear_cache()
-
-    def _check_whole(self) -> None:
-        if self.torn:
-            raise TrainingError(
-                "the step before ended half-way, with some pairs updated and others not",
-                hint="resume from the run's last checkpoint",
-            )
 
 
 def open_session(files: ModelFiles, config: MespConfig, seed: int) -> MlxSession:

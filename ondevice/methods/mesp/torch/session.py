@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.errors import ConfigError, DataError, TrainingError
-from ondevice.methods.mesp.pairs import check_adapter, pairs_of
+from ondevice.errors import ConfigError, DataError
+from ondevice.methods.mesp.pairs import check_adapter, check_whole, pairs_of
 from ondevice.methods.mesp.torch.loss import labelled
 from ondevice.methods.mesp.torch.passes import Passes
 from ondevice.methods.mesp.torch.streamed import Streamed
@@ -55,7 +55,7 @@ class MespSession:
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One optimizer step on all rows, `method.micro_batch_size` of them at once; see `Session.step`."""
-        self._check_whole()
+        check_whole(self.torn)
         ids_BT, labels_BT = self._tensors(ids, labels)
         rows = self.config.micro_batch_size or len(ids_BT)
         count = labelled(labels_BT)
@@ -84,7 +84,7 @@ class MespSession:
 
     def state(self) -> dict[str, np.ndarray]:
         """Pairs, moments and the number of steps; the same names on every backend."""
-        self._check_whole()
+        check_whole(self.torn)
         return self.updates.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
@@ -117,13 +117,6 @@ class MespSession:
             )
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         return ids_BT, labels_BT
-
-    def _check_whole(self) -> None:
-        if self.torn:
-            raise TrainingError(
-                "the step before ended half-way, with some pairs updated and others not",
-                hint="resume from the run's last checkpoint",
-            )
 
 
 def open_session(
