@@ -68,7 +68,7 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
-        _fsync_folder(target.parent)
+        fsync_folder(target.parent)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def atomic_directory(path: str | Path, *, marker: str | None = None) -> Iterator
             _check_replaceable(target, marker)
             fsync_tree(partial)
             _put_in_place(partial, target)
-            _fsync_folder(target.parent)
+            fsync_folder(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -124,7 +124,7 @@ def fsync_tree(folder: str | Path) -> None:
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
-        _fsync_folder(Path(root))
+        fsync_folder(Path(root))
 
 
 @contextmanager
@@ -229,7 +229,8 @@ def _exchange(one: Path, other: Path) -> bool:
         return False
 
 
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
+    """Flush the names in a folder: a rename into it is on the disk then."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -126,7 +126,7 @@ def remove_adapter(store: Store, name: str) -> None:
             raise BusyError("the adapter is active", expected="an adapter that is not in use", hint="roll back first")
         db.execute("DELETE FROM adapters WHERE id = ?", (name,))
         db.execute("DELETE FROM activations WHERE adapter = ?", (name,))
-    shutil.rmtree(store.path("adapters", name), ignore_errors=True)
+    store.discard("adapters", name)
 
 
 def zipped(folder: Path) -> bytes:

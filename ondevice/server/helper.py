@@ -72,12 +72,8 @@ class Helper:
 
     def end_if_idle(self, idle_s: float | None = None) -> None:
         """Give the memory back when nobody has asked for `idle_s` seconds (None: its own); a call is not disturbed."""
-        waited_s = time.monotonic() - self._used
-        if (
-            self._process is not None
-            and waited_s > (self.idle_s if idle_s is None else idle_s)
-            and (self._lock.acquire(False))
-        ):
+        waited_s, least_s = time.monotonic() - self._used, self.idle_s if idle_s is None else idle_s
+        if self._process is not None and waited_s > least_s and self._lock.acquire(False):
             try:
                 self._kill()
             finally:

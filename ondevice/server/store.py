@@ -22,6 +22,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
@@ -113,6 +114,19 @@ class Store:
                 f"{self.root}: the store cannot be opened: {error}",
                 hint="choose another --store, or restore this one from a copy",
             ) from None
+
+    def discard(self, kind: str, name: str) -> None:
+        """Remove the folder of a thing that the database no longer knows.
+
+        It has a hidden name first: what a kill leaves of it is removed at the next start, not put aside.
+        """
+        folder = self.path(kind, name)
+        hidden = folder.with_name(f".{name}.deleted")
+        try:
+            os.rename(folder, hidden)
+        except OSError:
+            hidden = folder
+        shutil.rmtree(hidden, ignore_errors=True)
 
     def path(self, kind: str, name: str) -> Path:
         """The place of a thing: `path("jobs", id)`.

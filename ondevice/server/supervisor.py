@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -314,14 +313,8 @@ def worker_environment() -> dict[str, str]:
 
 def remove_job(store: Store, queue: Queue, job: str) -> None:
     """Forget an ended job and remove its folder; its adapters stay."""
-    folder = store.path("jobs", job)
     queue.delete(job)
-    hidden = folder.with_name(f".{job}.deleted")
-    try:
-        os.rename(folder, hidden)  # what a kill leaves of it is removed at the next start, not put aside
-    except OSError:
-        hidden = folder
-    shutil.rmtree(hidden, ignore_errors=True)
+    store.discard("jobs", job)
 
 
 def _told(error: OndeviceError | OSError, what: str) -> OndeviceError:

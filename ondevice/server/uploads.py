@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ondevice.artifact.files import fsync_tree, sha256_file, storage_errors
+from ondevice.artifact.files import fsync_folder, fsync_tree, sha256_file, storage_errors
 from ondevice.artifact.manifest import read_manifest
 from ondevice.config import Section
 from ondevice.errors import ArtifactError, BusyError, ConfigError, DataError, ModelError, StorageError
@@ -199,15 +199,6 @@ def _ensure_room(store: Store, size: int) -> None:
         raise StorageError("the disk has not enough room", expected=f"{size} bytes", received=f"{free} free")
 
 
-def _fsync_names(folder: Path) -> None:
-    """Flush the names in a folder: a rename into it is on the disk then."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _dataset(store: Store, request: UploadRequest, content: Path, helper: Helper) -> dict[str, Any]:
     suffix = Path(request.name).suffix.lower()
     rows = content.with_name(f"rows{suffix}")
@@ -227,7 +218,7 @@ def _dataset(store: Store, request: UploadRequest, content: Path, helper: Helper
     target.mkdir(mode=0o700)
     os.rename(rows, target / rows.name)
     fsync_tree(target)
-    _fsync_names(target.parent)
+    fsync_folder(target.parent)
     with store.transaction() as db:
         db.execute(
             "INSERT INTO datasets VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -287,7 +278,7 @@ def _in_place(store: Store, kind: str, name: str, folder: Path) -> dict[str, Any
         os.rename(folder, target)
     except OSError:
         raise BusyError(f"there is a {kind} {name} already", hint="choose another name") from None
-    _fsync_names(target.parent)
+    fsync_folder(target.parent)
     return {"kind": kind, "id": name}
 
 

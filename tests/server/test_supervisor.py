@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -259,7 +260,7 @@ def test_a_deleted_job_that_a_kill_left_is_not_put_aside(turns: Turns, monkeypat
     turns.store.path("jobs", job).mkdir()
     turns.queue.ask(job, "cancel")
     with monkeypatch.context() as killed:
-        killed.setattr(module.shutil, "rmtree", lambda *_, **__: None)
+        killed.setattr(shutil, "rmtree", lambda *_, **__: None)
         module.remove_job(turns.store, turns.queue, job)
     sweep(turns.store)
     assert not list((turns.store.root / "jobs").iterdir()) and not (turns.store.root / "lost").exists()

@@ -109,7 +109,7 @@ def delete_dataset(daemon: Serving, dataset: Id) -> dict[str, bool]:
             if job.state not in ENDED and dataset in (job.spec["dataset"], job.spec.get("eval_dataset")):
                 raise BusyError(f"job {job.id} needs the data set", hint="cancel the job first")
         db.execute("DELETE FROM datasets WHERE id = ?", (dataset,))
-    shutil.rmtree(daemon.store.path("datasets", dataset), ignore_errors=True)
+    daemon.store.discard("datasets", dataset)
     return {"ok": True}
 
 
