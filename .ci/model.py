@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ondevice.errors import OndeviceError
+from ondevice.core.errors import OndeviceError
 from ondevice.models.package import resolve_package
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Runs every benchmark that this machine can run, one after the other.
 
     python -m benchmarks                  all of them
-    python -m benchmarks NAME ...         these only
+    python -m benchmarks NAME ...         these only, for example prge/step; a room takes all of its own
     python -m benchmarks --list           what there is, and what it needs
 
-Results go to build/bench/<name>.json. A script says what it needs in a constant, for example
-`NEEDS = ("cuda",)`; known are `cuda`, `mlx` and `executorch`.
+Results go to build/bench/<name>.json. A file is a benchmark by its constant `NEEDS`, which says what the machine must
+have: `cuda`, or a package's name. The other files of a room are what its benchmarks share.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-NOT_BENCHMARKS = ("__init__", "__main__", "common", "tables")
 
 
 def benchmarks() -> dict[str, tuple[str, ...]]:
     """Name of every benchmark to what it needs, read without importing it."""
-    scripts = [path for path in sorted(FOLDER.glob("*.py")) if path.stem not in NOT_BENCHMARKS]
-    return {path.stem: _needs(path) for path in scripts if not path.stem.startswith("_")}
+    found = {path.relative_to(FOLDER).with_suffix("").as_posix(): _needs(path) for path in FOLDER.glob("*/*.py")}
+    return {name: needs for name, needs in sorted(found.items()) if needs is not None}
 
 
 def missing(needs: tuple[str, ...]) -> list[str]:
@@ -31,12 +30,16 @@ def missing(needs: tuple[str, ...]) -> list[str]:
     return [need for need in needs if not _has(need)]
 
 
-def _needs(path: Path) -> tuple[str, ...]:
+def _needs(path: Path) -> tuple[str, ...] | None:
     for node in ast.parse(path.read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(target, ast.Name) and target.id == "NEEDS" for target in targets):
             return tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
-    return ()
+    return None
+
+
+def _chosen(name: str, word: str) -> bool:
+    return word in (name, name.partition("/")[0])
 
 
 def _has(need: str) -> bool:
@@ -52,12 +55,12 @@ def _has(need: str) -> bool:
 def main(arguments: list[str]) -> int:
     """Run the named benchmarks, or all; returns 1 if one of them failed."""
     known = benchmarks()
-    names = [word for word in arguments if word != "--list"] or list(known)
-    if unknown := [name for name in names if name not in known]:
+    words = [word for word in arguments if word != "--list"]
+    if unknown := [word for word in words if not any(_chosen(name, word) for name in known)]:
         print(f"expected one of {', '.join(known)}; received {', '.join(unknown)}", file=sys.stderr)
         return 2
     failed = []
-    for name in names:
+    for name in [name for name in known if not words or any(_chosen(name, word) for word in words)]:
         absent = missing(known[name])
         if "--list" in arguments:
             print(name, f"(needs {', '.join(absent)})" if absent else "")
@@ -67,7 +70,7 @@ def main(arguments: list[str]) -> int:
             continue
         print(f"{name}:", flush=True)
         out = FOLDER.parent / "build" / "bench" / f"{name}.json"
-        command = [sys.executable, "-m", f"benchmarks.{name}", "--out", str(out)]
+        command = [sys.executable, "-m", f"benchmarks.{name.replace('/', '.')}", "--out", str(out)]
         if subprocess.run(command, cwd=FOLDER.parent, check=False).returncode:
             failed.append(name)
     if failed:

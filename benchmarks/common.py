@@ -1,12 +1,13 @@
 """What every benchmark shares: the machine, the versions, fair timing, and the result file.
 
-A benchmark is `benchmarks/<name>.py`, run as `python -m benchmarks.<name>`:
+A benchmark is `benchmarks/<room>/<name>.py` (a room is a method, or what else is measured), run as
+`python -m benchmarks.<room>.<name>`:
 
-    NEEDS = ("cuda",)                      # optional: what the machine must have (see benchmarks/__main__.py)
+    NEEDS = ("cuda",)                      # what the machine must have; makes the file one that `make bench` runs
     args = parse_args(__doc__)
     seconds = interleaved({"ours": ours, "peer": peer}, repeats=args.repeats)
     rows = [{"method": name, "step_s": values} for name, values in seconds.items()]
-    finish("name", rows, args, columns=[{"key": "step_s", "title": "Step (s)"}])
+    finish("room/name", rows, args, columns=[{"key": "step_s", "title": "Step (s)"}])
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ PACKAGES = (
     "ondevice-train", "torch", "transformers", "peft", "executorch", "torchao", "bitsandbytes",
     "liger-kernel", "triton", "deepspeed", "mlx", "mlx-lm", "onnxruntime-qnn", "numpy",
 )  # fmt: skip
+
+PLACES = ("--out", "--programs", "--note")
+"""Arguments with a value that changes no measurement."""
 
 median = statistics.median
 
@@ -121,12 +126,12 @@ def write_result(
     columns: Sequence[dict[str, Any]] | None = None,
     **extra: Any,
 ) -> Path:
-    """Write a result atomically; without a path to benchmarks/results/<name>/<machine>.json.
+    """Write a result atomically; without a path `concise` to benchmarks/results/<name>/<machine>.json.
 
     Returns:
         the file that was written.
     """
-    return _write(result(name, rows, columns, **extra), path)
+    return write(result(name, rows, columns, **extra), path)
 
 
 def parse_args(
@@ -159,31 +164,73 @@ def finish(
     document = result(name, rows, columns, **extra)
     print(render(document))
     if args.out:
-        _write(document, args.out)
+        write(document, args.out)
     if args.record:
-        _write(document, None)
+        write(document)
     if args.json:
         print(json.dumps(document), flush=True)
 
 
-def _write(document: dict[str, Any], path: Path | str | None) -> Path:
+def write(document: dict[str, Any], path: Path | str | None = None) -> Path:
+    """Write a result object atomically: whole to `path`, or `concise` to its place under benchmarks/results."""
     target = Path(path) if path else RESULTS / document["benchmark"] / f"{document['machine']['name']}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(target.name + ".part")
-    beside.write_text(json.dumps(document, indent=1) + "\n")
+    beside.write_text(_dump(document if path else concise(document)))
     os.replace(beside, target)
     return target
 
 
+def concise(document: dict[str, Any]) -> dict[str, Any]:
+    """What is committed of a result: its tables stay what they are, raw measurements go.
+
+    More than three repeats become [lowest, median, highest], with their number under the row's `repeats`. A row with
+    `seeds` keeps its lists, because more seeds may be merged into it. Curves and other nested values go, floats keep
+    ten digits. Applying it twice changes nothing.
+    """
+    shown = {column["key"] for column in document.get("columns", ())}
+    return {**document, "rows": [_concise_row(row, shown) for row in document["rows"]]}
+
+
+def _concise_row(row: dict[str, Any], shown: set[str]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    repeats = set[int]()
+    for key, value in row.items():
+        if isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
+            if len(value) > 3 and "seeds" not in row:
+                repeats.add(len(value))
+                value = [min(value), median(value), max(value)]
+            kept[key] = [_ten_digits(item) for item in value]
+        elif not isinstance(value, list | dict) or key in shown:
+            kept[key] = _ten_digits(value)
+    return kept | ({"repeats": min(repeats)} if repeats else {})
+
+
+def _ten_digits(value: Any) -> Any:
+    return float(f"{value:.10g}") if isinstance(value, float) else value
+
+
+def _dump(document: dict[str, Any]) -> str:
+    """JSON with a line for each key and, in lists of objects, for each object: a changed row is a changed line."""
+    lines = []
+    for key, value in document.items():
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n ]"
+        else:
+            text = json.dumps(value)
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def command_of(name: str) -> str:
-    """The command to repeat the run, without the arguments that only say where its output goes."""
+    """The command to repeat the run, without the arguments that only say where something is written."""
     arguments, skip = [], False
     for word in sys.argv[1:]:
-        if skip or word in ("--json", "--record", "--out") or word.startswith("--out="):
-            skip = word == "--out"
+        if skip or word in ("--json", "--record", *PLACES) or word.startswith("--out="):
+            skip = not skip and word in PLACES
             continue
         arguments.append(word)
-    return " ".join(["python", "-m", f"benchmarks.{name}", *arguments])
+    return " ".join(["python", "-m", f"benchmarks.{name.replace('/', '.')}", *arguments])
 
 
 def _wait_for_cuda() -> None:
@@ -217,6 +264,30 @@ def _cpu() -> str:
 
 def _memory_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_bytes(call: Callable[[], Any], device: str = "cpu") -> int:
+    """The most bytes that `call` had allocated at once through PyTorch beyond what was there before it.
+
+    On a CPU every allocation and release of PyTorch's allocator is recorded, which is exact and the same every time;
+    on CUDA its own counter is read.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        call()
+    found: Any = record.profiler
+    events = [(e.start_ns(), e.nbytes()) for e in found.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event[0])
+    return max(accumulate(size for _, size in events), default=0)
 
 
 def settled(read: Any) -> int:

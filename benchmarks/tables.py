@@ -3,7 +3,7 @@
     python -m benchmarks.tables            rewrite every table between its markers
     python -m benchmarks.tables --check    exit 1 and name the tables that differ
 
-A table stands between `<!-- results: NAME -->` (every machine) or `<!-- results: NAME/MACHINE -->` and
+A table stands between `<!-- results: ROOM/NAME -->` (every machine) or `<!-- results: ROOM/NAME/MACHINE -->` and
 `<!-- /results -->`. The format of a result file is in benchmarks/results/README.md.
 """
 
@@ -17,6 +17,39 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+MOVED = {
+    "prge_step --skip forms,programs": "prge.options",
+    "executorch_step --only gradients": "prge.executorch_gradients",
+    "executorch_gradients": "prge.executorch_gradients",
+    "executorch_step": "prge.executorch_step",
+    "generator": "runtime_ops.generator",
+    "jetson_prge": "prge.jetson",
+    "layer_adam": "runtime_ops.layer_adam",
+    "lsp_quality": "lsp.quality",
+    "lsp_step": "lsp.step",
+    "mesp_cuda": "mesp.cuda",
+    "mesp_executorch": "mesp.executorch_step",
+    "mesp_memory": "mesp.memory",
+    "npu_gradients": "prge.npu_gradients",
+    "npu_rows": "prge.npu_rows",
+    "plan_accuracy": "planning.accuracy",
+    "prge_quality": "prge.quality",
+    "prge_step": "prge.step",
+    "prge_step_cuda": "prge.step_cuda",
+    "prge_step_options": "prge.options",
+    "q4_linear": "runtime_ops.q4_linear",
+    "revffn_candidates": "revffn.candidates",
+    "revffn_inverse": "revffn.inverse",
+    "revffn_memory": "revffn.memory",
+    "revffn_quality": "revffn.quality",
+    "revffn_tasks": "revffn.tasks",
+    "serve_readers": "serve.readers",
+    "slideformer": "slideformer.step",
+    "_ranks_step": "slideformer.ranks",
+}
+"""What a recorded command named, before benchmarks had rooms, to what runs it now; a result keeps the command that was
+run."""
+RECORDED = re.compile(r"-m benchmarks\.(" + "|".join(map(re.escape, MOVED)) + r")(?![\w.])")
 MARKED = re.compile(r"(<!-- results: ([\w./-]+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
 
 
@@ -35,7 +68,7 @@ def render(document: dict[str, Any]) -> str:
     for row in rows:
         cells = [_escape(cell(row.get(column["key"]), column)) for column in columns]
         lines.append("| " + " | ".join(cells) + " |")
-    lines += [f"\n{note}" for note in document.get("notes", [])]
+    lines += [f"\n{todays(note)}" for note in document.get("notes", [])]
     return "\n".join(lines)
 
 
@@ -51,10 +84,15 @@ def caption(document: dict[str, Any]) -> str:
         f"{machine['memory_bytes'] / 2**30:.0f} GiB",
         *(f"{name} {number}" for name, number in shown.items()),
         document["date"],
-        f"`{document['command']}`",
+        f"`{todays(document['command'])}`",
     ]
     title = f"**{document['title']}**: " if document.get("title") else ""
     return title + ", ".join(parts)
+
+
+def todays(text: str) -> str:
+    """Commands in `text` as they are given now."""
+    return RECORDED.sub(lambda match: f"-m benchmarks.{MOVED[match[1]]}", text)
 
 
 def cell(value: Any, column: dict[str, Any]) -> str:
@@ -94,8 +132,9 @@ def update(text: str, results: Path) -> str:
 
 
 def documents(root: Path) -> list[Path]:
-    """README.md and every Markdown file below docs/."""
-    return [path for path in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if path.is_file()]
+    """README.md, every Markdown file below docs/, and the pages of the top folders."""
+    pages = [root / "README.md", *sorted((root / "docs").rglob("*.md")), *sorted(root.glob("*/README.md"))]
+    return list(dict.fromkeys(path for path in pages if path.is_file()))
 
 
 def _files(name: str, results: Path) -> list[Path]:

@@ -74,13 +74,14 @@ def _default(parameter: Any) -> str:
 def settings() -> str:
     """Every key of a run file, section by section; one section for each method."""
     from ondevice.api.runfile import RunConfig
-    from ondevice.methods.registry import CONFIGS
+    from ondevice.core.registry import methods as specs
 
     parts = []
     for key, field in RunConfig.model_fields.items():
         if key == "method":
-            for name, method in CONFIGS.items():
-                parts += [f"## method: {name}", "", _cell(inspect.getdoc(method)), "", _keys(method), ""]
+            for spec in specs():
+                about = _cell(inspect.getdoc(spec.config))
+                parts += [f"## method: {spec.name}", "", about, "", _keys(spec.config), ""]
         else:
             section: Any = field.annotation
             parts += [f"## {key}", "", _cell(inspect.getdoc(section)), "", _keys(section), ""]
@@ -116,9 +117,29 @@ def _type(annotation: Any) -> str:
     )
 
 
+def methods() -> str:
+    """Every method in a line."""
+    from ondevice.core.registry import methods as specs
+    from ondevice.core.registry import targets
+
+    rows = [
+        (
+            f"`{spec.name}`",
+            {"adapter": "an adapter", "all": "all parameters"}[spec.trains],
+            spec.summary,
+            spec.keeps,
+            ", ".join({"torch": "PyTorch", "mlx": "MLX"}.get(backend, backend) for backend in spec.sessions),
+            ", ".join(f"`{target.name}`" for target in targets() if target.kind in spec.programs),
+            f"[{spec.page.removesuffix('.md')}]({spec.page})" if spec.page else "",
+        )
+        for spec in specs()
+    ]
+    return _table(("Method", "Trains", "How", "Keeps beside the weights", "Runs in", "Exports to", "Page"), rows)
+
+
 def errors() -> str:
     """Every error with its exit code."""
-    from ondevice import errors as module
+    from ondevice.core import errors as module
 
     kinds = [k for k in vars(module).values() if isinstance(k, type) and issubclass(k, module.OndeviceError)]
     rows = [(str(k.exit_code), f"`{k.__name__}`", _cell(inspect.getdoc(k).splitlines()[0])) for k in kinds]  # type: ignore[union-attr]
@@ -128,7 +149,7 @@ def errors() -> str:
 
 def events() -> str:
     """Every event with its fields."""
-    from ondevice.train import events as module
+    from ondevice.training import events as module
 
     notes, parts = _attribute_notes(Path(inspect.getfile(module))), []
     for kind, event in module.KINDS.items():
@@ -145,7 +166,8 @@ def manifest() -> str:
     """Every field of an artifact's manifest."""
     from ondevice.artifact import manifest as module
 
-    sections = [module.Manifest, module.ModelInfo, module.GeneratorInfo, module.ProgramMethod, module.TensorPort]
+    sections = [module.Manifest, module.ModelInfo, module.GeneratorInfo, module.ProgramSpec, module.ProgramMethod]
+    sections += [module.TensorPort, module.StateTensor, module.Counter, module.Constant]
     notes, parts = _attribute_notes(Path(inspect.getfile(module))), []
     for section in [*sections, module.AdapterEntry]:
         rows = [
@@ -224,7 +246,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    part.__name__: part for part in (commands, settings, errors, events, manifest, interface)
+    part.__name__: part for part in (commands, settings, methods, errors, events, manifest, interface)
 }
 
 
@@ -237,7 +259,8 @@ def main(arguments: list[str]) -> int:
     """Rewrite the pages, or with --check only compare; returns the exit status."""
     status = 0
     folder = ROOT / "docs" / "reference"
-    for path in [*sorted(folder.glob("*.md")), folder / "openapi.json"]:
+    pages = [*sorted(folder.glob("*.md")), ROOT / "docs" / "methods" / "index.md"]
+    for path in [*pages, folder / "openapi.json"]:
         text = path.read_text() if path.exists() else ""
         new = update(text) if path.suffix == ".md" else openapi()
         if new == text:

@@ -20,7 +20,7 @@ import ondevice
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.mlx_lm_files import save_mlx_lm_adapter
 from ondevice.models import open_model
-from ondevice.train.events import Step
+from ondevice.training.events import Step
 
 ROWS = Path(__file__).resolve().parent / "data" / "reviews_train.jsonl"
 
@@ -61,7 +61,7 @@ def train(args: argparse.Namespace) -> ondevice.Trained:
             "method.rank": args.rank,
             "method.learning_rate": args.learning_rate,
             "method.bits": None if args.full_precision else 4,
-            "method.weights": "resident" if args.resident else "streamed",
+            "method.weight_placement": "resident" if args.resident else "streamed",
             "method.loss_tiles": 32,
             "train.backend": "mlx",
             "train.steps": args.steps,

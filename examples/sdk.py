@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ondevice
 from ondevice.data import pad_examples
-from ondevice.train.events import Step
+from ondevice.training.events import Step
 
 ROWS = Path(__file__).resolve().parent / "data"
 MODEL = "tiny:llama"

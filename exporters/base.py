@@ -1,85 +1,30 @@
-"""The exporter's contract: list every problem first, then write the whole artifact or nothing."""
+"""The exporter's contract: list every problem first, then write the whole artifact or nothing; open it; verify it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
+import numpy as np
 
-from ondevice.artifact.manifest import MANIFEST_NAME, Share
-from ondevice.config import ModelConfig, Section
-from ondevice.errors import ArtifactError
+from ondevice.artifact.manifest import MANIFEST_NAME, Manifest, ModelInfo, Share
+from ondevice.core.config import ExportConfig, ModelConfig
+from ondevice.core.errors import ArtifactError, ConfigError
+from ondevice.core.registry import methods, spec_of
+from ondevice.core.target import TargetSpec
 
-TORCH_TARGETS = ("jetson", "cuda-server")
-"""Targets whose artifacts run in PyTorch."""
+if TYPE_CHECKING:
+    from ondevice.core.program import Agreement, Batch
+    from ondevice.core.session import ProgramSession
+    from ondevice.models import LoadedModel, ModelDims, ModelFiles
 
-
-class ExportConfig(Section):
-    """What the exported program looks like."""
-
-    target: str = "android-cpu"
-    """Where it will run; `ondevice export --list` names the targets."""
-
-    lengths_tokens: tuple[int, ...] = Field(default=(64,), min_length=1)
-    """Length buckets: one program method each, because a dynamic length would plan memory for the longest."""
-
-    batch_size: int = Field(default=1, ge=1)
-    """Rows of data a step; the program runs each 2q times."""
-
-    eval_batch_size: int = Field(default=2, ge=1)
-    """Rows an evaluation takes at once."""
-
-    form: Literal["functional", "stateful"] = "functional"
-    """`functional`: the adapter goes in and comes out, as a stock Android runtime needs. `stateful`: mutable buffer."""
-
-    generator: Literal["auto", "aten", "op"] = "auto"
-    """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""
-
-    quantize: Literal["none", "q4", "8da4w", "w8", "nf4", "int8"] = "none"
-    """`q4`: 4-bit weights, float32 activations (this project's op). `8da4w`: XNNPACK's 8-bit dynamic activations,
-    which distort zeroth-order gradients at small perturbation scales. `w8` (NPU only): 8-bit weights, float16
-    activations. `nf4` and `int8` (jetson, cuda-server): by bitsandbytes, activations in `model.dtype`. `none` is
-    float16 on the NPU, `model.dtype` or else bfloat16 for jetson and cuda-server, and float32 elsewhere."""
-
-    loss: Literal["auto", "tiled", "plain", "op"] = "auto"
-    """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""
-
-    next_token: bool = False
-    """Add a method that says which token comes next, so that the device can answer a prompt before and after."""
-
-    check_steps: int = Field(default=3, ge=1)
-    """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's
-    simulator, where a step takes minutes, one."""
-
-    soc: tuple[str, ...] = Field(default=("SM8650",), min_length=1)
-    """Qualcomm chips that an NPU program is compiled for, or `all`; several give one artifact each."""
-
-    rows: Literal["batched", "unrolled"] = "batched"
-    """How the NPU runs the copies of the batch: as one batch, or row after row with shared weights."""
-
-    @model_validator(mode="after")
-    def _combinations(self) -> ExportConfig:
-        if sorted(set(self.lengths_tokens)) != sorted(self.lengths_tokens) or min(self.lengths_tokens) < 8:
-            raise ValueError("lengths_tokens: distinct lengths of at least 8 tokens")
-        return self
-
-    @property
-    def runtime(self) -> Literal["torch", "executorch"]:
-        """What runs the artifact, for a plan of it."""
-        return "torch" if self.target in TORCH_TARGETS else "executorch"
-
-    def dtype(self, model: ModelConfig) -> str:
-        """Precision that the artifact computes in: for PyTorch bfloat16, unless the model section names another."""
-        if self.runtime == "executorch":
-            return "float32"
-        return model.dtype if "dtype" in model.model_fields_set else "bfloat16"
-
-    @property
-    def uses_ops(self) -> bool:
-        """Whether the program needs this project's kernels in the runtime."""
-        return self.quantize == "q4" or self.generator == "op" or self.loss == "op"
+DEFAULT_STEPS = 20
+"""Training steps that `ondevice verify` compares."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +42,7 @@ class ExportJob:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was written, and what the check against eager measured."""
+    """Facts of a written artifact, and what the check against eager measured."""
 
     path: Path
     target: str
@@ -110,30 +55,77 @@ class ExportReport:
     partition: dict[str, tuple[Share, ...]]
 
 
-class Exporter(Protocol):
-    """One target."""
+@dataclass(frozen=True)
+class VerifyRequest:
+    """Arguments of a verification.
 
-    @property
-    def socs(self) -> dict[str, str]:
-        """Chips that a program is compiled for, with their names; empty where one program runs on all."""
-        ...
+    Attributes:
+        steps: training steps to compare; `DEFAULT_STEPS` unless given.
+        directions: projected gradients to compare at least, for targets that are checked by directions.
+        perturbation_scales: scales to compare at, for the same targets.
+        model: where the model is now, if not where the manifest says.
+        rows: (session, tokenizer, steps) to batches of a user's rows; None: random tokens.
+    """
 
-    @property
-    def perturbation_scale(self) -> float | None:
-        """The target's own default, where the method's is too small for its arithmetic; None for the method's."""
-        ...
+    steps: int | None = None
+    directions: int | None = None
+    perturbation_scales: tuple[float, ...] = ()
+    model: str | None = None
+    rows: Callable[[ProgramSession, Any, int], Iterable[Batch]] | None = None
 
+    def batches(self, session: ProgramSession, tokenizer: Any, steps: int) -> Iterable[Batch]:
+        """So many batches of the user's rows, or of random tokens."""
+        if self.rows is not None:
+            return self.rows(session, tokenizer, steps)
+        return random_batches(session, session.manifest.model.dims["vocab"], steps)
+
+    def refuse_directions(self, target: str) -> None:
+        """Refuse what only a program with an NPU part is compared by."""
+        if self.directions is not None or self.perturbation_scales:
+            raise ConfigError(
+                "directions and perturbation scales are for an NPU's program", expected="steps", received=target
+            )
+
+
+class Exporter(ABC):
+    """The code of a target; `TargetSpec` calls it."""
+
+    def __init__(self, spec: TargetSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
     def check(self, job: ExportJob) -> list[str]:
         """Every reason why `job` cannot be exported, found without loading weights; empty if it can."""
-        ...
 
+    @abstractmethod
     def export(self, job: ExportJob, out: Path) -> ExportReport:
         """Write the artifact to `out`, atomically.
 
         Raises:
-            VerificationError: if the program does not do what eager PyTorch does; nothing is written then.
+            VerificationError: if the program does not do what eager does; nothing is written then.
         """
-        ...
+
+    @abstractmethod
+    def open(self, folder: Path, manifest: Manifest) -> ProgramSession:
+        """A session that runs the artifact here."""
+
+    @abstractmethod
+    def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
+        """Run training steps of the artifact and of eager, and compare; `ok` by the tolerances of the export.
+
+        Raises:
+            ArtifactError: if the model is not the one that was exported.
+            ConfigError: an argument that does not go with the target.
+        """
+
+    def program(self, method: Any) -> Any:
+        """A method's step for this kind of target, from its settings; None where it has none."""
+        return spec_of(method).program(self.spec.kind)
+
+    def no_program(self, method: Any) -> str:
+        """The reason why a method without a step for this kind of target is refused."""
+        known = " or ".join(spec.name for spec in methods() if self.spec.kind in spec.programs)
+        return f"method {method.name} does not export to {self.spec.name}: use --method {known}"
 
 
 def check_free(out: Path, overwrite: bool) -> None:
@@ -150,4 +142,86 @@ def check_free(out: Path, overwrite: bool) -> None:
             expected=MANIFEST_NAME,
             received=min(p.name for p in out.iterdir()),
             hint="choose another folder, or empty this one yourself",
+        )
+
+
+def size_problems(job: ExportJob, dims: ModelDims) -> list[str]:
+    """Settings that the model's dimensions stand against, for any target.
+
+    Raises:
+        OndeviceError: a linear layer that the model does not have.
+    """
+    problems, longest = [], max(job.export.lengths_tokens)
+    top_layers = getattr(job.method, "top_layers", None)
+    if top_layers is not None and top_layers > dims.layers:
+        problems.append(f"top_layers is {top_layers} and the model has {dims.layers} layers")
+    if longest > dims.max_positions:
+        problems.append(f"lengths_tokens {longest} exceeds the model's {dims.max_positions} positions")
+    return problems
+
+
+def describe(
+    spec: TargetSpec, job: ExportJob, model: LoadedModel | ModelFiles, runtime: str, **fields: Any
+) -> Manifest:
+    """A manifest without its check and its files' hashes.
+
+    Args:
+        runtime: name of the package that runs it.
+        fields: of `Manifest`, those that are the target's own.
+    """
+    template = getattr(model.tokenizer, "chat_template", None)
+    backend: Any = getattr(model.tokenizer, "backend_tokenizer").to_str()  # noqa: B009 - not in its base class
+    values = {
+        "ondevice_version": version("ondevice-train"),
+        "runtime": f"{runtime} {version(runtime)}",
+        "target": spec.name,
+        "method": job.method.model_dump(mode="json"),
+        "model": ModelInfo(
+            source=job.model.source, revision=job.model.revision, sha256=model.source.sha256, dims=asdict(model.dims)
+        ),
+        "quantize": job.export.quantize,
+        "lengths_tokens": tuple(sorted(job.export.lengths_tokens)),
+        "batch_size": job.export.batch_size,
+        "eval_batch_size": job.export.eval_batch_size,
+        "tokenizer_sha256": sha256(backend.encode()).hexdigest(),
+        "chat_template_sha256": sha256(template.encode()).hexdigest() if template else None,
+        "task": job.task,
+    }
+    return Manifest(**(values | fields))
+
+
+def random_batches(session: ProgramSession, vocabulary: int, steps: int, seed: int = 0) -> Iterator[Batch]:
+    """Random token ids in every bucket, with some labels masked."""
+    random = np.random.default_rng(seed)
+    for step in range(steps):
+        length = session.lengths_tokens[step % len(session.lengths_tokens)]
+        ids = random.integers(0, vocabulary, (session.batch_size, length))
+        labels = np.where(random.random(ids.shape) < 0.5, ids, -100)
+        labels[:, -1] = ids[:, -1]
+        yield ids, labels
+
+
+def beyond(agreement: Agreement, largest: Mapping[str, float], least: Mapping[str, float] | None = None) -> list[Any]:
+    """(expected, received) of every tolerance that is not kept, in words; NaN keeps none.
+
+    Args:
+        largest: by kind of error; a kind that has none is not judged.
+        least: of `agreement.shares`.
+    """
+    wanted = [(f"{kind} error", value, largest[kind]) for kind, value in agreement.errors.items() if kind in largest]
+    found = [(f"{what} <= {limit:g}", f"{value:.3g}") for what, value, limit in wanted if not value <= limit]
+    for kind, limit in (least or {}).items():
+        if not (value := agreement.shares[kind]) >= limit:
+            found.append((f"{kind} >= {limit:g}", f"{value:.3g}"))
+    return found
+
+
+def check_model(model: LoadedModel | ModelFiles, source: str, manifest: Manifest) -> None:
+    """Refuse a model that is not the one that was exported."""
+    if model.source.sha256 != manifest.model.sha256:
+        raise ArtifactError(
+            f"{source} is not the model that was exported",
+            expected=manifest.model.sha256,
+            received=model.source.sha256,
+            hint="--model says where the exported model is",
         )

@@ -1,6 +1,6 @@
 """`python -m ondevice`, for `torchrun -m ondevice`."""
 
-from ondevice.cli import main
+from ondevice.cli.app import run
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -1,4 +1,4 @@
-"""What an AdamW step on the CPU (layer_adam.py) keeps: the master parameter and the moments of a flat array.
+"""The state of an AdamW step on the CPU (layer_adam.py): the master parameter and the moments of a flat array.
 
 The master is one float32 array (`plain`), or the bfloat16 parameter itself and the lower 16 bits beside it
 (`split`): the same float32 bits in fewer bytes. csrc/adam_storage.h is the compiled form.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.runtime_ops import native
 
 TILE = 128
@@ -43,7 +43,7 @@ BYTES = {
     ("split", "bfloat16"): Traffic(8, 18),
     ("split", "int8"): Traffic(6 + 8 / TILE, 14 + 16 / TILE),
 }
-"""(master form, kind of moments) to bytes, with bfloat16 gradients and, for `plain`, the bfloat16 copy."""
+"""(master layout, kind of moments) to bytes, with bfloat16 gradients and, for `plain`, the bfloat16 copy."""
 
 
 @dataclass
@@ -135,7 +135,7 @@ def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
         return
     bits = master.reshape(-1).view(torch.int32)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    bits = torch.where(nan, (bits & -(2**31)) | 0x7FC00000, bits)
+    bits = torch.where(nan, (bits & -(2**31)) | 0x7FC00000, bits)  # rounded, a NaN could become infinity
     odd = (bits >> 16) & 1
     tie = odd * ((bits & 0xFFFF) == 0x8000)
     high.view(torch.int16).view(-1).copy_((bits + 0x7FFF + odd) >> 16)
@@ -146,7 +146,7 @@ def split_(master: Tensor, high: Tensor, low: Tensor, moments: Moments) -> None:
 
 
 def merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor | None = None) -> Tensor:
-    """The float32 master [n] that `split_` or `layer_adam` stored; into `out` if it is given.
+    """Merge the float32 master [n] that `split_` or `layer_adam` stored; into `out` if it is given.
 
     Raises:
         ModelError: a tensor of another dtype or size.
@@ -170,17 +170,17 @@ def merge(high: Tensor, low: Tensor, moments: Moments, out: Tensor | None = None
 
 
 def check_state(state: HostState, count: int | None = None) -> int:
-    """The number of elements.
+    """Check a state and return its number of elements.
 
     Raises:
-        ModelError: the fields are of neither form, or a tensor does not fit.
+        ModelError: the state is neither plain nor split, or a tensor does not fit.
     """
     moments = state.moments
     count = moments.m.numel() if count is None else count
     if (state.master is None) != (state.low is not None) or (state.low is not None and state.high is None):
-        given = [name for name in ("master", "high", "low") if getattr(state, name) is not None]
+        names = [name for name in ("master", "high", "low") if getattr(state, name) is not None]
         raise ModelError(
-            "the state is neither plain nor split", expected="master, or high and low", received=" and ".join(given)
+            "the state is neither plain nor split", expected="master, or high and low", received=" and ".join(names)
         )
     if state.master is not None:
         check("master", state.master, (torch.float32,), count)

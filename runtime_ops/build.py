@@ -19,7 +19,7 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-from ondevice.errors import MissingPackageError, StorageError
+from ondevice.core.errors import MissingPackageError, StorageError
 
 SOURCES = Path(__file__).with_name("csrc")
 OPTIMISE = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
@@ -28,22 +28,22 @@ CONTRACTION = {"generator.cpp": "-ffp-contract=off"}
 
 
 def cache_folder() -> Path:
-    """Where compiled libraries are kept."""
+    """Return the folder of compiled libraries."""
     if folder := os.environ.get("ONDEVICE_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ondevice"
 
 
 def find_compiler() -> str:
-    """Path of the C++ compiler: `$CXX`, else g++, clang++ or c++.
+    """Return the path of the C++ compiler: `$CXX`, else g++, clang++ or c++.
 
     Raises:
         MissingPackageError: if there is none.
     """
     wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     for name in wanted:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     raise MissingPackageError(
         "no C++ compiler was found, and the fast ops are compiled at first use",
         expected=" or ".join(wanted),
@@ -133,6 +133,7 @@ def _build(name: str, sources: list[str], flags: list[str], link: list[str], por
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        # In the target's own folder: a rename from another disk would be a copy, and not atomic.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{name}-") as folder:
             objects = []
             for source in sources:
@@ -162,7 +163,7 @@ def _run(command: list[str]) -> None:
 
 
 def _key(compiler: str, flags: list[str], link: list[str], portable: bool) -> str:
-    """Hash of everything that the library's bytes and its validity depend on."""
+    """Hash everything that the library's bytes and its validity depend on."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
@@ -175,7 +176,8 @@ def _key(compiler: str, flags: list[str], link: list[str], portable: bool) -> st
 
 
 def _processor() -> str:
-    """What `-march=native` depends on, so that a cache shared by two machines serves both."""
+    """Describe the processor as far as `-march=native` depends on it, so that a cache shared by two machines serves
+    both."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.errors import ConfigError
+from ondevice.core.errors import ConfigError
 
 MASK64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -29,7 +29,7 @@ GOLDEN_PATH = Path(__file__).with_name("golden.json")
 
 
 def noise_kind(name: str) -> str:
-    """The form that a name of a noise means: "normal" for "gaussian" or "normal", or "rademacher".
+    """Return the op that a name of a noise means: "normal" for "gaussian" or "normal", or "rademacher".
 
     Raises:
         ConfigError: another name.
@@ -40,7 +40,7 @@ def noise_kind(name: str) -> str:
 
 
 def mix_int(value: int) -> int:
-    """The SplitMix64 finaliser of one Python integer, taken modulo 2^64; a bijection of 64-bit words."""
+    """Apply the SplitMix64 finaliser to one Python integer, taken modulo 2^64; a bijection of 64-bit words."""
     value &= MASK64
     value = ((value ^ (value >> SHIFTS[0])) * MULTIPLIER_1) & MASK64
     value = ((value ^ (value >> SHIFTS[1])) * MULTIPLIER_2) & MASK64
@@ -48,14 +48,14 @@ def mix_int(value: int) -> int:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """The SplitMix64 finaliser of each element; uint64 in, uint64 of the same shape out."""
+    """Apply the SplitMix64 finaliser to each element; uint64 in, uint64 of the same shape out."""
     values = (values ^ (values >> np.uint64(SHIFTS[0]))) * np.uint64(MULTIPLIER_1)
     values = (values ^ (values >> np.uint64(SHIFTS[1]))) * np.uint64(MULTIPLIER_2)
     return values ^ (values >> np.uint64(SHIFTS[2]))
 
 
 def stream_key(seed: int, step: int, query: int, tensor: int) -> int:
-    """The 64-bit key of one stream; arguments are any Python integers, taken modulo 2^64."""
+    """Compute the 64-bit key of one stream; arguments are any Python integers, taken modulo 2^64."""
     key = mix_int(seed + GAMMA)
     for counter in (step, query, tensor):
         key = mix_int(key + GAMMA * (counter + 1))
@@ -63,13 +63,13 @@ def stream_key(seed: int, step: int, query: int, tensor: int) -> int:
 
 
 def words(key: int, start: int, count: int) -> np.ndarray:
-    """Words `start` to `start + count - 1` of the stream with this key: uint64 [count]."""
+    """Draw words `start` to `start + count - 1` of the stream with this key: uint64 [count]."""
     index = np.arange(start + 1, start + count + 1, dtype=np.uint64)
     return mix(np.uint64(key) + np.uint64(GAMMA) * index)
 
 
 def normal(seed: int, step: int, tensor: int, queries: int, start: int, count: int) -> np.ndarray:
-    """Standard normals, elements `start` to `start + count - 1` of queries 0 to `queries - 1`.
+    """Draw standard normals, elements `start` to `start + count - 1` of queries 0 to `queries - 1`.
 
     Box-Muller: word e >> 1 gives elements e (cosine) and e + 1 (sine), the radius from its upper 32 bits and
     the angle, in [-pi, pi), from its lower 24.
@@ -96,7 +96,7 @@ def normal(seed: int, step: int, tensor: int, queries: int, start: int, count: i
 
 
 def rademacher(seed: int, step: int, tensor: int, queries: int, start: int, count: int) -> np.ndarray:
-    """Random signs, +1.0 or -1.0; arguments as for `normal`.
+    """Draw random signs, +1.0 or -1.0; arguments as for `normal`.
 
     Element e is bit 63 - (e & 63) of word e >> 6: +1.0 where the bit is 0.
 
@@ -113,7 +113,7 @@ def rademacher(seed: int, step: int, tensor: int, queries: int, start: int, coun
 
 
 def golden() -> list[dict[str, Any]]:
-    """The generator's cases in `golden.json`: arguments, the key of the last query, its first words, its values."""
+    """Compute the generator's cases in `golden.json`: arguments, the last query's key, its first words, its values."""
     cases = []
     arguments = [
         (0, 0, 0, 1, 0, 8),
@@ -144,5 +144,5 @@ def golden() -> list[dict[str, Any]]:
 
 
 def read_golden() -> list[dict[str, Any]]:
-    """The committed golden cases of the generator; `golden` has those of the other ops."""
+    """Read the committed golden cases of the generator; `golden` has those of the other ops."""
     return json.loads(GOLDEN_PATH.read_text())["cases"]

@@ -46,7 +46,7 @@ def halves(stream: int, base: int, *shape: int) -> np.ndarray:
 
 
 def arguments(case: dict[str, Any]) -> list[Any]:
-    """The op's arguments, in the order of its schema: numpy arrays and integers.
+    """Draw the op's arguments, in the order of its schema: numpy arrays and integers.
 
     Streams are numbered from 1 in that order. Scales lie in [1/32, 1/16), minima in (-1/2, -1/4], int8 weights
     in [-64, 63]; float32 tensors are standard normals.
@@ -70,7 +70,7 @@ def arguments(case: dict[str, Any]) -> list[Any]:
 
 
 def ops() -> list[dict[str, Any]]:
-    """The cases of the ops other than the generator; `out` is the flat result, rounded to float32."""
+    """Compute the cases of the ops other than the generator; `out` is the flat result, rounded to float32."""
     labels = [2050, IGNORE, 0, 2047, 2048, IGNORE, 7, 1024, 1999]
     cases: list[dict[str, Any]] = [
         {"op": "q4_linear", "rows": 7, "inputs": 64, "outputs": 33, "group": 32},
@@ -85,12 +85,12 @@ def ops() -> list[dict[str, Any]]:
 
 
 def read_ops() -> list[dict[str, Any]]:
-    """The committed cases of the ops other than the generator."""
+    """Read the committed cases of the ops other than the generator."""
     return json.loads(generator.GOLDEN_PATH.read_text())["ops"]
 
 
 def _result(op: str, *values: Any) -> np.ndarray:
-    """The op in float64."""
+    """Compute the op in float64."""
     if op == "q4_linear":
         x, packed, scales, mins, group = values
         return x.astype(np.float64) @ _q4(packed, scales, mins, group).T

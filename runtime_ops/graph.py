@@ -45,7 +45,7 @@ def edge_compile_config(**options: Any) -> EdgeCompileConfig:
 
 
 def deduplicate(program: ExportedProgram) -> ExportedProgram:
-    """The program with every repeated pure computation done once (common subexpressions).
+    """Do every repeated pure computation of a program once (common subexpressions), and return the program.
 
     Two layers that draw from one stream both compute its keys: with this, a program of many layers has less
     than half of the generator's instructions and lowers in half the time. Run it between `torch.export` and
@@ -62,6 +62,7 @@ def deduplicate(program: ExportedProgram) -> ExportedProgram:
             continue
         leaves, structure = tree_flatten((node.args, node.kwargs))
         key = (node.target, structure, tuple((type(leaf), leaf) for leaf in leaves))
+        # The types count too: 1, 1.0 and True are equal keys and other arguments.
         first = seen.setdefault(key, node)
         if first is not node and node not in kept:
             node.replace_all_uses_with(first)
@@ -71,7 +72,7 @@ def deduplicate(program: ExportedProgram) -> ExportedProgram:
 
 
 def signed(value: int) -> int:
-    """The int64 with the same 64 bits as `value` modulo 2^64."""
+    """Return the int64 with the same 64 bits as `value` modulo 2^64."""
     value &= MASK64
     return value - (1 << 64) if value >> 63 else value
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ondevice.errors import DataError, MissingPackageError, ModelError
+from ondevice.core.errors import DataError, MissingPackageError, ModelError
 from ondevice.runtime_ops import native
 from ondevice.runtime_ops.adam_state import (
     BYTES,
@@ -50,7 +50,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class AdamStep:
-    """What one step applies to every array: `torch.optim.AdamW`'s numbers.
+    """The numbers of one step, the same for every array: those of `torch.optim.AdamW`.
 
     Args:
         learning_rate: of this step.
@@ -84,7 +84,7 @@ class _Arguments(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether the compiled step can run; else there is `torch_adam`."""
+    """True if the compiled step can run; else there is `torch_adam`."""
     return native.library() is not None
 
 
@@ -131,7 +131,7 @@ def layer_adam(
         width=width,
         grad_float32=grad.dtype == torch.float32,
         moments=KINDS.index(moments.kind),
-        key=_mix(_mix(state.seed) + adam.step),
+        key=_mix(_mix(state.seed) + adam.step),  # a stream for each array and step: repeated noise would be a bias
         decay=1 - adam.learning_rate * adam.weight_decay,
         beta2=adam.beta2,
         weight1=1 - adam.beta1,
@@ -145,14 +145,14 @@ def layer_adam(
 
 
 def torch_adam(grad: Tensor, state: HostState, adam: AdamStep, scratch: Tensor) -> None:
-    """The same step by `torch._fused_adamw_`, for a plain master and float32 moments: three passes and more.
+    """Run the same step by `torch._fused_adamw_`, for a plain master and float32 moments: three passes and more.
 
     Args:
         grad, state, adam: as for `layer_adam`.
         scratch: float32 [n], overwritten with the scaled gradient.
 
     Raises:
-        ModelError: another form of state, or a tensor of another dtype or size.
+        ModelError: a state of another layout, or a tensor of another dtype or size.
     """
     count = check_state(state)
     if state.master is None or state.moments.kind != "float32":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ondevice.errors import ConfigError, MissingPackageError
+from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.runtime_ops.generator import GAMMA, MASK64, MULTIPLIER_1, MULTIPLIER_2, SHIFTS, TWO_PI, noise_kind
 
 try:
@@ -76,7 +76,7 @@ def rademacher(
 
 
 def _word(value: int | mx.array) -> mx.array:
-    """A uint64 array of one value, or of the array's bits."""
+    """Make a uint64 array of one value, or of the array's bits."""
     if not isinstance(value, mx.array):
         return mx.array(np.array([value & MASK64], dtype=np.uint64))
     if value.dtype not in (mx.int64, mx.uint64) or value.shape != (1,):

@@ -10,7 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from ondevice.errors import DataError, OndeviceError
+from ondevice.core.errors import DataError, OndeviceError
 from ondevice.runtime_ops import build
 
 _POINTER, _INT, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
@@ -18,12 +18,12 @@ _POINTER, _INT, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library, built at the first call; None without a compiler or with `ONDEVICE_NATIVE=0`."""
+    """Load the compiled library, built at the first call; None without a compiler or with `ONDEVICE_NATIVE=0`."""
     if os.environ.get("ONDEVICE_NATIVE") == "0":
         return None
     try:
         loaded = ctypes.CDLL(str(build.build_library()))
-    except (OndeviceError, OSError) as error:
+    except (OndeviceError, OSError) as error:  # every op has a form in PyTorch: slower is better than not at all
         warnings.warn(f"the slower ops in PyTorch are used, because: {error}", stacklevel=2)
         return None
     for name in ("normal", "rademacher"):
@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def draw(kind: str, seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
-    """`normal` or `rademacher` (by `kind`): float32 [queries, count]."""
+    """Draw `normal` or `rademacher` (by `kind`): float32 [queries, count]."""
     out = torch.empty(queries, count)
     _call(kind, int(seed) & (2**64 - 1), int(step) & (2**64 - 1), tensor, queries, start, count, out)
     return out

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.runtime_ops import native
 from ondevice.runtime_ops.registry import define, expect
 
@@ -68,7 +68,7 @@ def quantize_q4(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor, Tensor
 
 
 def dequantize_q4(packed: Tensor, scales: Tensor, mins: Tensor, group: int = 32) -> Tensor:
-    """The float32 weight [out, in] that `quantize_q4`'s result stands for."""
+    """Dequantise the result of `quantize_q4` to the float32 weight [out, in]."""
     outputs, inputs = scales.shape[0], 2 * packed.shape[1]
     panels = packed.reshape(-1, inputs, PANEL // 2).transpose(1, 2)
     levels = torch.stack([panels & 15, panels >> 4], dim=1).reshape(-1, inputs)[:outputs]
@@ -85,7 +85,7 @@ def quantize_q8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_q8_rows(weight: Tensor, scales: Tensor) -> Tensor:
-    """The float32 weight [V, d] of int8 rows."""
+    """Dequantise int8 rows to the float32 weight [V, d]."""
     return weight.to(torch.float32) * scales[:, None]
 
 
@@ -146,19 +146,19 @@ def _loss_reference(hidden: Tensor, weight: Tensor, scales: Tensor | None, label
     """Over tiles of the vocabulary, so that logits of [N, TILE_ROWS] exist at most."""
     used = labels != IGNORE
     safe = torch.where(used, labels, torch.zeros_like(labels))
-    parts = []
+    sums = []
     target = torch.zeros_like(hidden[:, 0])
     for low in range(0, weight.shape[0], TILE_ROWS):
         tile = weight[low : low + TILE_ROWS]
         if scales is not None:
             tile = dequantize_q8_rows(tile, scales[low : low + TILE_ROWS])
         logits = hidden @ tile.T
-        parts.append(logits.logsumexp(-1))
+        sums.append(logits.logsumexp(-1))
         offset = safe - low
         inside = (offset >= 0) & (offset < tile.shape[0])
         chosen = logits.gather(1, offset.clamp(0, tile.shape[0] - 1)[:, None])[:, 0]
         target = torch.where(inside, chosen, target)
-    losses = torch.stack(parts).logsumexp(0) - target
+    losses = torch.stack(sums).logsumexp(0) - target
     return torch.where(used, losses, torch.zeros_like(losses))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 
 _LIBRARY = torch.library.Library("ondevice", "FRAGMENT")
 OP_NAMES: list[str] = []

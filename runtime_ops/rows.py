@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ondevice.errors import DataError
+from ondevice.core.errors import DataError
 from ondevice.runtime_ops import native
 
 
 def gather(table: Tensor, rows: Tensor, out: Tensor, threads: int | None = None) -> None:
-    """`out[i] = table[rows[i]]`.
+    """Copy rows out of a table: `out[i] = table[rows[i]]`.
 
     Args:
         table: [V, width], contiguous on the CPU.
@@ -61,12 +61,12 @@ def clear(table: Tensor, rows: Tensor, threads: int | None = None) -> None:
     _call(library.ondevice_clear_rows, table, rows, table.shape[1] * table.element_size(), threads=threads)
 
 
-def _call(function: Any, table: Tensor, rows: Tensor, width: int, *more: Any, threads: int | None) -> None:
-    given = [ctypes.c_void_p(item.data_ptr()) if isinstance(item, Tensor) else item for item in more]
+def _call(function: Any, table: Tensor, rows: Tensor, width: int, *others: Any, threads: int | None) -> None:
+    arguments = [ctypes.c_void_p(item.data_ptr()) if isinstance(item, Tensor) else item for item in others]
     function.restype = None
     function(
         ctypes.c_void_p(table.data_ptr()), ctypes.c_void_p(rows.data_ptr()), ctypes.c_int64(rows.numel()),
-        ctypes.c_int64(width), *given, ctypes.c_int64(threads or torch.get_num_threads()),
+        ctypes.c_int64(width), *arguments, ctypes.c_int64(threads or torch.get_num_threads()),
     )  # fmt: skip
 
 

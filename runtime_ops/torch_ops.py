@@ -11,7 +11,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from ondevice.errors import ConfigError
+from ondevice.core.errors import ConfigError
 from ondevice.runtime_ops import graph, native, quantized
 from ondevice.runtime_ops.generator import noise_kind
 from ondevice.runtime_ops.registry import OP_NAMES, define, expect
@@ -24,12 +24,12 @@ def register() -> None:
 
 
 def native_available() -> bool:
-    """Whether CPU ops run the compiled library; compiles it if it has not been yet."""
+    """True if CPU ops run the compiled library; compiles it if it has not been yet."""
     return native.library() is not None
 
 
 def generator_backend(device: torch.device | str = "cpu") -> str:
-    """Which form of the generator a device runs: "native", "triton" or "aten".
+    """Name the form of the generator that a device runs: "native", "triton" or "aten".
 
     "native" and "triton" give the same bits. Gaussians of "aten" may differ from them by 1e-6 (signs never do),
     so a run that must be replayed to the bit must not change between the two.
@@ -40,7 +40,7 @@ def generator_backend(device: torch.device | str = "cpu") -> str:
 
 
 def noise(kind: str) -> torch._ops.OpOverloadPacket:
-    """The generator's op by the name that configurations use: "gaussian" (or "normal") or "rademacher".
+    """Return the generator's op by the name that configurations use: "gaussian" (or "normal") or "rademacher".
 
     Raises:
         ConfigError: another name.

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.runtime_ops.generator import noise_kind
 
 BLOCK = 1024
@@ -25,7 +25,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def draw(seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int, kind: str) -> Tensor:
-    """`generator.normal` or `.rademacher` on the device of `seed`: float32 [queries, count]."""
+    """Draw `generator.normal` or `.rademacher` on the device of `seed`: float32 [queries, count]."""
     out = torch.empty(queries, count, dtype=torch.float32, device=seed.device)
     kind = noise_kind(kind)
     base = start // 64 * 64
@@ -47,7 +47,7 @@ def perturb(
     one_sided: bool = False,
     tensor: int = 0,
 ) -> Tensor:
-    """All perturbed copies of a flat parameter vector in one pass.
+    """Compute all perturbed copies of a flat parameter vector in one pass.
 
     Args:
         flat: float32 [P].
@@ -76,7 +76,7 @@ def perturb(
 
 
 def apply_update(flat: Tensor, seed: Tensor, step: Tensor, coefficients: Tensor, kind: str, tensor: int = 0) -> Tensor:
-    """flat - sum_i coefficients[i] z_i, with z regenerated and never stored.
+    """Compute flat - sum_i coefficients[i] z_i, with z regenerated and never stored.
 
     Args:
         flat: float32 [P].
@@ -104,7 +104,7 @@ def apply_update(flat: Tensor, seed: Tensor, step: Tensor, coefficients: Tensor,
 def _check(flat: Tensor) -> None:
     if flat.dim() != 1 or flat.dtype != torch.float32 or not flat.is_contiguous():
         raise ModelError(
-            "the flat parameter vector has a wrong form",
+            "the flat parameter vector has a wrong layout",
             expected="contiguous float32 [P]",
             received=f"{flat.dtype} {list(flat.shape)}",
         )

@@ -16,6 +16,9 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Some virtual machines announce Intel's tile units (AMX) and then fault at their first instruction, which ends the
+# process. The units below give every machine the same sums, too.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 # What a shell starts in the background ignores Ctrl-C, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as `nohup` does

@@ -1,22 +1,21 @@
-"""Exported programs that several tests look at: each is lowered once a process, when it is first asked for."""
+"""Exported programs that several tests look at: each is lowered once a run, by the worker that first asks for it."""
 
 from __future__ import annotations
 
-import atexit
 import functools
+import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ondevice.api import artifacts
+from ondevice.api import export as artifacts
 from ondevice.api.runfile import RunConfig
+from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.base import ExportReport
 from ondevice.models.tiny import save_tiny
-from ondevice.runtime import qnn
+from tests.shared import made
 
 SEED = 4
 SMALL = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1}
@@ -53,7 +52,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.queries": 3,
             "method.top_layers": 1,
             "method.noise": "rademacher",
-            "method.targets": ["down_proj", "o_proj"],
+            "method.target_modules": ["down_proj", "o_proj"],
         },
     ),
     "8da4w": ("two layers", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
@@ -62,7 +61,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "exact": ("two layers", {"export.batch_size": 2, "export.lengths_tokens": [24, 16], "export.next_token": True}),
     "exact, sgd": (
         "qwen2 with bias",
-        {"method.optimizer": "sgd", "method.weight_decay": 0.1, "method.targets": ["q_proj", "down_proj"]},
+        {"method.optimizer": "sgd", "method.weight_decay": 0.1, "method.target_modules": ["q_proj", "down_proj"]},
     ),
 }
 """Programs with exact gradients (mesp)."""
@@ -76,7 +75,7 @@ NPU: dict[str, tuple[str, dict[str, Any]]] = {
             "export.soc": ["SM8550"],
             "method.estimator": "one_sided",
             "method.noise": "rademacher",
-            "method.targets": ["k_proj", "o_proj", "up_proj", "down_proj"],
+            "method.target_modules": ["k_proj", "o_proj", "up_proj", "down_proj"],
         },
     ),
     "npu w8": ("wide", {"export.quantize": "w8", "method.top_layers": 1}),
@@ -91,19 +90,14 @@ def needs_qnn() -> None:
 
 
 @functools.cache
-def workspace() -> Path:
-    """A folder of this process, with a name that is hard on code that builds command lines and URLs."""
-    folder = Path(tempfile.mkdtemp(prefix="ondevice-tests-")) / "modèles et données"
-    folder.mkdir()
-    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    return folder
-
-
-@functools.cache
 def model(name: str) -> Path:
-    """A tiny model as a folder."""
-    sizes = dict(MODELS[name])
-    return save_tiny(workspace() / name, sizes.pop("family"), **sizes)
+    """A tiny model as a folder. Programs name it as their source, so it stays where it is for later runs."""
+
+    def save(place: Path) -> Path:
+        sizes = dict(MODELS[name])
+        return save_tiny(place / "modèles et données" / name, sizes.pop("family"), **sizes)
+
+    return made(name, json.dumps(["model", MODELS[name]], sort_keys=True), save)
 
 
 def config(name: str, **more: Any) -> RunConfig:
@@ -121,8 +115,15 @@ def config(name: str, **more: Any) -> RunConfig:
 
 @functools.cache
 def report(name: str) -> ExportReport:
-    """What the export of one of `PROGRAMS` said; the artifact is in its `path`."""
-    return artifacts.export(config(name), workspace() / "programs" / name)
+    """The report of the export of one of `PROGRAMS`; the artifact is in its `path`."""
+    source, values = (PROGRAMS | NPU | EXACT)[name]
+    settings = json.dumps([name, SEED, MODELS[source], METHOD, values], sort_keys=True)
+
+    def export(place: Path) -> ExportReport:
+        # A name that is hard on code that builds command lines and URLs.
+        return artifacts.export(config(name), place / "modèles et données" / "program")
+
+    return made(name, settings, export)
 
 
 def program(name: str) -> Path:

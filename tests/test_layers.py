@@ -45,16 +45,16 @@ def test_the_layers_hold(root: Path) -> None:
         ("ondevice/nn/__init__.py", "import ondevice.methods", "ondevice.nn -> ondevice.methods"),
         ("runtime_ops/__init__.py", "import ondevice.nn", "ondevice.runtime_ops -> ondevice.nn"),
         (
-            "ondevice/runtime/__init__.py",
-            "import ondevice.exporters",
-            "ondevice.runtime -> ondevice.exporters",
+            "exporters/__init__.py",
+            "import ondevice.api",
+            "ondevice.exporters -> ondevice.api",
         ),
         (
             "ondevice/methods/__init__.py",
             "import ondevice.exporters",
             "ondevice.methods -> ondevice.exporters",
         ),
-        ("ondevice/errors.py", "import ondevice.methods", "ondevice.errors -> ondevice.methods"),
+        ("ondevice/core/errors.py", "import ondevice.methods", "ondevice.core.errors -> ondevice.methods"),
         ("ondevice/elsewhere.py", "", "exhaustive"),
     ],
 )

@@ -9,9 +9,9 @@ import pytest
 
 ORDERS = {
     "first": "import ondevice",
-    "after the package": "import ondevice, ondevice.train.loop, ondevice.plan.fits",
-    "after the function": "import ondevice\nondevice.train, ondevice.plan\nimport ondevice.train.loop",
-    "from the package": "from ondevice.train import events\nfrom ondevice.plan import devices\nimport ondevice",
+    "after the package": "import ondevice, ondevice.training.loop, ondevice.planning.fits",
+    "after the function": "import ondevice\nondevice.train, ondevice.plan\nimport ondevice.training.loop",
+    "from the package": "from ondevice.training import events\nfrom ondevice.planning import devices\nimport ondevice",
 }
 
 
@@ -25,8 +25,8 @@ try:
     ondevice.train(ondevice.RunConfig.load(None, {{"model.source": "tiny:llama"}}))
 except ondevice.OndeviceError as error:
     print(error.message)
-import ondevice.train.loop, ondevice.train.events as events
-print(ondevice.train.loop.run_loop.__name__, events.Step.kind)
+import ondevice.training.loop, ondevice.training.events as events
+print(ondevice.training.loop.run_loop.__name__, events.Step.kind)
 plan = ondevice.plan("tiny:llama", ondevice.method_config("prge"), batch_size=1, length_tokens=16)
 print(plan.model)
 """

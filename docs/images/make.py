@@ -11,8 +11,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from ondevice.train import events
-from ondevice.train.log import read_log
+from ondevice.training import events
+from ondevice.training.events import read_log
 
 POINTS, LINE, ACCURACY = "#9ab8d8", "#1f5fa8", "#c4541a"
 

@@ -1,1 +1,34 @@
-"""Artifacts that run in PyTorch on an NVIDIA GPU: weights packed beforehand, the method, pins and a launcher."""
+"""Targets `jetson` and `cuda-server`: PyTorch on an NVIDIA GPU, with weights packed beforehand, pins and a launcher."""
+
+from dataclasses import replace
+
+from ondevice.core.target import TargetSpec
+from ondevice.exporters.cuda.pins import JETPACK_6, JETPACK_7, SERVER, Platform, requirements
+
+SERVER_TARGET = TargetSpec(
+    name="cuda-server",
+    package=__name__,
+    summary="Linux with an NVIDIA GPU, PyTorch as for jetson",
+    kind="torch",
+    runtime="torch",
+    exporter=".target:Cuda",
+    dtype=lambda model: model.dtype if "dtype" in model.model_fields_set else "bfloat16",
+    needs=("torch-cuda", "transformers", "bitsandbytes"),
+    uses=("peft",),
+    data=Platform({"requirements.txt": requirements(SERVER)}),
+)
+JETSON = replace(
+    SERVER_TARGET,
+    name="jetson",
+    summary="NVIDIA Jetson, PyTorch with NF4, INT8 or bfloat16 weights",
+    uses=("peft", "unified-memory", "board", "swap", "power-mode", "clocks"),
+    data=Platform(
+        {
+            "requirements-jetpack6.txt": requirements(JETPACK_6, wheels=False),
+            "requirements-jetpack7.txt": requirements(JETPACK_7),
+        },
+        memory_limit="6GiB",  # of an 8 GB board
+        caveats=("It was checked where it was exported, in PyTorch on the CPU; this project has not run on a Jetson",),
+    ),
+)
+TARGETS = (JETSON, SERVER_TARGET)

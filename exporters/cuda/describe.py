@@ -1,17 +1,17 @@
-"""What an artifact for CUDA says about itself: manifest, program, launcher and README."""
+"""The texts of an artifact for CUDA: manifest, program, launcher and README."""
 
 from __future__ import annotations
 
-import importlib
 import json
-from dataclasses import asdict
-from hashlib import sha256
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.manifest import GeneratorInfo, Manifest, ModelInfo, ProgramMethod, TensorPort
+from ondevice.artifact.manifest import GeneratorInfo, Manifest, ProgramMethod, ProgramSpec, port, token_ports
+from ondevice.core.registry import spec_of
+from ondevice.exporters.base import describe
 
 if TYPE_CHECKING:
+    from ondevice.core.program import TorchProgram
+    from ondevice.core.target import TargetSpec
     from ondevice.exporters.base import ExportJob
     from ondevice.models import LoadedModel, ModelDims
 
@@ -37,72 +37,51 @@ def program(job: ExportJob, dtype: str, weights_sha256: str) -> str:
     return json.dumps(described, indent=2) + "\n"
 
 
-def describe(target: str, job: ExportJob, loaded: LoadedModel, caveats: tuple[str, ...]) -> Manifest:
+def manifest(spec: TargetSpec, job: ExportJob, loaded: LoadedModel, program: TorchProgram) -> Manifest:
     """The manifest, without its check and its files' hashes."""
-    template = getattr(loaded.tokenizer, "chat_template", None)
-    backend: Any = getattr(loaded.tokenizer, "backend_tokenizer").to_str()  # noqa: B009 - not in its base class
-    lengths, method = tuple(sorted(job.export.lengths_tokens)), job.method
+    method, lengths = job.method, tuple(sorted(job.export.lengths_tokens))
     planned = step_bytes(loaded.dims, method, job.export.batch_size, max(lengths))
-    return Manifest(
-        ondevice_version=version("ondevice-train"),
-        runtime=f"torch {version('torch')}",
-        target=target,
-        method=method.model_dump(mode="json"),
-        model=ModelInfo(
-            source=job.model.source,
-            revision=job.model.revision,
-            sha256=loaded.source.sha256,
-            dims=asdict(loaded.dims),
-        ),
+    noise = getattr(method, "noise", "none")
+    return describe(
+        spec,
+        job,
+        loaded,
+        "torch",
         program="program.json",
-        form="functional",
-        quantize=job.export.quantize,
-        loss="tiled",
-        methods={
-            "train_step" if length == max(lengths) else f"train_step_{length}": _ports(job, length, planned)
-            for length in lengths
-        },
-        lengths_tokens=lengths,
-        batch_size=job.export.batch_size,
-        eval_batch_size=job.export.eval_batch_size,
-        generator=GeneratorInfo(
-            distribution=getattr(method, "noise", "none"),
-            lowering="op" if method.name == "prge" else "none",
-            seed=job.seed,
+        program_spec=ProgramSpec(
+            methods={
+                "train_step" if length == max(lengths) else f"train_step_{length}": _method(job, length, planned)
+                for length in lengths
+            },
+            adapter_size=trained_numbers(loaded.dims, method, program.trains_a(method)),
+            rank=method.rank,
+            alpha=method.alpha,
         ),
-        adapter_size=trained_numbers(loaded.dims, method),
-        adapter=(),
-        tokenizer_sha256=sha256(backend.encode()).hexdigest(),
-        chat_template_sha256=sha256(template.encode()).hexdigest() if template else None,
-        task=job.task,
-        caveats=caveats,
+        loss="tiled",
+        generator=GeneratorInfo(distribution=noise, lowering="none" if noise == "none" else "op", seed=job.seed),
+        caveats=spec.data.caveats,
     )
 
 
 def step_bytes(dims: ModelDims, method: Any, batch_size: int, length_tokens: int, activation_bytes: int = 2) -> int:
-    """What a step needs beside weights and adapter."""
-    package = "lora" if method.name == "lora-fa" else method.name
-    module = importlib.import_module(f"ondevice.methods.{package}.memory")
-    parts = module.memory(dims, method, batch_size, length_tokens, activation_bytes)
+    """Bytes of a step beside weights and adapter."""
+    parts = spec_of(method).memory_model.step(dims, method, batch_size, length_tokens, activation_bytes)
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
 
 
-def trained_numbers(dims: ModelDims, method: Any) -> int:
+def trained_numbers(dims: ModelDims, method: Any, trains_a: bool) -> int:
     """Numbers that training changes."""
     layers = min(dims.layers, getattr(method, "top_layers", None) or dims.layers)
-    both = method.name in ("lora", "mesp")
-    shapes = [dims.linear_shape(target) for target in method.targets]
-    return layers * method.rank * sum(outputs + inputs * both for inputs, outputs in shapes)
+    shapes = [dims.linear_shape(linear) for linear in method.target_modules]
+    return layers * method.rank * sum(outputs + inputs * trains_a for inputs, outputs in shapes)
 
 
-def _ports(job: ExportJob, length: int, planned_bytes: int) -> ProgramMethod:
-    shape = (job.export.batch_size, length)
-    inputs = tuple(TensorPort(name=name, dtype="int64", shape=shape, unit="token ids") for name in ("ids", "labels"))
-    copies = getattr(job.method, "copies", 1)
-    losses = TensorPort(name="losses", dtype="float32", shape=(copies,), unit="nats a labelled token")
+def _method(job: ExportJob, length: int, planned_bytes: int) -> ProgramMethod:
+    losses = port("losses", "losses", (getattr(job.method, "copies", 1),), unit="nats a labelled token")
     return ProgramMethod(
-        inputs=inputs, outputs=(losses,), planned_bytes=planned_bytes, ops=(), delegates=0, instructions=0
-    )
+        inputs=token_ports(job.export.batch_size, length), outputs=(losses,), planned_bytes=planned_bytes,
+        ops=(), delegates=0, instructions=0,
+    )  # fmt: skip
 
 
 def launcher(memory_limit: str | int | None) -> str:

@@ -1,4 +1,4 @@
-"""Versions that an artifact asks for, by platform.
+"""The platforms of the two targets, and the versions that an artifact asks for on each.
 
 PYTHON are the versions this artifact's check ran with, so that the same numbers come out, and those of the daemon
 (the extra `serve`), as the package itself is installed without its dependencies. What a platform installs in its own
@@ -6,6 +6,24 @@ way (torch and bitsandbytes on JetPack 6) is said in its file instead.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What differs between the targets for CUDA.
+
+    Attributes:
+        requirements: requirements files by name.
+        memory_limit: the launcher's `--memory-limit`, unless another is given.
+        caveats: what could not be tried where an artifact is exported.
+    """
+
+    requirements: dict[str, str]
+    memory_limit: str | None = None
+    caveats: tuple[str, ...] = ()
+
 
 PYTHON = {
     "transformers": "5.23.0",

@@ -1,1 +1,1 @@
-"""ExecuTorch programs that hold a whole training step."""
+"""Code that the ExecuTorch targets share: lowering, the runtime session, and the order of an export."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
 from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.backends.xnnpack.utils.utils import get_input_node, is_param_node
-from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
@@ -26,10 +26,10 @@ from ondevice.runtime_ops.graph import deduplicate, edge_compile_config
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Share
-    from ondevice.exporters.executorch.programs import MethodSpec
+    from ondevice.core.program import ProgramModule
 
-PLAIN_METHODS = ("get_adapter", "set_adapter")
-"""Only copies: XNNPACK would take the copy alone and then refuse an output that is its input."""
+ACCESS = ("get_", "set_")
+"""Methods that only copy a buffer: XNNPACK would take the copy alone and then refuse an output that is its input."""
 
 
 class SharedWeightLinearConfig(LinearConfig):
@@ -86,12 +86,12 @@ def xnnpack_partitioner() -> XnnpackPartitioner:
     return XnnpackPartitioner(configs=configs)
 
 
-def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion: bool = False) -> Lowered:
+def lower(methods: Sequence[ProgramModule], *, buffers: Sequence[str] = (), quantized_fusion: bool = False) -> Lowered:
     """Export, partition and serialise `methods` into one program.
 
     Args:
         methods: modules with example inputs; weights that several methods use are stored once.
-        stateful: methods share the mutable buffer `adapter`.
+        buffers: names of mutable buffers that the methods share.
         quantized_fusion: fold torchao's quantised ops (needed for 8da4w).
     """
     started = time.perf_counter()
@@ -105,22 +105,42 @@ def lower(methods: list[MethodSpec], *, stateful: bool = False, quantized_fusion
         edge = to_edge_transform_and_lower(
             exported,
             partitioner={
-                method.name: [] if method.name in PLAIN_METHODS else [xnnpack_partitioner()] for method in methods
+                method.name: [] if method.name.startswith(ACCESS) else [xnnpack_partitioner()] for method in methods
             },
             compile_config=edge_compile_config(),
         )
-        passes: list[Any] = [InitializedMutableBufferPass(["adapter"])] if stateful else []
+        passes: list[Any] = [InitializedMutableBufferPass([*buffers])] if buffers else []
         program = edge.to_executorch(
             ExecutorchBackendConfig(
                 passes=passes,
-                memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=stateful),
+                memory_planning_pass=MemoryPlanningPass(share_mutable_buffers=bool(buffers)),
                 do_quant_fusion_and_const_prop=quantized_fusion,
             )
         )
     return lowered(edge, program, methods, started)
 
 
-def lowered(edge: Any, program: Any, methods: list[MethodSpec], started: float) -> Lowered:
+def lower_portable(methods: Sequence[ProgramModule]) -> Lowered:
+    """Export and serialise `methods` into one program of the runtime's own kernels; weights are stored once.
+
+    Nothing is delegated: products read the frozen weights in the mapped file, so that all the memory a step takes is
+    the planned arena. Nor are common subexpressions merged: a block that is computed again in its backward pass is
+    one, and merging the two would keep everything of the forward pass.
+    """
+    started = time.perf_counter()
+    logging.getLogger("executorch").setLevel(logging.ERROR)
+    linear = [torch.ops.aten.linear.default]  # its decomposition would copy every weight to transpose it
+    with torch.no_grad(), shared_records(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        edge = to_edge_transform_and_lower(
+            {m.name: torch.export.export(m.module.eval(), m.example_inputs(), strict=False) for m in methods},
+            compile_config=EdgeCompileConfig(preserve_ops=linear, _core_aten_ops_exception_list=linear),
+        )
+        program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass()))
+    return lowered(edge, program, methods, started)
+
+
+def lowered(edge: Any, program: Any, methods: Sequence[ProgramModule], started: float) -> Lowered:
     """What a program came to; `started` is of `time.perf_counter`."""
     plans = {plan.name: plan for plan in program.executorch_program.execution_plan}
     names = [method.name for method in methods]

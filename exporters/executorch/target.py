@@ -1,72 +1,89 @@
-"""What every ExecuTorch target does: look for problems, load, author, lower, check, and write the artifact."""
+"""The order of an export to ExecuTorch: look for problems, load, build, lower, write, and check in the runtime."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.manifest import MANIFEST_NAME
-from ondevice.errors import ConfigError, OndeviceError, VerificationError
-from ondevice.exporters.base import ExportJob, ExportReport, check_free
-from ondevice.methods.prge.config import PrgeConfig
+from ondevice.artifact.manifest import (
+    MANIFEST_NAME,
+    GeneratorInfo,
+    Manifest,
+    ProgramMethod,
+    ProgramSpec,
+    write_manifest,
+)
+from ondevice.core.config import ExportConfig
+from ondevice.core.errors import ConfigError, OndeviceError, VerificationError
+from ondevice.core.registry import method_config
+from ondevice.exporters.base import (
+    Exporter,
+    ExportJob,
+    ExportReport,
+    VerifyRequest,
+    check_free,
+    check_model,
+    describe,
+    size_problems,
+)
+from ondevice.exporters.executorch.readme import readme
 
 if TYPE_CHECKING:
-    from ondevice.artifact.manifest import Manifest
+    from ondevice.core.program import BuiltProgram, GraphProgram
     from ondevice.exporters.executorch.lower import Lowered
-    from ondevice.exporters.executorch.programs import MethodSpec
+    from ondevice.exporters.executorch.session import ExecutorchSession
     from ondevice.models import LoadedModel, ModelDims
 
 log = logging.getLogger("ondevice.exporters")
+FIRST, FROZEN = "state_first.safetensors", "frozen_a.safetensors"
+"""Files of a program's state: what a run starts from, and the A matrices that are not trained."""
 
 
-class ExecutorchTarget(ABC):
-    """The order of an export; a subclass says what its target takes, lowers, and checks."""
-
-    name: str
-    socs: ClassVar[dict[str, str]] = {}
-    perturbation_scale: ClassVar[float | None] = None
-    methods: ClassVar[tuple[str, ...]] = ("prge",)
-    """Methods whose step it takes."""
+class ExecutorchTarget(Exporter):
+    """An export in order; a subclass says what its target takes, lowers, and checks."""
 
     @abstractmethod
     def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
-        """What only this target minds."""
+        """Settings that only this target minds."""
 
     @abstractmethod
-    def build(self, job: ExportJob, loaded: LoadedModel) -> tuple[Any, list[MethodSpec], Lowered]:
-        """The training program, its methods, and the lowered program."""
+    def lower(self, job: ExportJob, built: BuiltProgram) -> tuple[BuiltProgram, Lowered]:
+        """The built program with all its modules, and what they came to."""
 
     @abstractmethod
-    def verify(
-        self, folder: Path, manifest: Manifest, program: Any, job: ExportJob
+    def check_program(
+        self, session: ExecutorchSession, program: GraphProgram, built: BuiltProgram, job: ExportJob
     ) -> tuple[dict[str, Any], list[str]]:
-        """What the check measured, and warnings; raises if the program is wrong."""
+        """Measured values and warnings.
+
+        Raises:
+            VerificationError: the program is wrong.
+        """
+
+    @abstractmethod
+    def open(self, folder: Path, manifest: Manifest) -> ExecutorchSession:
+        """See `Exporter.open`."""
 
     def check(self, job: ExportJob) -> list[str]:
-        """Every reason why `job` cannot be exported; no weights are loaded."""
+        """See `Exporter.check`."""
         from ondevice.models import read_dims
 
         problems = []
         if importlib.util.find_spec("executorch") is None:
             problems.append("executorch is not installed: pip install 'ondevice-train[executorch]'")
-        if job.method.name not in self.methods:
-            known = " or ".join(self.methods)
-            return [*problems, f"method {job.method.name} does not export to {self.name}: use --method {known}"]
-        if isinstance(job.method, PrgeConfig) and (
-            job.method.form != "master" or not (job.method.inner_loop and job.method.outer_loop)
-        ):
-            problems.append(
-                "an exported step has form master, inner_loop and outer_loop: the others are eager baselines"
-            )
+        if importlib.util.find_spec("torch") is None:
+            return problems  # nothing of a program can be asked
+        program: GraphProgram | None = self.program(job.method)
+        if program is None:
+            return [*problems, self.no_program(job.method)]
         try:
             dims = read_dims(job.model.source, job.model.revision)
         except OndeviceError as error:
@@ -74,75 +91,145 @@ class ExecutorchTarget(ABC):
         if dims.experts:
             problems.append(f"family {dims.family} has experts that each batch chooses: a program has one way through")
         try:
-            for target in job.method.targets:
-                dims.linear_shape(target)
+            for linear in job.method.target_modules:
+                dims.linear_shape(linear)
         except OndeviceError as error:
             problems.append(str(error))
-        top_layers = getattr(job.method, "top_layers", None)
-        if top_layers is not None and top_layers > dims.layers:
-            problems.append(f"top_layers is {top_layers} and the model has {dims.layers} layers")
-        if max(job.export.lengths_tokens) > dims.max_positions:
-            problems.append(
-                f"lengths_tokens {max(job.export.lengths_tokens)} exceeds the model's {dims.max_positions} positions"
-            )
-        return [*problems, *self.problems(job, dims)]
+        problems += program.problems(job.method, job.export, dims)
+        return [*problems, *size_problems(job, dims), *self.problems(job, dims)]
 
     def export(self, job: ExportJob, out: Path) -> ExportReport:
-        """Load, author, lower, check against eager, and write the artifact; see `Exporter.export`."""
-        problems = self.check(job)
-        if problems:
+        """See `Exporter.export`."""
+        if problems := self.check(job):
             raise ConfigError("cannot export: " + "; ".join(problems))
-        out = Path(out)
+        out, program = Path(out), self.program(job.method)
         check_free(out, job.overwrite)
-        from ondevice.artifact.manifest import write_manifest
-        from ondevice.exporters.executorch.describe import describe, readme
         from ondevice.models import load_model, save_tokenizer
 
         log.info("loading %s", job.model.source)
         loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
-        names = {
-            (layer, target): loaded.family.linear_name(layer, target)
-            for layer in range(loaded.dims.layers)
-            for target in job.method.targets
-        }
-        program, methods, lowered = self.build(job, loaded)
+        built, lowered = self.lower(job, program.build(loaded, job.method, job.export, job.seed))
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
             (folder / "program.pte").write_bytes(lowered.buffer)
             save_tokenizer(loaded, folder / "tokenizer")
-            manifest = describe(self.name, job, loaded, program, methods, lowered, names)
+            _save_state(built, folder)
+            manifest = self._describe(job, loaded, built, lowered)
             (folder / "README.md").write_text(readme(manifest), encoding="utf-8")
             log.info("lowered in %.0f s; checking the program against eager", lowered.seconds)
-            check, warnings = self.verify(folder, manifest, program, job)
-            manifest = manifest.model_copy(update={"check": check})
+            session = self.open(folder, manifest)
+            check, warnings = self.check_program(session, program, built, job)
+            check_round_trip(session)
+            session.close()
+            manifest = manifest.model_copy(update={"check": {**check, "adapter_round_trip": True}})
             write_manifest(manifest, folder)
         return ExportReport(
             path=out,
-            target=self.name,
+            target=self.spec.name,
             program_bytes=len(lowered.buffer),
             lowering_s=lowered.seconds,
             planned_bytes=lowered.planned_bytes,
             custom_ops=manifest.custom_ops,
-            check=check,
+            check=manifest.check,
             warnings=tuple(warnings),
             partition=lowered.partition,
         )
 
+    def _describe(self, job: ExportJob, loaded: LoadedModel, built: BuiltProgram, lowered: Lowered) -> Manifest:
+        """The manifest, without its check and its files' hashes."""
+        export, noise = job.export.resolved(), built.noise != "none"
+        ops = sorted({op for listed in lowered.ops.values() for op in listed if op.startswith("ondevice::")})
+        step = built.modules[0]
+        (adapter,) = (tensor for tensor in built.state if tensor.role == "adapter")
+        program = ProgramSpec(
+            methods={
+                module.name: ProgramMethod(
+                    inputs=module.inputs,
+                    outputs=module.outputs,
+                    planned_bytes=lowered.planned_bytes[module.name],
+                    ops=tuple(lowered.ops[module.name]),
+                    delegates=lowered.delegates[module.name],
+                    instructions=lowered.graph_sizes[module.name],
+                )
+                for module in built.modules
+            },
+            state=tuple(
+                tensor.model_copy(update={"first": FIRST}) if tensor.name in built.first else tensor
+                for tensor in built.state
+            ),
+            counters=built.counters,
+            constants=built.constants,
+            batch_copies=built.batch_copies,
+            evaluates_with=built.evaluates_with,
+            frozen=FROZEN if built.frozen else None,
+            layout=built.layout,
+            adapter_size=adapter.shape[0],
+            rank=built.rank,
+            alpha=built.alpha,
+        )
+        rows = {"eval_batch_size": step.inputs[0].shape[0]} if built.evaluates_with == step.name else {}
+        return describe(
+            self.spec,
+            job,
+            loaded,
+            "executorch",
+            program_spec=program,
+            loss=export.loss,
+            soc=export.soc[0] if self.spec.socs else None,
+            partition=lowered.partition,
+            generator=GeneratorInfo(
+                distribution=built.noise, lowering=export.generator if noise else "none", seed=job.seed
+            ),
+            custom_ops=tuple(ops),
+            **rows,
+        )
 
-def check_round_trip(session: Any, entries: Iterable[Any] | None = None) -> None:
-    """The adapter survives saving and loading.
+    def rebuild(self, manifest: Manifest, request: VerifyRequest) -> tuple[GraphProgram, BuiltProgram]:
+        """The artifact's method, and its program over the model in eager.
 
-    Args:
-        entries: where its flat vector holds numbers; None is everywhere.
+        Raises:
+            ArtifactError: the model is not the one that was exported.
+        """
+        from ondevice.models import load_model
+
+        source = request.model or manifest.model.source
+        loaded = load_model(source, revision=manifest.model.revision, dtype="float32", device="cpu")
+        check_model(loaded, source, manifest)
+        lowering = manifest.generator.lowering
+        export = ExportConfig.parse(
+            {
+                "quantize": manifest.quantize,
+                "loss": manifest.loss,
+                "generator": "auto" if lowering == "none" else lowering,
+                "lengths_tokens": manifest.lengths_tokens,
+                "batch_size": manifest.batch_size,
+            },
+            "manifest.json",
+        )
+        method = method_config(manifest.method["name"], manifest.method)
+        program: GraphProgram | None = self.program(method)
+        if program is None:
+            raise ConfigError(self.no_program(method))
+        return program, program.build(loaded, method, export, manifest.generator.seed)
+
+
+def _save_state(built: BuiltProgram, folder: Path) -> None:
+    from safetensors.numpy import save_file
+
+    for name, tensors in ((FIRST, built.first), (FROZEN, built.frozen)):
+        if tensors:
+            save_file({key: np.ascontiguousarray(value, np.float32) for key, value in tensors.items()}, folder / name)
+
+
+def check_round_trip(session: ExecutorchSession) -> None:
+    """Save the session's adapter and load it again.
 
     Raises:
-        VerificationError: it does not.
+        VerificationError: a number of it changed.
     """
+    before = session.adapter()
     with tempfile.TemporaryDirectory() as temporary:
-        save_adapter(session.adapter(), Path(temporary) / "adapter")
-        flat = session.flat().copy()
+        save_adapter(before, Path(temporary) / "adapter")
         session.load_adapter(load_adapter(Path(temporary) / "adapter"))
-    used = np.full(len(flat), entries is None)
-    for entry in entries or ():
-        used[entry.offset : entry.offset + entry.count] = True
-    if not np.array_equal(session.flat()[used], flat[used]):
+    after = session.adapter().tensors
+    if any(after[name].tobytes() != value.tobytes() for name, value in before.tensors.items()):
         raise VerificationError("the adapter does not survive saving and loading; nothing was written")

@@ -20,17 +20,19 @@ from typing import IO, Any
 
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
-from ondevice.errors import ArtifactError, ConfigError, DeviceError, MissingPackageError
+from ondevice.artifact.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ondevice.core.errors import ArtifactError, ConfigError, DeviceError, MissingPackageError
 
 APP = "org.ondevice.app"
 MODELS, ADAPTERS = "files/models", "files/adapters"
 RECORD = "pulled.json"
-"""What marks a folder as one that `pull` wrote, and may replace."""
+"""The file that marks a folder as one that `pull` wrote, and may replace."""
 DOWNLOADS = "/sdcard/Download"
 INSTALL = "sudo apt-get install adb   (macOS: brew install android-platform-tools)"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CHUNK = 1 << 20
+DTYPES = ("int64", "float32")
+"""Of tensors that the app can hand to a program."""
 Progress = Callable[[int, int], None]
 """Called with the bytes sent so far and all bytes."""
 
@@ -47,10 +49,10 @@ class Phone:
     """
 
     def __init__(self, serial: str | None = None) -> None:
-        found = shutil.which("adb")
-        if found is None:
+        program = shutil.which("adb")
+        if program is None:
             raise MissingPackageError("adb is not installed", expected="adb on the PATH", hint=INSTALL)
-        self._adb, self._options = found, []
+        self._adb, self._options = program, []
         self.serial = self._choose(serial)
         self._options = ["-s", self.serial]
 
@@ -80,10 +82,10 @@ class Phone:
         return chosen
 
     def adb(self, *arguments: str, **options: Any) -> str:
-        """Run `adb` and give its output.
+        """Run `adb` and return its output.
 
         Raises:
-            DeviceError: it fails; with its own last words.
+            DeviceError: it fails; with the last line that it printed.
         """
         command = [self._adb, *self._options, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, **options)
@@ -92,11 +94,11 @@ class Phone:
         return done.stdout
 
     def as_app(self, script: str, direction: str = "shell") -> list[str]:
-        """The command that runs a shell script as the app, in its folder."""
+        """Build the command that runs a shell script as the app, in its folder."""
         return [self._adb, *self._options, direction, f"run-as {APP} sh -c {shlex.quote(script)}"]
 
     def run_as_app(self, script: str) -> str:
-        """Its output.
+        """Run a shell script as the app and return its output.
 
         Raises:
             DeviceError: as `adb`.
@@ -107,11 +109,11 @@ class Phone:
         return done.stdout
 
     def has_app(self) -> bool:
-        """Whether the app is installed."""
+        """True if the app is installed."""
         return APP in self.adb("shell", f"pm list packages {APP}").split("package:")[-1]
 
     def opens(self) -> bool:
-        """Whether the app's folders can be reached."""
+        """True if the app's folders can be reached: its build can be debugged."""
         return not subprocess.run(self.as_app("cd files 2>/dev/null || mkdir files"), capture_output=True).returncode
 
 
@@ -132,12 +134,7 @@ def push(folder: Path, *, name: str | None = None, serial: str | None = None, pr
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    if manifest.method.get("name") != "prge":
-        raise ArtifactError(
-            f"the app does not run programs of {manifest.method.get('name')}",
-            expected="a program of prge",
-            hint="the artifact's README says how an app of your own runs it",
-        )
+    _check_runs(manifest)
     name = name or re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-.") or "model"
     if not NAME.fullmatch(name):
         raise ConfigError("a model's name", expected="letters, digits, '.', '_' and '-', at most 64", received=name)
@@ -151,6 +148,7 @@ def push(folder: Path, *, name: str | None = None, serial: str | None = None, pr
     answer = {"phone": phone.serial, "name": name, "bytes": total}
     if not phone.opens():
         return answer | {"place": _to_downloads(phone, folder, files, name), "import_by_hand": True}
+    # Sent beside the model's place and renamed there once every hash is right: the app lists whole models only.
     beside, target = f"{MODELS}/.push-{name}", f"{MODELS}/{name}"
     try:
         _send(phone, folder, files, beside, total, progress)
@@ -188,12 +186,39 @@ def pull(out: Path, *, serial: str | None = None) -> list[Path]:
         stream.seek(0)
         with atomic_directory(out, marker=RECORD) as folder:
             _unpack(stream, folder)
-            found = sorted(path.parent.relative_to(folder) for path in folder.rglob("adapter_config.json"))
-            for place in found:
-                load_adapter(folder / place)
-            record = {"phone": phone.serial, "adapters": [place.as_posix() for place in found]}
+            adapters = sorted(path.parent.relative_to(folder) for path in folder.rglob("adapter_config.json"))
+            for adapter in adapters:
+                load_adapter(folder / adapter)
+            record = {"phone": phone.serial, "adapters": [adapter.as_posix() for adapter in adapters]}
             (folder / RECORD).write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return [Path(out) / place for place in found]
+    return [Path(out) / adapter for adapter in adapters]
+
+
+def _check_runs(manifest: Manifest) -> None:
+    """Refuse a program that the app cannot hold."""
+    program = manifest.program_spec
+    methods = [name for name in ("train_step", program.evaluates_with) if name not in program.methods]
+    ports = [port for method in program.methods.values() for port in (*method.inputs, *method.outputs)]
+    for wrong, message, expected in (
+        (program.shape != "step" or methods, "the app does not run such programs", "a program of whole steps"),
+        (
+            any(tensor.kept == "program" for tensor in program.state),
+            "the program keeps its state in mutable buffers, which the runtime's Java API cannot read",
+            "form functional",
+        ),
+        (
+            any(port.dtype not in DTYPES for port in ports),
+            "the program has tensors that the runtime's Java API does not hand over",
+            " or ".join(DTYPES),
+        ),
+    ):
+        if wrong:
+            raise ArtifactError(
+                message,
+                expected=expected,
+                received=f"a program for {manifest.target}",
+                hint="the artifact's README says how an app of your own runs it",
+            )
 
 
 def _send(phone: Phone, folder: Path, files: list[Path], target: str, total: int, progress: Progress | None) -> None:
@@ -208,6 +233,7 @@ def _send(phone: Phone, folder: Path, files: list[Path], target: str, total: int
         process.stdin.close()
     except BrokenPipeError:
         pass  # the phone says why
+    # Any word on stderr is a failure: `adb exec-in` does not pass on the exit status of the phone's command.
     words = process.stderr.read().decode(errors="replace")
     if process.wait() or words.strip():
         raise _failed(("tar",), words or "the connection broke")
@@ -231,7 +257,7 @@ def _to_downloads(phone: Phone, folder: Path, files: list[Path], name: str) -> s
     target = f"{DOWNLOADS}/{name}.zip"
     with tempfile.TemporaryDirectory() as temporary:
         packed = Path(temporary) / f"{name}.zip"
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:  # weights hardly compress
             for path in files:
                 archive.write(path, path.relative_to(folder).as_posix())
         phone.adb("push", str(packed), target)
@@ -241,13 +267,13 @@ def _to_downloads(phone: Phone, folder: Path, files: list[Path], name: str) -> s
 def _unpack(stream: IO[bytes], folder: Path) -> None:
     try:
         with tarfile.open(fileobj=stream) as tar:
-            tar.extractall(folder, filter="data")
+            tar.extractall(folder, filter="data")  # refuses names and links that lead out of the folder
     except tarfile.TarError as error:
         raise ArtifactError("the phone sent something that is no archive", received=str(error)) from None
 
 
 class _Counted:
-    """A stream to write to that tells how far it is."""
+    """A stream to write to that reports its progress."""
 
     def __init__(self, stream: IO[bytes], total: int, progress: Progress | None) -> None:
         self.stream, self.total, self.progress, self.sent = stream, total, progress, 0

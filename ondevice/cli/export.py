@@ -9,9 +9,10 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, overrides, print_json, stages, table
-from ondevice.errors import ConfigError, VerificationError
+from ondevice.core.errors import ConfigError, VerificationError
 
 
+@common.with_method_options
 def export(
     config: common.Config = None,
     target: Annotated[
@@ -31,8 +32,6 @@ def export(
         typer.Option("--soc", help="Qualcomm chip of an NPU program, such as SM8650 (repeat), or all."),
     ] = None,
     form: Annotated[str | None, typer.Option("--form", help="functional or stateful.")] = None,
-    queries: common.Queries = None,
-    perturbation_scale: common.Scale = None,
     learning_rate: common.LearningRate = None,
     memory_limit: common.MemoryLimit = None,
     seed: common.Seed = None,
@@ -42,14 +41,17 @@ def export(
     quiet: common.Quiet = False,
     list_targets: Annotated[bool, typer.Option("--list", help="List the targets.")] = False,
     json: common.Json = False,
+    *,
+    method_options: dict[str, Any],
 ) -> None:
     """Export the whole training step as a program for another device."""
-    from ondevice.api import artifacts
+    from ondevice.api import export as artifacts
     from ondevice.api.runfile import RunConfig
-    from ondevice.exporters.registry import TARGETS, exporter
+    from ondevice.core.registry import target as find_target
+    from ondevice.core.registry import targets
 
     if list_targets:
-        listed = {name: description for name, (_, description) in TARGETS.items()}
+        listed = {spec.name: spec.summary for spec in targets()}
         print_json(listed) if json else table(listed)
         return
     flags = overrides(
@@ -63,18 +65,16 @@ def export(
         export__quantize=quantize,
         export__form=form,
         export__soc=soc or None,
-        method__queries=queries,
-        method__perturbation_scale=perturbation_scale,
         method__learning_rate=learning_rate,
         train__memory_limit_bytes=memory_limit,
         train__seed=seed,
     )
-    run_config = RunConfig.load(config, flags)
+    run_config = RunConfig.load(config, flags | method_options)
     if dry_run:
         problems = [
             problem
             for job in artifacts.export_jobs(run_config)
-            for problem in exporter(run_config.export.target).check(job)
+            for problem in find_target(run_config.export.target).check(job)
         ]
         if json:
             print_json({"problems": problems, "ok": not problems})
@@ -93,9 +93,9 @@ def export(
 def _show(reports: list[Any], json: bool) -> None:
     if json:
         values = [{name: getattr(report, name) for name in report.__dataclass_fields__} for report in reports]
-        for one in values:
-            one["partition"] = {
-                name: [share.model_dump() for share in shares] for name, shares in one["partition"].items()
+        for report_values in values:
+            report_values["partition"] = {
+                name: [share.model_dump() for share in shares] for name, shares in report_values["partition"].items()
             }
         print_json(values[0] if len(values) == 1 else {"artifacts": values})
         return
@@ -156,7 +156,7 @@ def verify(
     json: common.Json = False,
 ) -> None:
     """Hold a program against eager PyTorch: training steps on a CPU, projected gradients in the NPU's simulator."""
-    from ondevice.api.verifying import verify as compare
+    from ondevice.api.verify import verify as compare
 
     result = compare(
         artifact,
@@ -169,10 +169,10 @@ def verify(
     if json:
         print_json(result)
     else:
-        for one in result.get("scales", [result]):
-            table({name: value for name, value in one.items() if name not in ("scales", "broken")})
+        for figures in result.get("scales", [result]):
+            table({name: value for name, value in figures.items() if name not in ("scales", "broken")})
     if not result["ok"]:
-        broken = [line for one in result.get("scales", [result]) for line in one.get("broken", [])]
+        broken = [line for figures in result.get("scales", [result]) for line in figures.get("broken", [])]
         raise VerificationError(
             "the program does not follow eager PyTorch",
             received="; ".join(broken)

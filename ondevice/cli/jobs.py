@@ -10,7 +10,7 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, overrides, print_json, table
-from ondevice.errors import ConfigError, OndeviceError, TrainingError
+from ondevice.core.errors import ConfigError, OndeviceError, TrainingError
 
 if TYPE_CHECKING:
     from ondevice.server.client import Client
@@ -37,7 +37,7 @@ def list_jobs(
     state: Annotated[list[str] | None, typer.Option("--state", help="Only jobs in this state (repeat).")] = None,
     json: common.Json = False,
 ) -> None:
-    """What runs, what waits, and what has ended."""
+    """List the jobs that run, wait, and have ended."""
     jobs = _client(url, ca).jobs(*(state or []))
     if json:
         print_json({"jobs": jobs})
@@ -101,12 +101,13 @@ def create(
     )
     sections = _sections(values, flags)
     source = sections.get("model", {}).pop("source", None)
-    given = {key: sections.get("data", {}).pop(key, None) for key in ("path", "eval_path")}
+    # A run file works here as it is: paths become uploads, and what only the daemon can say is left out.
+    paths = {key: sections.get("data", {}).pop(key, None) for key in ("path", "eval_path")}
     sections.get("train", {}).pop("out", None)
     sections.pop("export", None)
-    if (rows := data or given["path"]) is None:
+    if (rows := data or paths["path"]) is None:
         raise ConfigError("no data is given", expected="--data FILE, or a data set's id")
-    evaluated, sent = eval_data or given["eval_path"], []
+    eval_rows, sent = eval_data or paths["eval_path"], []
     limits = {"memory_bytes": _bytes(memory_limit), "time_s": time_limit, "retries": retries}
     job: dict[str, Any] = {
         "name": name,
@@ -119,18 +120,18 @@ def create(
         "limits": {key: value for key, value in limits.items() if value is not None},
         "force": force,
     }
-    made = None
+    created = None
     try:
         job["dataset"] = _dataset(client, rows, sections, sent)
-        job["eval_dataset"] = _dataset(client, evaluated, sections, sent) if evaluated else None
+        job["eval_dataset"] = _dataset(client, eval_rows, sections, sent) if eval_rows else None
         if dry_run:
             planned = client.plan(**job)
             print_json(planned) if json else _show_plan(planned["plan"])
             return
-        made = client.create_job(**job)
-        print_json(made) if json else out.print(made["id"], markup=False)
+        created = client.create_job(**job)
+        print_json(created) if json else out.print(created["id"], markup=False)
     finally:
-        for dataset in sent if made is None else ():
+        for dataset in sent if created is None else ():
             with suppress(OndeviceError):
                 client.delete_dataset(dataset)
 
@@ -161,15 +162,16 @@ def change(
     ca: Ca = None,
     json: common.Json = False,
 ) -> None:
-    """Another priority, window or limits of a job that is not done; what is not given stays."""
+    """Change priority, window or limits of a job that is not done; what is not given stays."""
     client, values = _client(url, ca), {}
     if priority is not None:
         values["priority"] = priority
     if window is not None:
         values["window"] = _window(window)
-    given = {"memory_bytes": _bytes(memory_limit), "time_s": _seconds(time_limit), "retries": retries}
-    named = {"memory_bytes": memory_limit, "time_s": time_limit, "retries": retries}
-    if limits := {key: given[key] for key, text in named.items() if text is not None}:
+    # `none` takes a limit away, which is not the same as a flag that is not given.
+    parsed = {"memory_bytes": _bytes(memory_limit), "time_s": _seconds(time_limit), "retries": retries}
+    flags = {"memory_bytes": memory_limit, "time_s": time_limit, "retries": retries}
+    if limits := {key: parsed[key] for key, text in flags.items() if text is not None}:
         values["limits"] = client.job(job)["limits"] | limits
     if not values:
         raise ConfigError("nothing is to be changed", expected="--priority, --window, --memory-limit, ...")
@@ -185,7 +187,7 @@ def delete(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) 
 
 @app.command()
 def show(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """One job."""
+    """Show one job."""
     _show(_client(url, ca).job(job), json)
 
 
@@ -201,8 +203,8 @@ def watch(
     """Follow a job until it ends; with --json, one event a line."""
     import json as json_module
 
-    from ondevice.train import events
-    from ondevice.train.progress import ProgressSink
+    from ondevice.training import events
+    from ondevice.training.progress import ProgressSink
 
     client, last = _client(url, ca), {}
     with ProgressSink(silent=json or quiet) as sink:
@@ -213,8 +215,8 @@ def watch(
                 last = event
                 if not json and not quiet:
                     err.print(f"{event['state']} {event['reason']}".rstrip(), markup=False)
-            elif (known := events.parse(json_module.dumps(event))) is not None:
-                sink(known)
+            elif (parsed := events.parse(json_module.dumps(event))) is not None:
+                sink(parsed)
     if last.get("state") != "done":
         problem = last.get("error") or {}
         raise TrainingError(
@@ -244,20 +246,20 @@ def cancel(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) 
 
 @app.command()
 def log(job: Job, url: Url = None, ca: Ca = None) -> None:
-    """What the job's workers printed, its end."""
+    """Print the end of the log of the job's workers."""
     typer.echo(_client(url, ca).log(job), nl=False)
 
 
 @adapters.command("list")
 def list_adapters(url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
-    """All adapters, the newest first."""
-    found = _client(url, ca).adapters()
+    """List all adapters, the newest first."""
+    rows = _client(url, ca).adapters()
     if json:
-        print_json({"adapters": found})
+        print_json({"adapters": rows})
         return
-    for one in found:
-        active = "  active" if one["active"] else ""
-        out.print(f"{one['id']}  rank {one['rank']}  {one['base_model']}  {one['name']}{active}", markup=False)
+    for row in rows:
+        active = "  active" if row["active"] else ""
+        out.print(f"{row['id']}  rank {row['rank']}  {row['base_model']}  {row['name']}{active}", markup=False)
 
 
 @adapters.command()
@@ -288,8 +290,8 @@ def delete_adapter(adapter: Adapter, url: Url = None, ca: Ca = None, json: commo
     print_json({"deleted": adapter}) if json else out.print(f"{adapter} is deleted", markup=False)
 
 
-def _show_active(found: dict[str, Any], json: bool) -> None:
-    print_json(found) if json else out.print(f"in use: {found['active'] or 'the base model'}", markup=False)
+def _show_active(answer: dict[str, Any], json: bool) -> None:
+    print_json(answer) if json else out.print(f"in use: {answer['active'] or 'the base model'}", markup=False)
 
 
 def _show(job: dict[str, Any], json: bool) -> None:
@@ -322,7 +324,7 @@ def _show_plan(plan: dict[str, Any]) -> None:
 
 
 def _dataset(client: Client, rows: str | Path, sections: dict[str, Any], sent: list[str]) -> str:
-    """The id of `rows`; of a file, once it is uploaded, which is noted in `sent`."""
+    """Return the id of `rows`; a file is uploaded, and its id is appended to `sent`."""
     if not Path(rows).is_file():
         return str(rows)
     sent.append(client.upload("dataset", rows, task=sections.get("data", {}).get("task"))["id"])
@@ -355,7 +357,7 @@ def _seconds(text: str | None) -> float | None:
 
 
 def _bytes(text: str | None) -> int | None:
-    from ondevice.config import parse_bytes
+    from ondevice.core.config import parse_bytes
 
     try:
         return None if text is None or text == "none" else parse_bytes(text)

@@ -50,9 +50,9 @@ def pull(
     """Bring the app's adapters from the phone: DIR/MODEL/ADAPTER."""
     from ondevice.api.phone import pull as bring
 
-    found = bring(target_dir or Path("adapters-from-phone"), serial=serial)
+    adapters = bring(target_dir or Path("adapters-from-phone"), serial=serial)
     if json:
-        print_json({"adapters": [str(path) for path in found]})
+        print_json({"adapters": [str(path) for path in adapters]})
         return
-    for path in found:
+    for path in adapters:
         out.print(str(path), markup=False, soft_wrap=True)

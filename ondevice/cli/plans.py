@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, out, overrides, print_json
-from ondevice.errors import DoesNotFitError
+from ondevice.core.errors import DoesNotFitError
+from ondevice.core.registry import target
 
 
+@common.with_method_options
 def plan(
     config: common.Config = None,
     model: common.Model = None,
@@ -24,23 +26,22 @@ def plan(
     quantize: Annotated[
         str | None, typer.Option("--quantize", help="none, q4, 8da4w, nf4, int8 (with --exported).")
     ] = None,
-    queries: common.Queries = None,
-    bus_limit: common.BusLimit = None,
     backend: common.Backend = None,
     settings: common.Settings = None,
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine for ten seconds (slideformer, lsp).")
+        bool, typer.Option("--calibrate", help="Measure this machine for ten seconds (methods that offload).")
     ] = False,
     force: common.Force = False,
     json: common.Json = False,
+    *,
+    method_options: dict[str, Any],
 ) -> None:
-    """Memory by part before anything is loaded, and whether it fits the device."""
+    """Show memory by part before anything is loaded, and if it fits the device."""
     from ondevice.api.runfile import RunConfig
-    from ondevice.methods.registry import backend_for
-    from ondevice.plan.estimate import plan as make_plan
-    from ondevice.plan.offload import describe, measure, predict_step
-    from ondevice.plan.render import render
-    from ondevice.plan.subspace import recommend
+    from ondevice.core.registry import backend_for
+    from ondevice.planning.advice import describe, measure, predict_step, recommend
+    from ondevice.planning.estimate import plan as make_plan
+    from ondevice.planning.render import render
 
     run_config = RunConfig.load(
         config,
@@ -54,33 +55,33 @@ def plan(
             export__batch_size=batch_size,
             export__lengths_tokens=None if max_length is None else [max_length],
             export__quantize=quantize,
-            method__queries=queries,
-            method__bus_limit_gb_per_s=bus_limit,
-        ),
+        )
+        | method_options,
     )
+    spec = target(run_config.export.target)
     estimate = make_plan(
         run_config.model.source,
         run_config.method,
         batch_size=run_config.export.batch_size if exported else run_config.train.batch_size,
         length_tokens=max(run_config.export.lengths_tokens) if exported else run_config.data.max_length_tokens,
-        dtype=run_config.export.dtype(run_config.model) if exported else run_config.model.dtype,
+        dtype=spec.dtype(run_config.model) if exported else run_config.model.dtype,
         export=run_config.export if exported else None,
-        runtime=run_config.export.runtime if exported else backend_for(run_config.method, run_config.train.backend),
+        runtime=spec.runtime if exported else backend_for(run_config.method, run_config.train.backend),
         device=device,
         device_file=device_file,
     )
     rates = measure(estimate) if calibrate else None
-    found = {} if rates is None else {"offload": predict_step(estimate, rates)}
-    if run_config.method.name == "lsp":
-        found["recommendation"] = recommend(estimate, rates)
+    advice = {} if rates is None else {"offload": predict_step(estimate, rates)}
+    if recommendation := recommend(estimate, rates):
+        advice["recommendation"] = recommendation
     if json:
-        print_json(estimate.to_dict() | found)
+        print_json(estimate.to_dict() | advice)
     else:
         out.print(render(estimate))
-        lines = describe(found["offload"]) if "offload" in found else []
-        for line in [*lines, *found.get("recommendation", {}).get("sentences", ())]:
+        lines = describe(advice["offload"]) if "offload" in advice else []
+        for line in [*lines, *advice.get("recommendation", {}).get("sentences", ())]:
             out.print(line)
-    if not estimate.fits and not force:
+    if not estimate.fits and not force:  # a verdict after the table, for scripts; no error message
         raise typer.Exit(DoesNotFitError.exit_code)
 
 
@@ -89,9 +90,9 @@ def doctor(
     json: common.Json = False,
 ) -> None:
     """Run a real kernel in every installed backend; say what is missing and how to install it."""
-    from ondevice.plan.doctor import doctor as examine
-    from ondevice.plan.doctor import exit_code
-    from ondevice.plan.render import render_checks
+    from ondevice.planning.doctor import doctor as examine
+    from ondevice.planning.doctor import exit_code
+    from ondevice.planning.render import render_checks
 
     with err.status("running a kernel in every backend") as status:
         checks = examine(target, progress=lambda name: status.update(f"running {name}"))

@@ -9,9 +9,10 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, mebibytes, out, overrides, print_json, share, table
-from ondevice.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 
+@common.with_method_options
 def train(
     config: common.Config = None,
     model: common.Model = None,
@@ -23,12 +24,7 @@ def train(
     batch_size: common.BatchSize = None,
     max_length: common.MaxLength = None,
     learning_rate: common.LearningRate = None,
-    queries: common.Queries = None,
-    perturbation_scale: common.Scale = None,
-    bus_limit: common.BusLimit = None,
     backend: common.Backend = None,
-    skip_stage1: common.SkipStage1 = False,
-    stage1_only: common.Stage1Only = False,
     memory_limit: common.MemoryLimit = None,
     seed: common.Seed = None,
     adapter: common.AdapterPath = None,
@@ -40,11 +36,13 @@ def train(
     dry_run: common.DryRun = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
+    *,
+    method_options: dict[str, Any],
 ) -> None:
     """Fine-tune in eager PyTorch, or in MLX: any of the methods."""
     from ondevice.api.runfile import RunConfig
-    from ondevice.api.training import ranks_of
-    from ondevice.api.training import train as train_run
+    from ondevice.api.train import train as train_run
+    from ondevice.planning.devices import place
 
     run_config = RunConfig.load(
         config,
@@ -59,25 +57,21 @@ def train(
             train__batch_size=batch_size,
             data__max_length_tokens=max_length,
             method__learning_rate=learning_rate,
-            method__queries=queries,
-            method__perturbation_scale=perturbation_scale,
-            method__bus_limit_gb_per_s=bus_limit,
-            method__skip_stage1=skip_stage1 or None,
-            method__stage1_only=stage1_only or None,
             train__backend=backend,
             train__memory_limit_bytes=memory_limit,
             train__seed=seed,
             train__out=target_dir,
-        ),
+        )
+        | method_options,
     )
-    rank, _ = ranks_of(run_config)
+    placement = place(run_config)
     if dry_run:
-        if rank == 0:
-            _dry_run(run_config, json)
+        if placement.rank == 0:  # under torchrun every rank runs this verb, and one of them prints
+            _dry_run(run_config, placement, json)
         return
     with _progress(json or quiet) as sink:
         trained = train_run(run_config, resume=resume, overwrite=overwrite, force=force, adapter=adapter, sinks=[sink])
-    if rank == 0:
+    if placement.rank == 0:
         _finish(trained, json, f"ondevice train --resume --out '{run_config.train.out}' ...")
 
 
@@ -99,8 +93,8 @@ def run(
     json: common.Json = False,
 ) -> None:
     """Fine-tune with an exported program in its own runtime, on this machine."""
-    from ondevice.api.artifacts import run_config as resolve
-    from ondevice.api.training import run_artifact
+    from ondevice.api.export import run_config as resolve
+    from ondevice.api.train import run_artifact
 
     flags = overrides(
         settings,
@@ -129,7 +123,7 @@ def replay(
     json: common.Json = False,
 ) -> None:
     """Rebuild a zeroth-order run's adapter from its log: the seed and one scalar a query."""
-    from ondevice.api.judging import replay as replay_run
+    from ondevice.api.evaluate import replay as replay_run
     from ondevice.artifact.adapter import save_adapter
 
     warnings: list[str] = []
@@ -173,14 +167,14 @@ def evaluate(
     json: common.Json = False,
 ) -> None:
     """Loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter; or a benchmark."""
-    from ondevice.api.judging import evaluate as evaluate_rows
+    from ondevice.api.evaluate import evaluate as evaluate_rows
     from ondevice.data.benchmarks import BENCHMARKS, find_benchmark
 
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")
     name = find_benchmark(task)
-    given = {"--shots": shots, "--max-new-tokens": max_new_tokens, "--out": target_dir, "--overwrite": overwrite}
-    used = [flag for flag, value in given.items() if value]
+    flags = {"--shots": shots, "--max-new-tokens": max_new_tokens, "--out": target_dir, "--overwrite": overwrite}
+    used = [flag for flag, value in flags.items() if value]
     if name is None and used:
         raise ConfigError(f"{used[0]} is for a benchmark", expected=f"--task {' or '.join(BENCHMARKS)}", received=task)
     if name is not None:
@@ -199,8 +193,8 @@ def evaluate(
 
 
 def _benchmark(source: str, task: str, data: Path, json: bool, quiet: bool, **options: Any) -> None:
-    from ondevice.api.benchmarks import benchmark
-    from ondevice.train.progress import RowProgress
+    from ondevice.api.benchmark import benchmark
+    from ondevice.training.progress import RowProgress
 
     with RowProgress(silent=json or quiet) as progress:
         result = benchmark(source, task, data, on_row=progress, **options)
@@ -208,42 +202,36 @@ def _benchmark(source: str, task: str, data: Path, json: bool, quiet: bool, **op
     if json:
         print_json(figures)
     else:
-        table({name: share(one, one.get("accuracy_interval")) or one["rows"] for name, one in result.groups.items()})
+        table({
+            name: share(group, group.get("accuracy_interval")) or group["rows"]
+            for name, group in result.groups.items()
+        })  # fmt: skip
         hidden = ("groups", "accuracy_interval", "interrupted")
         table({name: value for name, value in figures.items() if name not in hidden} | {
             "accuracy": share(figures, result.accuracy_interval)})  # fmt: skip
         if task == "mt_bench":
-            err.print("not judged: the answers have the form of FastChat's model answers, for a judge", markup=False)
+            err.print("not judged: the answers have the layout of FastChat's model answers, for a judge", markup=False)
     if result.interrupted:
         err.print(f"stopped after {result.rows} rows; their answers are in {result.answers}", markup=False)
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
 def _progress(silent: bool) -> Any:
-    from ondevice.train.progress import ProgressSink
+    from ondevice.training.progress import ProgressSink
 
     return ProgressSink(silent=silent)
 
 
-def _dry_run(config: Any, json: bool) -> None:
+def _dry_run(config: Any, placement: Any, json: bool) -> None:
     from ondevice.data import read_rows
-    from ondevice.methods.registry import backend_for
-    from ondevice.plan.estimate import plan as make_plan
-    from ondevice.plan.render import render
+    from ondevice.planning.estimate import plan_run
+    from ondevice.planning.render import render
 
     if config.data.path is None:
         raise ConfigError("no data is given", expected="data.path in the run file, or --data")
     for path in filter(None, (config.data.path, config.data.eval_path)):
-        read_rows(path, task=config.data.task)
-    estimate = make_plan(
-        config.model.source,
-        config.method,
-        batch_size=config.train.batch_size,
-        length_tokens=config.data.max_length_tokens,
-        dtype=config.model.dtype,
-        runtime=backend_for(config.method, config.train.backend),
-        memory_limit_bytes=config.train.memory_limit_bytes,
-    )
+        read_rows(path, task=config.data.task)  # bad rows are found now, not after the model is loaded
+    estimate = plan_run(config, placement)
     if json:
         print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})
     else:

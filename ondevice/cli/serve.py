@@ -60,11 +60,11 @@ def token(
     if revoke is not None:
         security.revoke(opened, revoke)
     if show or revoke is not None:
-        found = security.list_tokens(opened)
+        tokens = security.list_tokens(opened)
         if json:
-            print_json({"tokens": found})
+            print_json({"tokens": tokens})
         else:
-            for item in found:
+            for item in tokens:
                 out.print(f"{item['id']}  {item['name']}", markup=False)
         return
     secret = security.create_token(opened, name)

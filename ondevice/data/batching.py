@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ondevice.data.dataset import IGNORE, Dataset, Example
-from ondevice.errors import ConfigError, DataError
+from ondevice.core.errors import ConfigError, DataError
+from ondevice.data.encode import IGNORE, Dataset, Example
 
 ROUND_TO_TOKENS = 8
 
@@ -69,7 +69,7 @@ class Batches:
         return len(self._examples) / self.batch_size
 
     def rows_at(self, step: int) -> tuple[int, ...]:
-        """Indices into `dataset.items` of the rows of a step, counted from 0."""
+        """Return the indices into `dataset.items` of the rows of a step, counted from 0."""
         if step < 0:
             raise ConfigError("a step is counted from 0", expected="0 or above", received=step)
         count = len(self._examples)
@@ -78,7 +78,7 @@ class Batches:
         return tuple(int(self._order(epoch)[index]) for epoch, index in positions)
 
     def at(self, step: int) -> Batch:
-        """The batch of a step, counted from 0."""
+        """Return the batch of a step, counted from 0: int64 [batch_size, length]."""
         examples = [self._examples[row] for row in self.rows_at(step)]
         longest = max(len(example) for example in examples)
         if self.lengths_tokens is None:
@@ -91,19 +91,20 @@ class Batches:
         if epoch not in self._orders:
             bits = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
             words = bits.random_raw(len(self._examples))
-            for old in [known for known in self._orders if abs(known - epoch) > 1]:
-                del self._orders[old]
+            # A batch needs two orders at most; kept for ever, they would grow with the run.
+            for other in [other for other in self._orders if abs(other - epoch) > 1]:
+                del self._orders[other]
             self._orders[epoch] = np.argsort(words, kind="stable")
         return self._orders[epoch]
 
 
 def round_up(length_tokens: int, multiple: int = ROUND_TO_TOKENS) -> int:
-    """The next multiple of `multiple` that is not below `length_tokens`."""
+    """Round up to the next multiple of `multiple`."""
     return -(-length_tokens // multiple) * multiple
 
 
 def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -> Batch:
-    """Examples as one batch of `length_tokens` columns, padded on the right.
+    """Stack examples to one batch of `length_tokens` columns, padded on the right.
 
     Raises:
         ConfigError: an example is longer than `length_tokens`.

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ondevice.data.convert import choice_index, task_fields, texts_of
-from ondevice.data.files import read_records
-from ondevice.data.rows import BadRow, Row, RowProblem, check_text, describe
+from ondevice.core.errors import ConfigError, DataError
+from ondevice.data.formats import choice_index, task_fields, texts_of
+from ondevice.data.rows import BadRow, Row, RowProblem, check_text, describe, read_records
 from ondevice.data.scoring import final_number
 from ondevice.data.templates import column, plain_name
-from ondevice.errors import ConfigError, DataError
 
 BENCHMARKS = ("mmlu", "gsm8k", "mt_bench")
 LETTERS = ("A", "B", "C", "D")
@@ -53,12 +52,12 @@ class Question:
 
 
 def find_benchmark(task: str | None) -> str | None:
-    """The benchmark of that name, None if there is none; case, '-' and '_' do not matter."""
+    """Find the benchmark of that name, None if there is none; case, '-' and '_' do not matter."""
     return {plain_name(name): name for name in BENCHMARKS}.get(plain_name(task or ""))
 
 
 def find_file(path: Path, names: Sequence[str] = EVAL_NAMES) -> Path:
-    """The file itself, or the first of a folder's that has one of `names`.
+    """Return the file itself, or the first of a folder's that has one of `names`.
 
     Raises:
         DataError: there is none.
@@ -73,12 +72,12 @@ def find_file(path: Path, names: Sequence[str] = EVAL_NAMES) -> Path:
         for suffix in _SUFFIXES:
             if (path / f"{name}{suffix}").is_file():
                 return path / f"{name}{suffix}"
-    found = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
-    raise DataError(f"{path} has no such file", expected=f"{' or '.join(names)}, .jsonl or .csv", received=found)
+    files = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
+    raise DataError(f"{path} has no such file", expected=f"{' or '.join(names)}, .jsonl or .csv", received=files)
 
 
 def read_questions(path: Path, task: str) -> list[Question]:
-    """All questions of a file. Scores are compared, so no row is left out.
+    """Read all questions of a file. Scores are compared, so no row is left out.
 
     Raises:
         DataError: a row is bad, with file, line and field; or there is none.
@@ -102,7 +101,7 @@ def read_questions(path: Path, task: str) -> list[Question]:
 
 
 def read_shots(path: Path, task: str, count: int) -> dict[str, list[Question]]:
-    """At most `count` worked examples of each group, from the folder of the questions.
+    """Read at most `count` worked examples of each group, from the folder of the questions.
 
     Raises:
         ConfigError: `mt_bench` has none.
@@ -121,7 +120,7 @@ def read_shots(path: Path, task: str, count: int) -> dict[str, list[Question]]:
 
 
 def choice_row(question: Question, shots: Sequence[Question]) -> Row:
-    """`mmlu` as the benchmark's authors ask it; the candidates are the letters."""
+    """Build a row of `mmlu` as the benchmark's authors ask it; the candidates are the letters."""
     subject = f" about {question.group.replace('_', ' ')}" if question.group else ""
     head = f"The following are multiple choice questions (with answers){subject}.\n\n"
     asked = "".join(f"{shot.turns[0]}\nAnswer: {shot.answer}\n\n" for shot in shots)
@@ -131,14 +130,14 @@ def choice_row(question: Question, shots: Sequence[Question]) -> Row:
 
 
 def sum_prompt(question: Question, shots: Sequence[Question], chat: bool) -> str | list[dict[str, str]]:
-    """`gsm8k` as a chat, or as plain text for a model without a chat template."""
+    """Build a prompt of `gsm8k` as a chat, or as plain text for a model without a chat template."""
     if not chat:
         asked = "".join(f"Question: {shot.turns[0]}\nAnswer: {shot.answer}\n\n" for shot in shots)
         return f"{asked}Question: {question.turns[0]}\nAnswer:"
     messages = []
-    for each in (*shots, question):
-        messages.append({"role": "user", "content": f"{each.turns[0]}\n\nWrite the final number after ####."})
-        messages.append({"role": "assistant", "content": each.answer})
+    for asked in (*shots, question):
+        messages.append({"role": "user", "content": f"{asked.turns[0]}\n\nWrite the final number after ####."})
+        messages.append({"role": "assistant", "content": asked.answer})
     return messages[:-1]
 
 

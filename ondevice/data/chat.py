@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from ondevice.core.errors import MissingPackageError
 from ondevice.data.rows import BadRow
-from ondevice.errors import MissingPackageError
 
 Turns = list[tuple[str, str]]
 
 
 def render_chat(tokenizer: Any, messages: Turns) -> tuple[list[int], list[bool], int]:
-    """(ids, trained, start) of a conversation that ends with an assistant turn and begins
-    with another one.
+    """Tokenize a conversation that ends with an assistant turn and begins with another one; return (ids, trained,
+    start).
 
     `trained[t]` is True for the tokens of every assistant turn: from where the template asks for the
     answer to the end-of-turn token. `start` is the first token of the last assistant turn.
@@ -45,12 +45,12 @@ def render_chat(tokenizer: Any, messages: Turns) -> tuple[list[int], list[bool],
 
 
 def _covers(left: int, right: int, span: tuple[int, int]) -> bool:
-    """Whether the token at text[left:right] has a part in the span; a token without width has its place."""
+    """True if the token at text[left:right] overlaps the span; one without width has the width of its place."""
     return left < span[1] and max(right, left + 1) > span[0]
 
 
 def _answer_end(tokenizer: Any, text: str) -> int:
-    """End of the turn without the white space that templates put behind the end-of-turn token."""
+    """Return the end of the turn without the white space that templates put behind the end-of-turn token."""
     bare = text.rstrip()
     ends = (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())
     return len(bare) if bare.endswith(ends) else len(text)

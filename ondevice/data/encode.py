@@ -4,12 +4,80 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ondevice.core.errors import ConfigError, DataError
 from ondevice.data.chat import render_chat
-from ondevice.data.dataset import IGNORE, Dataset, Example, Item
-from ondevice.data.rows import AnswerTooLong, BadRow, Row, RowProblem, Rows
-from ondevice.errors import ConfigError, DataError
+from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows
+
+IGNORE = -100
+"""The label of a token that is not trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One sequence. `labels[t]` is `ids[t]` where token t is trained on, else -100; the program shifts."""
+
+    ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def trained_tokens(self) -> int:
+        """Targets that count towards the loss: labels other than -100, without the first position."""
+        return sum(label != IGNORE for label in self.labels[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One row, encoded: its training example, and the candidates or answers that evaluate it."""
+
+    example: Example
+    candidates: tuple[Example, ...] = ()
+    """One per class or choice, answer tokens labelled; empty where there is nothing to choose."""
+
+    gold: int | None = None
+    """Index of the right candidate."""
+
+    answers: tuple[str, ...] = ()
+    """Accepted answers of a question answering row."""
+
+    line: int = 0
+    """Line of the data file, from 1."""
+
+    prompt_tokens: int = 0
+    """Tokens before the answer (for chat before the last assistant turn): `ids[:prompt_tokens]` is what
+    a model continues when it answers."""
+
+    dropped_tokens: int = 0
+    """Tokens cut from the front of the prompt to fit the maximum length."""
+
+
+@dataclass(slots=True)
+class Dataset:
+    """Encoded rows, the rows left out (by the reader and here), and how they were encoded."""
+
+    items: list[Item] = field(default_factory=list)
+    problems: list[RowProblem] = field(default_factory=list)
+    format: Format = "text"
+    max_length_tokens: int = 0
+    too_long_tokens: list[int] = field(default_factory=list)
+    """Full lengths of the rows left out because their answer does not fit."""
+
+    template: str = ""
+    """The template that framed the rows: "chat template", "instruction prompt", a task's name, or ""."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def truncated(self) -> int:
+        """Rows that lost tokens at the front of their prompt."""
+        return sum(item.dropped_tokens > 0 for item in self.items)
 
 
 def encode(
@@ -84,7 +152,7 @@ def encode(
 
 
 def pad_id_of(tokenizer: Any) -> int:
-    """The id to pad with: the tokenizer's pad token, else its end-of-sequence token, else 0. Padding is
+    """Return the id to pad with: the tokenizer's pad token, else its end-of-sequence token, else 0. Padding is
     on the right and never labelled, so the choice does not change a result."""
     for name in ("pad_token_id", "eos_token_id"):
         if getattr(tokenizer, name, None) is not None:
@@ -93,7 +161,7 @@ def pad_id_of(tokenizer: Any) -> int:
 
 
 def _tokenize(tokenizer: Any, text: str) -> list[int]:
-    """Ids with the special tokens that the tokenizer adds in front, but none that it adds behind."""
+    """Tokenize with the special tokens that the tokenizer adds in front, but none that it adds behind."""
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     eos = tokenizer.eos_token_id
     while eos is not None and ids and ids[-1] == eos and not text.endswith(tokenizer.eos_token):
@@ -109,13 +177,14 @@ def _common_prefix(first: list[int], second: list[int]) -> int:
 
 
 def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
-    """Completion, classification, multiple choice, question answering, and instruct without a chat
-    template. All candidates lose as many prompt tokens as the one with the longest answer needs."""
+    """Encode a row of pairs: completion, classification, multiple choice, question answering, and instruct without a
+    chat template. All candidates lose as many prompt tokens as the one with the longest answer needs."""
+    # Prompt and answer as one text, as a model would have seen them.
     whole = [_tokenize(tokenizer, prompt + answer) for prompt, answer in row.pairs]
     shared: dict[str, list[int]] = {}
     for (prompt, _), ids in zip(row.pairs, whole, strict=True):
-        known = shared[prompt] if prompt in shared else _tokenize(tokenizer, prompt)
-        shared[prompt] = known[: _common_prefix(known, ids)]  # candidates of one prompt share their context
+        context = shared[prompt] if prompt in shared else _tokenize(tokenizer, prompt)
+        shared[prompt] = context[: _common_prefix(context, ids)]  # candidates of one prompt share their context
     sequences = [(ids, len(shared[prompt])) for (prompt, _), ids in zip(row.pairs, whole, strict=True)]
     for ids, start in sequences:
         if row.end and tokenizer.eos_token_id not in (None, *ids[-1:]):
@@ -123,6 +192,7 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
         if len(ids) - max(start, 1) < 1:
             raise BadRow("", "the answer has no token that can be trained on")
     _check_fit(max(len(ids) - start for ids, start in sequences), limit, min(start for _, start in sequences))
+    # Cut all prompts at their front to one length: candidates are compared behind the same context.
     bos = _leading_bos(tokenizer, sequences[0][0], sequences[0][1])
     keep = limit - max(len(ids) - start for ids, start in sequences)
     cut, dropped = [], 0
@@ -145,7 +215,7 @@ def _check_fit(answer_tokens: int, limit: int, prompt_tokens: int) -> None:
 
 
 def _leading_bos(tokenizer: Any, ids: list[int], start: int) -> int:
-    """1 if the sequence begins with a BOS token that truncation has to keep, else 0."""
+    """Return 1 if the sequence begins with a BOS token that truncation has to keep, else 0."""
     return int(start > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
 
 
@@ -154,7 +224,8 @@ def _example(ids: list[int], start: int) -> Example:
 
 
 def _chat_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
-    """Whole turns go first, from the oldest after the system turn, then tokens of the last prompt."""
+    """Encode a chat row. To fit, whole turns go first, from the oldest after the system turn, then tokens of the last
+    prompt."""
     messages = list(row.messages)
     ids, trained, start = render_chat(tokenizer, messages)
     full = len(ids)
@@ -181,7 +252,7 @@ def _chat_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
 
 
 def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
-    """Plain text in windows of at most `limit` tokens; each begins with the last token of the one before."""
+    """Cut plain text into windows of at most `limit` tokens; each begins with the last token of the one before."""
     text = row.pairs[0][1]
     encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
@@ -194,3 +265,22 @@ def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
         window = ids[begin : begin + limit]
         line = row.line + bisect_right(newlines, offsets[begin][0] - 1) if not row.end else row.line
         yield Item(_example(window, 0), line=line)
+
+
+def read_dataset(
+    path: Path | str, tokenizer: Any, *, task: str | None, max_length_tokens: int, train_on_prompt: bool = False
+) -> Dataset:
+    """Read and encode the rows of a file; bad rows are in `.problems`.
+
+    Raises:
+        DataError: if no row can be used.
+    """
+    from ondevice.data.formats import read_rows
+
+    rows = read_rows(path, task=task)
+    dataset = encode(rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt)
+    if not dataset.items:
+        raise DataError(
+            f"{path} has no rows that can be used", received="; ".join(map(str, dataset.problems[:3])) or "nothing"
+        )
+    return dataset

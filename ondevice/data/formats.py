@@ -13,14 +13,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ondevice.data.convert import converter
-from ondevice.data.files import read_records
-from ondevice.data.rows import BadRow, Format, RowProblem, Rows, describe
-from ondevice.data.templates import TASKS, Task, find_task, plain_name
-from ondevice.errors import DataError
+from ondevice.core.errors import DataError
+from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows, check_text, describe, read_records
+from ondevice.data.templates import TASKS, Task, find_task, label_key, plain_name, render
 
 
 def read_rows(path: str | Path, *, task: str | None = None, allow_empty: bool = False) -> Rows:
@@ -65,9 +65,9 @@ def read_rows(path: str | Path, *, task: str | None = None, allow_empty: bool = 
 
 def _no_rows(name: str, problems: list[RowProblem]) -> DataError:
     first = "; ".join(str(problem) for problem in problems[:3])
-    more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+    rest = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
     return DataError(
-        f"no usable row in {name}: {first}{more}" if problems else f"no row in {name}",
+        f"no usable row in {name}: {first}{rest}" if problems else f"no row in {name}",
         expected="at least one row of a known format",
         received=f"{len(problems)} rows, all with problems" if problems else "none",
         hint=f"`ondevice data '{name}'` lists every bad row",
@@ -77,7 +77,7 @@ def _no_rows(name: str, problems: list[RowProblem]) -> DataError:
 def _infer(
     records: list[dict[str, Any]], task: Task | None, name: str, problems: list[RowProblem]
 ) -> tuple[Format, Task | None]:
-    """The file's format and task; the format of a task is its kind."""
+    """Infer the file's format and task; the format of a task is its kind."""
     if task is not None:
         return task.kind, task
     unknown = None
@@ -117,3 +117,163 @@ def _format_of(record: dict[str, Any]) -> Format | None:
     if keys & {"text", "sentence"} and "label" in keys:
         return "classification"
     return "text" if "text" in keys else None
+
+
+MAX_CLASSES = 50
+"""More distinct labels than this are taken for free text, not for classes."""
+
+ROLES = ("system", "user", "assistant")
+
+
+def converter(
+    format_: Format, task: Task | None, records: list[dict[str, Any]], kind: str
+) -> Callable[[int, dict[str, Any]], Row]:
+    """Return the function (line, record) -> Row of a format; it raises BadRow."""
+    if task is not None:
+        return lambda line, record: _task_row(task, line, record)
+    if format_ == "classification":
+        classes = _classes(records)
+        return lambda line, record: _class_row(classes, line, record)
+    if format_ == "text":
+        # A whole file is a stretch of running text, not a document that ends.
+        return lambda line, record: Row(line, pairs=(("", _text(record, "text")),), end=kind != "txt")
+    return {"chat": _chat_row, "instruct": _instruct_row, "completion": _completion_row,
+            "multiple_choice": _choice_row}[format_]  # fmt: skip
+
+
+def task_fields(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """Flatten the columns of a task's record, with its label.
+
+    Raises:
+        BadRow: the record is of another task, or its `prompt_fields` are no object.
+    """
+    if "prompt_fields" not in record:
+        return record
+    named = record.get("task", name)
+    if plain_name(str(named)) != plain_name(name):
+        raise BadRow("task", f"expected '{name}', received {describe(named)}")
+    if not isinstance(record["prompt_fields"], dict):
+        raise BadRow("prompt_fields", f"expected an object, received {describe(record['prompt_fields'])}")
+    return record["prompt_fields"] | ({"label": record["label"]} if "label" in record else {})
+
+
+def _task_row(task: Task, line: int, record: dict[str, Any]) -> Row:
+    rendered = render(task, task_fields(task.name, record))
+    return Row(line, rendered.pairs, rendered.gold, answers=rendered.answers, label=rendered.label, end=False)
+
+
+def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
+    for key in keys:
+        if key in record:
+            return check_text(record[key], key, empty=empty)
+    if empty:
+        return ""
+    raise BadRow(keys[0], f"is missing; the keys are {', '.join(str(key) for key in record)}")
+
+
+def _chat_row(line: int, record: dict[str, Any]) -> Row:
+    messages = record.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRow("messages", f"expected a list of turns, received {describe(messages)}")
+    turns = []
+    for index, message in enumerate(messages):
+        where = f"messages.{index}"
+        if not isinstance(message, dict):
+            raise BadRow(where, f"expected an object with role and content, received {describe(message)}")
+        if message.get("role") not in ROLES:
+            reason = f"expected {', '.join(ROLES)}; received {describe(message.get('role'))}"
+            raise BadRow(f"{where}.role", reason)
+        turns.append((message["role"], check_text(message.get("content"), f"{where}.content")))
+    while turns and turns[-1][0] != "assistant":
+        turns.pop()  # nothing after the last assistant turn is trained on or needed as context
+    if not turns:
+        raise BadRow("messages", "has no assistant turn to train on")
+    if turns[0][0] == "assistant":
+        raise BadRow("messages.0.role", "expected system or user first, received assistant")
+    return Row(line, messages=tuple(turns))
+
+
+def _instruct_row(line: int, record: dict[str, Any]) -> Row:
+    instruction = _text(record, "instruction", "prompt")
+    filled = {key: value for key, value in record.items() if value is not None}
+    context = _text(filled, "input", "context", empty=True)
+    answer = _text(record, "output", "response")
+    asked = f"{instruction}\n\n{context}" if context.strip() else instruction
+    block = f"\n\n### Input:\n{context}" if context.strip() else ""
+    prompt = f"### Instruction:\n{instruction}{block}\n\n### Response:\n"
+    return Row(line, pairs=((prompt, answer),), messages=(("user", asked), ("assistant", answer)))
+
+
+def _completion_row(line: int, record: dict[str, Any]) -> Row:
+    return Row(line, pairs=((_text(record, "prompt", empty=True), _text(record, "completion")),))
+
+
+def _classes(records: list[dict[str, Any]]) -> dict[str, str]:
+    """Collect every label in the file, {label key: answer text}, sorted by key."""
+    classes: dict[str, str] = {}
+    for record in records:
+        key = label_key(record.get("label"))
+        if key:
+            classes.setdefault(key, str(record["label"]).strip())
+    if len(classes) > MAX_CLASSES:
+        raise DataError(
+            f"{len(classes)} different labels are too many for classes",
+            expected=f"at most {MAX_CLASSES} different values of 'label'",
+            received=", ".join(sorted(classes)[:4]) + ", ...",
+            hint="for free answers name the columns prompt and completion",
+        )
+    return dict(sorted(classes.items()))
+
+
+def _class_row(classes: dict[str, str], line: int, record: dict[str, Any]) -> Row:
+    text = _text(record, "text", "sentence")
+    label = record.get("label")
+    key = label_key(label)
+    if not key:
+        raise BadRow("label", f"expected a text, a number or a boolean, received {describe(label)}")
+    check_text(classes[key], "label")
+    pairs = tuple((f"{text.strip()}\nLabel:", f" {answer}") for answer in classes.values())
+    return Row(line, pairs, list(classes).index(key), label=classes[key], end=False)
+
+
+def _choice_row(line: int, record: dict[str, Any]) -> Row:
+    question = _text(record, "question", "prompt").strip()
+    texts = texts_of(record.get("choices"), "choices", least=2)
+    gold = choice_index(record.get("answer"), texts)
+    pairs = tuple((f"{question}\nAnswer:", f" {text}") for text in texts)
+    return Row(line, pairs, gold, label=chr(ord("A") + gold) if gold < 26 else str(gold), end=False)
+
+
+def texts_of(value: Any, name: str, least: int = 1) -> list[str]:
+    """Return the texts of a list, which a CSV cell holds as JSON, without the space around them.
+
+    Raises:
+        BadRow: not a list of at least `least` texts.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise BadRow(name, "expected a JSON list of texts in the cell") from None
+    if not isinstance(value, list) or len(value) < least:
+        count = {1: "one text", 2: "two texts"}[least]
+        raise BadRow(name, f"expected a list of at least {count}, received {describe(value)}")
+    return [check_text(text, f"{name}.{index}").strip() for index, text in enumerate(value)]
+
+
+def choice_index(answer: Any, texts: list[str]) -> int:
+    """Return the index of the choice that `answer` names: by its text, its letter or its index.
+
+    Raises:
+        BadRow: it names none.
+    """
+    letters = [chr(ord("A") + index) for index in range(min(len(texts), 26))]
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(texts):
+        return answer
+    if isinstance(answer, str):
+        # A text first: "1" may be a choice, and then is not an index.
+        for names in (texts, letters, [str(index) for index in range(len(texts))]):
+            if answer.strip() in names:
+                return names.index(answer.strip())
+    allowed = f"one of the choices, {letters[0]} to {letters[-1]}, or 0 to {len(texts) - 1}"
+    raise BadRow("answer", f"expected {allowed}; received {describe(answer)}")

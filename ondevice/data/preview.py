@@ -1,4 +1,4 @@
-"""What `ondevice data FILE` shows: decoded examples, lengths, labels, and every bad row."""
+"""The preview of `ondevice data FILE`: decoded examples, lengths, labels, and every bad row."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.data.batching import round_up
-from ondevice.data.dataset import IGNORE, Dataset, Example
-from ondevice.data.encode import encode
+from ondevice.data.encode import IGNORE, Dataset, Example, encode
 from ondevice.data.formats import read_rows
 from ondevice.data.rows import RowProblem, Rows
 
@@ -25,7 +24,7 @@ _SHOWN_CHARACTERS = 700
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a decoded example; `trained` tells whether its tokens are labelled."""
+    """A stretch of a decoded example; `trained` is True if its tokens are labelled."""
 
     text: str
     trained: bool
@@ -47,7 +46,7 @@ class Preview:
     """Rows of the file, good and bad."""
 
     sequences: int
-    """What is trained on: one a good row, except that plain text is cut into windows."""
+    """Sequences that are trained on: one a good row, except that plain text is cut into windows."""
 
     max_length_tokens: int
     truncated: int
@@ -72,7 +71,7 @@ class Preview:
         return asdict(self)
 
     def render(self) -> RenderableType:
-        """The figures, the examples with what is not trained on dimmed, and the table of problems."""
+        """Render the figures, the examples with untrained tokens dimmed, and the table of problems."""
         from rich.console import Group
 
         parts: list[RenderableType] = [_facts(self)]
@@ -105,8 +104,9 @@ def preview(
 
 
 def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3) -> Preview:
-    """The preview of a file that `read_rows` and `encode` have been through, with its first rows decoded."""
+    """Summarise a file that `read_rows` and `encode` have been through, with its first rows decoded."""
     full = [len(item.example) + item.dropped_tokens for item in dataset.items] + dataset.too_long_tokens
+    # "higher": a length that some row has, so that the suggested maximum holds the 99% that it promises.
     lengths = {f"p{p}": int(np.percentile(full, p, method="higher")) for p in PERCENTILES} if full else {}
     labels = Counter(row.label for row in rows.items if row.label is not None)
     return Preview(
@@ -129,8 +129,8 @@ def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3
 
 
 def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:
-    """The example decoded, special tokens included, in stretches of equally trained tokens."""
-    found, begin, shown = [], 0, ""
+    """Decode an example, special tokens included, in stretches of equally trained tokens."""
+    stretches, begin, shown = [], 0, ""
     flags = [label != IGNORE for label in example.labels]
     for end in range(1, len(flags) + 1):
         if end == len(flags) or flags[end] != flags[begin]:
@@ -139,9 +139,9 @@ def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:
                                     clean_up_tokenization_spaces=False)  # fmt: skip
             if not text.startswith(shown):  # a character whose bytes lie on both sides
                 shown = shown.rstrip("\ufffd")
-            found.append(Segment(text[len(shown) :], flags[begin]))
+            stretches.append(Segment(text[len(shown) :], flags[begin]))
             begin, shown = end, text
-    return tuple(found)
+    return tuple(stretches)
 
 
 def _facts(view: Preview) -> RenderableType:
@@ -192,7 +192,7 @@ def _append(text: Text, segment: Segment) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without control characters, which could drive the terminal; line breaks and tabs stay."""
+    """Replace control characters, which could drive the terminal; line breaks and tabs stay."""
     return "".join(c if c in "\n\t" or c.isprintable() or c == "\u200d" else "\ufffd" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""How answers are judged: candidates by likelihood, free answers by SQuAD's F1 and exact match, sums by number."""
+"""Scores of answers: candidates by likelihood, free answers by SQuAD's F1 and exact match, sums by number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MARK = "####"
 
 
 def pick_candidate(nll_sums: Sequence[float], token_counts: Sequence[int]) -> int:
-    """Index of the candidate with the lowest mean negative log likelihood per answer token, as in MeZO.
+    """Pick the candidate with the lowest mean negative log likelihood per answer token, as in MeZO; return its index.
 
     Only the tokens of the answer count (labels other than -100, after the shift); the first of equals
     wins. With answers of one token each, as the verbalisers of most tokenizers are, the mean and the
@@ -33,23 +33,23 @@ def pick_candidate(nll_sums: Sequence[float], token_counts: Sequence[int]) -> in
 
 
 def first_line(generated: str) -> str:
-    """The answer in generated text: its first line that has any. Training answers end with a newline."""
+    """Return the answer in generated text: its first line that has any. Training answers end with a newline."""
     return generated.strip().partition("\n")[0].strip()
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case without punctuation, articles and extra spaces: SQuAD's evaluation script v1.1."""
+    """Normalise as SQuAD's evaluation script v1.1 does: lower case, no punctuation, articles or extra spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(prediction: str, answers: Sequence[str]) -> float:
-    """1.0 if the prediction equals one of the answers after normalisation, else 0.0."""
+    """Return 1.0 if the prediction equals one of the answers after normalisation, else 0.0."""
     normal = normalize_answer(prediction)
     return float(any(normalize_answer(answer) == normal for answer in answers))
 
 
 def f1_score(prediction: str, answers: Sequence[str]) -> float:
-    """Best F1, 0 to 1, of the prediction's words against those of any answer, after normalisation.
+    """Return the best F1, 0 to 1, of the prediction's words against those of any answer, after normalisation.
 
     Two texts that are both empty after normalisation score 1, one empty text 0 (as SQuAD 2.0 does).
     """
@@ -65,19 +65,19 @@ def _f1(predicted: list[str], right: list[str]) -> float:
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number that an answer ends with, without thousands separators, currency and units; None without one.
+    """Parse the number that an answer ends with, without thousands separators, currency and units; None without one.
 
     It is the first number behind `####`, as in GSM8K's answers, and without that mark (or without a number behind it)
     the last of the text. Equal numbers compare equal however they are written: 18, 18.00, $18.
     """
     text = text.replace("\N{MINUS SIGN}", "-")
     marked = _NUMBER.search(text.partition(_MARK)[2])
-    found = marked or next(reversed(list(_NUMBER.finditer(text))), None)
-    return None if found is None else Decimal((found["sign"] or "") + found["digits"].replace(",", ""))
+    number = marked or next(reversed(list(_NUMBER.finditer(text))), None)
+    return None if number is None else Decimal((number["sign"] or "") + number["digits"].replace(",", ""))
 
 
 def wilson_interval(correct: int, rows: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval of a share, 95% with the default `z`; (0, 1) without rows.
+    """Compute Wilson's score interval of a share, 95% with the default `z`; (0, 1) without rows.
 
     Unlike the normal approximation it stays within 0 and 1, and is not of width 0 where all rows or none are right.
     """

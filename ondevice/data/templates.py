@@ -2,7 +2,7 @@
 
 A candidate is a (prompt, answer) pair; the answer starts where the prompt ends, with its own leading
 space or after the prompt's newline, so that tokenizers do not merge across the boundary. A row is
-judged by the lowest mean negative log likelihood per answer token (`scoring.pick_candidate`).
+answered by the lowest mean negative log likelihood per answer token (`scoring.pick_candidate`).
 
 MNLI is not in Table 7 and so not here. Where Table 7's typesetting leaves the line breaks open, they
 are MeZO's (P-RGE, appendix A.3: "adopting the same prompt template from MeZO").
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ondevice.core.errors import ConfigError
 from ondevice.data.rows import BadRow, check_text, describe
-from ondevice.errors import ConfigError
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -60,7 +60,7 @@ class Rendered:
 
 
 def find_task(name: str) -> Task:
-    """The task of that name; case, '-' and '_' do not matter ("SST-2" is sst2).
+    """Return the task of that name; case, '-' and '_' do not matter ("SST-2" is sst2).
 
     Raises:
         ConfigError: no such task.
@@ -74,7 +74,7 @@ def find_task(name: str) -> Task:
 
 
 def render(task: Task, fields: dict[str, Any]) -> Rendered:
-    """The candidates of one row whose columns and label are all in `fields`.
+    """Render the candidates of one row whose columns and label are all in `fields`.
 
     Raises:
         BadRow: a column is missing, not a text or empty, or the label is not one of the task's.
@@ -106,7 +106,7 @@ def _gold(task: Task, fields: dict[str, Any]) -> int:
 
 
 def label_key(value: Any) -> str | None:
-    """The label as the text by which choices know it: 1, 1.0, "1" and " 1 " are the same label."""
+    """Return the label as the text by which choices know it: 1, 1.0, "1" and " 1 " are the same label."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, float) and value.is_integer():
@@ -117,7 +117,7 @@ def label_key(value: Any) -> str | None:
 
 
 def column(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    """The value under the first of the keys that is there; dots step into objects.
+    """Return the value under the first of the keys that is there; dots step into objects.
 
     Raises:
         BadRow: none is there.
@@ -133,11 +133,11 @@ def column(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
 
 
 def _answers(value: Any, name: str) -> tuple[str, ...]:
-    """SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list of texts or one text."""
+    """Read answers: SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list of texts or one text."""
     if isinstance(value, dict):
         value = value.get("text")
-    found = value if isinstance(value, list) else [value]
-    texts = [item.get("text") if isinstance(item, dict) else item for item in found]
+    items = value if isinstance(value, list) else [value]
+    texts = [item.get("text") if isinstance(item, dict) else item for item in items]
     if not texts:
         raise BadRow(name, "has no answer")
     return tuple(dict.fromkeys(check_text(text, name).strip() for text in texts))
@@ -148,7 +148,7 @@ def _shown(choice: Choice) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The task name without case, '-' and '_'."""
+    """Return the task's name without case, '-' and '_'."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -195,51 +195,51 @@ _SAME = (_DIFFERENT, Choice("Yes", ("1", "equivalent", "duplicate")))
 _SENTENCE1 = ("sentence1", "premise")
 _SENTENCE2 = ("sentence2", "hypothesis")
 
-TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        Task("sst2", "classification", {"text": ("sentence", "text")},
-             (Choice(" terrible", ("0", "negative")), Choice(" great", ("1", "positive"))), "{text} It was"),
-        Task("rte", "classification", {"premise": _SENTENCE1, "hypothesis": _SENTENCE2}, _ENTAILS,
-             '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n'),
-        Task("mrpc", "classification",
-             {"sentence1": ("sentence1", "#1 String"), "sentence2": ("sentence2", "#2 String")}, _SAME,
-             "Do the following two sentences mean the same thing? Yes or No?" + _TWO_SENTENCES,
-             label=("label", "Quality")),
-        Task("qqp", "classification", {"question1": ("question1",), "question2": ("question2",)}, _SAME,
-             "Are these two questions asking the same thing? Yes or No?\n"
-             "Question 1: {question1}\nQuestion 2: {question2}\n", label=("label", "is_duplicate")),
-        Task("qnli", "classification", {"sentence1": ("question",), "sentence2": ("sentence",)}, _ENTAILS,
-             "Does this sentence answer the question? Yes or No?" + _TWO_SENTENCES),
-        Task("wnli", "classification", {"sentence1": ("sentence1",), "sentence2": ("sentence2",)},
-             (Choice("No", ("0", "not_entailment")), Choice("Yes", ("1", "entailment"))),
-             "Given the first sentence, is the second sentence true? Yes or No?" + _TWO_SENTENCES),
-        Task("boolq", "classification", {"passage": ("passage",), "question": ("question",)},
-             (Choice("No", _NO), Choice("Yes", _YES)), "{passage} {question}?\n",
-             label=("label", "answer"), clean=_boolq),
-        Task("wsc", "classification",
-             {"text": ("text",), "pronoun": ("span2_text", "target.span2_text"),
-              "noun": ("span1_text", "target.span1_text")}, (Choice("No", _NO), Choice("Yes", _YES)),
-             '{text}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {noun}? Yes or No?\n',
-             clean=_wsc),
-        Task("wic", "classification",
-             {"word": ("word",), "sentence1": ("sentence1",), "sentence2": ("sentence2",)},
-             (Choice("No", _NO), Choice("Yes", _YES)),
-             'Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n'
-             "{sentence1}\n{sentence2}\n"),
-        Task("multirc", "classification",
-             {"paragraph": ("passage", "paragraph"), "question": ("question",), "answer": ("answer",)},
-             (Choice("No", _NO), Choice("Yes", _YES)),
-             "{paragraph}\nQuestion: {question}\n"
-             'I found this answer "{answer}". Is that correct? Yes or No?\n'),
-        Task("copa", "multiple_choice",
-             {key: (key,) for key in ("premise", "choice1", "choice2", "question")},
-             (Choice("", ("0", "choice1")), Choice("", ("1", "choice2"))), pairs=_copa),
-        Task("winogrande", "multiple_choice", {key: (key,) for key in ("sentence", "option1", "option2")},
-             (Choice("", ("1", "option1")), Choice("", ("2", "option2"))), label=("label", "answer"),
-             pairs=_winogrande),
-        Task("squad", "qa", {"title": ("title",), "context": ("context",), "question": ("question",)},
-             prompt="Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer:",
-             label=("label", "answers")),
-    )
-}  # fmt: skip
+TASKS: dict[str, Task] = {}
+for _task in (
+    Task("sst2", "classification", {"text": ("sentence", "text")},
+         (Choice(" terrible", ("0", "negative")), Choice(" great", ("1", "positive"))), "{text} It was"),
+    Task("rte", "classification", {"premise": _SENTENCE1, "hypothesis": _SENTENCE2}, _ENTAILS,
+         '{premise}\nDoes this mean that "{hypothesis}" is true? Yes or No?\n'),
+    Task("mrpc", "classification",
+         {"sentence1": ("sentence1", "#1 String"), "sentence2": ("sentence2", "#2 String")}, _SAME,
+         "Do the following two sentences mean the same thing? Yes or No?" + _TWO_SENTENCES,
+         label=("label", "Quality")),
+    Task("qqp", "classification", {"question1": ("question1",), "question2": ("question2",)}, _SAME,
+         "Are these two questions asking the same thing? Yes or No?\n"
+         "Question 1: {question1}\nQuestion 2: {question2}\n", label=("label", "is_duplicate")),
+    Task("qnli", "classification", {"sentence1": ("question",), "sentence2": ("sentence",)}, _ENTAILS,
+         "Does this sentence answer the question? Yes or No?" + _TWO_SENTENCES),
+    Task("wnli", "classification", {"sentence1": ("sentence1",), "sentence2": ("sentence2",)},
+         (Choice("No", ("0", "not_entailment")), Choice("Yes", ("1", "entailment"))),
+         "Given the first sentence, is the second sentence true? Yes or No?" + _TWO_SENTENCES),
+    Task("boolq", "classification", {"passage": ("passage",), "question": ("question",)},
+         (Choice("No", _NO), Choice("Yes", _YES)), "{passage} {question}?\n",
+         label=("label", "answer"), clean=_boolq),
+    Task("wsc", "classification",
+         {"text": ("text",), "pronoun": ("span2_text", "target.span2_text"),
+          "noun": ("span1_text", "target.span1_text")}, (Choice("No", _NO), Choice("Yes", _YES)),
+         '{text}\nIn the previous sentence, does the pronoun "{pronoun}" refer to {noun}? Yes or No?\n',
+         clean=_wsc),
+    Task("wic", "classification",
+         {"word": ("word",), "sentence1": ("sentence1",), "sentence2": ("sentence2",)},
+         (Choice("No", _NO), Choice("Yes", _YES)),
+         'Does the word "{word}" have the same meaning in these two sentences? Yes, No?\n'
+         "{sentence1}\n{sentence2}\n"),
+    Task("multirc", "classification",
+         {"paragraph": ("passage", "paragraph"), "question": ("question",), "answer": ("answer",)},
+         (Choice("No", _NO), Choice("Yes", _YES)),
+         "{paragraph}\nQuestion: {question}\n"
+         'I found this answer "{answer}". Is that correct? Yes or No?\n'),
+    Task("copa", "multiple_choice",
+         {"premise": ("premise",), "choice1": ("choice1",), "choice2": ("choice2",), "question": ("question",)},
+         (Choice("", ("0", "choice1")), Choice("", ("1", "choice2"))), pairs=_copa),
+    Task("winogrande", "multiple_choice",
+         {"sentence": ("sentence",), "option1": ("option1",), "option2": ("option2",)},
+         (Choice("", ("1", "option1")), Choice("", ("2", "option2"))), label=("label", "answer"),
+         pairs=_winogrande),
+    Task("squad", "qa", {"title": ("title",), "context": ("context",), "question": ("question",)},
+         prompt="Title: {title}\nContext: {context}\nQuestion: {question}\nAnswer:",
+         label=("label", "answers")),
+):  # fmt: skip
+    TASKS[_task.name] = _task

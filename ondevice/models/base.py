@@ -1,7 +1,8 @@
-"""What a model family is: its dimensions, the parts of a block, and the names of its weights.
+"""The base of a model family: its dimensions, the parts of a block, and the names of its weights.
 
-A family is one file named for the Hugging Face `model_type`, over transformers' own modules and weights.
-Importing this module loads neither torch nor transformers.
+A family is one file named for the Hugging Face `model_type`, over transformers' own modules and weights. The fields
+that Hugging Face decoders share in `config.json` are read here, with readable errors. Importing this module loads
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -9,13 +10,86 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
     from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+def decoder_dims(
+    family: str, config: dict[str, Any], where: str, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
+) -> ModelDims:
+    """Read the dimensions of a Llama-like decoder; `rope_parameters` (transformers 5) and `rope_theta` both do.
+
+    Raises:
+        ModelError: a size is missing or not a positive integer, the activation is not SiLU, the rotary
+            embedding's table depends on the length, or the weights are quantised.
+    """
+    refuse_quantised(config, where)
+    hidden, heads = read_size(config, "hidden_size", where), read_size(config, "num_attention_heads", where)
+    kv_heads = read_size(config, "num_key_value_heads", where, heads)
+    head_dim = read_size(config, "head_dim", where, max(1, hidden // heads))
+    if heads % kv_heads:
+        expected = f"a divisor of num_attention_heads ({heads})"
+        raise ModelError(f"{where}: field 'num_key_value_heads'", expected=expected, received=kv_heads)
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"{where}: field 'hidden_act'", expected="silu", received=config["hidden_act"])
+    theta, rope_type = _rope(config, where)
+    return ModelDims(
+        family=family,
+        layers=read_size(config, "num_hidden_layers", where),
+        hidden=hidden,
+        intermediate=read_size(config, "intermediate_size", where),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=read_size(config, "vocab_size", where),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=qkv_bias,
+        rope_theta=theta,
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        max_positions=read_size(config, "max_position_embeddings", where, 2048),
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        rope_type=rope_type,
+    )
+
+
+def refuse_quantised(config: dict[str, Any], where: str) -> None:
+    """Raise ModelError if the weights are stored in a format that transformers would have to unpack."""
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ModelError(
+            f"{where}: the weights are quantised ({method})",
+            expected="float32, bfloat16 or float16 weights",
+            hint="give the model's original weights or a .gguf file; a method quantises by itself",
+        )
+
+
+def read_size(config: dict[str, Any], field: str, where: str, default: int | None = None) -> int:
+    """Read a field that must be an integer of 1 or more; null is the default. ModelError if it is not."""
+    value = config.get(field)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelError(f"{where}: field '{field}'", expected="an integer of 1 or more", received=value)
+    return value
+
+
+def _rope(config: dict[str, Any], where: str) -> tuple[float, str]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "full_attention" in rope:  # transformers 5 keeps one set for each kind of layer
+        rope = rope["full_attention"]
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        message = f"{where}: the rotary embedding's scaling is not supported"
+        raise ModelError(message, expected=", ".join(ROPE_TYPES), received=rope_type)
+    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
+        raise ModelError(f"{where}: field 'partial_rotary_factor'", expected="1.0")
+    return float(rope.get("rope_theta", config.get("rope_theta") or 10000.0)), rope_type
+
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose table is a function of the position alone; `dynamic` and `longrope` are not."""
@@ -83,7 +157,7 @@ class ModelDims:
         return shapes[target]
 
     def linear_bias(self, target: str) -> bool:
-        """Whether that linear layer has a bias."""
+        """True if that linear layer has a bias."""
         if target in ("q_proj", "k_proj", "v_proj"):
             return self.qkv_bias
         return self.o_bias if target == "o_proj" else self.mlp_bias
@@ -146,17 +220,17 @@ class Family:
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> PretrainedConfig:
-        """A transformers configuration of the given sizes, for tests and trials."""
+        """Build a transformers configuration of the given sizes, for tests and trials."""
         raise NotImplementedError
 
     @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
-        """A dequantised GGUF tensor as transformers lays it out; `name` is transformers' name."""
+        """Lay out a dequantised GGUF tensor as transformers does; `name` is transformers' name."""
         return weights
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
-        """Every weight by transformers' name, with its shape; a tied head is not among them."""
+        """Map every weight's name in transformers to its shape; a tied head is not among them."""
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (dims.vocab, dims.hidden)}
         for i in range(dims.layers):
             shapes[f"model.layers.{i}.input_layernorm.weight"] = (dims.hidden,)
@@ -187,22 +261,22 @@ class Family:
         return self.model.model.layers[i]
 
     def embed(self, ids: Tensor) -> Tensor:
-        """int64 [B, T] -> [B, T, hidden]."""
+        """Embed token ids: int64 [B, T] -> [B, T, hidden]."""
         return self.place(self.embedding(ids))
 
     def place(self, rows: Tensor) -> Tensor:
-        """What the first block reads: the embedding's rows [B, T, hidden], with positions where they are learned."""
+        """Return the first block's input [B, T, hidden]: embedding rows, with positions where those are learned."""
         return rows
 
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions 0 .. length - 1, each [1, length, head_dim] in `dtype`."""
+        """Return cos and sin of positions 0 .. length - 1, each [1, length, head_dim] in `dtype`."""
         import torch
 
-        like = torch.empty(0, device=device, dtype=dtype)
+        like = torch.empty(0, device=device, dtype=dtype)  # transformers takes device and dtype from a tensor
         return self.model.model.rotary_emb(like, torch.arange(length, device=device)[None])
 
     def block(self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
-        """Block `i`: [B, T, hidden] -> [B, T, hidden].
+        """Compute block `i`: [B, T, hidden] -> [B, T, hidden].
 
         Args:
             position: from `positions`, which refuses a length that the family does not do.
@@ -214,22 +288,22 @@ class Family:
     def attention_branch(
         self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None
     ) -> Tensor:
-        """attention(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
+        """Compute attention(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
         layer: Any = self.layer(i)
         normed = layer.input_layernorm(h)
         return layer.self_attn(hidden_states=normed, position_embeddings=position, attention_mask=mask)[0]
 
     def mlp_branch(self, i: int, h: Tensor) -> Tensor:
-        """mlp(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
+        """Compute mlp(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
         layer: Any = self.layer(i)
         return layer.mlp(layer.post_attention_layernorm(h))
 
     def final_norm(self, h: Tensor) -> Tensor:
-        """The norm before the head: [B, T, hidden]."""
+        """Compute the norm before the head: [B, T, hidden]."""
         return self.model.model.norm(h)
 
     def linear(self, i: int, target: str) -> nn.Module:
-        """Linear layer `target` of block `i`, or what stands in its place."""
+        """Return linear layer `target` of block `i`, or the module that replaces it."""
         return getattr(getattr(self.layer(i), self._parent(target)), target)
 
     def set_linear(self, i: int, target: str, module: nn.Module) -> None:
@@ -237,7 +311,7 @@ class Family:
         setattr(getattr(self.layer(i), self._parent(target)), target, module)
 
     def linear_name(self, i: int, target: str) -> str:
-        """Its full name, as in PEFT adapters and state dictionaries."""
+        """Return the full name of that linear layer, as in PEFT adapters and state dictionaries."""
         return f"model.layers.{i}.{self._parent(target)}.{target}"
 
     def _parent(self, target: str) -> str:
@@ -247,7 +321,7 @@ class Family:
 
 
 def forward_hidden(family: Family, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden]; logits are this @ head^T."""
+    """Compute embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden]; logits are this @ head^T."""
     h = family.embed(ids)
     position = family.positions(ids.shape[1], h.device, h.dtype)
     for i in range(family.dims.layers):

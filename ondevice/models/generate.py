@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.errors import ConfigError, ModelError
+from ondevice.core.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ def generate(
 def continue_ids(
     loaded: LoadedModel, ids: Sequence[int], max_new_tokens: int = 64, temperature: float = 0.0, *, seed: int = 0
 ) -> str:
-    """`generate` for a prompt that is token ids already."""
+    """Continue a prompt of token ids; arguments as for `generate`."""
     import torch
     from transformers import GenerationConfig
 
@@ -55,6 +55,7 @@ def continue_ids(
         pad_token_id=loaded.tokenizer.pad_token_id,
     )
     inputs = torch.tensor([list(ids)], device=loaded.family.head_weight.device)
+    # A fork, so that sampling with a seed does not change the random numbers of whoever calls.
     devices = [inputs.device] if inputs.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(seed)
@@ -64,7 +65,7 @@ def continue_ids(
 
 
 def prompt_ids(loaded: LoadedModel, prompt: str | Messages) -> Sequence[int]:
-    """Token ids of a plain prompt, or of a chat up to where the answer begins."""
+    """Tokenize a plain prompt, or a chat up to where the answer begins."""
     if isinstance(prompt, str):
         ids = loaded.tokenizer(prompt)["input_ids"]
     elif not loaded.tokenizer.chat_template:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.artifact.files import sha256_file
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.models.base import Family, ModelDims
 from ondevice.models.cache import missing, progress
 from ondevice.models.registry import family_for_gguf
@@ -23,23 +23,6 @@ from ondevice.models.registry import family_for_gguf
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-_TOP_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _TOKEN_IDS = {
     "bos_token_id": "bos_token_id",
     "eos_token_id": "eos_token_id",
@@ -48,10 +31,10 @@ _TOKEN_IDS = {
 
 
 def read_gguf_dims(path: Path) -> tuple[ModelDims, type[Family]]:
-    """The dimensions in a GGUF file's metadata and its family; no tensor is read.
+    """Read the dimensions in a GGUF file's metadata and its family; no tensor is read.
 
     Raises:
-        ModelError: the file is torn, no GGUF, or of a family that is not supported.
+        ModelError: the file is damaged, no GGUF, or of a family that is not supported.
     """
     reader = _open(path)
     family = family_for_gguf(_field(reader, "general.architecture", path), path.name)
@@ -92,7 +75,7 @@ def _open(path: Path) -> GGUFReader:
         return GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
         raise ModelError(
-            f"{path} is torn or no GGUF file",
+            f"{path} is damaged or no GGUF file",
             expected="GGUF version 2 or 3",
             received=str(error),
             hint="fetch it again",
@@ -129,6 +112,7 @@ def _config(reader: GGUFReader, family: type[Family], path: Path) -> dict[str, A
     head_dim = _optional(reader, f"{prefix}.attention.key_length") or rotated or hidden // heads
     if rotated not in (None, head_dim):
         raise ModelError(f"{path}: rotates only a part of each head", expected=head_dim, received=rotated)
+    # The size of the vocabulary is the embedding's: the tokenizer's list may be shorter.
     if "token_embd.weight" not in names:
         raise ModelError(f"{path} lacks a tensor", expected="token_embd.weight")
     config = {
@@ -174,15 +158,16 @@ def _rope(reader: GGUFReader, prefix: str | None, path: Path) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """A float32 of the metadata as the decimal number it was written as: 9.9999997e-06 is 1e-05."""
+    """Convert a float32 of the metadata to the decimal number it was written as: 9.9999997e-06 is 1e-05."""
     return float(f"{float(value):.7g}")
 
 
 def _write_weights(reader: GGUFReader, family: type[Family], dims: ModelDims, path: Path, out: Path) -> None:
     from gguf import dequantize
 
-    tensors = {_name(tensor.name): tensor for tensor in reader.tensors}
     shapes = family.weight_shapes(dims)
+    names = _names(family, dims, shapes)
+    tensors = {names.get(tensor.name, tensor.name): tensor for tensor in reader.tensors}
     for name in shapes.keys() - tensors.keys():
         raise ModelError(f"{path} lacks a tensor", expected=name, hint="fetch it again")
     for name in tensors.keys() - shapes.keys():
@@ -191,6 +176,7 @@ def _write_weights(reader: GGUFReader, family: type[Family], dims: ModelDims, pa
         progress(f"converting {path.name} to float32", 4 * dims.parameters) as advance,
         open(out, "wb") as file,
     ):
+        # Sizes are known from the configuration, so the header comes first and one tensor is in memory at a time.
         file.write(_safetensors_header(shapes))
         for name, shape in shapes.items():
             tensor = tensors[name]
@@ -207,13 +193,13 @@ def _write_weights(reader: GGUFReader, family: type[Family], dims: ModelDims, pa
             advance(weights.nbytes)
 
 
-def _name(gguf_name: str) -> str:
-    """Transformers' name of a tensor; an unknown one stays as it is, and is refused by its name."""
-    match = _BLOCK.fullmatch(gguf_name)
-    if match and match[2] in _BLOCK_NAMES:
-        return f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
-    part, _, kind = gguf_name.rpartition(".")
-    return f"{_TOP_NAMES[part]}.{kind}" if part in _TOP_NAMES else gguf_name
+def _names(family: type[Family], dims: ModelDims, shapes: Iterable[str]) -> dict[str, str]:
+    """Map GGUF's name of each of transformers' tensors to the latter, by the tables of the `gguf` package."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == family.gguf_architecture)
+    table = get_tensor_name_map(architecture, dims.layers)
+    return {table.get_name(name, (".weight", ".bias")) or name: name for name in shapes}
 
 
 def _safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:

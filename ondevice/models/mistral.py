@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ondevice.errors import ModelError
-from ondevice.models.base import Family, ModelDims
-from ondevice.models.decoder_config import decoder_dims, read_size
+from ondevice.core.errors import ModelError
+from ondevice.models.base import Family, ModelDims, decoder_dims, read_size
 
 if TYPE_CHECKING:
     import torch

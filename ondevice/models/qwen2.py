@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.errors import ModelError
-from ondevice.models.base import Family, ModelDims
-from ondevice.models.decoder_config import decoder_dims
+from ondevice.core.errors import ModelError
+from ondevice.models.base import Family, ModelDims, decoder_dims
 
 if TYPE_CHECKING:
     from transformers import Qwen2Config

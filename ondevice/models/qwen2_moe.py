@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ondevice.errors import ModelError
-from ondevice.models.base import Family, ModelDims
-from ondevice.models.decoder_config import decoder_dims, read_size
+from ondevice.core.errors import ModelError
+from ondevice.models.base import Family, ModelDims, decoder_dims, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +75,7 @@ class MoeDims(ModelDims):
         return 3 * self.hidden * width
 
     def _sparse_matrices(self, experts: int) -> int:
-        """Of one block: `experts` of its experts, the shared one with its gate, and the router."""
+        """Count one block's parameters: `experts` of its experts, the shared one with its gate, and the router."""
         gates = self.hidden * (1 + self.experts)
         return experts * self._mlp(self.expert_intermediate) + self._mlp(self.shared_intermediate) + gates
 
@@ -155,7 +154,7 @@ class Qwen2Moe(Family):
         return shapes
 
     def mlp_branch(self, i: int, h: Tensor) -> Tensor:
-        """The sum of the experts of each token's norm, without the residual: [B, T, hidden]."""
+        """Compute the sum of the experts of each token's norm, without the residual: [B, T, hidden]."""
         if i in self.dims.dense_layers:
             return super().mlp_branch(i, h)
         from torch.nn.functional import sigmoid
@@ -168,11 +167,11 @@ class Qwen2Moe(Family):
         _, weights_NK, experts_NK = mlp.gate(x_ND)
         if self.on_routing is not None:
             self.on_routing(i, experts_NK)
-        found = mixture(
+        routed = mixture(
             x_ND, experts_NK, weights_NK, mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.experts.act_fn
         )
         shared = sigmoid(mlp.shared_expert_gate(x_ND)) * mlp.shared_expert(x_ND)
-        return (found + shared).view(h.shape)
+        return (routed + shared).view(h.shape)
 
     def _parent(self, target: str) -> str:
         return super()._parent(target) if target in self.linear_targets else _refuse_adapter(target)

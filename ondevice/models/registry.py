@@ -1,30 +1,40 @@
-"""Which file of this folder is the family of a model: the one named for its `model_type`."""
+"""Families by `model_type`: each is the file of this folder that is named for it."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
 from functools import cache
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
+from ondevice.core.registry import method_names
 from ondevice.models.base import Family
 
 
 @cache
 def families() -> dict[str, type[Family]]:
-    """Every family by `model_type`: each module of this package that sets `FAMILY`."""
+    """Map `model_type` to the family: each module of this package that sets `FAMILY`."""
     import ondevice.models as package
 
-    found = {}
+    by_type = {}
     for module in pkgutil.iter_modules(package.__path__):
         family = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "FAMILY", None)
         if family is not None:
-            found[family.model_type] = family
-    return dict(sorted(found.items()))
+            by_type[family.model_type] = family
+    return dict(sorted(by_type.items()))
+
+
+def _family(model_type: str) -> type[Family] | None:
+    """Return the family in the file of that name, importing no other file; None where there is none."""
+    if not model_type.isidentifier() or importlib.util.find_spec(f"ondevice.models.{model_type}") is None:
+        return None
+    family = getattr(importlib.import_module(f"ondevice.models.{model_type}"), "FAMILY", None)
+    return family if family is not None and family.model_type == model_type else None
 
 
 def family_for(model_type: object, where: str) -> type[Family]:
-    """The family of `model_type`.
+    """Return the family of `model_type`.
 
     Args:
         model_type: what the model's configuration says.
@@ -33,7 +43,7 @@ def family_for(model_type: object, where: str) -> type[Family]:
     Raises:
         ModelError: there is none; the error lists what one would need.
     """
-    family = families().get(model_type) if isinstance(model_type, str) else None
+    family = _family(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise ModelError(
             f"{where}: models of type {model_type!r} are not supported",
@@ -45,21 +55,21 @@ def family_for(model_type: object, where: str) -> type[Family]:
 
 
 def family_for_gguf(architecture: str, where: str) -> type[Family]:
-    """The family of a GGUF file's `general.architecture`; ModelError as in `family_for`."""
-    known = {family.gguf_architecture: family for family in families().values() if family.gguf_architecture}
-    if architecture not in known and architecture in families():
+    """Return the family of a GGUF file's `general.architecture`; ModelError as in `family_for`."""
+    by_name = {family.gguf_architecture: family for family in families().values() if family.gguf_architecture}
+    if architecture not in by_name and architecture in families():
         raise ModelError(
             f"{where}: GGUF files of architecture {architecture!r} are not supported",
-            expected=", ".join(known),
+            expected=", ".join(by_name),
             received=architecture,
             hint="use the original safetensors model",
         )
-    return known[architecture] if architecture in known else family_for(architecture, where)
+    return by_name[architecture] if architecture in by_name else family_for(architecture, where)
 
 
 def _how_to_add(model_type: str) -> str:
-    if model_type == "revffn":
-        return "it is a network that RevFFN trained: `ondevice eval` takes it; train on from model-ordinary beside it"
+    if model_type in method_names():
+        return f"{model_type} trained this network: `ondevice eval` takes it; train on from model-ordinary beside it"
     return (
         "use a model of a supported type, or add this one: "
         f"(1) ondevice/models/{model_type}.py with a subclass of Family and FAMILY = that class; "

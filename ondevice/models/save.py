@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.tensors import write_tensors
+from ondevice.artifact.files import write_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,4 +35,12 @@ def save_weights(folder: Path, weights: dict[str, Tensor], loaded: Any) -> None:
     config.save_pretrained(folder)
     if getattr(loaded.model, "generation_config", None) is not None:
         loaded.model.generation_config.save_pretrained(folder)
+    save_tokenizer(loaded, folder)
+
+
+def save_loaded(loaded: Any, folder: Path) -> None:
+    """Write a model that is whole in memory as it is, with its tokenizer, into `folder`."""
+    from ondevice.models.load import save_tokenizer
+
+    loaded.model.save_pretrained(folder)
     save_tokenizer(loaded, folder)

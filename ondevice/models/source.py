@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import sha256_file
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.models import cache, hub
 from ondevice.models.gguf import convert_gguf
 from ondevice.models.package import find_package, resolve_package
@@ -52,13 +52,13 @@ class SourceInfo:
 
 
 def weights_sha256(digests: dict[str, str]) -> str:
-    """One digest of `config.json` and the safetensors files among `digests` (name to SHA-256)."""
+    """Hash `config.json` and the safetensors files among `digests` (name to SHA-256) into one digest."""
     names = sorted(name for name in digests if name == "config.json" or name.endswith(".safetensors"))
     return hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in names).encode()).hexdigest()
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """`config.json` and the safetensors files of a folder, sorted."""
+    """List `config.json` and the safetensors files of a folder, sorted."""
     return sorted([folder / "config.json", *folder.glob("*.safetensors")])
 
 
@@ -74,6 +74,7 @@ def resolve(source: str, revision: str | None = None, *, verify: bool = False) -
     """
     folder = _converted(source)
     if folder is not None:
+        # Its record has the digests, so that gigabytes are not hashed again.
         record = cache.read_record(folder, full=verify)
         digests = {name: entry["sha256"] for name, entry in record.files.items()}
         return SourceInfo(source, folder, revision, weights_sha256(digests))
@@ -85,7 +86,7 @@ def resolve(source: str, revision: str | None = None, *, verify: bool = False) -
 
 
 def find_cached(source: str) -> Path | None:
-    """The folder of `source` if loading it would neither fetch nor convert; hub ids are never found."""
+    """Return the folder of `source` if loading it would neither fetch nor convert; hub ids are never found."""
     if source.startswith(PACKAGE_PREFIX):
         return find_package(source.removeprefix(PACKAGE_PREFIX))
     if source.endswith(".gguf"):
@@ -95,13 +96,13 @@ def find_cached(source: str) -> Path | None:
 
 
 def config_of(source: str, revision: str | None = None) -> tuple[dict[str, Any], str]:
-    """`config.json` of `source` and its name for errors; weights of a hub model are not fetched."""
+    """Read `config.json` of `source`; return it with its name for errors. Weights of a hub model are not fetched."""
     folder = _converted(source) or local_folder(source) or hub.fetch_config(source, revision)
     return read_config(folder), str(folder / "config.json")
 
 
 def local_folder(source: str) -> Path | None:
-    """`source` as a folder, or None if it may be a hub id.
+    """Return `source` as a folder, or None if it may be a hub id.
 
     Raises:
         ModelError: it is a path and there is no such folder, or a file of another kind.
@@ -119,7 +120,7 @@ def local_folder(source: str) -> Path | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a folder.
+    """Read `config.json` of a folder.
 
     Raises:
         ModelError: missing or no JSON object.
@@ -140,7 +141,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def check_folder(folder: Path) -> None:
-    """Configuration, all safetensors shards and a tokenizer must be there.
+    """Check that configuration, all safetensors shards and a tokenizer are there.
 
     Raises:
         ModelError: names the file that is missing; pickled weights are refused.
@@ -170,7 +171,9 @@ def check_folder(folder: Path) -> None:
 
 
 def check_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Read the safetensors' headers: whole files, and each tensor of `shapes` that is there of that shape.
+    """Check the safetensors' headers: the files are whole, and each tensor of `shapes` that is there has that shape.
+
+    It takes milliseconds; a fault found after minutes of loading, or none found, would cost more.
 
     Raises:
         ModelError: names the file and the tensor.
@@ -180,17 +183,17 @@ def check_weights(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safetensors.safe_open(path, framework="np") as file:
-                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (safetensors.SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is torn", received=str(error), hint="copy the model again") from None
-        for name, shape in found.items():
+            raise ModelError(f"{path} is damaged", received=str(error), hint="copy the model again") from None
+        for name, shape in stored.items():
             if name in shapes and shape != shapes[name]:
                 message = f"{path}: tensor '{name}' does not fit config.json"
                 raise ModelError(message, expected=shapes[name], received=shape, hint="copy the model again")
 
 
 def check_tokenizer(folder: Path) -> None:
-    """A tokenizer's files must be there, or ModelError."""
+    """Raise ModelError unless a tokenizer's files are there."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
             f"{folder} has no tokenizer",
@@ -201,7 +204,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def _converted(source: str) -> Path | None:
-    """The cache folder of a package or GGUF source, made if needed; None for other sources."""
+    """Return the cache folder of a package or GGUF source, made if needed; None for other sources."""
     if source.startswith(PACKAGE_PREFIX):
         return resolve_package(source.removeprefix(PACKAGE_PREFIX))
     if not source.endswith(".gguf"):
@@ -213,7 +216,7 @@ def _converted(source: str) -> Path | None:
 
 
 def _gguf_key(path: Path) -> str:
-    """By place, size and time of the last change: a file that is replaced is converted again."""
+    """Build the cache key from place, size and time of the last change: a file that is replaced is converted again."""
     stat, place = path.stat(), path.resolve()
     identity = hashlib.sha256(f"{place}\n{stat.st_size}\n{stat.st_mtime_ns}".encode()).hexdigest()
     return f"gguf/{path.stem}-{identity[:16]}"

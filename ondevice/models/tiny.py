@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import atomic_directory
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.models.base import Family, ModelDims
 from ondevice.models.cache import missing
 from ondevice.models.registry import families
@@ -44,7 +44,7 @@ def tiny_model(
     max_positions: int = 512,
     **config: Any,
 ) -> LoadedModel:
-    """A random float32 model on the CPU, in the state that `load_model` gives.
+    """Build a random float32 model on the CPU, in the state that `load_model` gives.
 
     Args:
         family: `gpt2`, `llama`, `mistral`, `qwen2` or `qwen2_moe`.
@@ -92,13 +92,13 @@ def save_tiny(folder: str | Path, family: str = "llama", seed: int = 0, **sizes:
 
 
 def tiny_dims(family: str) -> tuple[ModelDims, type[Family]]:
-    """The sizes of `tiny:FAMILY` and its family."""
+    """Return the dimensions of `tiny:FAMILY`, and its family."""
     kind = _family(family)
     return tiny_model(family).dims, kind  # a few milliseconds; the defaults stay in one place
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte (its id is the byte's value), then `<pad>`, `<eos>` and the chat's marks."""
+    """Build a tokenizer: one token a byte (its id is the byte), then `<pad>`, `<eos>` and the chat's marks."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -120,7 +120,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_letters() -> list[str]:
-    """The printable letter that GPT-2's byte-level alphabet has for each byte."""
+    """List the printable letter that GPT-2's byte-level alphabet has for each byte."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     letters, extra = [], 0
     for byte in range(256):
@@ -153,6 +153,7 @@ def _build(kind: type[Family], config: dict[str, Any]) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise missing("transformers") from None
+    # transformers draws random weights, which `_fill` replaces: the caller's random numbers stay as they were.
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(
             kind.tiny_config(**config), attn_implementation="sdpa", dtype=torch.float32
@@ -160,13 +161,14 @@ def _build(kind: type[Family], config: dict[str, Any]) -> PreTrainedModel:
 
 
 def _fill(model: PreTrainedModel, seed: int) -> None:
-    """Random numbers that make every part matter: logits of about unit size, norms not 1, biases not 0."""
+    """Fill with random numbers that make every part matter: logits of about unit size, norms not 1, biases not 0."""
     import torch
 
-    generator = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        # In order of the names: transformers may order its modules otherwise in another version.
         for name, parameter in sorted(model.named_parameters()):
-            noise = torch.randn(parameter.shape, generator=generator)
+            noise = torch.randn(parameter.shape, generator=rng)
             if parameter.ndim == 1:
                 scale = name.endswith("norm.weight") or (".ln_" in name and name.endswith(".weight"))
                 parameter.copy_(0.1 * noise + (1.0 if scale else 0.0))

@@ -36,7 +36,7 @@ def tile_bounds(vocabulary: int, tiles: int) -> list[tuple[int, int]]:
 
 
 def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int = 8) -> Tensor:
-    """Negative log likelihood of each label, 0 where the label is -100; only labelled rows are computed.
+    """Compute the negative log likelihood of each label, 0 where the label is -100; only labelled rows are computed.
 
     Args:
         hidden_ND: [N, hidden], any float dtype.
@@ -65,6 +65,7 @@ class _TiledNll(torch.autograd.Function):
         total = torch.zeros_like(target_N)
         for low, high in tile_bounds(weight_VD.shape[0], tiles):
             logits = (hidden_ND @ weight_VD[low:high].t()).float()
+            # The sum so far is rescaled to the new maximum, so that no exponential overflows.
             larger = torch.maximum(maximum, logits.amax(-1))
             total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(-1)
             maximum = larger
@@ -82,7 +83,7 @@ class _TiledNll(torch.autograd.Function):
         rows = torch.arange(labels_N.shape[0], device=labels_N.device)
         for low, high in tile_bounds(weight_VD.shape[0], ctx.tiles):
             logits = (hidden_ND @ weight_VD[low:high].t()).float()
-            probability = (logits - logsumexp[:, None]).exp()
+            probability = (logits - logsumexp[:, None]).exp()  # softmax; minus 1 at the label is the gradient
             inside = (labels_N >= low) & (labels_N < high)
             probability[rows[inside], labels_N[inside] - low] -= 1.0
             scaled = (probability * grad_N[:, None]).to(hidden_ND.dtype)

@@ -25,7 +25,7 @@ def mixture(
     down_EDF: Tensor,
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The weighted sum of each token's experts: [N, D].
+    """Compute the weighted sum of each token's experts: [N, D].
 
     Args:
         x_ND: tokens.
@@ -36,7 +36,7 @@ def mixture(
     """
     count, chosen = experts_NK.shape
     flat = experts_NK.reshape(-1)
-    order = torch.argsort(flat, stable=True)
+    order = torch.argsort(flat, stable=True)  # stable: one order of the rows, and so the same bits every time
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.numel(), device=order.device)
     ends = torch.searchsorted(flat[order], torch.arange(gate_up_EFD.shape[0], device=flat.device), right=True)
@@ -48,19 +48,19 @@ def mixture(
 
 
 def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:
-    """Rows up to `ends[e]` (and from `ends[e - 1]`) times the transpose of `weight[e]`: [M, F]."""
+    """Multiply rows up to `ends[e]` (and from `ends[e - 1]`) by the transpose of `weight[e]`: [M, F]."""
     if _grouped(rows_MD, weight_EFD):
         return _grouped_mm(rows_MD, weight_EFD.transpose(-2, -1), offs=ends_E.to(torch.int32))
-    parts, start = [], 0
+    products, start = [], 0
     for weight, end in zip(weight_EFD.unbind(0), ends_E.tolist(), strict=True):
         if end > start:
-            parts.append(torch.nn.functional.linear(rows_MD[start:end], weight))
+            products.append(torch.nn.functional.linear(rows_MD[start:end], weight))
         start = end
-    return torch.cat(parts) if parts else rows_MD.new_zeros(0, weight_EFD.shape[1])
+    return torch.cat(products) if products else rows_MD.new_zeros(0, weight_EFD.shape[1])
 
 
 def _grouped(rows: Tensor, weight: Tensor) -> bool:
-    """Whether torch has one kernel for it: bfloat16 on CUDA, rows of whole 16 bytes."""
+    """True where torch has one kernel for it: bfloat16 on CUDA, rows of whole 16 bytes."""
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or _grouped_mm is None:
         return False
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0

@@ -20,7 +20,7 @@ Tile = tuple[int, Callable[[Tensor], Tensor]]
 
 
 def weight_tiles(weight_VD: Tensor, tiles: int) -> list[Tile]:
-    """Tiles of a float32 head; the weight is sliced, so a tied embedding is not copied."""
+    """Cut a float32 head into tiles; the weight is sliced, so a tied embedding is not copied."""
     return [
         (low, lambda h, low=low, high=high: functional.linear(h, weight_VD[low:high]))
         for low, high in tile_bounds(weight_VD.shape[0], tiles)
@@ -28,10 +28,10 @@ def weight_tiles(weight_VD: Tensor, tiles: int) -> list[Tile]:
 
 
 def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A loss for `PrgeProgram`: hidden float32 [N, D] and labels int64 [N] to float32 [N], 0 at label -100."""
+    """Build a loss: hidden float32 [N, D] and labels int64 [N] to float32 [N], 0 at label -100."""
 
-    def part(hidden_ND: Tensor, safe_N: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
-        """Maximum, sum of exponentials below it, and the target's logit where it lies in this tile."""
+    def reduce(hidden_ND: Tensor, safe_N: Tensor, tile: Tile) -> tuple[Tensor, Tensor, Tensor]:
+        """Reduce a tile to [N] each: maximum, sum of exponentials below it, and the target's logit if it is in it."""
         low, head = tile
         logits = head(hidden_ND).float()
         maximum = logits.amax(dim=-1)
@@ -44,9 +44,10 @@ def graph_token_nll(tiles: Sequence[Tile]) -> Callable[[Tensor, Tensor], Tensor]
     def token_nll(hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
         active = labels_N != IGNORE
         safe = torch.where(active, labels_N, torch.zeros_like(labels_N))
-        maximum, total, target = part(hidden_ND, safe, tiles[0])
+        maximum, total, target = reduce(hidden_ND, safe, tiles[0])
         for tile in tiles[1:]:
-            tile_maximum, tile_total, tile_target = part(
+            # Times zero: the value is the same, and the tile cannot be computed before the one before is reduced.
+            tile_maximum, tile_total, tile_target = reduce(
                 hidden_ND + (0.0 * total[:, None]).to(hidden_ND.dtype), safe, tile
             )
             larger = torch.maximum(maximum, tile_maximum)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 
 
 class LoRALinear(nn.Module):
@@ -82,12 +82,12 @@ class LoRALinear(nn.Module):
         return y + F.linear(xa, self.lora_B.to(x.dtype)) * self.scale
 
     def delta(self) -> Tensor:
-        """What the adapter adds to the weight: float32 [outputs, inputs]."""
+        """The adapter's change of the weight, (alpha / rank) B A: float32 [outputs, inputs]."""
         return (self.lora_B @ self.lora_A) * self.scale
 
     @torch.no_grad()
     def fuse(self) -> nn.Linear:
-        """A new `nn.Linear` of weight W + (alpha / rank) B A, added in float32 and rounded once to W's dtype.
+        """Build an `nn.Linear` of weight W + (alpha / rank) B A, added in float32 and rounded once to W's dtype.
 
         Raises:
             ModelError: `base` is no plain `nn.Linear` (a quantised weight cannot take the sum).

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ondevice.errors import ConfigError, MissingPackageError, ModelError
+from ondevice.core.errors import ConfigError, MissingPackageError, ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ NF4_GROUP = 64
 
 
 def bitsandbytes() -> Any:
-    """`bitsandbytes.functional`; on a CPU without its optional kernels it would say so at import, and does not matter.
+    """Import `bitsandbytes.functional`, without its warning about optional kernels on a CPU.
 
     Raises:
         MissingPackageError: it is not installed.
@@ -50,7 +50,7 @@ class Packed(Protocol):
     """Of the dense matrix."""
 
     def dense(self) -> Tensor:
-        """The matrix, [outputs, inputs] in `dtype`, new memory."""
+        """Dequantise the matrix: [outputs, inputs] in `dtype`, new memory."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -83,7 +83,7 @@ class Nf4Matrix:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], dtype: torch.dtype) -> Self:
-        """What `tensors` gave, on the device where they are, to be made dense in `dtype`."""
+        """Rebuild the matrix from its `tensors`, on the device where they are; `dense` gives `dtype`."""
         bitsandbytes()
         from bitsandbytes.functional import QuantState
 
@@ -124,7 +124,7 @@ class Int8Matrix:
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], dtype: torch.dtype) -> Self:
-        """What `tensors` gave, to be made dense in `dtype`."""
+        """Rebuild the matrix from its `tensors`; `dense` gives `dtype`."""
         return cls(tensors["weight"], tensors["SCB"], dtype)
 
     def dense(self) -> Tensor:
@@ -169,7 +169,7 @@ class PackedLinear(nn.Linear):
         return self.matrix.dtype
 
     def dense(self) -> Tensor:
-        """The matrix, [outputs, inputs]."""
+        """Dequantise the matrix: [outputs, inputs]."""
         return self.matrix.dense()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -204,8 +204,8 @@ def pack_model(family: Family, kind: str) -> None:
 
 
 def unpack_model(family: Family) -> None:
-    """Put a plain linear layer with the rounded weights in the place of every packed one: what a packed model is held
-    against."""
+    """Put a plain linear layer with the rounded weights in the place of every packed one: the reference of a packed
+    model."""
     for layer in range(family.dims.layers):
         for target in family.linear_targets:
             packed = family.linear(layer, target)

@@ -1,6 +1,6 @@
 """Frozen weights in 4 and 8 bits with float32 activations, over the ops of `runtime_ops`.
 
-The 4-bit form is asymmetric (scale and minimum for each group of 32 inputs), so a model that was published as
+The 4-bit format is asymmetric (scale and minimum for each group of 32 inputs), so a model that was published as
 Q4_1 is recovered on its own grid. The same modules run in eager and export as one op each.
 """
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from ondevice.offload.device import Device, Event
-    from ondevice.offload.disk import DiskActivations
     from ondevice.offload.report import Timeline
 
 AHEAD = 3
@@ -20,10 +19,28 @@ ON_HOST = 4
 """Layers whose inputs are in host memory at once where they go to disk."""
 
 
+class ActivationFile(Protocol):
+    """Where inputs go from their host buffers."""
+
+    def begin(self, count: int, size_bytes: int, buffers: int, pin: bool) -> list[Tensor]:
+        """Room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their count."""
+        ...
+
+    def place(self, at: int) -> None:
+        """Let input `at` have its buffer, once what that held before is in the file."""
+        ...
+
+    def write(self, at: int) -> None: ...
+
+    def read(self, at: int) -> None: ...
+
+    def wait(self, at: int) -> None: ...
+
+
 class Activations:
     """Inputs of all layers by (layer, micro-batch), in order: saved upwards, loaded downwards."""
 
-    def __init__(self, device: Device, timeline: Timeline, place: str, disk: DiskActivations | None) -> None:
+    def __init__(self, device: Device, timeline: Timeline, place: str, disk: ActivationFile | None) -> None:
         self.device, self.timeline, self.place, self.disk = device, timeline, place, disk
         self.shape: tuple[int, int] = (0, 0)
         self.host: list[Tensor] = []
@@ -35,7 +52,6 @@ class Activations:
         """Memory for a step: `like` is the largest input. Nothing is allocated where it fits the last step's."""
         self.kept: dict[int, Tensor] = {}
         self.leaving: deque[tuple[Event, Tensor, int]] = deque()
-        self.left: dict[int, Event] = {}
         self.left_host: dict[int, Event] = {}
         self.arrived: dict[int, tuple[int, Event]] = {}
         self.numel: dict[int, int] = {}
@@ -70,18 +86,17 @@ class Activations:
         self.device.copy("d2h", host, h.reshape(-1))
         event = self.device.record("d2h")
         self.timeline.span("d2h", "activations", started, event, h.numel() * h.element_size())
-        self.left[at] = event
         self.leaving.append((event, h, at))
         if len(self.leaving) > AHEAD:
-            self._settle()
+            self._resolve()
 
     def prefetch(self, layer: int, micro: int) -> None:
         """Ask for an input; at most `AHEAD` may be on their way or in use."""
         at = layer * self.micro_batches + micro
         if self.place == "device" or layer < 0 or at in self.arrived:
             return
-        while self.leaving:
-            self._settle()
+        while self.leaving:  # the host waits until all are in its memory, so no event is needed from here on
+            self._resolve()
         self.turn = (self.turn + 1) % len(self.ring)
         memory, used = self.ring[self.turn][0][: self.numel[at]], self.ring[self.turn][1]
         if self.disk is not None:
@@ -89,7 +104,6 @@ class Activations:
             self.disk.wait(at)
         if used is not None:
             self.device.hold("h2d", used)
-        self.device.hold("h2d", self.left[at])
         started = self.device.record("h2d")
         self.device.copy("h2d", memory, self._host(at)[: memory.numel()])
         event = self.device.record("h2d")
@@ -120,7 +134,7 @@ class Activations:
             turn, _ = self.arrived.pop(at)
             self.ring[turn] = (self.ring[turn][0], self.device.record("compute"))
 
-    def _settle(self) -> None:
+    def _resolve(self) -> None:
         """The oldest input that leaves is on the host now, and goes on to the disk."""
         event, _, at = self.leaving.popleft()
         event.wait()

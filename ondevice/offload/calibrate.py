@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ondevice.offload.config import OffloadConfig
 from ondevice.offload.device import open_device
-from ondevice.offload.disk import moments_bytes, moments_in
+from ondevice.offload.drive import buffer
 from ondevice.offload.engine import host_threads
-from ondevice.offload.host import DTYPES, native
-from ondevice.offload.storage import TierFile, buffer
+from ondevice.offload.host import DTYPES, moments_bytes, moments_in, native
+from ondevice.offload.storage import TierFile
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, torch_adam
 
 if TYPE_CHECKING:
-    from ondevice.models import ModelDims
     from ondevice.offload.config import EngineConfig
 
 COPY_BYTES = 256 << 20
@@ -89,8 +87,8 @@ def calibrate(config: EngineConfig, device: str) -> Rates:
         d2h = COPY_BYTES / _best(lambda: (opened.copy("d2h", host, there), opened.synchronize()))
     parameters = UPDATE_NUMEL / _best(_update(config, opened.type))
     disk = None
-    if isinstance(config, OffloadConfig) and config.disk_fraction > 0:
-        with tempfile.TemporaryDirectory(dir=config.disk_folder) as folder:
+    if config.disk_tier is not None:
+        with tempfile.TemporaryDirectory(dir=config.disk_tier) as folder:
             disk = _disk_rate(Path(folder))
     opened.close()
     limit = config.bus_limit_gb_per_s
@@ -124,37 +122,18 @@ def predict(lanes_at: Callable[[int], dict[str, float]], batch_size: int) -> Pre
     )
 
 
-def lanes_of(
-    dims: ModelDims, config: OffloadConfig, rates: Rates, flops: float, rows: int, length_tokens: int
-) -> dict[str, float]:
-    """Seconds by lane of a layer-sliding step of [rows, length_tokens] that takes `flops` operations."""
-    item = DTYPES[config.compute].itemsize
-    kept = dims.layers * rows * length_tokens * dims.hidden * item * (config.activations != "device")
-    moved = dims.parameters * item
-    on_disk = 2 * config.disk_fraction * moments_bytes(dims.parameters, config.moments)
-    on_disk += 2 * kept * (config.activations == "disk")
-    return {
-        "compute": flops / rates.flops_s,
-        "h2d": (2 * moved + kept) / rates.h2d_bytes_s if rates.h2d_bytes_s else 0.0,
-        "d2h": (moved + kept) / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0,
-        "update": dims.parameters / rates.parameters_s,
-        "disk": on_disk / rates.disk_bytes_s if rates.disk_bytes_s else 0.0,
-    }
-
-
 def _update(config: EngineConfig, kind: str) -> Any:
     """One update of `UPDATE_NUMEL` parameters as the engine does it."""
     count, dtype = UPDATE_NUMEL, DTYPES[config.compute]
-    moments = config.moments if isinstance(config, OffloadConfig) else "float32"
-    threads = config.threads or host_threads(kind)
+    moments, threads = config.moments_dtype, config.threads or host_threads(kind)
     held = moments_in(buffer(moments_bytes(count, moments), pin=False), count, moments)
     gradient, adam = torch.zeros(count, dtype=dtype), AdamStep(learning_rate=1e-5)
-    if native(config, moments) and dtype == torch.bfloat16:
+    if native(config) and dtype == torch.bfloat16:
         halves = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.uint16)
         state = HostState(None, *halves, held)
     else:
         state = HostState(torch.zeros(count), None, None, held)
-    if native(config, moments):
+    if native(config):
         return lambda: layer_adam(gradient, state, adam, threads=threads)
     scratch, converted = torch.zeros(count), torch.zeros(count, dtype=dtype)
     return lambda: (torch_adam(gradient, state, adam, scratch), converted.copy_(scratch))

@@ -1,6 +1,6 @@
 """Clipping while updates overlap with the backward pass: which norm each unit's gradients are divided by.
 
-`OffloadConfig.clip` states the three rules. Norms are squared and by unit, so that they add up whatever the order in
+`EngineConfig.clip` states the three rules. Norms are squared and by unit, so that they add up whatever the order in
 which units arrive.
 """
 
@@ -44,7 +44,7 @@ class Clipping:
 
     @property
     def exact(self) -> bool:
-        """Whether updates wait for the norm of the whole gradient."""
+        """True where updates wait for the norm of the whole gradient."""
         return self.limit is not None and self.rule == "global"
 
     def begin(self, step: int, learning_rate: float) -> None:
@@ -96,5 +96,5 @@ class Clipping:
     def share(self) -> None:
         """Let all ranks know the last step's norms, where the rule needs them; its updates are done by now."""
         if self.limit is not None and self.rule == "previous":
-            before = self.ranks.merge(self.now.before, self.count)
+            before = self.ranks.all_reduce_values(self.now.before, self.count)
             self.now = replace(self.now, before=before if any(before.values()) else {})

@@ -7,10 +7,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ondevice.config import Section
+from ondevice.core.config import StrictConfig
 
 
-class EngineConfig(Section):
+class EngineConfig(StrictConfig):
     """What every method that offloads has in common: precision, AdamW on the host, how a batch passes the layers."""
 
     compute: Literal["bfloat16", "float32"] = "bfloat16"
@@ -58,33 +58,12 @@ class EngineConfig(Section):
     bus_limit_gb_per_s: float | None = Field(default=None, gt=0)
     """Simulated bus: no direction moves more than this many GB/s; None is the real one."""
 
+    @property
+    def moments_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
+        """What AdamW's moments on the host are kept in."""
+        return "float32"
 
-class OffloadConfig(EngineConfig):
-    """How layers, gradients and optimizer states are spread over accelerator, host memory and disk."""
-
-    moments: Literal["float32", "bfloat16", "int8"] = "float32"
-    """AdamW's moments: 8, 4 or 2 bytes a parameter. Fewer bytes make a faster update, too."""
-
-    window: int = Field(default=3, ge=2)
-    """Layers on the accelerator at once."""
-
-    resident_layers: int = Field(default=0, ge=0)
-    """The first so many layers keep their masters and moments on the accelerator and are updated there: 14 bytes a
-    parameter of its memory, for a shorter boundary between steps and less work on the host."""
-
-    gradient_buffers: int = Field(default=4, ge=2)
-    """Layers whose gradients wait in host memory for their update. More of them hide a slow update behind the next
-    forward pass, too."""
-
-    activations: Literal["device", "host", "disk"] = "host"
-    """Where each layer's input waits for the backward pass."""
-
-    disk_fraction: float = Field(default=0.0, ge=0, le=1)
-    """Share of the layers whose moments are kept in a file."""
-
-    disk_folder: Path | None = None
-    """Folder of those files, on a local disk; None: a temporary folder."""
-
-    vocabulary_chunks: int = Field(default=1, ge=1)
-    """Parts of the output head that are on the accelerator one after the other; more than one computes the logits
-    twice."""
+    @property
+    def disk_tier(self) -> Path | None:
+        """The folder of moments that are kept on a disk; None: all are in host memory."""
+        return None

@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from ondevice.errors import DoesNotFitError
-from ondevice.offload.storage import buffer
+from ondevice.core.errors import DoesNotFitError
+from ondevice.offload.drive import buffer
 
 Lane = Literal["compute", "h2d", "d2h"]
 BUS: tuple[Lane, ...] = ("h2d", "d2h")
@@ -26,7 +26,7 @@ SPIN_CYCLES = 50_000_000
 MEASURED_BYTES = 64 << 20
 SHORTEST_S = 5e-6
 """Less than a spinning kernel's start."""
-LEARNED_S = 2e-3
+MEASURED_S = 2e-3
 """A slow copy that takes so long says what the rates are now; in shorter ones the starts count too much."""
 
 
@@ -261,7 +261,7 @@ class _SlowCudaBus(_SlowBus):
         device.streams |= {lane: torch.cuda.Stream(device.device, priority=-1) for lane in BUS}
 
     def _copy(self, lane: Lane, target: Tensor, source: Tensor, size_bytes: int) -> None:
-        self._learn(lane)
+        self._update_rates(lane)
         started = self.device.record(lane)
         self.device.copy(lane, target, source)
         copied = self.device.record(lane)
@@ -271,10 +271,10 @@ class _SlowCudaBus(_SlowBus):
             cycles = int(missing_s * statistics.median(self.cycles_s[lane]))
             with self.device.on(lane):
                 torch.cuda._sleep(cycles)
-        if whole_s > LEARNED_S:
+        if whole_s > MEASURED_S:
             self.running[lane].append((started, copied, self.device.record(lane), size_bytes, cycles))
 
-    def _learn(self, lane: Lane) -> None:
+    def _update_rates(self, lane: Lane) -> None:
         """Rates of the copies and spins that have ended; the median leaves out those that the host put in late."""
         running = self.running[lane]
         while running and running[0][2].done():

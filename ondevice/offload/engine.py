@@ -1,150 +1,81 @@
-"""The layer-sliding engine (SlideFormer section 3.1): the accelerator holds a window of layers, gradients leave as soon
-as they are there, and the host updates a layer while the accelerator computes the next.
-
-A step goes through the layers once, up and down. All micro-batches pass a layer while it is there, so accumulation
-costs no transfers, and gradients accumulate on the accelerator. Between two steps nothing waits but what must: the
-embedding's rows that the batch reads, and layer 0.
-"""
+"""The base of the engines that offload: the device, a model cut into units, the spans of a step, evaluation."""
 
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ondevice.errors import ConfigError
-from ondevice.offload.activations import Activations
-from ondevice.offload.disk import open_disk
-from ondevice.offload.host import HostStore
-from ondevice.offload.passes import Passes
-from ondevice.offload.ranks import SINGLE, Ranks
-from ondevice.offload.stepping import Stepping
-from ondevice.offload.updater import Updater
-from ondevice.offload.window import Window
-from ondevice.offload.worker import Task, Worker
+from ondevice.core.errors import DataError
+from ondevice.nn.cross_entropy import IGNORE
+from ondevice.offload.device import open_device, throttled
+from ondevice.offload.kernels import patch_layers, use_liger
+from ondevice.offload.report import Overlap, Spans, Timeline, overlap
+from ondevice.offload.units import cut
+from ondevice.offload.worker import Watch
 
 if TYPE_CHECKING:
     from ondevice.models import Family
-    from ondevice.offload.config import OffloadConfig
+    from ondevice.offload.config import EngineConfig
+    from ondevice.offload.passes import Passes
 
 
-class OffloadEngine(Stepping):
-    """Full-parameter AdamW steps of a model that is larger than the accelerator.
+class OffloadEngine:
+    """A model cut into units, on a device that is open, with its clock.
 
-    Args:
-        family: the model on the CPU; its parameters' values move into the engine.
-        config: sizes and precisions.
-        device: `cpu`, `cuda` or `cuda:N`.
-        ranks: those that train together. All make the same calls with the same batches; a step computes this rank's
-            rows of its batch, and an evaluation all rows on every rank.
-
-    Raises:
-        StorageError: host memory cannot be locked, or the disk tier does not fit.
-        MissingPackageError: the C++ update is asked for and cannot be compiled.
+    Attributes:
+        kernels: `liger` or `torch`, of the layers.
+        overlap: of the last step whose end the next pass has seen; `spans` likewise.
     """
 
-    config: OffloadConfig
+    config: EngineConfig
+    passes: Passes
 
-    def __init__(self, family: Family, config: OffloadConfig, device: str, ranks: Ranks = SINGLE) -> None:
-        self.ranks = ranks
-        _check(config, ranks)
-        super().__init__(family, config, device)
-        units = self.units
-        self.last: Task | None = None
-        self.disk = open_disk(units, config, self.timeline, ranks)
-        self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
-        try:
-            self._allocate(family)
-        except BaseException:  # no file and no thread stays where memory does not suffice
-            self.close()
-            raise
+    def __init__(self, family: Family, config: EngineConfig, device: str) -> None:
+        self.config, self.where = config, torch.device(device)
+        self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
+        self.liger = use_liger(config, self.device.type)
+        self.kernels = "liger" if self.liger and patch_layers(family) else "torch"
+        self.units = cut(family)
+        self.watch, self.timeline = Watch(config.timeout_s), Timeline(self.device)
+        self.began: float | None = None  # of the last pass, if it was a step's
+        self.overlap: Overlap | None = None
+        self.spans: Spans = []
 
-    def _allocate(self, family: Family) -> None:
-        config, ranks = self.config, self.ranks
-        self.store = HostStore(
-            self.units, config, self.device, self.disk.moments, ranks, self.units.layers[: config.resident_layers],
-            config.moments,
-        )  # fmt: skip
-        if not ranks.single:
-            for worker in (self.transfers, self.updates):
-                worker.submit("its device", self.device.enter)
-        shared = (self.units, self.store, config, self.device, self.timeline)
-        threads = config.threads or host_threads(self.device.type, ranks.world)
-        self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
-        self.window = Window(*shared, self.transfers, self.updater)
-        self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
-        ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
-        self.passes = Passes(family, *ahead, self.where, self.liger)
-        self.total = self.device.pinned(1, torch.float32)
-
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
-        """One AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled token.
-
-        Returns before the last updates are done; the next call, `flush` and `evaluate` wait for what they need.
-
-        Raises:
-            DataError: no token of the batch is labelled.
-            ConfigError: the rows cannot be divided among the ranks.
-            TrainingError: a thread died or hangs; the message names the layer.
-        """
-        count = self._labelled(labels)
-        self._open(True)
-        self.updater.clipping.begin(step, learning_rate)
-        every, rows = ids, self.ranks.share(len(ids))
-        ids, labels = ids[rows], labels[rows]
-        parts = self._split(ids)
-        h = self.passes.forward(ids, parts, keep=True, every=every)
-        if not self.ranks.single:
-            self.transfers.submit("the norms of the last step", self.updater.clipping.share)
-        for unit in self.store.resident.units:  # no fetch waits for their norms, which clipping needs from here on
-            self.updater.wait(unit)
-        gradients, total = self.passes.head(h, [labels[part] for part in parts], 1.0 / count)
-        summed = self.window.send_total(total.reshape(1), self.total)
-        self.passes.backward(gradients, ids, parts)
-        known = summed()
-        self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
-        known.wait()
-        return float(self.total) / count
-
-    def flush(self) -> None:
-        """Wait until all updates are done; the host then holds the state after the last step."""
-        if self.last is not None:
-            self.last.wait()
-        self.updater.flush()
-        self.device.synchronize()
-        self.watch.check()
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory of the engine: states, gradient and conversion buffers, activations."""
-        return self.store.bytes + self.updater.bytes + self.activations.bytes + self.window.bytes
-
-    def close(self) -> None:
-        """End the threads and unlock the host memory; a hanging thread is left to die with the process."""
-        if all([worker.close() for worker in (self.transfers, self.updates)]):
-            self.disk.close()
-            self.device.close()
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
+        self._open(False)
+        micro_batches = self._micro_batches(ids)
+        h = self.passes.forward(ids, micro_batches, False, ids)
+        nll = self.passes.score(h, [labels[rows] for rows in micro_batches])
+        return nll.cpu().numpy(), (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
 
     def _open(self, step: bool) -> bool:
-        """Begin a pass, once the last one has been put into the queues."""
+        """Begin a pass. True if the one before was a step, whose spans are taken."""
         self.watch.check()
-        if self.last is not None:
-            self.last.wait()
-            self.last = None
-        return super()._open(step)
+        now, spans, seen = time.perf_counter(), self.timeline.take(), self.began is not None
+        if self.began is not None:
+            self.spans, self.overlap = spans, overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
+        self.began = now if step else None
+        return seen
 
+    def _labelled(self, labels: np.ndarray) -> int:
+        """The number of labelled tokens of int64 [B, T].
 
-def _check(config: OffloadConfig, ranks: Ranks) -> None:
-    """Settings that exclude each other."""
-    exact = config.max_grad_norm is not None and config.clip == "global"
-    if config.resident_layers and (exact or not ranks.single):
-        raise ConfigError(
-            "layers that stay on the accelerator are updated at once, before a global norm is known or summed",
-            expected="resident_layers: 0, or clip: previous or layer in one process",
-            received=f"resident_layers: {config.resident_layers}",
-        )
+        Raises:
+            DataError: none is.
+        """
+        count = int((labels[:, 1:] != IGNORE).sum())
+        if not count:
+            raise DataError("a batch has no token to learn from", hint="longer rows, or data.max_length_tokens")
+        return count
+
+    def _micro_batches(self, ids: np.ndarray) -> list[slice]:
+        size = self.config.micro_batch_size or len(ids)
+        return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
 
 
 def host_threads(device: str, ranks: int = 1) -> int:

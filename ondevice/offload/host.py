@@ -7,26 +7,25 @@ accelerator is converted into one of two buffers that all units share.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ondevice.errors import CheckpointError, MissingPackageError
-from ondevice.offload.disk import moments_bytes, moments_in
-from ondevice.offload.ranks import SINGLE, Arrays, Ranks
-from ondevice.offload.resident import Resident
-from ondevice.offload.storage import buffer
+from ondevice.core.errors import CheckpointError, MissingPackageError
+from ondevice.offload.drive import buffer
 from ondevice.runtime_ops import layer_adam
-from ondevice.runtime_ops import rows as row_ops
 
 if TYPE_CHECKING:
     from ondevice.offload.config import EngineConfig
     from ondevice.offload.device import Device, Event
-    from ondevice.offload.disk import DiskMoments
+    from ondevice.offload.ranks import Arrays
     from ondevice.offload.units import Unit
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+FIELD_BYTES = 64
+"""Moments begin at multiples of it in one run of bytes."""
 
 
 def release(unit: Unit, dtype: torch.dtype) -> None:
@@ -36,8 +35,13 @@ def release(unit: Unit, dtype: torch.dtype) -> None:
         piece.parameter.data = torch.empty(0, dtype=dtype)
 
 
-def native(config: EngineConfig, moments: str = "float32") -> bool:
-    """Whether the update is the C++ pass.
+def parameters(unit: Unit, flat: Tensor) -> dict[str, Tensor]:
+    """A unit's parameters by name, views of its flat memory."""
+    return {p.name: flat[p.offset : p.offset + p.numel].view(p.shape) for p in unit.pieces}
+
+
+def native(config: EngineConfig) -> bool:
+    """True where the update is the C++ pass.
 
     Raises:
         MissingPackageError: it is asked for and there is no compiler.
@@ -45,7 +49,7 @@ def native(config: EngineConfig, moments: str = "float32") -> bool:
     if config.optimizer == "torch":
         return False
     found = layer_adam.available()
-    if not found and (config.optimizer == "native" or moments != "float32"):
+    if not found and (config.optimizer == "native" or config.moments_dtype != "float32"):
         raise MissingPackageError(
             "the fused update needs a C++ compiler, and none was found",
             expected="g++ or clang++",
@@ -54,35 +58,43 @@ def native(config: EngineConfig, moments: str = "float32") -> bool:
     return found
 
 
-class Listed(Protocol):
-    """Units, of a whole model or of what is trained of it."""
+def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
+    """Moments of `numel` elements as views of uint8 `memory`, of at least `moments_bytes`."""
+    fields, offset = {}, 0
+    for name, like in layer_adam.Moments.empty(0, kind).tensors().items():
+        count = -(-numel // 128) if name.endswith("_scale") else numel
+        size = count * like.element_size()
+        fields[name] = memory[offset : offset + size].view(like.dtype)
+        offset += -(-size // FIELD_BYTES) * FIELD_BYTES
+    return layer_adam.Moments(kind, **fields)
 
-    @property
-    def all(self) -> tuple[Unit, ...]: ...
+
+def moments_bytes(numel: int, kind: str) -> int:
+    """What `moments_in` needs."""
+    each = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1)}[kind]
+    scales = 2 * 4 * -(-numel // 128) if kind == "int8" else 0
+    return sum(-(-numel * size // FIELD_BYTES) * FIELD_BYTES for size in each) + scales + 2 * FIELD_BYTES
+
+
+def is_split(config: EngineConfig) -> bool:
+    """True where masters are kept as bfloat16 values and the 16 bits that are missing to float32."""
+    return config.compute == "bfloat16" and native(config)
 
 
 class HostStore:
-    """Masters and moments of the units that this rank owns, but for `kept`, which stay on the accelerator; takes the
-    values out of the model's parameters."""
+    """Masters and moments of `owned` units; takes the values out of the model's parameters.
 
-    def __init__(
-        self, units: Listed, config: EngineConfig, device: Device, disk: DiskMoments | None = None,
-        ranks: Ranks = SINGLE, kept: tuple[Unit, ...] = (), moments: str = "float32",
-    ) -> None:  # fmt: skip
-        self.units, self.device, self.disk, self.ranks = units, device, disk, ranks
-        self.owned = tuple(unit for unit in units.all if ranks.owns(unit) and unit not in kept)
-        self.dtype = DTYPES[config.compute]
-        self.native = native(config, moments)
-        self.split = self.native and self.dtype == torch.bfloat16
+    Attributes:
+        states: of each unit, by its index.
+        split, native: the form of masters, and whether updates are the C++ pass.
+    """
+
+    def __init__(self, owned: Iterable[Unit], config: EngineConfig, device: Device) -> None:
+        self.device, self.owned, self.dtype = device, tuple(owned), DTYPES[config.compute]
+        self.native, self.split = native(config), is_split(config)
         self.converted: list[tuple[Tensor, Event | None]] = []
         self.turn = 0
-        self.resident = Resident(kept, device, self.dtype, self.split)
-        for unit in kept:
-            self.resident.take(unit)
-            release(unit, self.dtype)
-        self.states = {unit.index: self._take(unit, moments) for unit in self.owned}
-        for unit in units.all:
-            release(unit, self.dtype)
+        self.states = {unit.index: self._take(unit, config.moments_dtype) for unit in self.owned}
         if self.dtype == torch.bfloat16 and not self.split:
             largest = max((unit.numel for unit in self.owned), default=0)
             self.converted = [(device.pinned(largest, self.dtype), None) for _ in range(2)]
@@ -101,15 +113,10 @@ class HostStore:
             low = buffer(2 * unit.numel, pin=False).view(torch.uint16)[: unit.numel]
             layer_adam.split_(master, high, low, held)
             state = layer_adam.HostState(None, high, low, held, unit.index)
-        if self.disk is not None and self.disk.holds(unit):
-            self.disk.put(unit, held)
-            state.moments = layer_adam.Moments.empty(0, moments)
         return state
 
     def moments(self, unit: Unit) -> layer_adam.Moments:
-        """A unit's moments, where they are: views."""
-        if self.disk is not None and self.disk.holds(unit):
-            return self.disk.stored(unit)
+        """A unit's moments: views."""
         return self.states[unit.index].moments
 
     def outgoing(self, unit: Unit, span: slice) -> Tensor:
@@ -131,62 +138,24 @@ class HostStore:
         if self.converted:
             self.converted[self.turn] = (self.converted[self.turn][0], event)
 
-    def rows(self, unit: Unit, rows: Tensor, out: Tensor) -> None:
-        """Rows of a table in the compute dtype: int64 [R] into `out` [R, width]."""
-        state = self.states[unit.index]
-        table = self._master(state) if state.high is None else state.high
-        piece = unit.pieces[0]
-        view = table[: piece.numel].view(piece.shape)
-        if view.dtype == out.dtype:
-            row_ops.gather(view, rows, out)
-        else:
-            out.copy_(view[rows])
-
-    def flats(self) -> dict[str, Tensor]:
-        """Those of `arrays` that `weights` is made of."""
-        part = "high" if self.split else "master"
-        states = ((unit, self.states[unit.index]) for unit in self.owned)
-        found = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
-        for unit in self.resident.units:
-            found |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
-        return found
-
-    def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Every parameter by name, out of the `flats` or `arrays` of all ranks: bfloat16 as computed with in split
-        form, else the float32 masters; no copies."""
-        found, part = {}, "high" if self.split else "master"
-        for unit in self.units.all:
-            flat = arrays[f"{part}/{unit.key}"]
-            for piece in unit.pieces:
-                found[piece.name] = flat[piece.offset : piece.offset + piece.numel].view(piece.shape)
-        return found
-
     def masters(self) -> dict[str, Tensor]:
-        """Every parameter of this rank's units by name in float32, as copies."""
+        """Every parameter of the units by name in float32, as copies."""
         found = {}
-        for unit in (*self.owned, *self.resident.units):
-            state = self.states.get(unit.index)
-            if state is None:
-                flat = self.resident.master(unit)
-            elif state.high is not None and state.low is not None:
+        for unit in self.owned:
+            state = self.states[unit.index]
+            if state.high is not None and state.low is not None:
                 flat = layer_adam.merge(state.high, state.low, self.moments(unit))
             else:
                 flat = self._master(state)
-            for piece in unit.pieces:
-                found[piece.name] = flat[piece.offset : piece.offset + piece.numel].view(piece.shape).clone()
+            found |= {name: part.clone() for name, part in parameters(unit, flat).items()}
         return found
 
     def arrays(self) -> dict[str, Tensor]:
-        """Everything a resume needs of this rank's units, as views; of those on the accelerator, copies."""
-        found = {}
-        for unit in (*self.resident.units, *self.owned):
-            found |= {f"{part}/{unit.key}": tensor for part, tensor in self._parts(unit).items()}
-        return found
+        """Everything a resume needs, as views."""
+        return {f"{part}/{unit.key}": tensor for unit in self.owned for part, tensor in self._parts(unit).items()}
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
-        state = self.states.get(unit.index)
-        if state is None:
-            return self.resident.arrays(unit)
+        state = self.states[unit.index]
         parts = {"master": state.master, "high": state.high, "low": state.low, **self.moments(unit).tensors()}
         return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
@@ -196,30 +165,29 @@ class HostStore:
         Raises:
             CheckpointError: naming the first array that is missing or of another size or type.
         """
-        for unit in (*self.owned, *self.resident.units):
-            key, parts = unit.key, self._parts(unit)
-            for part, tensor in parts.items():
-                target = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-                value = arrays.get(f"{part}/{key}")
-                if value is None or value.shape != tuple(target.shape) or value.dtype != target.numpy().dtype:
-                    raise CheckpointError(
-                        f"the checkpoint does not fit: {part}/{key}",
-                        expected=f"{target.numpy().dtype} {list(target.shape)}",
-                        received=None if value is None else f"{value.dtype} {list(value.shape)}",
-                        hint="resume with the settings, and on a machine with the compiler, that wrote it",
-                    )
-                target.copy_(torch.from_numpy(value))
-            if unit.index not in self.states:
-                self.resident.load(unit, parts)
-            elif self.disk is not None and self.disk.holds(unit):
-                fields = {name: tensor for name, tensor in parts.items() if name not in ("master", "high", "low")}
-                self.disk.put(unit, layer_adam.Moments(self.states[unit.index].moments.kind, **fields))
+        for unit in self.owned:
+            self._load(unit, arrays)
+
+    def _load(self, unit: Unit, arrays: Arrays) -> dict[str, Tensor]:
+        """The unit's parts, filled from `arrays`."""
+        parts = self._parts(unit)
+        for part, tensor in parts.items():
+            target = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+            value = arrays.get(f"{part}/{unit.key}")
+            if value is None or value.shape != tuple(target.shape) or value.dtype != target.numpy().dtype:
+                raise CheckpointError(
+                    f"the checkpoint does not fit: {part}/{unit.key}",
+                    expected=f"{target.numpy().dtype} {list(target.shape)}",
+                    received=None if value is None else f"{value.dtype} {list(value.shape)}",
+                    hint="resume with the settings, and on a machine with the compiler, that wrote it",
+                )
+            target.copy_(torch.from_numpy(value))
+        return parts
 
     @property
     def bytes(self) -> int:
-        """Of masters, moments, and buffers for conversion and for the disk."""
+        """Of masters, moments, and buffers for conversion."""
         tensors = [memory for memory, _ in self.converted]
-        tensors += [] if self.disk is None else self.disk.staging
         for state in self.states.values():
             tensors += [t for t in (state.master, state.high, state.low) if t is not None]
             tensors += state.moments.tensors().values()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ondevice.errors import MissingPackageError
+from ondevice.core.errors import MissingPackageError
 from ondevice.nn.cross_entropy import IGNORE
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ def _rotary(liger: Any, plain: Any) -> Any:
 
 
 class LigerLoss:
-    """liger's fused linear cross-entropy over one micro-batch; the counterpart of `ChunkedLoss.look_and_learn`."""
+    """liger's fused linear cross-entropy over one micro-batch; the counterpart of `ChunkedLoss.forward_backward`."""
 
     def __init__(self, hidden_ND: Tensor, labels_N: Tensor, scale: float) -> None:
         self.hidden, self.labels, self.scale = hidden_ND, labels_N, scale
         self.grad_hidden = hidden_ND
 
-    def look_and_learn(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
+    def forward_backward(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
         """The summed loss, float32; the gradient of the head is added to `grad_VD`."""
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
 

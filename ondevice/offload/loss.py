@@ -9,12 +9,12 @@ from ondevice.nn.cross_entropy import IGNORE
 
 
 class ChunkedLoss:
-    """Loss over one micro-batch. A head that is there as a whole needs one pass (`look_and_learn`); one that comes in
-    parts of the vocabulary a pass for the log-sum-exp (`look`) and one for the gradients (`learn`).
+    """Loss over one micro-batch. A head that is there as a whole needs one pass (`forward_backward`); one that comes in
+    chunks of the vocabulary a pass for the log-sum-exp (`forward`) and one for the gradients (`backward`).
 
     Args:
         hidden_ND: [N, hidden], the normed hidden states in the compute dtype.
-        labels_N: int64 [N], -100 where nothing is learned.
+        labels_N: int64 [N], -100 where there is no label.
         scale: of the gradients: 1 / labelled tokens of the whole batch.
         chunk_tokens: tokens whose logits exist at once.
 
@@ -31,7 +31,7 @@ class ChunkedLoss:
         self.active = labels_N != IGNORE
 
     @torch.no_grad()
-    def look_and_learn(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
+    def forward_backward(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
         """The summed loss, float32; the gradient of the whole head [V, hidden] is added to `grad_VD`."""
         total = torch.zeros((), device=self.hidden.device)
         for low in range(0, self.hidden.shape[0], self.chunk):
@@ -48,7 +48,7 @@ class ChunkedLoss:
         return total
 
     @torch.no_grad()
-    def look(self, weight_vD: Tensor, first: int) -> None:
+    def forward(self, weight_vD: Tensor, first: int) -> None:
         """First pass: rows `first` onwards of the head."""
         for low in range(0, self.hidden.shape[0], self.chunk):
             part = slice(low, low + self.chunk)
@@ -61,7 +61,7 @@ class ChunkedLoss:
             self.target[part] += logits.gather(1, at)[:, 0] * inside
 
     @torch.no_grad()
-    def learn(self, weight_vD: Tensor, first: int, grad_vD: Tensor) -> None:
+    def backward(self, weight_vD: Tensor, first: int, grad_vD: Tensor) -> None:
         """Second pass over the same rows; adds to `grad_vD`."""
         logsumexp = self.maximum + self.sum.log()
         for low in range(0, self.hidden.shape[0], self.chunk):
@@ -74,7 +74,7 @@ class ChunkedLoss:
             grad_vD.addmm_(scaled.t(), self.hidden[part])
 
     def tokens(self) -> Tensor:
-        """Negative log likelihood of each token, float32 [N], 0 where nothing is learned; after the first pass."""
+        """Negative log likelihood of each token, float32 [N], 0 where there is no label; after the first pass."""
         return (self.maximum + self.sum.log() - self.target) * self.active
 
     def _inside(self, part: slice, first: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ondevice.offload import loss
 from ondevice.offload.kernels import LigerLoss
-from ondevice.offload.window import Slot
 
 if TYPE_CHECKING:
     from ondevice.models import Family
@@ -19,15 +18,81 @@ if TYPE_CHECKING:
     from ondevice.offload.config import EngineConfig
     from ondevice.offload.device import Device, Event
     from ondevice.offload.graphs import Compute
-    from ondevice.offload.lsp.held import Held
     from ondevice.offload.report import Timeline
-    from ondevice.offload.units import Units
-    from ondevice.offload.window import Window
+    from ondevice.offload.transfers import Slot
+    from ondevice.offload.units import Unit, Units
 
 AHEAD = 3
 """Layers that may be in the queue before the accelerator has computed the first of them."""
 LENGTHS = 8
 """Lengths whose positions are kept."""
+
+
+class WeightCache(Protocol):
+    """Where the passes find weights and leave gradients on the accelerator. Nothing here waits for it; what is given is
+    there for computations that follow, and a unit's gradient is taken away after those that came before.
+
+    Attributes:
+        layers: memory for as many layers as are there at once.
+        chunks: rows of the output head, first and one after the last, that are there at once.
+    """
+
+    dtype: torch.dtype
+    layers: list[Slot]
+    rest: Slot
+    rest_gradient: Slot
+    chunks: list[tuple[int, int]]
+
+    def forget_layers(self) -> None:
+        """Layers have been updated: what is held of them is out of date."""
+        ...
+
+    def fetch_layer(self, i: int) -> None: ...
+
+    def fetch_rest(self) -> None: ...
+
+    def fetch_head(self, chunk: int) -> None: ...
+
+    def fetch_rows(self, rows: Tensor, most: int) -> Slot:
+        """Rows of the embedding, int64 [R], of at most `most`: [R, hidden]."""
+        ...
+
+    def arrive(self, slot: Slot) -> Slot: ...
+
+    def layer(self, i: int) -> Slot: ...
+
+    def head_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
+        """Its weight, [rows, hidden]."""
+        ...
+
+    def layer_gradient(self, i: int) -> Slot:
+        """Zeroed memory."""
+        ...
+
+    def head_gradient_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
+        """Zeroed memory, [rows, hidden]."""
+        ...
+
+    def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
+        """Let the model's parameters of `unit` be what `slot` holds."""
+        ...
+
+    def run(
+        self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
+        compute: Compute,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`compute(*inputs)` of layer `i`."""
+        ...
+
+    def send_layer(self, i: int, slot: Slot) -> None: ...
+
+    def send_head(self, chunk: int, slot: Slot) -> None: ...
+
+    def send_rest(self) -> None: ...
+
+    def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
+        """The embedding's gradient: int64 [R], [R, hidden]."""
+        ...
 
 
 class Passes:
@@ -40,7 +105,7 @@ class Passes:
         config: EngineConfig,
         device: Device,
         timeline: Timeline,
-        window: Window | Held,
+        window: WeightCache,
         activations: Activations,
         where: torch.device,
         liger: bool,
@@ -54,7 +119,7 @@ class Passes:
         self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
-    def forward(self, ids: np.ndarray, parts: list[slice], keep: bool, every: np.ndarray) -> list[Tensor]:
+    def forward(self, ids: np.ndarray, micro_batches: list[slice], keep: bool, every: np.ndarray) -> list[Tensor]:
         """The last layer's output of each micro-batch, [rows, T, hidden]; `keep` saves each layer's input.
 
         `every` is what all ranks read together; `ids` itself where there is one.
@@ -65,21 +130,21 @@ class Passes:
         window.fetch_rest()
         for i in range(len(window.layers)):
             window.fetch_layer(i)
-        entered = self._pick(ids, entering)
+        embedded = self._pick(ids, entering)
         window.bind(self.units.rest, window.arrive(window.rest))
-        h = [self.family.place(entered[part]) for part in parts]
+        h = [self.family.place(embedded[rows]) for rows in micro_batches]
         if keep:
-            self.activations.begin(self.layers, len(parts), h[0])
+            self.activations.begin(self.layers, len(micro_batches), h[0])
         position = self._positions(ids.shape[1])
         for i, unit in enumerate(self.units.layers):
             slot = window.layer(i)
             window.bind(unit, slot)
             started = self._start()
             forward = self._forward(i, position)
-            for m, part in enumerate(h):
+            for m, entered in enumerate(h):
                 if keep:
-                    self.activations.save(i, m, part)
-                (h[m],) = window.run("forward", i, None, position, (part,), forward) if keep else forward(part)
+                    self.activations.save(i, m, entered)
+                (h[m],) = window.run("forward", i, None, position, (entered,), forward) if keep else forward(entered)
             slot.used = self._end("forward", unit.name, started)
             if i + len(window.layers) < self.layers:
                 window.fetch_layer(i + len(window.layers))
@@ -90,8 +155,8 @@ class Passes:
     @torch.no_grad()
     def score(self, h: list[Tensor], labels: list[np.ndarray]) -> Tensor:
         """Negative log likelihood of each row, float32 [B]."""
-        scores = self._scores([self.family.final_norm(part) for part in h], labels, 1.0)
-        self._look(scores)
+        scores = self._scores([self.family.final_norm(x) for x in h], labels, 1.0)
+        self._score_chunks(scores)
         nll = [score.tokens().view(len(rows), -1).sum(1) for score, rows in zip(scores, labels, strict=True)]
         return torch.cat(nll)
 
@@ -100,24 +165,24 @@ class Passes:
         leaving = self.window.arrive(self.window.rest_gradient)
         leaving.memory.zero_()
         self.window.bind(self.units.rest, self.window.rest, leaving)
-        entered = [part.detach().requires_grad_(True) for part in h]
-        normed = [self.family.final_norm(part) for part in entered]
+        entered = [x.detach().requires_grad_(True) for x in h]
+        normed = [self.family.final_norm(x) for x in entered]
         started = self._start()
-        total, found = self._learn(self._scores([part.detach() for part in normed], labels, scale))
+        total, found = self._head_backward(self._scores([x.detach() for x in normed], labels, scale))
         gradients: list[Tensor] = []
-        for part, normal, gradient in zip(entered, normed, found, strict=True):
-            whole = torch.zeros_like(normal)
+        for x, normal, gradient in zip(entered, normed, found, strict=True):
+            whole = torch.zeros_like(normal)  # the last position has no next token
             whole[:, :-1] = gradient.view(whole.shape[0], -1, whole.shape[-1])
             torch.autograd.backward(normal, whole)
-            gradients.append(part.grad if part.grad is not None else torch.zeros_like(part))
+            gradients.append(x.grad if x.grad is not None else torch.zeros_like(x))
         self._end("backward", "head", started)
         return gradients, total
 
-    def backward(self, gradients: list[Tensor], ids: np.ndarray, parts: list[slice]) -> None:
+    def backward(self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]) -> None:
         """Down through the layers; every unit's gradients leave as soon as they are there."""
         window, activations = self.window, self.activations
         position = self._positions(ids.shape[1])
-        micro = range(len(parts))
+        micro = range(len(micro_batches))
         order = [(i, m) for i in reversed(range(self.layers)) for m in micro]
         for i, unit in reversed(list(enumerate(self.units.layers))):
             window.fetch_layer(i)
@@ -126,7 +191,7 @@ class Passes:
             started, backward = self._start(), self._backward(i, position)
             for m in micro:
                 entered = activations.load(i, m, tuple(gradients[m].shape))
-                at = (self.layers - 1 - i) * len(parts) + m
+                at = (self.layers - 1 - i) * len(micro_batches) + m
                 if at + 1 < len(order):
                     activations.prefetch(*order[at + 1])
                 (gradients[m],) = window.run("backward", i, leaving, position, (entered, gradients[m]), backward)
@@ -135,7 +200,7 @@ class Passes:
             window.send_layer(i, leaving)
             if i >= len(window.layers):
                 window.fetch_layer(i - len(window.layers))
-        self._leave(gradients, ids, parts)
+        self._send_embedding(gradients, ids, micro_batches)
         window.send_rest()
 
     def _forward(self, i: int, position: tuple[Tensor, Tensor]) -> Compute:
@@ -164,18 +229,18 @@ class Passes:
         width = self.family.dims.hidden
         return self.window.arrive(shared).memory[: len(self.unique) * width].view(-1, width)[at]
 
-    def _leave(self, gradients: list[Tensor], ids: np.ndarray, parts: list[slice]) -> None:
+    def _send_embedding(self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]) -> None:
         """Gradient of the embedding: one row for each token that occurs, summed over where it does."""
         unique, inverse = self.unique, np.searchsorted(self.unique, ids)
         width, rows = self.family.dims.hidden, len(unique)
         found = torch.zeros(rows, width, dtype=self.dtype, device=self.where)
-        for part, gradient in zip(parts, gradients, strict=True):
+        for rows_of, gradient in zip(micro_batches, gradients, strict=True):
             entered = torch.zeros_like(gradient).requires_grad_(True)
             placed = self.family.place(entered)
             if placed is not entered:
                 torch.autograd.backward(placed, gradient)
                 gradient = entered.grad if entered.grad is not None else gradient
-            at = self._upload(inverse[part])
+            at = self._upload(inverse[rows_of])
             found += torch.ops.aten.embedding_dense_backward(gradient, at, rows, -1, False)
         padding = self.family.embedding.padding_idx
         if padding is not None:
@@ -185,43 +250,45 @@ class Passes:
     def _scores(self, normed: list[Tensor], labels: list[np.ndarray], scale: float) -> list[loss.ChunkedLoss]:
         """Each position paired with the label of the next token."""
         found = []
-        for part, rows in zip(normed, labels, strict=True):
+        for x, rows in zip(normed, labels, strict=True):
             targets = self._upload(rows[:, 1:]).reshape(-1)
-            flat = part[:, :-1].reshape(-1, part.shape[-1])
+            flat = x[:, :-1].reshape(-1, x.shape[-1])
             found.append(loss.ChunkedLoss(flat, targets, scale, self.config.loss_chunk_tokens))
         return found
 
-    def _look(self, scores: list[loss.ChunkedLoss]) -> None:
-        for part, (low, _) in enumerate(self.window.parts):
-            slot, weight = self._part(part)
+    def _score_chunks(self, scores: list[loss.ChunkedLoss]) -> None:
+        """The first pass over the head's chunks."""
+        for chunk, (low, _) in enumerate(self.window.chunks):
+            slot, weight = self._head_chunk(chunk)
             for score in scores:
-                score.look(weight, low)
+                score.forward(weight, low)
             slot.used = self.device.record("compute")
 
-    def _learn(self, scores: list[loss.ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
-        window, whole = self.window, len(self.window.parts) == 1
-        fused = [LigerLoss(score.hidden, score.labels, score.scale) for score in scores] if self.liger else scores
+    def _head_backward(self, scores: list[loss.ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
+        """The summed loss, and the gradients of the normed hidden states; those of the head leave."""
+        window, whole = self.window, len(self.window.chunks) == 1
+        fused: list[Any] = [LigerLoss(one.hidden, one.labels, one.scale) for one in scores] if self.liger else scores
         total = torch.zeros((), device=self.where)
         if not whole:
-            self._look(scores)
+            self._score_chunks(scores)
             window.fetch_head(0)
-        for part, (low, _) in enumerate(window.parts):
-            slot, weight = self._part(part)
-            leaving, gradient = window.head_gradient_part(part)
+        for chunk, (low, _) in enumerate(window.chunks):
+            slot, weight = self._head_chunk(chunk)
+            leaving, gradient = window.head_gradient_chunk(chunk)
             if whole:
-                total += torch.stack([score.look_and_learn(weight, gradient) for score in fused]).sum()
+                total += torch.stack([score.forward_backward(weight, gradient) for score in fused]).sum()
             for score in scores if not whole else ():
-                score.learn(weight, low, gradient)
+                score.backward(weight, low, gradient)
             slot.used = self.device.record("compute")
-            window.send_head(part, leaving)
+            window.send_head(chunk, leaving)
         if not whole:
             total += torch.stack([score.tokens().sum() for score in scores]).sum()
         return total, [score.grad_hidden for score in (fused if whole else scores)]
 
-    def _part(self, part: int) -> tuple[Slot, Tensor]:
-        if part + 1 < len(self.window.parts):
-            self.window.fetch_head(part + 1)
-        return self.window.head_part(part)
+    def _head_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
+        if chunk + 1 < len(self.window.chunks):
+            self.window.fetch_head(chunk + 1)
+        return self.window.head_chunk(chunk)
 
     def _positions(self, length: int) -> tuple[Tensor, Tensor]:
         """The family's, kept: making them waits for the accelerator."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ondevice.errors import ConfigError, TrainingError
+from ondevice.core.errors import ConfigError, TrainingError
 
 if TYPE_CHECKING:
     from ondevice.offload.units import Unit
@@ -85,13 +85,13 @@ class Ranks:
             with _together():
                 dist.reduce(memory, self.owner(unit), group=self.steps)
 
-    def total(self, memory: Tensor) -> None:
+    def all_reduce(self, memory: Tensor) -> None:
         """Sum `memory` into that of every rank, on the current stream (transfer thread)."""
         if not self.single:
             with _together():
                 dist.all_reduce(memory, group=self.steps)
 
-    def merge(self, values: dict[int, float], count: int) -> dict[int, float]:
+    def all_reduce_values(self, values: dict[int, float], count: int) -> dict[int, float]:
         """Values of units below `count` from all ranks, in the same order everywhere; waits (transfer thread)."""
         if self.single:
             return values
@@ -100,8 +100,8 @@ class Ranks:
             dist.all_reduce(summed, group=self.sums)
         return dict(enumerate(summed.tolist()))
 
-    def tell(self, value: T | None = None) -> T:
-        """What rank 0 gives, on every rank."""
+    def broadcast_object(self, value: T | None = None) -> T:
+        """The value that rank 0 gives, on every rank."""
         values: list[Any] = [value]
         if not self.single:
             with _together():
@@ -119,7 +119,7 @@ class Ranks:
             if found is not None:
                 raise found
 
-    def collect(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         """On rank 0 the arrays of all ranks: its own as they are, copies of the others', one at a time."""
         found = dict(arrays)
         if self.single:
@@ -195,7 +195,7 @@ SINGLE = Ranks()
 """No other process."""
 
 
-def asked() -> tuple[int, int]:
+def launched() -> tuple[int, int]:
     """Rank and number of processes that `torchrun` set, else 0 and 1.
 
     Raises:
@@ -229,7 +229,7 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
         ConfigError: there are fewer GPUs than ranks.
         TrainingError: the others do not come.
     """
-    rank, world = asked()
+    rank, world = launched()
     if world == 1:
         return SINGLE, device
     kind = torch.device(device).type

@@ -7,11 +7,14 @@ the record, never wrong weights. Page caches are bypassed where the file system 
 
 from __future__ import annotations
 
+import hashlib
 import queue
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -20,26 +23,53 @@ from typing import Any
 import numpy as np
 import torch
 
-from ondevice.errors import StorageError
-from ondevice.offload.gds import (
-    BLOCK_BYTES,
-    Backend,
-    Drive,
-    Meter,
-    buffer,
-    checksum,
-    import_kvikio,
-    reason,
-    reserve,
-    round_up,
-)
-from ondevice.offload.records import Job
-
-__all__ = ["BLOCK_BYTES", "PIECE_BYTES", "TierFile", "buffer", "checksum"]
+from ondevice.core.errors import StorageError
+from ondevice.offload.drive import BLOCK_BYTES, Backend, Drive, Meter, buffer, checksum, reason, reserve, round_up
 
 PIECE_BYTES = 8 << 20
 """One request; a record's pieces are spread over the threads, so that the drive has several to work on."""
 _RESUME = "resume from the last checkpoint"
+_TRAILER = struct.Struct("<8sIIQQ16s")
+_FIELDS = ("magic", "version", "record number", "generation", "payload length in bytes", "payload checksum")
+_MAGIC, _VERSION = b"ODTIER\r\n", 1
+
+
+@dataclass(eq=False)
+class Job:
+    """One read or write of one record; `left` counts its pieces."""
+
+    record: int
+    payload: torch.Tensor
+    write: bool
+    future: Future[None] = field(default_factory=Future)
+    trailer: torch.Tensor = field(default_factory=lambda: buffer(BLOCK_BYTES, pin=False))
+    checksums: dict[int, bytes] = field(default_factory=dict)
+    generation: int = 0
+    left: int = 0
+    error: BaseException | None = None
+
+    def seal(self, payload_bytes: int) -> bytes:
+        """The trailer block that belongs to what was moved."""
+        pieces = b"".join(self.checksums[start] for start in sorted(self.checksums))
+        digest = hashlib.blake2b(pieces, digest_size=16).digest()
+        fields = _TRAILER.pack(_MAGIC, _VERSION, self.record, self.generation, payload_bytes, digest)
+        return fields.ljust(BLOCK_BYTES, b"\0")
+
+    def compare(self, block: bytes) -> tuple[Any, ...] | None:
+        """What is wrong with the trailer that was read, which should be `block`: words, expected and received."""
+        found = self.trailer.numpy().tobytes()
+        for name, expected, received in zip(_FIELDS, _TRAILER.unpack_from(block), _TRAILER.unpack_from(found)):
+            if expected != received:
+                show = [value.hex() if isinstance(value, bytes) else value for value in (expected, received)]
+                return f"came back damaged or not as last written: its {name}", *show
+        return None if found == block else ("came back with a damaged trailer",)
+
+    def resolve(self, error: BaseException | None) -> None:
+        """Give the future its result, unless it has one: `close` was faster, or its owner cancelled it."""
+        try:
+            self.future.set_result(None) if error is None else self.future.set_exception(error)
+        except InvalidStateError:
+            pass
 
 
 class TierFile:
@@ -51,8 +81,7 @@ class TierFile:
         folder: on a local disk; made if absent. A file called `name` in it is replaced.
         sizes_bytes: payload of every record, each at least 1.
         backend: "auto" and "direct" bypass the page cache (O_DIRECT), and fall back to "buffered" where the
-            file system refuses; the attribute `backend` says so. "kvikio" insists on GPUDirect Storage for
-            CUDA tensors; "auto" uses it for them, too, once there is one. macOS is "buffered" with F_NOCACHE.
+            file system refuses; the attribute `backend` says so. macOS is "buffered" with F_NOCACHE.
         workers: threads, and the number of requests that the drive sees at once.
         timeout_s: how long `close` waits for a drive that moves nothing.
         generations: open the kept file `name` instead of a new one, and expect these (see `generations`).
@@ -60,7 +89,6 @@ class TierFile:
     Raises:
         StorageError: the disk has no room for all records (no file is left behind), the folder cannot be
             written, or the kept file is absent or of another size.
-        MissingPackageError: "kvikio" without the package.
     """
 
     def __init__(
@@ -78,8 +106,6 @@ class TierFile:
             raise ValueError(f"a tier file needs a thread and records of at least 1 byte: {workers}, {sizes_bytes}")
         if generations is not None and len(generations) != len(sizes_bytes):
             raise ValueError(f"{len(generations)} generations for {len(sizes_bytes)} records")
-        if backend == "kvikio":
-            import_kvikio()
         self.path = Path(folder) / name
         self._sizes = tuple(sizes_bytes)
         self._starts = tuple(accumulate((round_up(size) + BLOCK_BYTES for size in self._sizes), initial=0))
@@ -103,7 +129,7 @@ class TierFile:
         for thread in self._threads:
             thread.start()
 
-    backend = property(lambda self: self._drive.backend, doc='"direct", "buffered" or "kvikio": see `Drive`.')
+    backend = property(lambda self: self._drive.backend, doc='"direct" or "buffered": see `Drive`.')
     bytes_read = property(lambda self: self._reads.moved, doc="Bytes read, trailers included.")
     bytes_written = property(lambda self: self._writes.moved, doc="Bytes written, trailers included.")
     read_s = property(lambda self: self._reads.seconds, doc="Seconds with a read under way, checks included.")
@@ -125,7 +151,7 @@ class TierFile:
 
         Args:
             record: its number.
-            source: uint8 [at least the record's size rounded up to 4096] from `buffer`, or a CUDA tensor.
+            source: uint8 [at least the record's size rounded up to 4096] from `buffer`.
 
         Returns:
             A future; its result() raises StorageError if the bytes did not reach the drive.
@@ -191,17 +217,13 @@ class TierFile:
         if not 0 <= record < len(self._sizes):
             raise ValueError(f"record {record} of {len(self._sizes)}")
         wanted = round_up(self._sizes[record])
-        if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous() or len(tensor) < wanted:
-            got = f"{tensor.dtype} {tuple(tensor.shape)}"
-            raise ValueError(f"record {record} needs a contiguous uint8 tensor [at least {wanted}], not {got}")
-        if tensor.data_ptr() % (8 if tensor.is_cuda else BLOCK_BYTES):
+        flat = tensor.device.type == "cpu" and tensor.dim() == 1 and tensor.is_contiguous()
+        if tensor.dtype != torch.uint8 or not flat or len(tensor) < wanted:
+            got = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
+            raise ValueError(f"record {record} needs a contiguous uint8 CPU tensor [at least {wanted}], not {got}")
+        if tensor.data_ptr() % BLOCK_BYTES:
             raise ValueError(f"record {record}: the tensor's address is not aligned to 4096; make it with buffer()")
-        ready = None
-        if tensor.is_cuda:
-            self._drive.prepare_gpu()
-            ready = torch.cuda.Event()
-            ready.record(torch.cuda.current_stream(tensor.device))
-        job = Job(record, tensor[:wanted], write, ready)
+        job = Job(record, tensor[:wanted], write)
         with self._changed:
             if self._closed:
                 raise StorageError(f"{self.path}: record {record}: the file is closed")
@@ -254,13 +276,11 @@ class TierFile:
         """Bytes `start` to `stop` of the record; those behind the payload are the trailer."""
         behind = start >= len(job.payload)
         piece = job.trailer if behind else job.payload[start:stop]
-        if job.ready is not None:
-            job.ready.synchronize()
         if job.write and not behind:
             job.checksums[start] = checksum(piece)
         try:
             moved = self._drive.move(piece, self._starts[job.record] + start, write=job.write)
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             raise self._error(job, f"cannot be {_done(job)}: {reason(error)}", offset=start) from error
         with self._changed:
             self._meter(job).moved += moved

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 
 if TYPE_CHECKING:
     from ondevice.models import Family

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ondevice.errors import OndeviceError, TrainingError
+from ondevice.core.errors import OndeviceError, TrainingError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ondevice.artifact.adapter import load_adapter
+from ondevice.artifact.adapter import CONFIG_NAME, WEIGHTS_NAME, load_adapter
 from ondevice.artifact.files import atomic_directory, sha256_file
-from ondevice.artifact.peft_files import CONFIG_NAME, WEIGHTS_NAME
-from ondevice.errors import BusyError
+from ondevice.core.errors import BusyError
 from ondevice.server.queue import Job
 from ondevice.server.store import MissingError, Store
 from ondevice.server.worker import RUN
@@ -24,17 +23,21 @@ _EARLIEST = (1980, 1, 1, 0, 0, 0)
 
 
 def register_outcome(store: Store, job: str, folder: Path) -> Callable[[Job], None]:
-    """Copy a finished job's adapters into the store; what is returned writes them down, in the caller's transaction."""
-    found = []
+    """Copy a finished job's adapters into the store; return the function that inserts their rows.
+
+    The files are copied before the transaction, which no other writer should wait for, and the rows are inserted in
+    the caller's: the job is done and has its adapters, or neither.
+    """
+    copied = []
     for name, suffix in (("adapter", ""), ("adapter-best", "-best")):
         source = folder / RUN / name
         if source.is_dir():
             adapter = f"{job}{suffix}"
             copy_adapter(store, source, adapter)
-            found.append(adapter)
+            copied.append(adapter)
 
     def write(row: Job) -> None:
-        for adapter in found:
+        for adapter in copied:
             name = row.spec.get("name") or job
             insert_adapter(store, adapter, f"{name} (best)" if adapter.endswith("-best") else name, job)
 
@@ -42,7 +45,7 @@ def register_outcome(store: Store, job: str, folder: Path) -> Callable[[Job], No
 
 
 def copy_adapter(store: Store, source: Path, name: str) -> None:
-    """Put an adapter's two files under a name of the store; ArtifactError if they are no whole adapter."""
+    """Copy an adapter's two files to a name of the store; ArtifactError if they are no whole adapter."""
     load_adapter(source)
     with atomic_directory(store.path("adapters", name), marker=CONFIG_NAME) as partial:
         for file in (CONFIG_NAME, WEIGHTS_NAME):
@@ -50,7 +53,7 @@ def copy_adapter(store: Store, source: Path, name: str) -> None:
 
 
 def insert_adapter(store: Store, name: str, title: str, job: str | None) -> None:
-    """The row of an adapter whose files are in place, inside a transaction."""
+    """Insert the row of an adapter whose files are in place, inside a transaction."""
     folder = store.path("adapters", name)
     adapter = load_adapter(folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
@@ -61,14 +64,14 @@ def insert_adapter(store: Store, name: str, title: str, job: str | None) -> None
 
 
 def list_adapters(store: Store) -> list[dict[str, Any]]:
-    """All adapters, the newest first; `active` marks the one in use."""
+    """List all adapters, the newest first; `active` marks the one in use."""
     active = active_adapter(store)
     rows = store.rows("SELECT * FROM adapters ORDER BY created_s DESC, id")
     return [{**dict(row), "active": row["id"] == active} for row in rows]
 
 
 def get_adapter(store: Store, name: str) -> dict[str, Any]:
-    """One adapter."""
+    """Return an adapter's row, with `active`; MissingError if there is none."""
     row = store.row("SELECT * FROM adapters WHERE id = ?", name)
     if row is None:
         raise MissingError(f"there is no adapter {name}", hint="GET /v1/adapters lists them")
@@ -76,7 +79,7 @@ def get_adapter(store: Store, name: str) -> dict[str, Any]:
 
 
 def active_adapter(store: Store) -> str | None:
-    """The adapter in use; None for the base model."""
+    """Return the id of the adapter in use; None for the base model."""
     row = store.row("SELECT adapter FROM activations ORDER BY number DESC LIMIT 1")
     return row["adapter"] if row else None
 
@@ -91,7 +94,7 @@ def activate(store: Store, name: str) -> None:
 
 
 def roll_back(store: Store) -> str | None:
-    """Use what was in use before; gives it, None for the base model.
+    """Use the adapter that was in use before; return its id, None for the base model.
 
     Raises:
         BusyError: nothing is in use.
@@ -106,7 +109,8 @@ def roll_back(store: Store) -> str | None:
 
 
 def link_active(store: Store) -> None:
-    """Make the link say what the database says, in one rename; two that do so at once take turns."""
+    """Point the link to the adapter that the database says is active, in one rename."""
+    # The transaction is a lock here: two that link at once take turns, so that the link is of the newest row.
     with store.transaction(durable=False):
         name, link = active_adapter(store), store.root / ACTIVE
         if name is None:
@@ -130,9 +134,9 @@ def remove_adapter(store: Store, name: str) -> None:
 
 
 def zipped(folder: Path) -> bytes:
-    """A folder's files as a zip; the same files give the same bytes."""
+    """Zip a folder's files; the same files give the same bytes."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
         for path in sorted(folder.iterdir()):
-            archive.writestr(zipfile.ZipInfo(path.name, _EARLIEST), path.read_bytes())
+            archive.writestr(zipfile.ZipInfo(path.name, _EARLIEST), path.read_bytes())  # a fixed date: the same bytes
     return packed.getvalue()

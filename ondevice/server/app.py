@@ -1,20 +1,24 @@
-"""The HTTP application: routes under /v1, errors as JSON, the page beside them."""
+"""The HTTP application: the guard that every request passes, routes under /v1, errors as JSON, the page beside them."""
 
 from __future__ import annotations
 
 import json
 import logging
+import time
+from collections.abc import MutableMapping
+from http.cookies import CookieError, SimpleCookie
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from ondevice.errors import (
+from ondevice.core.errors import (
     ArtifactError,
     BusyError,
     ConfigError,
@@ -26,10 +30,15 @@ from ondevice.errors import (
     StorageError,
     TrainingError,
 )
+from ondevice.server import security
 from ondevice.server.daemon import Daemon
-from ondevice.server.routes import adapters, data, jobs, system, uploads
+from ondevice.server.routes import adapters, data, jobs, json_answer, refused, system, uploads
 from ondevice.server.schemas import ErrorAnswer
 from ondevice.server.store import MissingError
+from ondevice.server.uploads import PART_BYTES
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _log = logging.getLogger(__name__)
 PAGE = Path(__file__).with_name("page")
@@ -45,12 +54,12 @@ STATUS: dict[type[OndeviceError], int] = {
     TrainingError: 422,
     StorageError: 413,
 }
-"""Which status an error of the user has; another of ours is 400. All say what to do."""
+"""The status of each error of the user; another of ours is 400. All say what to do."""
 MESSAGES = {404: "there is nothing here", 405: "this cannot be done here", 413: "the body is too large"}
 
 
 def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
-    """The application; without a daemon only its OpenAPI document can be asked for.
+    """Build the application; without a daemon only its OpenAPI document can be asked for.
 
     Args:
         life: starts and stops the daemon (ASGI's lifespan).
@@ -81,12 +90,12 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
 
 
 def openapi() -> str:
-    """The OpenAPI document, as docs/reference/openapi.json has it."""
+    """Write the OpenAPI document, as docs/reference/openapi.json has it."""
     return json.dumps(create_app().openapi(), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
 def error_answer(error: OndeviceError) -> dict[str, Any]:
-    """An error as the API says it."""
+    """Convert an error to the fields of `ErrorAnswer`."""
     values = error.to_dict()
     public = (kind for kind in type(error).__mro__ if kind.__module__ == OndeviceError.__module__)
     values["error"] = next(public).__name__
@@ -100,7 +109,7 @@ async def _ours(request: Request, error: Exception) -> Response:
     if not isinstance(error, OndeviceError):
         raise error
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
-    return _json(status, error_answer(error))
+    return json_answer(status, error_answer(error))
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -108,7 +117,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     place = ".".join(str(part) for part in first.get("loc", ()))
     received = first.get("input")
     text = received if isinstance(received, int | float | bool | type(None)) else str(received)[:200]
-    return _json(
+    return json_answer(
         422,
         {
             "error": "ConfigError",
@@ -120,21 +129,151 @@ async def _invalid(request: Request, error: Exception) -> Response:
     )
 
 
-async def _plain(request: Request, error: Exception) -> JSONResponse:
+async def _plain(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
-    message = MESSAGES.get(status, "the request was refused")
-    answer = {"error": "Refused", "message": message, "expected": None, "received": None, "hint": None}
-    return JSONResponse(answer, status, headers)
+    return refused(status, MESSAGES.get(status, "the request was refused"), headers=headers)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     message = "the server stumbled; its log has the details"
-    return _json(500, {"error": "Bug", "message": message, "expected": None, "received": None, "hint": None})
+    return json_answer(500, {"error": "Bug", "message": message, "expected": None, "received": None, "hint": None})
 
 
-def _json(status: int, values: dict[str, Any]) -> Response:
-    """JSON that is always valid: half a surrogate pair, which a client may send, becomes a question mark."""
-    content = json.dumps(values, ensure_ascii=False).encode("utf-8", "replace")
-    return Response(content, status, media_type="application/json")
+_access_log = logging.getLogger("ondevice.access")
+BODY_BYTES = 1 << 20
+SAFE = ("GET", "HEAD", "OPTIONS")
+TYPES = ("application/json", "application/octet-stream")
+"""No form: what a page elsewhere can send without asking is refused."""
+OPEN = ("/v1/health", "/v1/session")
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; manifest-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": CSP,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), microphone=(), geolocation=(), payment=()",
+}
+
+
+class Guard:
+    """ASGI middleware, outermost: every request passes it, also one that no route is for.
+
+    Args:
+        host: what the server is bound to.
+        tls: whether it speaks TLS.
+        tries: failed tries, counted here and where a token is exchanged for a session.
+    """
+
+    def __init__(self, app: ASGIApp, daemon: Daemon, host: str, tls: bool, tries: security.Tries) -> None:
+        self.app, self.daemon, self.host, self.tls, self.tries = app, daemon, host, tls, tries
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                self._add_headers(scope, message)
+            await send(message)
+
+        try:
+            refusal = self._refuse(scope)
+            if refusal is not None:
+                await refused(*refusal)(scope, receive, answer)
+            else:
+                await self.app(scope, _limited(receive, _limit(scope)), answer)
+        finally:
+            route = scope.get("route")
+            path = getattr(route, "path", "") or ("/v1/..." if scope["path"].startswith("/v1") else "/")
+            self.daemon.metrics.request(scope["method"], path, status)
+            seconds = time.perf_counter() - began
+            _access_log.info("%s %s %d %.0f ms", scope["method"][:10], path, status, seconds * 1e3)
+
+    def _refuse(self, scope: Scope) -> tuple[Any, ...] | None:
+        """Return the refusal of a request (the arguments of `refused`); None for one that may pass."""
+        headers, path = Headers(scope=scope), scope["path"]
+        host = headers.get("host", "")
+        # A page elsewhere can point its own name at this address (DNS rebinding), and would then be same-origin.
+        local = security.is_loopback(self.host)
+        if security.host_name(host) is None or (local and not security.is_own_name(host, self.host)):
+            return 421, "this server is not known by that name", "localhost", host[:200], "open http://127.0.0.1"
+        if scope["method"] not in SAFE:
+            if not security.same_origin(host, headers.get("origin"), headers.get("sec-fetch-site")):
+                return 403, "the request comes from another page", f"origin {host}", headers.get("origin", "")[:200]
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            length = headers.get("content-length", "0")
+            if kind not in TYPES and (kind or length != "0" or "transfer-encoding" in headers):
+                return 415, "the body is of a type that is not taken", " or ".join(TYPES), kind[:100] or "none"
+        # Before the token is checked: a body that is refused is never read.
+        length = headers.get("content-length", "0")
+        if not (length.isascii() and length.isdigit()) or int(length) > _limit(scope):
+            return 413, "the body is too large", f"at most {_limit(scope)} bytes", length[:30]
+        needs_token = (path.startswith("/v1/") and path not in OPEN) or path in ("/metrics", "/v1")
+        if needs_token and security.needs_token(self.daemon.store, self.host):
+            return self._check_token(scope, headers)
+        return None
+
+    def _check_token(self, scope: Scope, headers: Headers) -> tuple[Any, ...] | None:
+        address = (scope.get("client") or ("unknown", 0))[0]
+        if refusal := self.tries.refusal(address):
+            return refusal
+        kind, _, secret = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and security.check(self.daemon.store, secret.strip()):
+            return None
+        session = session_of(headers)
+        if session and security.check(self.daemon.store, session, "session"):
+            return None
+        if secret or session:
+            self.tries.failed(address)
+        message = "the token is not known" if secret or session else "this server needs a token"
+        hint = "`ondevice serve token` makes one; send it as Authorization: Bearer TOKEN"
+        return 401, message, "a token", "another" if secret or session else "none", hint, {"WWW-Authenticate": "Bearer"}
+
+    def _add_headers(self, scope: Scope, message: MutableMapping[str, Any]) -> None:
+        headers = MutableHeaders(scope=message)
+        for name, value in HEADERS.items():
+            headers[name] = value
+        if self.tls:
+            headers["Strict-Transport-Security"] = "max-age=31536000"
+        headers.setdefault("Cache-Control", "no-store" if scope["path"].startswith("/v1") else "no-cache")
+
+
+def session_of(headers: Headers) -> str:
+    """Read the session's secret from the cookie; empty without one."""
+    try:
+        cookie = SimpleCookie(headers.get("cookie", "")).get(security.COOKIE)
+    except CookieError:
+        return ""
+    return cookie.value if cookie else ""
+
+
+def _limit(scope: Scope) -> int:
+    part = scope["method"] == "PUT" and scope["path"].startswith("/v1/uploads/")
+    return PART_BYTES if part else BODY_BYTES
+
+
+def _limited(receive: Receive, limit: int) -> Receive:
+    """Wrap `receive` to count: a body without a length is held to the limit too."""
+    taken = 0
+
+    async def counted() -> Message:
+        nonlocal taken
+        message = await receive()
+        if message["type"] == "http.request":
+            taken += len(message.get("body", b""))
+            if taken > limit:
+                raise HTTPException(413)
+        return message
+
+    return counted

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from ondevice import errors
 from ondevice.artifact.files import sha256_file
-from ondevice.errors import BusyError, ConfigError, DeviceError, OndeviceError
+from ondevice.core import errors
+from ondevice.core.errors import BusyError, ConfigError, DeviceError, OndeviceError
 
 DEFAULT_URL = "http://127.0.0.1:8765"
 PART_BYTES = 4 << 20
@@ -64,7 +64,7 @@ class Client:
         self.timeout_s = timeout_s
 
     def health(self) -> dict[str, Any]:
-        """Whether the daemon works, its version, and whether it needs a token."""
+        """Ask if the daemon works, for its version, and if it needs a token."""
         return self.ask("GET", "/v1/health")
 
     def system(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Client:
         return self.ask("GET", f"/v1/datasets/{quote(dataset)}/preview", query={"model": model, **options})
 
     def upload(self, kind: str, path: str | Path, name: str | None = None, **options: Any) -> dict[str, Any]:
-        """Send a file (rows; a zip) or a folder (as a zip) in parts; gives what it became: `{"kind", "id"}`.
+        """Send a file (rows; a zip) or a folder (as a zip) in parts; return `{"kind", "id"}` of the thing in the store.
 
         Args:
             kind: dataset, model, artifact or adapter.
@@ -126,7 +126,7 @@ class Client:
         upload = self.ask("POST", "/v1/uploads", request)
         place, offset = f"/v1/uploads/{upload['id']}", 0
         with open(path, "rb") as file:
-            while offset < request["bytes"]:
+            while offset < request["bytes"]:  # the daemon says how much has arrived, also after a lost answer
                 file.seek(offset)
                 part = file.read(PART_BYTES)
                 offset = self.ask("PUT", place, part, query={"offset": offset})["received_bytes"]
@@ -170,11 +170,11 @@ class Client:
         self.ask("DELETE", f"/v1/jobs/{quote(job)}")
 
     def log(self, job: str) -> str:
-        """The end of what its workers printed."""
+        """Read the end of what its workers printed."""
         return self._send("GET", f"/v1/jobs/{quote(job)}/log").decode(errors="replace")
 
     def events(self, job: str, after: int = 0, *, follow: bool = True) -> Iterator[dict[str, Any]]:
-        """A job's events behind id `after`, each with its id under `id`; goes on over lost connections.
+        """Yield a job's events behind id `after`, each with its id under `id`; go on over lost connections.
 
         Args:
             follow: wait for more until the job has ended.
@@ -196,17 +196,17 @@ class Client:
                 time.sleep(min(5.0, 0.2 * 2**failures))
 
     def wait(self, job: str, timeout_s: float = float("inf"), poll_s: float = 0.2) -> dict[str, Any]:
-        """The job once it has ended.
+        """Wait for the end of a job, and return it.
 
         Raises:
             BusyError: it has not, after `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
-        while (found := self.job(job))["state"] not in ENDED:
+        while (row := self.job(job))["state"] not in ENDED:
             if time.monotonic() > deadline:
-                raise BusyError(f"job {job} is {found['state']}", expected=f"its end in {timeout_s:g} s")
+                raise BusyError(f"job {job} is {row['state']}", expected=f"its end in {timeout_s:g} s")
             time.sleep(poll_s)
-        return found
+        return row
 
     def adapters(self) -> list[dict[str, Any]]:
         """Adapters in the store."""
@@ -235,12 +235,12 @@ class Client:
         return self.ask("POST", "/v1/adapters/rollback")
 
     def generate(self, model: str | None, prompt: str | list[dict[str, str]], **options: Any) -> dict[str, Any]:
-        """What the base model answers under `base`, and with the adapter under `adapted`; `model` is None where
-        `artifact` is given."""
+        """Answer a prompt: the base model's answer is under `base`, the adapter's under `adapted`; `model` is None
+        where `artifact` is given."""
         return self.ask("POST", "/v1/generate", {"model": model, "prompt": prompt, **options})
 
     def ask(self, method: str, path: str, body: Any = None, *, query: dict[str, Any] | None = None) -> Any:
-        """One request; `body` is sent as JSON, or as it is if it is bytes. Gives the JSON that comes back.
+        """Send one request; `body` is sent as JSON, or as it is if it is bytes. Return the JSON that comes back.
 
         Raises:
             RefusedError: the daemon refuses it.
@@ -289,8 +289,10 @@ class Client:
             headers["Content-Type"] = "application/octet-stream"
         elif body is not None:
             headers["Content-Type"], body = "application/json", json.dumps(body).encode()
-        given = {key: value for key, value in (query or {}).items() if value is not None}
-        connection.request(method, path + (f"?{urlencode(given, doseq=True)}" if given else ""), body, headers)
+        parameters = {key: value for key, value in (query or {}).items() if value is not None}
+        connection.request(
+            method, path + (f"?{urlencode(parameters, doseq=True)}" if parameters else ""), body, headers
+        )
         response = connection.getresponse()
         if response.status >= 400:
             raise refusal(response.status, response.read())
@@ -317,17 +319,17 @@ class Client:
 
 
 def refusal(status: int, content: bytes) -> RefusedError:
-    """The error in an answer; its exit code is that of the same error on the command line."""
+    """Rebuild the error in an answer; its exit code is that of the same error on the command line."""
     values: dict[str, Any]
     try:
         values = json.loads(content)
         values["message"]
     except (ValueError, KeyError, TypeError):
         values = {"message": f"the daemon answered with {status}", "received": content[:200].decode(errors="replace")}
-    found = RefusedError(
+    error = RefusedError(
         values["message"], expected=values.get("expected"), received=values.get("received"), hint=values.get("hint")
     )
     kind = getattr(errors, str(values.get("error")), ConfigError)
-    found.exit_code = kind.exit_code if isinstance(kind, type) and issubclass(kind, OndeviceError) else 2
-    found.status, found.problems = status, tuple(values.get("problems") or ())
-    return found
+    error.exit_code = kind.exit_code if isinstance(kind, type) and issubclass(kind, OndeviceError) else 2
+    error.status, error.problems = status, tuple(values.get("problems") or ())
+    return error

@@ -10,11 +10,11 @@ import threading
 import time
 from pathlib import Path
 
-from ondevice.errors import BusyError
+from ondevice.core.errors import BusyError
 from ondevice.server import uploads
 from ondevice.server.adapters import link_active
+from ondevice.server.events import Hub
 from ondevice.server.helper import Helper
-from ondevice.server.hub import Hub
 from ondevice.server.metrics import Metrics
 from ondevice.server.queue import Queue
 from ondevice.server.store import Store
@@ -51,6 +51,7 @@ class Daemon:
 
     def start(self) -> None:
         """Put the queue in order after the daemon before, and run it."""
+        # First what a killed daemon left: rows and folders agree before the first worker starts.
         self.supervisor.recover()
         sweep(self.store)
         link_active(self.store)
@@ -58,7 +59,7 @@ class Daemon:
         self._keeper.start()
 
     def stop(self) -> None:
-        """The worker saves its state; then everything is closed."""
+        """Let the worker save its state, then close everything."""
         self._closing.set()
         if self.supervisor.is_alive():
             self.supervisor.stop()
@@ -69,7 +70,7 @@ class Daemon:
 
     @property
     def alive(self) -> bool:
-        """Whether the queue is being worked on: what the watchdog is told."""
+        """True while the queue is being worked on; the watchdog and GET /v1/health report it."""
         return self.supervisor.is_alive() and time.monotonic() - self.supervisor.beat < HUNG_S
 
     def _changed(self, job: str) -> None:
@@ -95,17 +96,17 @@ def sweep(store: Store, now_s: float | None = None) -> None:
     now = time.time() if now_s is None else now_s
     uploads.expire(store, now)
     for kind in ("datasets", "adapters", "jobs"):
-        known, lost = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}, store.root / LOST / kind
+        ids, lost = {row["id"] for row in store.rows(f"SELECT id FROM {kind}")}, store.root / LOST / kind
         for folder in [*lost.iterdir()] if lost.is_dir() else []:
             if folder.stat().st_mtime < now - LOST_KEPT_S:
                 shutil.rmtree(folder, ignore_errors=True)
         for folder in [*(store.root / kind).iterdir()]:
             if folder.name.startswith("."):  # never whole
                 shutil.rmtree(folder, ignore_errors=True)
-            elif folder.name not in known and not (lost / folder.name).exists():
+            elif folder.name not in ids and not (lost / folder.name).exists():
                 try:
                     lost.mkdir(parents=True, exist_ok=True, mode=0o700)
-                    os.utime(folder, (now, now))
+                    os.utime(folder, (now, now))  # its thirty days begin now
                     os.rename(folder, lost / folder.name)
                     _log.warning("%s/%s is not in the database: moved to %s", kind, folder.name, lost)
                 except OSError as error:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.errors import BusyError, ConfigError
+from ondevice.core.errors import BusyError, ConfigError
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
@@ -28,7 +28,7 @@ def answer(
     artifact: str | None = None,
     job: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The base model's answer, and the adapter's beside it where one is named.
+    """Answer a prompt with the base model, and with the adapter beside it where one is named.
 
     Args:
         model: a source string; None with an artifact.
@@ -44,7 +44,7 @@ def answer(
     """
     from ondevice.artifact.adapter import load_adapter
     from ondevice.models.generate import generate
-    from ondevice.train.fuse import apply_adapter
+    from ondevice.training.fuse import apply_adapter
 
     wanted = (model, artifact, _stamp(artifact or str(model)))
     if _loaded.get("wanted") != wanted:
@@ -52,8 +52,9 @@ def answer(
         _loaded.update(wanted=wanted, loaded=_open(model, artifact, len(str(prompt)) + max_new_tokens, job))
     loaded = _loaded["loaded"]
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    found: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
+    answers: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
     if adapter is not None:
+        # The adapter goes beside the loaded layers and is taken away again: loading takes longer than answering.
         before = {
             (layer, target): loaded.family.linear(layer, target)
             for layer in range(loaded.dims.layers)
@@ -61,17 +62,16 @@ def answer(
         }
         try:
             apply_adapter(loaded, load_adapter(Path(adapter)))
-            found["adapted"] = generate(loaded, prompt, **options)
+            answers["adapted"] = generate(loaded, prompt, **options)
         finally:
             for (layer, target), linear in before.items():
                 loaded.family.set_linear(layer, target, linear)
-    return found
+    return answers
 
 
 def needs(dims: ModelDims, weights_bytes: int, dtype: str, tokens: int, device: str) -> dict[str, int]:
-    """Memory by part of answering a prompt of at most `tokens`, the answer included."""
-    from ondevice.plan.estimate import BASELINE_BYTES
-    from ondevice.plan.weights import DTYPE_BYTES
+    """Estimate the bytes by part of answering a prompt of at most `tokens`, the answer included."""
+    from ondevice.planning.estimate import BASELINE_BYTES, DTYPE_BYTES
 
     item = DTYPE_BYTES[dtype]
     tokens = min(tokens, dims.max_positions or tokens)
@@ -85,7 +85,7 @@ def needs(dims: ModelDims, weights_bytes: int, dtype: str, tokens: int, device: 
 
 
 def check_room(parts: dict[str, int], usable_bytes: int, job: dict[str, Any]) -> None:
-    """Refuse what does not fit beside the running job and what that will still take.
+    """Refuse a model that does not fit beside the running job and what that will still take.
 
     Raises:
         BusyError: with the plan's numbers.
@@ -93,9 +93,9 @@ def check_room(parts: dict[str, int], usable_bytes: int, job: dict[str, Any]) ->
     need, left = sum(parts.values()), max(0, usable_bytes - job["wants_bytes"])
     if need <= left:
         return
-    told = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items() if size)
+    listed = ", ".join(f"{part} {size / MIB:,.0f} MiB" for part, size in parts.items() if size)
     raise BusyError(
-        f"the model does not fit beside job {job['id']}, which runs: {told}",
+        f"the model does not fit beside job {job['id']}, which runs: {listed}",
         expected=f"at most {left / MIB:,.0f} MiB: of {usable_bytes / MIB:,.0f} MiB that can be used now, the job will "
         f"still take {job['wants_bytes'] / MIB:,.0f} MiB",
         received=f"{need / MIB:,.0f} MiB",
@@ -105,9 +105,9 @@ def check_room(parts: dict[str, int], usable_bytes: int, job: dict[str, Any]) ->
 
 def _open(model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None) -> LoadedModel:
     """Plan, where a job runs, and load."""
-    from ondevice.api.opening import resolve_device
     from ondevice.models import load_model, read_dims
-    from ondevice.plan.weights import weight_bytes
+    from ondevice.planning.devices import resolve_device
+    from ondevice.planning.estimate import weight_bytes
 
     device = resolve_device("auto")
     if artifact is not None:
@@ -115,23 +115,24 @@ def _open(model: str | None, artifact: str | None, tokens: int, job: dict[str, A
     source = str(model)
     dims, dtype = read_dims(source), _dtype(source)
     if job is not None:
-        weights = weight_bytes(dims, dtype).total
+        weights = sum(weight_bytes(dims, dtype))
         _check(needs(dims, weights, dtype, tokens, device), device, job)
     return load_model(source, dtype=dtype, device=device)
 
 
 def _open_artifact(folder: Path, tokens: int, job: dict[str, Any] | None, device: str) -> LoadedModel:
-    from ondevice.api.opening import artifact_tokenizer
     from ondevice.artifact.manifest import read_manifest
+    from ondevice.core.registry import target, targets
     from ondevice.models import ModelDims, SourceInfo
+    from ondevice.models.load import artifact_tokenizer
     from ondevice.models.packed import load_packed
     from ondevice.models.save import FILE_NAME
 
     manifest: Manifest = read_manifest(folder)
-    if not manifest.runtime.startswith("torch "):
+    if target(manifest.target).runtime != "torch":
         raise ConfigError(
             "this artifact's program scores texts and generates none",
-            expected="an artifact for jetson or cuda-server",
+            expected=f"an artifact for {' or '.join(spec.name for spec in targets() if spec.runtime == 'torch')}",
             received=f"one for {manifest.target}",
             hint=f"ask the model that it was made from: {manifest.model.source}",
         )
@@ -143,8 +144,8 @@ def _open_artifact(folder: Path, tokens: int, job: dict[str, Any] | None, device
         if manifest.quantize != "none":
             parts["dense matrix"] = 2 * max(a * b for a, b in dims.linear_shapes.values())
         _check(parts, device, job)
-    known = manifest.model
-    info = SourceInfo(known.source, packed, known.revision, known_sha256=known.sha256)
+    base = manifest.model
+    info = SourceInfo(base.source, packed, base.revision, known_sha256=base.sha256)
     return load_packed(packed, device, artifact_tokenizer(folder), info)
 
 
@@ -158,7 +159,7 @@ def _dtype(source: str) -> str:
 
 def _check(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:
     """`check_room` on this machine; a job on a GPU with memory of its own takes nothing from the CPU's."""
-    from ondevice.plan.devices import find_device
+    from ondevice.planning.devices import find_device
 
     here = find_device(f"this-{device}")
     apart = job["device"] != device and here.kind != "board"
@@ -166,16 +167,16 @@ def _check(parts: dict[str, int], device: str, job: dict[str, Any]) -> None:
 
 
 def _stamp(source: str) -> tuple[int, int] | None:
-    """What tells a folder from another that was put in its place."""
+    """Return inode and time of change of a folder, which differ if another was put in its place; None without one."""
     try:
-        found = Path(source).stat()
+        stat = Path(source).stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def _forget() -> None:
-    """Give back the memory of what was loaded."""
+    """Free the memory of the loaded model."""
     _loaded.clear()
     gc.collect()
     torch = sys.modules.get("torch")

@@ -1,7 +1,9 @@
 """Processes beside the daemon for what needs a framework: plans, previews, validation, answers of a model.
 
 The daemon itself loads neither torch nor transformers. A helper starts when it is first asked, answers one call at
-a time, and ends when nobody has asked for a while, so that its memory is there for training.
+a time, and ends when nobody has asked for a while, so that its memory is there for training. Both ends of the pipe are
+here: `Helper` in the daemon, and `main` in the process, `python -m ondevice.server.helper DAEMON_PID`, with one JSON
+object a line in and one out.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from ondevice import errors
-from ondevice.errors import BusyError, OndeviceError, TrainingError
-from ondevice.server.supervisor import worker_environment
+from ondevice.core import errors
+from ondevice.core.errors import BusyError, DataError, OndeviceError, TrainingError
+from ondevice.server.worker import child_environment, quiet_frameworks
 
 _log = logging.getLogger(__name__)
 IDLE_S = 120.0
@@ -29,7 +33,7 @@ MAX_ANSWER_BYTES = 64 << 20
 
 
 class Helper:
-    """One process that answers calls of `helper_process.CALLS`.
+    """One process that answers `CALLS`.
 
     Args:
         name: for the log.
@@ -67,7 +71,7 @@ class Helper:
             self._used = time.monotonic()
             self._lock.release()
         if "error" in answer:
-            raise told(answer["error"])
+            raise rebuild_error(answer["error"])
         return answer["value"]
 
     def end_if_idle(self, idle_s: float | None = None) -> None:
@@ -86,11 +90,11 @@ class Helper:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ondevice.server.helper_process", str(os.getpid())],
+                [sys.executable, "-m", "ondevice.server.helper", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
-                env=worker_environment(),
+                env=child_environment(),
             )
         return self._process
 
@@ -127,8 +131,8 @@ class Helper:
         process.wait()
 
 
-def told(values: dict[str, Any]) -> OndeviceError:
-    """An error of another process, of the class it had there."""
+def rebuild_error(values: dict[str, Any]) -> OndeviceError:
+    """Rebuild an error of another process, of the class it had there."""
     kind = getattr(errors, str(values.get("error")), None)
     if not (isinstance(kind, type) and issubclass(kind, OndeviceError)):
         kind = OndeviceError
@@ -136,3 +140,128 @@ def told(values: dict[str, Any]) -> OndeviceError:
         str(values.get("message", "")), expected=values.get("expected"), received=values.get("received"),
         hint=values.get("try"),
     )  # fmt: skip
+
+
+def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
+    """Plan a job: memory by part and time of a step, within its memory limit where it has one."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.artifact.manifest import read_manifest
+    from ondevice.planning.artifacts import plan_artifact
+    from ondevice.planning.devices import place
+    from ondevice.planning.estimate import plan_run
+    from ondevice.planning.render import MEANING
+
+    run = RunConfig.parse(config, "job")
+    if artifact is not None:
+        folder = Path(artifact)
+        planned = plan_artifact(folder, read_manifest(folder), run.train.memory_limit_bytes)
+    else:
+        planned = plan_run(run, place(run))
+    parts = planned.parts | planned.host_parts
+    return planned.to_dict() | {"meaning": {part: MEANING.get(part, "") for part in parts}}
+
+
+def validate(file: str, task: str | None) -> dict[str, Any]:
+    """Read every row; return format, counts and every bad row with line, field and reason."""
+    from ondevice.data import read_rows
+
+    rows = read_rows(file, task=task, allow_empty=True)
+    name = Path(file).name
+    problems = [problem.to_dict() | {"file": name} for problem in rows.problems]
+    return {"format": rows.format, "rows": len(rows.items), "problems": problems}
+
+
+def preview(
+    file: str,
+    model: str | None,
+    task: str | None,
+    max_length_tokens: int,
+    train_on_prompt: bool,
+    rows: int,
+    artifact: str | None = None,
+) -> dict[str, Any]:
+    """Decode examples, with lengths and labels, by the model's tokenizer or the artifact's own."""
+    from ondevice.data import preview as preview_rows
+    from ondevice.models import load_tokenizer
+    from ondevice.models.load import artifact_tokenizer
+
+    tokenizer = load_tokenizer(str(model)) if artifact is None else artifact_tokenizer(Path(artifact))
+    shown = preview_rows(
+        file, tokenizer, task=task, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt, rows=rows
+    )
+    return shown.to_dict() | {"file": Path(file).name}
+
+
+def check_model(folder: str) -> dict[str, Any]:
+    """Read a model's sizes, its tokenizer and the shapes of its weights; raise ModelError if one cannot be."""
+    from ondevice.models import load_tokenizer, read_dims
+    from ondevice.models.load import _dims
+    from ondevice.models.source import check_folder, check_weights
+
+    dims = read_dims(folder)
+    check_folder(Path(folder))
+    check_weights(Path(folder), _dims(folder, None)[1].weight_shapes(dims))
+    load_tokenizer(folder)
+    return {"layers": dims.layers, "hidden": dims.hidden, "vocab": dims.vocab}
+
+
+def generate(**arguments: Any) -> dict[str, Any]:
+    """Answer a prompt: see `server.generate.answer`."""
+    from ondevice.server.generate import answer
+
+    return answer(**arguments)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "plan": plan,
+    "validate": validate,
+    "preview": preview,
+    "check_model": check_model,
+    "generate": generate,
+}
+
+
+def serve(source: Any, target: Any) -> None:
+    """Answer until the other side closes."""
+    for line in source:
+        question = json.loads(line)
+        try:
+            answer = {"value": CALLS[question["call"]](**question["arguments"])}
+        except OndeviceError as error:
+            answer = {"error": error.to_dict()}
+        except (ValueError, OSError, RecursionError, UnicodeError) as error:
+            problem = DataError(f"{question['call']}: {type(error).__name__}: {error}")
+            answer = {"error": problem.to_dict()}
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            answer = {"error": TrainingError(f"{question['call']} failed: {type(error).__name__}: {error}").to_dict()}
+        target.write(json.dumps(answer).encode() + b"\n")
+        target.flush()
+
+
+def end_with(parent: int) -> None:
+    """End when the daemon is gone.
+
+    Polled, because the kernel's signal for it (PR_SET_PDEATHSIG) comes already when the thread ends that started us.
+    """
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def main(arguments: list[str]) -> int:
+    """Run the process."""
+    threading.Thread(target=end_with, args=(int(arguments[0]),), daemon=True).start()
+    quiet_frameworks()
+    # Answers go to a copy of standard output, which itself becomes standard error: a library that prints there would
+    # break the protocol.
+    target = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    serve(sys.stdin.buffer, target)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""What a job is asked with, and the run file that it becomes."""
+"""The request of a job, the run file that it becomes, and the models, artifacts and data sets that it can name."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, field_validator
 
-from ondevice.config import Section
-from ondevice.errors import ConfigError
-from ondevice.server.models import locate_model
-from ondevice.server.store import MissingError, Store
+from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ConfigError
+from ondevice.server.store import ID, MissingError, Store
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
 Clock = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", examples=["22:30"])]
 _SECTIONS = ("method", "train", "data", "model")
 _OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out", "memory_limit_bytes")}
-"""Keys of a run file that the store fills in."""
+"""Keys of a run file that the store fills in: a job that could set a path would read and write anywhere."""
 _DEEPEST = 20
 
 
-class Window(Section):
+class Window(StrictConfig):
     """Only between these times of the day, local time; `end` may be on the next morning."""
 
     start: Clock
@@ -34,8 +33,8 @@ class Window(Section):
     """When it is stopped, with its state saved."""
 
 
-class Limits(Section):
-    """What a job may take."""
+class Limits(StrictConfig):
+    """Limits of a job: memory, time, and crashes in a row."""
 
     memory_bytes: int | None = Field(default=None, ge=1 << 20, lt=1 << 60)
     """Memory of the job's processes together, without pages of files; a job over it is ended and fails."""
@@ -47,7 +46,7 @@ class Limits(Section):
     """Crashes in a row, without a new checkpoint between them, after which a job fails."""
 
 
-class JobSpec(Section):
+class JobSpec(StrictConfig):
     """A job as it is kept: what to train with what, and how it may run."""
 
     name: str = Field(default="", max_length=200)
@@ -98,14 +97,15 @@ class JobRequest(JobSpec):
 
 
 def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
-    """The run file of a job, with the paths that this store has now.
+    """Resolve a job to its run file, with the paths that this store has now.
 
     Raises:
         ConfigError: a wrong setting, or one that the store fills in.
         MissingError: a data set, model, artifact or adapter that is not there.
     """
-    from ondevice.api.artifacts import run_config
+    from ondevice.api.export import run_config
     from ondevice.api.runfile import RunConfig
+    from ondevice.core.registry import DEFAULT_METHOD
 
     if (spec.model is None) == (spec.artifact is None):
         raise ConfigError("a job has a model or an artifact", expected="one of them", received="both or none")
@@ -130,12 +130,12 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
         config[section][name] = value
     method = config.get("method", {})
     if isinstance(method, dict):
-        method.setdefault("name", "prge")
+        method.setdefault("name", DEFAULT_METHOD)
     return RunConfig.load(None, _sections(config))
 
 
 def dataset_file(store: Store, name: str) -> Path:
-    """The rows of a data set."""
+    """Return the path of a data set's rows; MissingError if there is none."""
     row = store.row("SELECT file FROM datasets WHERE id = ?", name)
     if row is None:
         raise MissingError(f"there is no data set {name}", hint="GET /v1/datasets lists them")
@@ -143,14 +143,14 @@ def dataset_file(store: Store, name: str) -> Path:
 
 
 def adapter_folder(store: Store, name: str) -> Path:
-    """The folder of an adapter."""
+    """Return the folder of an adapter; MissingError if there is none."""
     if store.row("SELECT id FROM adapters WHERE id = ?", name) is None:
         raise MissingError(f"there is no adapter {name}", hint="GET /v1/adapters lists them")
     return store.path("adapters", name)
 
 
 def artifact_folder(store: Store, name: str) -> Path:
-    """The folder of an artifact."""
+    """Return the folder of an artifact; MissingError if there is none."""
     folder = store.path("artifacts", name)
     if not (folder / "manifest.json").is_file():
         raise MissingError(f"there is no artifact {name}", hint="GET /v1/artifacts lists them")
@@ -180,7 +180,7 @@ def _check_values(config: dict[str, Any]) -> None:
     Raises:
         ValueError: text that is no Unicode, a number that is not finite or beyond 64 bits, lists in lists in lists.
     """
-    waiting: list[tuple[Any, int]] = [(config, 0)]
+    waiting: list[tuple[Any, int]] = [(config, 0)]  # no recursion, which a hostile depth would overflow
     while waiting:
         value, depth = waiting.pop()
         if depth > _DEEPEST:
@@ -211,3 +211,93 @@ def _flatten(config: dict[str, Any]) -> dict[str, Any]:
         else:
             flat[section] = values
     return flat
+
+
+def list_models(store: Store) -> list[dict[str, Any]]:
+    """List every model that is at hand: id, kind, size, and the sizes that its configuration states."""
+    from ondevice.models import families, find_cached
+    from ondevice.models.package import KNOWN
+
+    models = []
+    for folder in sorted((store.root / "models").iterdir()):
+        if ID.fullmatch(folder.name) and (source := _source(folder)):
+            files = [path for path in folder.rglob("*") if path.is_file()]
+            about = _config(Path(source)) if Path(source).is_dir() else {"model_type": "gguf"}
+            models.append(
+                {"id": folder.name, "kind": "folder", "bytes": sum(path.stat().st_size for path in files), **about}
+            )
+    for name in KNOWN:
+        if (folder := find_cached(f"package:{name}")) is not None:
+            size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+            models.append({"id": f"package:{name}", "kind": "package", "bytes": size, **_config(folder)})
+    return models + [
+        {"id": f"tiny:{name}", "kind": "random", "bytes": 0, "model_type": name} for name in sorted(families())
+    ]
+
+
+def locate_model(store: Store, name: str) -> str:
+    """Return the source string (as for `load_model`) of a model's id.
+
+    Raises:
+        MissingError: no folder of the store, no package that is known, no `tiny:` family and no hub id.
+    """
+    from ondevice.models import families
+    from ondevice.models.hub import HUB_ID
+    from ondevice.models.package import KNOWN
+
+    if ID.fullmatch(name) and (source := _source(store.path("models", name))):
+        return source
+    kind, _, rest = name.partition(":")
+    if (kind == "tiny" and rest in families()) or (kind == "package" and rest in KNOWN):
+        return name
+    if "/" in name and HUB_ID.fullmatch(name) and ".." not in name:
+        return name
+    raise MissingError(
+        f"there is no model {name!r}",
+        expected="an id of GET /v1/models, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct",
+        received=name,
+        hint="upload it as a zip, or put its folder into the store's models folder",
+    )
+
+
+def list_artifacts(store: Store) -> list[dict[str, Any]]:
+    """List the artifacts of the store: id, target, runtime, method and model. Files are hashed when a job opens one."""
+    from ondevice.artifact.manifest import read_manifest
+    from ondevice.core.errors import ArtifactError
+
+    artifacts = []
+    for folder in sorted((store.root / "artifacts").iterdir()):
+        if not ID.fullmatch(folder.name) or not (folder / "manifest.json").is_file():
+            continue
+        try:
+            manifest = read_manifest(folder, check_files=False)
+        except ArtifactError:
+            continue
+        artifacts.append(
+            {
+                "id": folder.name,
+                "target": manifest.target,
+                "runtime": manifest.runtime,
+                "method": str(manifest.method.get("name", "")),
+                "model": manifest.model.source,
+                "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+            }
+        )
+    return artifacts
+
+
+def _source(folder: Path) -> str | None:
+    """Return the source of a model's folder in the store: itself, or the only .gguf file in it; None for no model."""
+    if (folder / "config.json").is_file():
+        return str(folder)
+    files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+    return str(files[0]) if len(files) == 1 else None
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    return {key: config[key] for key in names if isinstance(config, dict) and isinstance(config.get(key), int | str)}

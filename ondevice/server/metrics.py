@@ -23,7 +23,7 @@ def system(root: Path, hwmon: Path = HWMON, thermal: Path = THERMAL) -> dict[str
     """Memory, disk, load, temperatures (degrees Celsius) and power (watts) of this machine, where it says them."""
     import psutil
 
-    from ondevice.plan.machine import available_bytes, cores, total_bytes
+    from ondevice.planning.devices import available_bytes, cores, total_bytes
 
     disk, swap = shutil.disk_usage(root), psutil.swap_memory()
     return {
@@ -85,7 +85,7 @@ def _gpus() -> list[dict[str, Any]]:
         pynvml.nvmlInit()
     except Exception:  # the library is absent, or there is no driver behind it
         return []
-    found = []
+    gpus = []
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -101,14 +101,14 @@ def _gpus() -> list[dict[str, Any]]:
                     values[key] = read()
                 except pynvml.NVMLError:
                     values[key] = None
-            found.append(values)
+            gpus.append(values)
     finally:
         pynvml.nvmlShutdown()
-    return found
+    return gpus
 
 
 class Metrics:
-    """What is counted since the daemon began, and what is read when somebody asks."""
+    """Counters since the daemon began, and figures that are read when somebody asks."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
@@ -117,8 +117,9 @@ class Metrics:
 
     def request(self, method: str, path: str, status: int) -> None:
         """Count an answered request."""
-        known = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
-        self.requests[known, path, status] += 1
+        # Only known methods are labels: a client that invents some would make a time series of each.
+        label = method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE") else "other"
+        self.requests[label, path, status] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """GET /v1/metrics."""
@@ -147,7 +148,7 @@ class Metrics:
         }
 
     def collect(self) -> Iterator[Any]:
-        """The same for Prometheus, through `prometheus_client`'s registry."""
+        """Yield the same figures for Prometheus, through `prometheus_client`'s registry."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         figures, machine = self.to_dict(), system(self.daemon.store.root)
@@ -189,7 +190,7 @@ class Metrics:
 
 
 def _gpu_families(gpus: list[dict[str, Any]]) -> Iterator[Any]:
-    """A family for each figure that some GPU says."""
+    """Yield a family for each figure that some GPU reports."""
     from prometheus_client.core import GaugeMetricFamily
 
     for key, name, about in (

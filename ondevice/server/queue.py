@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ondevice.errors import BusyError
+from ondevice.core.errors import BusyError
 from ondevice.server.store import MissingError, Store, new_id
 
 State = Literal["queued", "running", "pausing", "paused", "cancelling", "cancelled", "failed", "done"]
@@ -87,7 +87,7 @@ class Job:
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Job:
-        """A job from its row."""
+        """Build a job from its row."""
         values = dict(row)
         for name in ("spec", "progress", "error"):
             values[name] = json.loads(values[name]) if values[name] else None
@@ -98,7 +98,7 @@ class Queue:
     """All transitions of all jobs.
 
     Args:
-        changed: told of each job whose stream has something new, after the transaction.
+        changed: called with each job whose stream has something new, after the transaction.
         clock: seconds since the epoch.
     """
 
@@ -108,7 +108,7 @@ class Queue:
         self.store, self.changed, self.clock = store, changed, clock
 
     def create(self, spec: dict[str, Any], priority: int = 0) -> Job:
-        """A new job at the end of the jobs of its priority."""
+        """Create a job at the end of the jobs of its priority."""
         name, now = new_id("job"), self.clock()
         with self.store.transaction() as db:
             db.execute(
@@ -120,7 +120,7 @@ class Queue:
         return self.get(name)
 
     def get(self, job: str) -> Job:
-        """One job.
+        """Return one job.
 
         Raises:
             MissingError: there is none of this id.
@@ -141,7 +141,7 @@ class Queue:
         return [Job.of(row) for row in self.store.rows(f"SELECT * FROM jobs {where} {order}", *states)]
 
     def next(self) -> Job | None:
-        """The job to run now: the highest priority, then the oldest, of those that may start."""
+        """Choose the job to run now, if any: the highest priority, then the oldest, of those that may start."""
         now = self.clock()
         if self.list(*ACTIVE):
             return None
@@ -149,7 +149,7 @@ class Queue:
 
     def claim(self) -> Job | None:
         """Take the next job to run it: it is `running` when this returns."""
-        with self.store.transaction() as db:
+        with self.store.transaction() as db:  # chosen and marked in one, so that two never take the same
             job = self.next()
             if job is None:
                 return None
@@ -170,17 +170,17 @@ class Queue:
             BusyError: the job's state does not allow it.
         """
         with self.store.transaction() as db:
-            found = self.get(job)
-            state = ASKED[verb].get(found.state)
+            row = self.get(job)
+            state = ASKED[verb].get(row.state)
             if state is None:
                 raise BusyError(
-                    f"a job that is {found.state} cannot {verb}",
+                    f"a job that is {row.state} cannot {verb}",
                     expected=" or ".join(ASKED[verb]),
-                    received=found.state,
-                    hint="wait for it to end" if found.state in ACTIVE else "create another job",
+                    received=row.state,
+                    hint="wait for it to end" if row.state in ACTIVE else "create another job",
                 )
-            if state == found.state:
-                return found
+            if state == row.state:
+                return row
             now, ended = self.clock(), None
             if state in ENDED:
                 ended = now
@@ -194,18 +194,18 @@ class Queue:
         return self.get(job)
 
     def change(self, job: str, *, priority: int | None = None, spec: dict[str, Any] | None = None) -> Job:
-        """Another priority, or other settings of the queue (window, limits) in `spec`.
+        """Set another priority, or other settings of the queue (window, limits) in `spec`.
 
         Raises:
             BusyError: the job has ended.
         """
         with self.store.transaction() as db:
-            found = self.get(job)
-            if found.state in ("cancelled", "done"):
-                raise BusyError(f"the job is {found.state}", expected="a job that has not ended", received=found.state)
+            row = self.get(job)
+            if row.state in ("cancelled", "done"):
+                raise BusyError(f"the job is {row.state}", expected="a job that has not ended", received=row.state)
             db.execute(
                 "UPDATE jobs SET priority = ?, spec = ? WHERE id = ?",
-                (found.priority if priority is None else priority, json.dumps(spec or found.spec), job),
+                (row.priority if priority is None else priority, json.dumps(spec or row.spec), job),
             )
         self.changed(job)
         return self.get(job)
@@ -214,22 +214,23 @@ class Queue:
         self, job: str, outcome: Outcome, *, reason: str = "", error: dict[str, Any] | None = None, ran_s: float = 0.0,
         and_then: Callable[[Job], None] = lambda job: None,
     ) -> Job:  # fmt: skip
-        """The worker of an active job is gone.
+        """Write down that the worker of an active job is gone, and how.
 
         Args:
             and_then: more to write in the same transaction.
         """
         with self.store.transaction() as db:
-            found, now = self.get(job), self.clock()
-            state = AFTER[outcome].get(found.state)
+            row, now = self.get(job), self.clock()
+            state = AFTER[outcome].get(row.state)
             if state is None:
-                raise BusyError(f"the job is {found.state}", expected=" or ".join(ACTIVE), received=found.state)
-            crashes, crashed_at, wait_s = found.crashes, found.crashed_at_step, 0.0
+                raise BusyError(f"the job is {row.state}", expected=" or ".join(ACTIVE), received=row.state)
+            crashes, crashed_at, wait_s = row.crashes, row.crashed_at_step, 0.0
             if outcome == "crashed":
-                saved = int(found.progress.get("checkpoint_step", 0))
+                # A new checkpoint is progress: only crashes without one between them use up the retries.
+                saved = int(row.progress.get("checkpoint_step", 0))
                 crashes = 1 if saved > crashed_at else crashes + 1
                 crashed_at, wait_s = saved, min(LONGEST_PAUSE_S, 2.0 ** (crashes - 1))
-                retries = found.spec.get("limits", {}).get("retries", RETRIES)
+                retries = row.spec.get("limits", {}).get("retries", RETRIES)
                 if state == "queued" and crashes > retries:
                     state = "failed"
             db.execute(
@@ -263,9 +264,9 @@ class Queue:
             BusyError: it has not ended.
         """
         with self.store.transaction() as db:
-            found = self.get(job)
-            if found.state not in ENDED:
-                raise BusyError(f"the job is {found.state}", expected="an ended job", hint="cancel it first")
+            row = self.get(job)
+            if row.state not in ENDED:
+                raise BusyError(f"the job is {row.state}", expected="an ended job", hint="cancel it first")
             db.execute("DELETE FROM jobs WHERE id = ?", (job,))
             db.execute("DELETE FROM events WHERE job = ?", (job,))
 
@@ -278,7 +279,7 @@ _PAST = {"pause": "paused by the user", "resume": "resumed by the user", "cancel
 
 
 def in_window(spec: dict[str, Any], now_s: float) -> bool:
-    """Whether a job may run at this time: always, or from `start` to `end`, local time, also over midnight."""
+    """True if a job may run at this time: always, or from `start` to `end`, local time, also over midnight."""
     window = spec.get("window")
     if not window:
         return True
@@ -289,7 +290,7 @@ def in_window(spec: dict[str, Any], now_s: float) -> bool:
 
 
 def states_of(jobs: Iterable[Job]) -> dict[str, int]:
-    """How many jobs are in each state."""
+    """Count the jobs in each state."""
     counts: dict[str, int] = dict.fromkeys(("queued", "running", "pausing", "paused", "cancelling", *ENDED), 0)
     for job in jobs:
         counts[job.state] += 1

@@ -1,4 +1,4 @@
-"""What the API answers with: the models behind the OpenAPI document."""
+"""The bodies of requests and answers: the models behind the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ondevice.server.jobs import Limits, Window
-from ondevice.server.queue import Job, State
+from ondevice.server.queue import State
 
 
 class Answer(BaseModel):
@@ -151,7 +151,7 @@ class Segment(Answer):
 
     text: str
     trained: bool
-    """Whether its tokens are trained on."""
+    """True if its tokens are trained on."""
 
 
 class PreviewAnswer(Answer):
@@ -186,7 +186,7 @@ class Upload(Answer):
 
 
 class Placed(Answer):
-    """What a finished upload became."""
+    """The thing in the store that a finished upload became."""
 
     kind: Literal["dataset", "model", "artifact", "adapter"]
     id: str
@@ -228,17 +228,9 @@ class JobAnswer(Answer):
     adapters: list[str]
     """Adapters that it made."""
 
-    @classmethod
-    def of(cls, job: Job, last_event: int, adapters: list[str]) -> JobAnswer:
-        """From the queue's row."""
-        named = {key: job.spec.get(key) for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")}
-        own = {key: getattr(job, key) for key in cls.model_fields if hasattr(job, key)}
-        spec = {key: job.spec.get(key) for key in ("config", "window", "limits")} | {"name": job.spec.get("name", "")}
-        return cls.model_validate({**own, **named, **spec, "last_event": last_event, "adapters": adapters})
-
 
 class PlanAnswer(Answer):
-    """What a dry run gives: the run file with every default, and memory by part."""
+    """The answer to a dry run: the run file with every default, and memory by part."""
 
     config: dict[str, Any]
     plan: dict[str, Any]
@@ -295,7 +287,7 @@ class GenerateRequest(BaseModel):
     model: str | None = Field(default=None, min_length=1, max_length=200)
     """A model of GET /v1/models, or a hub id. A question is for a model or an artifact."""
     artifact: str | None = Field(default=None, min_length=1, max_length=200)
-    """An artifact of GET /v1/artifacts for jetson or cuda-server: its own weights, packed as they are, answer."""
+    """An artifact of GET /v1/artifacts that PyTorch runs: its own weights, packed as they are, answer."""
     adapter: str | None = Field(default=None, max_length=64)
     """An adapter of GET /v1/adapters; None for the one that is active."""
     prompt: str | list[Message] = Field(min_length=1, max_length=100_000)

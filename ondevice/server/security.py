@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-from ondevice.errors import ConfigError
+from ondevice.core.errors import ConfigError
 from ondevice.server.store import MissingError, Store
 
 SESSION_S = 12 * 3600.0
@@ -21,21 +21,21 @@ COOKIE = "ondevice_session"
 
 
 def create_token(store: Store, name: str = "") -> str:
-    """A new token: 256 random bits that are said once; the store keeps only their SHA-256."""
+    """Make a token: 256 random bits that are shown once; the store keeps only their SHA-256."""
     return _create(store, "token", "odt", name, None, None)
 
 
 def create_session(store: Store, token: str) -> str:
-    """What the browser's cookie holds, good for some hours and as long as the token is."""
+    """Make a session, the content of the browser's cookie: good for some hours, and as long as the token is."""
     return _create(store, "session", "ods", "", time.time() + SESSION_S, token)
 
 
 def check(store: Store, secret: str, kind: str = "token") -> str | None:
-    """The id of the token that `secret` is, or None. The comparison takes the same time for every secret."""
+    """Return the id of the token that `secret` is, or None. The comparison takes the same time for every secret."""
     parts = secret.split("_", 2)
     name = parts[1] if len(parts) == 3 else ""
     row = store.row("SELECT * FROM tokens WHERE id = ? AND kind = ?", name, kind)
-    expected = row["sha256"] if row is not None else _digest("")
+    expected = row["sha256"] if row is not None else _digest("")  # compared all the same, so that time tells no id
     same = hmac.compare_digest(expected, _digest(secret))
     if row is None or not same or (row["expires_s"] is not None and row["expires_s"] < time.time()):
         return None
@@ -43,17 +43,17 @@ def check(store: Store, secret: str, kind: str = "token") -> str | None:
 
 
 def has_tokens(store: Store) -> bool:
-    """Whether there is a token: then every request needs one."""
+    """True if there is a token: then every request needs one."""
     return store.row("SELECT 1 FROM tokens WHERE kind = 'token' LIMIT 1") is not None
 
 
 def needs_token(store: Store, host: str) -> bool:
-    """Whether a server bound to `host` asks for one: always beyond this machine, even where the last was revoked."""
+    """True if a server bound to `host` asks for one: always beyond this machine, even where the last was revoked."""
     return not is_loopback(host) or has_tokens(store)
 
 
 def list_tokens(store: Store) -> list[dict[str, Any]]:
-    """Tokens without their secrets."""
+    """List tokens, without their secrets."""
     return [
         {"id": row["id"], "name": row["name"], "created_s": row["created_s"]}
         for row in store.rows("SELECT * FROM tokens WHERE kind = 'token' ORDER BY created_s")
@@ -61,7 +61,7 @@ def list_tokens(store: Store) -> list[dict[str, Any]]:
 
 
 def revoke(store: Store, token: str) -> None:
-    """Make a token and the sessions that it opened worthless.
+    """Revoke a token and the sessions that it opened.
 
     Raises:
         MissingError: there is none of this id.
@@ -73,14 +73,14 @@ def revoke(store: Store, token: str) -> None:
 
 
 def end_session(store: Store, secret: str) -> None:
-    """Log out."""
+    """Delete a session: the browser logs out."""
     if name := check(store, secret, "session"):
         with store.transaction() as db:
             db.execute("DELETE FROM tokens WHERE id = ?", (name,))
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server bound to `host` can be reached from this machine only."""
+    """True if a server bound to `host` can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -105,7 +105,7 @@ def ensure_guarded(store: Store, host: str) -> None:
 
 
 def same_origin(host: str, origin: str | None, fetch_site: str | None) -> bool:
-    """Whether a request that changes something comes from this server's own page, or from no page at all."""
+    """True if a request that changes something comes from this server's own page, or from no page at all."""
     if fetch_site is not None and fetch_site not in ("same-origin", "none"):
         return False
     try:
@@ -115,7 +115,7 @@ def same_origin(host: str, origin: str | None, fetch_site: str | None) -> bool:
 
 
 def host_name(host: str) -> str | None:
-    """The name in a Host header, without the port; None for what is none, such as `[`."""
+    """Parse the name in a Host header, without the port; None for an invalid one, such as `[`."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -123,7 +123,7 @@ def host_name(host: str) -> str | None:
 
 
 def is_own_name(host: str, bound: str) -> bool:
-    """Whether the Host header names this machine as seen from itself; another name is DNS rebinding."""
+    """True if the Host header names this machine as seen from itself; another name is DNS rebinding."""
     name = host_name(host) or ""
     return name in ("localhost", bound.strip("[]").lower()) or is_loopback(name)
 
@@ -146,12 +146,20 @@ class Tries:
         times = self._recent(address)
         return 0.0 if len(times) < TRIES else max(0.0, times[0] + WINDOW_S - self.clock())
 
+    def refusal(self, address: str) -> tuple[Any, ...] | None:
+        """Return the refusal of an address that failed too often (arguments of `refused`); None where it may try."""
+        wait_s = self.wait_s(address)
+        if not wait_s:
+            return None
+        headers = {"Retry-After": str(int(wait_s) + 1)}
+        return 429, "too many wrong tokens", f"a pause of {wait_s:.0f} s", "another try", "wait", headers
+
     def failed(self, address: str) -> None:
         """Count a failed try."""
         key = _network(address)
         self._failed.setdefault(key, deque(maxlen=TRIES)).append(self.clock())
         self._failed.move_to_end(key)
-        while len(self._failed) > self.KEPT:
+        while len(self._failed) > self.KEPT:  # an attacker with many addresses must not fill the memory
             self._failed.popitem(last=False)
 
     def _recent(self, address: str) -> deque[float]:
@@ -162,7 +170,7 @@ class Tries:
 
 
 def _network(address: str) -> str:
-    """An IPv6 customer has 2^64 addresses, which count as one."""
+    """Return the key that failed tries are counted by: an IPv6 customer has 2^64 addresses, which count as one."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:

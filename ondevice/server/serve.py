@@ -1,4 +1,4 @@
-"""`ondevice serve`: the daemon behind uvicorn, until it is told to stop."""
+"""`ondevice serve`: the daemon behind uvicorn, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.errors import ConfigError, MissingPackageError
-from ondevice.server.notify import notify, watchdog_s
+from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.server.security import Tries, ensure_guarded, is_loopback, needs_token
+from ondevice.server.service import notify, start_log, watchdog_s
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from ondevice.server.app import Guard
     from ondevice.server.daemon import Daemon
-    from ondevice.server.guard import Guard
 
 HOST, PORT = "127.0.0.1", 8765
 _log = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ DRAIN_S = 5
 
 
 def default_store() -> Path:
-    """`$ONDEVICE_STORE`, systemd's state directory, or ~/.local/share/ondevice."""
+    """Return `$ONDEVICE_STORE`, systemd's state directory, or ~/.local/share/ondevice."""
     for name in ("ONDEVICE_STORE", "STATE_DIRECTORY"):
-        if found := os.environ.get(name):
-            return Path(found.split(":")[0]).expanduser()
+        if folders := os.environ.get(name):
+            return Path(folders.split(":")[0]).expanduser()
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base).expanduser() if base else Path.home() / ".local" / "share") / "ondevice"
 
@@ -50,7 +50,7 @@ def serve(
         host: the address to listen on. Another than a loopback address demands a token.
         port: 0 takes a free one.
         tls_cert, tls_key: PEM files; both or none.
-        ready: told the address once it answers.
+        ready: called with the address once it answers.
 
     Raises:
         BusyError: another daemon serves the store.
@@ -61,7 +61,6 @@ def serve(
         import uvicorn
 
         from ondevice.server.daemon import Daemon
-        from ondevice.server.logs import start_log
     except ImportError as error:
         raise missing(error) from None
     if (tls_cert is None) != (tls_key is None):
@@ -69,7 +68,7 @@ def serve(
     for path in filter(None, (tls_cert, tls_key)):
         if not os.access(path, os.R_OK):
             raise ConfigError(f"{path} cannot be read", expected="a PEM file", hint="check the path and its owner")
-    os.umask(0o077)
+    os.umask(0o077)  # data and tokens are this user's alone
     daemon = Daemon(store or default_store())
     ensure_guarded(daemon.store, host)
     start_log(daemon.store.root / "logs")
@@ -111,9 +110,8 @@ def serve(
 
 
 def guarded(daemon: Daemon, host: str, tls: bool) -> Guard:
-    """The application behind everything that every request passes; it starts and stops the daemon."""
-    from ondevice.server.app import create_app
-    from ondevice.server.guard import Guard
+    """Build the application behind its guard; it starts and stops the daemon."""
+    from ondevice.server.app import Guard, create_app
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -133,21 +131,21 @@ def guarded(daemon: Daemon, host: str, tls: bool) -> Guard:
 
 
 def missing(error: ImportError) -> MissingPackageError:
-    """The error for an absent `serve` extra."""
+    """Build the error for an absent `serve` extra."""
     return MissingPackageError(
         f"the daemon needs a package that is not installed: {error.name}", hint="pip install 'ondevice-train[serve]'"
     )
 
 
 async def _heartbeat(daemon: Daemon) -> None:
-    """Tell the service manager that loop and supervisor go round; when one hangs, it hears nothing and restarts us."""
+    """Notify the service manager while loop and supervisor go round; one that hangs is not heard of, and restarted."""
     every = watchdog_s()
     if every is None:
         return
     while True:
         if daemon.alive:
             notify("WATCHDOG=1")
-        await asyncio.sleep(every / 3)
+        await asyncio.sleep(every / 3)  # one beat may be late without a restart
 
 
 def _ready(ready: Callable[[str], None], daemon: Daemon, host: str, address: str) -> None:

@@ -1,4 +1,4 @@
-"""What the daemon knows, in one folder: SQLite (WAL) for jobs, events and tokens, files for everything large.
+"""The daemon's data, in one folder: SQLite (WAL) for jobs, events and tokens, files for everything large.
 
     STORE/
         ondevice.db      jobs, events, data sets, uploads, adapters, activations, tokens
@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ondevice.errors import ConfigError, StorageError
+from ondevice.core.errors import ConfigError, StorageError
 
 FOLDERS = ("datasets", "models", "artifacts", "jobs", "adapters", "uploads", "logs")
 ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -96,7 +96,7 @@ class Store:
     """A store's folder, made if need be. Safe to share between threads: each has its own connection.
 
     Raises:
-        StorageError: the folder cannot be written, the database is torn, or a newer version wrote it.
+        StorageError: the folder cannot be written, the database is damaged, or a newer version wrote it.
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -129,7 +129,7 @@ class Store:
         shutil.rmtree(hidden, ignore_errors=True)
 
     def path(self, kind: str, name: str) -> Path:
-        """The place of a thing: `path("jobs", id)`.
+        """Return the folder of a thing: `path("jobs", id)`.
 
         Raises:
             ConfigError: `name` is no name of a thing in a store.
@@ -141,24 +141,26 @@ class Store:
     @property
     def connection(self) -> sqlite3.Connection:
         """This thread's connection. Those of threads that have ended are closed when another thread needs one."""
-        found = getattr(self._local, "connection", None)
-        if found is None:
-            found = sqlite3.connect(
+        connection = getattr(self._local, "connection", None)
+        if connection is None:
+            # isolation_level=None: transactions begin where `transaction` says, not where sqlite3 guesses.
+            connection = sqlite3.connect(
                 self.root / "ondevice.db", timeout=30, isolation_level=None, check_same_thread=False
             )
-            found.row_factory = sqlite3.Row
-            found.execute("PRAGMA journal_mode=WAL")
-            found.execute("PRAGMA foreign_keys=ON")
-            self._local.connection = found
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for a writer
+            connection.execute("PRAGMA foreign_keys=ON")
+            self._local.connection = connection
+            # Web frameworks start and end threads as they like: each would leave an open file behind.
             with self._connecting:
                 for thread in [thread for thread in self._connections if not thread.is_alive()]:
                     self._connections.pop(thread).close()
-                self._connections[threading.current_thread()] = found
-        return found
+                self._connections[threading.current_thread()] = connection
+        return connection
 
     @contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """All or nothing; nobody else writes meanwhile.
+        """Run a block all or nothing; nobody else writes meanwhile. Inside another transaction it is a part of that.
 
         Args:
             durable: the disk has it when the block ends. Without, a power cut may take the last such blocks back
@@ -169,7 +171,7 @@ class Store:
             yield connection
             return
         connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
-        connection.execute("BEGIN IMMEDIATE")
+        connection.execute("BEGIN IMMEDIATE")  # the write lock now: taken at the first write, it could fail half-way
         try:
             yield connection
             connection.execute("COMMIT")
@@ -181,15 +183,15 @@ class Store:
             raise
 
     def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """What a SELECT finds."""
+        """Return all rows of a SELECT."""
         return self.connection.execute(query, values).fetchall()
 
     def row(self, query: str, *values: Any) -> sqlite3.Row | None:
-        """The first row that a SELECT finds."""
+        """Return the first row of a SELECT; None without one."""
         return self.connection.execute(query, values).fetchone()
 
     def add_events(self, job: str, events: Iterable[dict[str, Any]]) -> int:
-        """Append events to a job's stream inside a transaction; gives the newest id. Ids begin at 1, without gaps."""
+        """Append events to a job's stream inside a transaction; return the newest id. Ids begin at 1, without gaps."""
         last = self.last_event(job)
         for event in events:
             last += 1
@@ -198,12 +200,12 @@ class Store:
         return last
 
     def events(self, job: str, after: int = 0, limit: int = 500) -> list[tuple[int, str, str]]:
-        """(id, kind, JSON) of a job's events with ids above `after`, in order."""
+        """Read (id, kind, JSON) of a job's events with ids above `after`, in order."""
         query = "SELECT id, kind, data FROM events WHERE job = ? AND id > ? ORDER BY id LIMIT ?"
         return [tuple(row) for row in self.rows(query, job, after, limit)]
 
     def last_event(self, job: str) -> int:
-        """The newest event's id; 0 before the first."""
+        """Return the newest event's id; 0 before the first."""
         row = self.row("SELECT MAX(id) FROM events WHERE job = ?", job)
         return (row[0] if row else None) or 0
 
@@ -218,15 +220,15 @@ class Store:
     def _migrate(self) -> None:
         connection = self.connection
         os.chmod(self.root / "ondevice.db", 0o600)
-        found = connection.execute("PRAGMA user_version").fetchone()[0]
-        if found > len(MIGRATIONS):
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(MIGRATIONS):
             raise StorageError(
                 f"{self.root}: a newer version of ondevice wrote this store",
                 expected=f"schema {len(MIGRATIONS)} or older",
-                received=f"schema {found}",
+                received=f"schema {version}",
                 hint="update ondevice, or choose another --store",
             )
-        for number, script in enumerate(MIGRATIONS[found:], found + 1):
+        for number, script in enumerate(MIGRATIONS[version:], version + 1):
             connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version={number}; COMMIT;")
 
     @staticmethod
@@ -236,5 +238,5 @@ class Store:
 
 
 def new_id(prefix: str) -> str:
-    """A name for something new; it cannot be guessed."""
+    """Make an id for something new; it cannot be guessed."""
     return f"{prefix}-{secrets.token_hex(6)}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.files import atomic_write
-from ondevice.errors import (
+from ondevice.core.errors import (
     INTERRUPTED_EXIT_CODE,
     BusyError,
     DoesNotFitError,
@@ -29,11 +29,10 @@ from ondevice.errors import (
 )
 from ondevice.server import worker
 from ondevice.server.adapters import register_outcome
-from ondevice.server.follow import follow
+from ondevice.server.events import follow
 from ondevice.server.jobs import JobSpec, adapter_folder, artifact_folder, resolve
-from ondevice.server.limits import Cgroup, own_bytes
-from ondevice.server.logs import trim
 from ondevice.server.queue import ACTIVE, Job, Outcome, Queue, in_window
+from ondevice.server.service import Cgroup, own_bytes, trim
 from ondevice.server.store import Store
 
 _log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class Running:
     started: float = field(default_factory=time.monotonic)
     ran_before_s: float = 0.0
     asked: str = ""
-    """Why it was told to stop; empty while it may go on."""
+    """Why it was asked to stop; empty while it may go on."""
     kill_at: float = 0.0
     over: OndeviceError | None = None
     """The limit that it broke."""
@@ -96,7 +95,7 @@ class Supervisor(threading.Thread):
         self._ending = threading.Event()
 
     def wake(self) -> None:
-        """Something in the queue has changed."""
+        """Look at the queue at once: something in it has changed."""
         self._wake.set()
 
     def stop(self, timeout_s: float = SAVE_GRACE_S + 10) -> None:
@@ -113,12 +112,12 @@ class Supervisor(threading.Thread):
             _log.info("job %s: %s after a restart", job.id, job.state)
 
     def run(self) -> None:
-        """The thread."""
+        """Start, watch and end workers until `stop`."""
         while not (self._ending.is_set() and self.running is None):
             self.beat = time.monotonic()
             try:
                 self._tick()
-            except Exception:
+            except Exception:  # a full disk, for example: a dead supervisor would leave its worker unwatched
                 _log.exception("the supervisor stumbled, and goes on")
                 time.sleep(1.0)
             self._wake.wait(POLL_S if self.running else IDLE_S)
@@ -152,6 +151,8 @@ class Supervisor(threading.Thread):
             trim(folder / "worker.log")
             self.make_room()
             with open(folder / "worker.log", "ab") as log:
+                # A process, not a thread: a crash of a framework must not take the daemon, and its end gives all
+                # memory back. A session of its own, so that all that it starts can be killed with it.
                 process = subprocess.Popen(
                     [self.python, "-m", "ondevice.server.worker", str(folder), str(os.getpid())],
                     cwd=folder,
@@ -159,10 +160,10 @@ class Supervisor(threading.Thread):
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env=worker_environment(),
+                    env=worker.child_environment(),
                 )
         except (OndeviceError, OSError) as error:
-            problem = _told(error, "the worker cannot be started")
+            problem = _as_error(error, "the worker cannot be started")
             outcome: Outcome = "crashed" if isinstance(problem, StorageError) else "refused"
             self.queue.ended(job.id, outcome, reason=problem.message, error=problem.to_dict())
             return
@@ -216,7 +217,7 @@ class Supervisor(threading.Thread):
             self._kill(running)
 
     def _move_limit(self, running: Running, limit: int | None) -> None:
-        """Tell the kernel of a memory limit that was changed while the job runs."""
+        """Give the kernel a memory limit that was changed while the job runs."""
         running.placed_bytes = limit
         try:
             if self.cgroup.folder is not None:
@@ -227,7 +228,7 @@ class Supervisor(threading.Thread):
     def _ask(self, running: Running, why: str, grace_s: float) -> None:
         _log.info("job %s: asked to stop: %s", running.job, why)
         running.asked, running.kill_at = why, time.monotonic() + grace_s
-        running.process.terminate()
+        running.process.terminate()  # SIGTERM: it ends its step and saves
 
     def _kill(self, running: Running) -> None:
         running.asked = running.asked or "killed"
@@ -240,7 +241,7 @@ class Supervisor(threading.Thread):
         """Write down how a worker ended. What fails here, as on a full disk, is tried again at the next turn."""
         if running.ended is None:
             running.ended = time.monotonic()
-            self._end_family(running.process.pid)
+            self._kill_group(running.process.pid)
             if running.in_cgroup and running.placed_bytes and self.cgroup.killed():
                 running.over = over_memory(running.placed_bytes, None)
             self.cgroup.remove()
@@ -250,6 +251,7 @@ class Supervisor(threading.Thread):
 
     def _write_end(self, running: Running, code: int) -> None:
         self.beat = time.monotonic() + LONG_TURN_S
+        # The log first: the progress in it says whether a crashed worker had saved a new checkpoint.
         follow(self.store, self.queue, running.job, running.ran_s)
         folder = self.store.path("jobs", running.job)
         outcome, error = judge(code, running, _error_of(folder))
@@ -257,68 +259,64 @@ class Supervisor(threading.Thread):
         try:
             done = register_outcome(self.store, running.job, folder) if outcome == "finished" else lambda job: None
         except (OndeviceError, OSError) as failure:
-            problem = _told(failure, "the adapter cannot be kept")
+            problem = _as_error(failure, "the adapter cannot be kept")
             outcome, error, reason, done = "crashed", problem.to_dict(), problem.message, lambda job: None
         rest_s = max(0.0, running.ran_s - self.queue.get(running.job).ran_s)
         job = self.queue.ended(running.job, outcome, reason=reason, error=error, ran_s=rest_s, and_then=done)
-        if error and error.get("error") == BusyError.__name__:
+        if error and error.get("error") == BusyError.__name__:  # the worker before still holds the folder: soon again
             with self.store.transaction() as db:
                 now = self.queue.clock()
                 db.execute("UPDATE jobs SET crashes = 0, not_before_s = ? WHERE id = ?", (now + BUSY_WAIT_S, job.id))
         _log.info("job %s: ended with %d, now %s %s", job.id, code, job.state, reason)
 
     @staticmethod
-    def _end_family(pid: int) -> None:
-        """What the worker started and left: a session of its own, so nothing else is in it."""
+    def _kill_group(pid: int) -> None:
+        """Kill processes that the worker started and left; its session is its own, so nothing else is in it."""
         try:
             os.killpg(pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             pass
 
 
-def judge(code: int, running: Running, told: dict[str, Any] | None) -> tuple[Outcome, dict[str, Any] | None]:
-    """What an exit status means: how the worker ended, and the error to show."""
-    if code == 0:  # all is done, whatever it was told meanwhile
+def judge(code: int, running: Running, reported: dict[str, Any] | None) -> tuple[Outcome, dict[str, Any] | None]:
+    """Interpret an exit status: return how the worker ended, and the error to show.
+
+    Args:
+        code: negative for a signal.
+        reported: `error.json` of the worker, if it wrote one.
+    """
+    if code == 0:  # all is done, whatever it was asked meanwhile
         return "finished", None
     if running.over is not None:
         return "refused", running.over.to_dict()
     if code == INTERRUPTED_EXIT_CODE or (running.asked and code < 0):
         return "interrupted", None
-    if told is not None and told.get("exit_code") == code:
-        again = code in (BusyError.exit_code, StorageError.exit_code)
-        return ("crashed" if again else "refused"), told
+    if reported is not None and reported.get("exit_code") == code:
+        again = code in (BusyError.exit_code, StorageError.exit_code)  # these may be over the next time
+        return ("crashed" if again else "refused"), reported
     name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
     problem = TrainingError(f"the worker ended with {name}", hint="GET /v1/jobs/ID/log has what it printed")
     return "crashed", problem.to_dict()
 
 
-def over_memory(limit: int, found: int | None) -> DoesNotFitError:
-    """The error of a job that took more memory than it may."""
+def over_memory(limit: int, taken: int | None) -> DoesNotFitError:
+    """Build the error of a job that took more memory than it may; bytes."""
     return DoesNotFitError(
         "the job took more memory than its limit",
         expected=f"at most {limit / 2**20:,.0f} MiB",
-        received="more" if found is None else f"{found / 2**20:,.0f} MiB",
+        received="more" if taken is None else f"{taken / 2**20:,.0f} MiB",
         hint="a smaller batch or shorter rows; a dry run gives the plan's table",
     )
 
 
-def worker_environment() -> dict[str, str]:
-    """The environment of every process that the daemon starts: its own, without what systemd meant for the daemon."""
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "ONDEVICE_TOKEN")
-    }
-
-
 def remove_job(store: Store, queue: Queue, job: str) -> None:
     """Forget an ended job and remove its folder; its adapters stay."""
-    queue.delete(job)
+    queue.delete(job)  # first: a folder that is left after a kill is swept, a row without one would fail
     store.discard("jobs", job)
 
 
-def _told(error: OndeviceError | OSError, what: str) -> OndeviceError:
-    return error if isinstance(error, OndeviceError) else StorageError(f"{what}: {error.strerror or error}")
+def _as_error(error: OndeviceError | OSError, message: str) -> OndeviceError:
+    return error if isinstance(error, OndeviceError) else StorageError(f"{message}: {error.strerror or error}")
 
 
 def _error_of(folder: Path) -> dict[str, Any] | None:

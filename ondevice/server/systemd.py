@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from ondevice.artifact.files import atomic_write
-from ondevice.errors import ConfigError
+from ondevice.core.errors import ConfigError
 from ondevice.server.serve import HOST, PORT
 
 UNIT = "ondevice.service"
@@ -101,7 +101,7 @@ def unit(
     groups: tuple[str, ...] = ("video", "render"),
     python: str = sys.executable,
 ) -> str:
-    """The unit's text.
+    """Write the unit's text.
 
     Args:
         offline: also let the kernel drop what comes from or goes to other machines.
@@ -128,7 +128,7 @@ def unit(
 
 
 def existing_groups() -> tuple[str, ...]:
-    """Which of the GPU's groups this machine has."""
+    """List the GPU's groups that this machine has."""
     import grp
 
     names = {group.gr_name for group in grp.getgrall()}

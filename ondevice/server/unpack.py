@@ -11,13 +11,13 @@ import zlib
 from pathlib import Path, PurePosixPath
 
 from ondevice.artifact.files import storage_errors
-from ondevice.errors import ArtifactError, OndeviceError, StorageError
+from ondevice.core.errors import ArtifactError, OndeviceError, StorageError
 
 SUFFIXES = (
     ".json", ".jsonl", ".safetensors", ".txt", ".md", ".jinja", ".model", ".yaml", ".pte", ".ptd", ".mlxfn", ".sh",
     ".gguf", ".swift",
 )  # fmt: skip
-"""What an upload may hold. No pickle (.bin, .pt, .pth, .ckpt, .pkl) and no Python."""
+"""Kinds of files that an upload may hold. No pickle (.bin, .pt, .pth, .ckpt, .pkl) and no Python."""
 MAX_FILES = 2000
 MAX_DEPTH = 6
 MAX_RATIO = 200
@@ -27,12 +27,12 @@ _DAMAGED = (
     zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError,
     KeyError, ValueError, OverflowError,
 )  # fmt: skip
-"""What zipfile raises for bytes that are no whole zip; an offset that leads before the file is an OSError."""
+"""Errors that zipfile raises for bytes that are no whole zip; an offset that leads before the file is an OSError."""
 _PART = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9._+=@ -]{0,199}")
 
 
 def unpack(source: Path, folder: Path, *, limit_bytes: int) -> list[str]:
-    """Unpack a zip into an empty folder; gives the names of its files.
+    """Unpack a zip into an empty folder; return the names of its files.
 
     One folder at the top that holds everything is left out, so that a zip of a folder is the folder.
 
@@ -100,7 +100,7 @@ def _check_all(entries: list[zipfile.ZipInfo], names: list[PurePosixPath], limit
         raise ArtifactError("the zip is empty", expected="files", received="none")
     if len(entries) > MAX_FILES:
         raise ArtifactError("the zip has too many files", expected=f"at most {MAX_FILES}", received=len(entries))
-    lower = [str(name).lower() for name in names]
+    lower = [str(name).lower() for name in names]  # on some disks A and a are one file
     if len(set(lower)) < len(lower):
         twice = next(name for name in lower if lower.count(name) > 1)
         raise ArtifactError(f"the zip holds {twice} twice", expected="each name once")
@@ -120,7 +120,7 @@ def _without_top(names: list[PurePosixPath]) -> list[PurePosixPath]:
 
 
 def _write(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, left: int) -> int:
-    """One file; what it really holds counts, not what the zip says."""
+    """Unpack one file and return its bytes; they are counted as they come, because the zip's own figure may lie."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(exist_ok=False)

@@ -1,7 +1,7 @@
 """Uploads in parts: created with a size, filled from the front, checked as a whole, then put in place or refused.
 
-A part that is sent again after a lost answer is told how much has arrived. Nothing is in the store's own folders
-before it has been checked, and what is refused is deleted.
+The answer to a part that is sent again after a lost answer says how much has arrived. Nothing is in the store's own
+folders before it has been checked, and a refused upload is deleted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pydantic import Field
 
 from ondevice.artifact.files import fsync_folder, fsync_tree, sha256_file, storage_errors
 from ondevice.artifact.manifest import read_manifest
-from ondevice.config import Section
-from ondevice.errors import ArtifactError, BusyError, ConfigError, DataError, ModelError, StorageError
+from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ArtifactError, BusyError, ConfigError, DataError, ModelError, StorageError
 from ondevice.server.adapters import copy_adapter, insert_adapter
 from ondevice.server.helper import Helper
 from ondevice.server.store import MissingError, Store, new_id
@@ -29,13 +29,13 @@ GIB = 1 << 30
 LIMITS: dict[Kind, int] = {"dataset": 2 * GIB, "model": 64 * GIB, "artifact": 64 * GIB, "adapter": 4 * GIB}
 PART_BYTES = 8 << 20
 SPARE_BYTES = 256 << 20
-"""What an upload leaves free on the disk."""
+"""Bytes that an upload leaves free on the disk: jobs and the database must be able to go on."""
 KEPT_S = 24 * 3600.0
 PROBLEMS = 100
 ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".txt")
 
 
-class UploadRequest(Section):
+class UploadRequest(StrictConfig):
     """The body of POST /v1/uploads."""
 
     kind: Kind
@@ -105,7 +105,7 @@ def create(store: Store, request: UploadRequest) -> dict[str, Any]:
 
 
 def get(store: Store, name: str) -> dict[str, Any]:
-    """An upload: how much of it has arrived."""
+    """Return an upload, with `received_bytes`; MissingError if there is none."""
     row = store.row("SELECT * FROM uploads WHERE id = ?", name)
     if row is None:
         raise MissingError(f"there is no upload {name}", hint="POST /v1/uploads begins one")
@@ -125,15 +125,15 @@ def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any
         ConfigError: the part reaches beyond the upload's size.
         StorageError: the disk has not that much room left.
     """
-    found = get(store, name)
-    if offset != found["received_bytes"]:
+    upload = get(store, name)
+    if offset != upload["received_bytes"]:
         raise BusyError(
-            "the part does not begin where the upload stands", expected=f"offset {found['received_bytes']}",
+            "the part does not begin where the upload stands", expected=f"offset {upload['received_bytes']}",
             received=f"offset {offset}",
         )  # fmt: skip
-    if offset + len(content) > found["bytes"]:
+    if offset + len(content) > upload["bytes"]:
         raise ConfigError(
-            "the part is longer than the upload", expected=f"{found['bytes'] - offset} bytes at most",
+            "the part is longer than the upload", expected=f"{upload['bytes'] - offset} bytes at most",
             received=len(content),
         )  # fmt: skip
     _ensure_room(store, len(content))
@@ -145,18 +145,19 @@ def write(store: Store, name: str, offset: int, content: bytes) -> dict[str, Any
 
 
 def finish(store: Store, name: str, helper: Helper) -> dict[str, Any]:
-    """Check the whole upload and put it in place; gives what it became. A refused one is deleted.
+    """Check the whole upload and put it in place; return `kind` and `id` of the new thing. A refused one is deleted.
 
     Raises:
         ConfigError: parts are missing, or the SHA-256 is another.
         DataError, ModelError, ArtifactError: what is wrong with the content.
     """
-    found = get(store, name)
+    upload = get(store, name)
     row = store.row("SELECT * FROM uploads WHERE id = ?", name)
     request = UploadRequest.model_validate_json(row["options"]) if row is not None else None
-    if request is None or found["received_bytes"] != found["bytes"]:
+    if request is None or upload["received_bytes"] != upload["bytes"]:
+        received = f"{upload['received_bytes']} bytes"
         raise ConfigError(
-            "the upload is not whole", expected=f"{found['bytes']} bytes", received=f"{found['received_bytes']} bytes",
+            "the upload is not whole", expected=f"{upload['bytes']} bytes", received=received,
             hint="PUT the missing parts",
         )  # fmt: skip
     folder = store.path("uploads", name)
@@ -187,9 +188,9 @@ def expire(store: Store, now_s: float) -> None:
     """Forget uploads that were begun long ago, and what a killed daemon left of others."""
     for row in store.rows("SELECT id FROM uploads WHERE created_s < ?", now_s - KEPT_S):
         remove(store, row["id"])
-    known = {row["id"] for row in store.rows("SELECT id FROM uploads")}
+    ids = {row["id"] for row in store.rows("SELECT id FROM uploads")}
     for folder in (store.root / "uploads").iterdir():
-        if folder.name not in known and folder.stat().st_mtime < now_s - 3600:
+        if folder.name not in ids and folder.stat().st_mtime < now_s - 3600:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -204,25 +205,26 @@ def _dataset(store: Store, request: UploadRequest, content: Path, helper: Helper
     rows = content.with_name(f"rows{suffix}")
     os.rename(content, rows)
     try:
-        found = helper("validate", file=str(rows), task=request.task)
+        validated = helper("validate", file=str(rows), task=request.task)
     except DataError as error:
         message = error.message.replace(str(rows), request.name)
         raise DataError(message, expected=error.expected, received=error.received, hint=error.hint) from None
-    problems = [problem | {"file": request.name} for problem in found["problems"]]
-    if problems and (not request.skip_bad_rows or not found["rows"]):
+    problems = [problem | {"file": request.name} for problem in validated["problems"]]
+    if problems and (not request.skip_bad_rows or not validated["rows"]):
         raise BadRowsError(request.name, problems)
-    if not found["rows"]:
+    if not validated["rows"]:
         raise DataError(f"{request.name} has no row", expected="at least one row", received="none")
     name, size, digest = new_id("data"), rows.stat().st_size, sha256_file(rows)
     target = store.path("datasets", name)
     target.mkdir(mode=0o700)
     os.rename(rows, target / rows.name)
+    # On the disk before the row is: after a power cut a row without its file would be worse than a file without a row.
     fsync_tree(target)
     fsync_folder(target.parent)
     with store.transaction() as db:
         db.execute(
             "INSERT INTO datasets VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (name, request.name, rows.name, size, digest, found["format"], found["rows"],
+            (name, request.name, rows.name, size, digest, validated["format"], validated["rows"],
              json.dumps(problems[:PROBLEMS]), time.time()),
         )  # fmt: skip
     return {"kind": "dataset", "id": name}
@@ -283,11 +285,11 @@ def _in_place(store: Store, kind: str, name: str, folder: Path) -> dict[str, Any
 
 
 def _named(error: ArtifactError | ModelError, folder: Path, name: str) -> ArtifactError | ModelError:
-    """The error in terms of what was uploaded, not of where it was unpacked."""
+    """Rewrite an error to name the upload, not the folder where it was unpacked."""
 
-    def said(text: Any) -> str | None:
+    def renamed(text: Any) -> str | None:
         return None if text is None else str(text).replace(str(folder), name)
 
     return type(error)(
-        str(said(error.message)), expected=said(error.expected), received=said(error.received), hint=error.hint
+        str(renamed(error.message)), expected=renamed(error.expected), received=renamed(error.received), hint=error.hint
     )

@@ -17,13 +17,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.errors import INTERRUPTED_EXIT_CODE, OndeviceError
+from ondevice.core.errors import INTERRUPTED_EXIT_CODE, OndeviceError
 
 if TYPE_CHECKING:
-    from ondevice.train.events import Event
+    from ondevice.training.events import Event
 
 JOB, ATTEMPT, RESULT, ERROR, RUN = "job.json", "attempt.json", "result.json", "error.json", "run"
 _PR_SET_PDEATHSIG = 1
+
+
+def child_environment() -> dict[str, str]:
+    """Build the environment of every process that the daemon starts: its own, without what is meant for the daemon
+    alone (systemd's notifications) and without its secret."""
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "ONDEVICE_TOKEN")
+    }
+
+
+def quiet_frameworks() -> None:
+    """Turn off progress bars and advice of the Hugging Face libraries, before one of them is imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def die_with(parent: int) -> None:
@@ -32,14 +49,17 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     except (AttributeError, OSError):
         return
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it ended before the call above, which then signals nothing
         os._exit(INTERRUPTED_EXIT_CODE)
 
 
 def first_offset(folder: Path, attempt: int) -> Callable[[Event], None]:
-    """A sink that notes, once, where in the log this attempt's first event begins."""
+    """Return a sink that writes down, once, the byte of the log at which this attempt's first event begins.
+
+    It is known only then: a resume first cuts the log back to its checkpoint.
+    """
     from ondevice.artifact.files import atomic_write
-    from ondevice.train.log import FILE_NAME
+    from ondevice.training.events import FILE_NAME
 
     noted = False
 
@@ -54,9 +74,9 @@ def first_offset(folder: Path, attempt: int) -> Callable[[Event], None]:
 
 
 def run(folder: Path) -> int:
-    """Train what `job.json` says; gives the exit status."""
+    """Train the job of `job.json`; return the exit status."""
     from ondevice.api.runfile import RunConfig
-    from ondevice.api.training import run_artifact, train
+    from ondevice.api.train import run_artifact, train
     from ondevice.artifact.files import atomic_write
 
     job = json.loads((folder / JOB).read_text())
@@ -69,21 +89,19 @@ def run(folder: Path) -> int:
         trained = train(config, resume=True, force=job["force"], adapter=adapter, sinks=sinks)
     if trained.result.interrupted:
         return INTERRUPTED_EXIT_CODE
-    from ondevice.train.events import plain
+    from ondevice.training.events import plain
 
     atomic_write(folder / RESULT, json.dumps(plain(trained.to_dict())))
     return 0
 
 
 def main(arguments: list[str]) -> int:
-    """The process: what can be told of an error is in `error.json`."""
+    """Run the process; an error of the user is written to `error.json`, from which the daemon reports it."""
     from ondevice.artifact.files import atomic_write
 
     folder, parent = Path(arguments[0]), int(arguments[1])
     die_with(parent)
-    for name, value in (("HF_HUB_DISABLE_PROGRESS_BARS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    quiet_frameworks()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's import warns of its own enums
     (folder / ERROR).unlink(missing_ok=True)

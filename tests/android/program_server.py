@@ -58,8 +58,8 @@ class Methods:
     """Loads a method when it is first needed, and drops `evaluate` before `train_step` and the other way round."""
 
     def __init__(self, program: Path, soc: str | None) -> None:
-        from ondevice.runtime import qnn
-        from ondevice.runtime.executorch import load_runtime
+        from ondevice.exporters.android_npu import qnn
+        from ondevice.exporters.executorch.session import load_runtime
 
         if soc is not None:
             qnn.load()  # an NPU program runs in the simulator

@@ -193,7 +193,7 @@ def test_resources(apk: Path) -> None:
     assert about["flavour"] == "cpu" and about["abis"] == sorted(MACHINES)
 
 
-@pytest.mark.parametrize("name", ["functional", "q4", "8da4w"])
+@pytest.mark.parametrize("name", ["functional", "q4", "8da4w", "exact", "exact, sgd"])
 def test_the_runtime_has_every_kernel_of_an_export(name: str, libraries: dict[str, bytes]) -> None:
     """A program of this checkout's exporter needs no kernel that the packaged ExecuTorch lacks."""
     pytest.importorskip("executorch")
@@ -201,7 +201,7 @@ def test_the_runtime_has_every_kernel_of_an_export(name: str, libraries: dict[st
 
     artifact = exported_program(name)
     exported = json.loads((artifact / "manifest.json").read_text("utf-8"))
-    ops = sorted({op for method in exported["methods"].values() for op in method["ops"]})
+    ops = sorted({op for method in exported["program_spec"]["methods"].values() for op in method["ops"]})
     assert len(ops) > 10
     program = (artifact / exported["program"]).read_bytes()
     assert program[4:8] == b"ET12"

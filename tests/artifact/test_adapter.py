@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
-from ondevice.errors import ArtifactError, StorageError
+from ondevice.core.errors import ArtifactError, StorageError
 from ondevice.nn.lora import LoRALinear
 
 TARGETS = ("q_proj", "v_proj")
@@ -84,7 +84,7 @@ def test_we_load_what_peft_writes(dtype: torch.dtype, tmp_path: Path) -> None:
             parameter.data = parameter.data.to(dtype)
     model.save_pretrained(tmp_path)
     adapter = load_adapter(tmp_path)
-    assert adapter.targets == TARGETS and adapter.rank == 4 and adapter.alpha == pytest.approx(12.0)
+    assert adapter.target_modules == TARGETS and adapter.rank == 4 and adapter.alpha == pytest.approx(12.0)
     ids = torch.randint(0, 40, (2, 9))
     theirs = model.to(torch.float32)(ids).logits
     torch.testing.assert_close(with_lora(tiny(), adapter)(ids).logits, theirs, atol=2e-5, rtol=1e-4)
@@ -151,7 +151,7 @@ def edit_tensors(change: Callable[[dict[str, np.ndarray]], object]) -> Callable[
 A0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda folder: (folder / "adapter_config.json").unlink(), "not a PEFT adapter"),
-    "config torn": (
+    "config cut off": (
         lambda f: (f / "adapter_config.json").write_text('{"peft'),
         "adapter_config.json is not readable",
     ),
@@ -166,8 +166,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "target renamed": (edit_config(target_modules=["q_proj", "k_proj"]), "'target_modules'"),
     "target added": (edit_config(target_modules=["q_proj", "v_proj", "o_proj"]), "'o_proj'"),
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "lacks a file"),
-    "weights torn": (edit_weights(lambda data: data[:-5]), "safetensors is torn"),
-    "weights empty": (edit_weights(lambda data: b""), "safetensors is torn"),
+    "weights cut off": (edit_weights(lambda data: data[:-5]), "safetensors is damaged"),
+    "weights empty": (edit_weights(lambda data: b""), "safetensors is damaged"),
     "one bit flipped": (
         edit_weights(lambda data: data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]),
         "has changed",

@@ -16,7 +16,7 @@ import pytest
 
 from ondevice.artifact import files
 from ondevice.artifact.files import atomic_directory, atomic_write, sha256_file
-from ondevice.errors import StorageError
+from ondevice.core.errors import StorageError
 
 
 def names(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
 from ondevice.artifact.mlx_lm_files import load_mlx_lm_adapter, save_mlx_lm_adapter
-from ondevice.errors import ArtifactError
+from ondevice.core.errors import ArtifactError
 from ondevice.models import load_model, save_tiny
 from tests.cli.command import CommandLine
 
@@ -118,9 +118,9 @@ BROKEN = {
     "no parameters": (lambda f: edit(f, lora_parameters=None), "'rank' does not fit"),
     "no config": (lambda f: (f / "adapter_config.json").unlink(), "lacks a file"),
     "config is no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "not readable JSON"),
-    "weights are torn": (
+    "weights are cut off": (
         lambda f: (f / "adapters.safetensors").write_bytes((f / "adapters.safetensors").read_bytes()[:-8]),
-        "torn",
+        "damaged",
     ),
 }
 

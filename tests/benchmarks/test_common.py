@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks import common
+from benchmarks import common, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
@@ -44,8 +44,9 @@ def test_a_written_result_is_valid_and_replaces_the_old_one(tmp_path: Path) -> N
 
 
 def test_the_command_leaves_out_where_the_output_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["x", "--json", "--out", "/tmp/x", "--repeats", "3", "--out=/y", "--record"])
-    assert common.result("name", [{"a": 1}])["command"] == "python -m benchmarks.name --repeats 3"
+    words = "x --json --note --out --repeats 3 --out=/y --record --programs build"
+    monkeypatch.setattr(sys, "argv", words.split())
+    assert common.result("room/name", [{"a": 1}])["command"] == "python -m benchmarks.room.name --repeats 3"
 
 
 def test_a_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
@@ -79,11 +80,36 @@ def test_a_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
 
 
 def test_what_a_benchmark_needs_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "one.py").write_text("NEEDS = ('nothing_of_that_name',)\nraise RuntimeError\n")
-    (tmp_path / "two.py").write_text("import nowhere\n")
-    (tmp_path / "common.py").write_text("")
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "one.py").write_text("NEEDS = ('nothing_of_that_name',)\nraise RuntimeError\n")
+    (tmp_path / "room" / "two.py").write_text("import nowhere\nNEEDS = ()\n")
+    (tmp_path / "room" / "shared.py").write_text("import nowhere\n")
+    (tmp_path / "common.py").write_text("NEEDS = ()\n")
     monkeypatch.setattr(runner, "FOLDER", tmp_path)
-    assert runner.benchmarks() == {"one": ("nothing_of_that_name",), "two": ()}
+    assert runner.benchmarks() == {"room/one": ("nothing_of_that_name",), "room/two": ()}
     assert runner.missing(("nothing_of_that_name", "json")) == ["nothing_of_that_name"]
-    assert runner.main(["three"]) == 2
-    assert runner.main(["one"]) == 0
+    assert runner.main(["room/three"]) == 2
+    assert runner.main(["room/one"]) == 0
+
+
+def test_every_benchmark_is_found_in_its_room() -> None:
+    """A script with a command line of `parse_args` is one that `make bench` lists."""
+    scripts = {path for path in (ROOT / "benchmarks").glob("*/*.py") if " = parse_args(" in path.read_text()}
+    assert {ROOT / "benchmarks" / f"{name}.py" for name in runner.benchmarks()} == scripts
+    assert len(scripts) >= 25
+
+
+def test_what_is_committed_keeps_every_table_and_not_every_row() -> None:
+    columns = [{"key": "name"}, {"key": "step_s"}, {"key": "parts"}]
+    rows = [
+        {"name": "a", "step_s": [0.4, 0.1, 0.2, 0.3], "losses": [[1.0, 2.0]], "parts": {"b": 1}, "twice": [0.1, 0.2]},
+        {"name": "b", "step_s": [0.5, 0.1, 1 / 3, 0.2, 0.3], "seeds": [0, 1, 2, 3, 4], "diverged_at": [None, 7]},
+    ]
+    document = common.result("room/name", rows, columns)
+    found = common.concise(document)
+    assert tables.render(found) == tables.render(document)
+    assert found["rows"][0] == {
+        "name": "a", "step_s": [0.1, 0.25, 0.4], "parts": {"b": 1}, "twice": [0.1, 0.2], "repeats": 4,
+    }  # fmt: skip
+    assert found["rows"][1] == rows[1] | {"step_s": [0.5, 0.1, 0.3333333333, 0.2, 0.3]}
+    assert common.concise(found) == found

@@ -10,12 +10,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from benchmarks import tables
+from benchmarks import common, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = json.loads((RESULTS / "schema.json").read_text())
-COMMITTED = sorted(RESULTS.glob("*/*.json"))
+COMMITTED = sorted(RESULTS.glob("*/*/*.json"))
 
 
 @pytest.fixture
@@ -42,9 +42,10 @@ def test_a_result_without_its_provenance_is_not_valid(document: dict, key: str) 
 def test_committed_results_are_valid(path: Path) -> None:
     document = json.loads(path.read_text())
     jsonschema.validate(document, SCHEMA)
-    assert path.parent.name == document["benchmark"]
-    script = document["command"].split()[2].removeprefix("benchmarks.")  # one script may have several parts
-    assert (ROOT / "benchmarks" / f"{script}.py").is_file()
+    assert path.parent.relative_to(RESULTS).as_posix() == document["benchmark"]
+    assert common.concise(document) == document
+    named = re.findall(r"-m benchmarks\.([\w.]+)", tables.render(document))
+    assert named and all((ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file() for name in named)
     keys = {key for row in document["rows"] for key in row}
     assert {column["key"] for column in document.get("columns", [])} - keys == set()
 
@@ -52,7 +53,7 @@ def test_committed_results_are_valid(path: Path) -> None:
 def test_render(document: dict) -> None:
     assert tables.render(document).splitlines() == [
         "**One dual forward against two forwards**: Xeon, 2 cores, 24 GiB, torch 2.13.0, 2026-11-21, "
-        "`python -m benchmarks.inner_loop --repeats 3`",
+        "`python -m benchmarks.prge.inner_loop --repeats 3`",
         "",
         "| Batch | Step (s) | Peak (MB) |",
         "| ---: | ---: | ---: |",
@@ -72,6 +73,14 @@ def test_render_without_columns_takes_the_keys_and_names_the_gpus(document: dict
         "| --- | ---: | --- | ---: |",
         "| a\\|b | 9,531 | yes | 0.123 |",
     ]
+
+
+def test_a_recorded_command_is_shown_as_it_is_given_now(document: dict) -> None:
+    document["command"] = "python -m benchmarks.prge_step --skip forms,programs --repeats 3"
+    document["notes"] = ["By `torchrun -m benchmarks._ranks_step cuda`, `python -m benchmarks.slideformer.step`."]
+    lines = tables.render(document).splitlines()
+    assert lines[0].endswith("`python -m benchmarks.prge.options --repeats 3`")
+    assert lines[-1] == "By `torchrun -m benchmarks.slideformer.ranks cuda`, `python -m benchmarks.slideformer.step`."
 
 
 def test_update_writes_between_the_markers_and_is_idempotent(document: dict, tmp_path: Path) -> None:

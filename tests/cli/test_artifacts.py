@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from ondevice.cli.common import stages
-from ondevice.errors import ArtifactError
+from ondevice.core.errors import ArtifactError
 from tests.cli.command import classes, write_rows
 from tests.cli.test_training import bits
 from tests.programs import model, needs_qnn, program, report
@@ -40,7 +40,7 @@ def change_manifest(folder, **values) -> None:
 DAMAGE = {
     "a changed byte of the program": (lambda a: flip_a_byte(a / "program.pte"), "program.pte has changed"),
     "a changed byte of the tokenizer": (lambda a: flip_a_byte(a / "tokenizer" / "tokenizer.json"), "has changed"),
-    "a later version": (lambda a: change_manifest(a, schema_version=2), "another version"),
+    "a later version": (lambda a: change_manifest(a, schema_version=3), "another version"),
     "no version": (lambda a: change_manifest(a, schema_version=None), "another version"),
     "a missing file": (lambda a: (a / "program.pte").unlink(), "lacks a file"),
     "an unknown field": (lambda a: change_manifest(a, surprise=1), "surprise"),

@@ -66,7 +66,7 @@ def test_a_network_that_revffn_trained(folder, ondevice) -> None:
     import numpy as np
     import torch
 
-    from ondevice.methods.revffn.opening import continue_reversible, open_reversible
+    from ondevice.methods.revffn.torch import continue_reversible, open_reversible
 
     data = classes(folder / "rows.jsonl")
     run = ondevice("train", *tiny("revffn", "--lr", "0.001", model="tiny:qwen2_moe"), "--data", data, "--steps", 2,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.train import events
-from ondevice.train.log import read_log
+from ondevice.training import events
+from ondevice.training.events import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_training import bits
 
-COMMAND = [sys.executable, "-c", "from ondevice.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from ondevice.cli.app import run; run()"]
 
 
 def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:

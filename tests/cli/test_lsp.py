@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from ondevice.artifact.tensors import read_tensors
-from ondevice.errors import ConfigError
-from ondevice.methods.registry import method_config, open_session
+from ondevice.artifact.files import read_tensors
+from ondevice.core.errors import ConfigError
+from ondevice.core.registry import method_config, open_session
 from ondevice.models import load_model
 from ondevice.offload.device import CpuDevice
-from ondevice.train.log import read_log
+from ondevice.training.events import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_slideformer import weights
 
@@ -36,22 +36,22 @@ def test_every_look_is_logged_by_matrix_and_the_bus_says_that_it_is_simulated(on
     assert "simulated bus of 2 GB/s" in done.err and "bound by" in done.err
     steps = steps_of(out)
     assert steps[0].overlap is None
-    assert ["looks" in step.overlap for step in steps[1:]] == [True, False, False, True]
+    assert ["bias_checks" in step.overlap for step in steps[1:]] == [True, False, False, True]
     assert all(0 <= step.overlap["transition_layer"] <= 2 for step in steps[1:])
-    found = steps[4].overlap["looks"]
+    found = steps[4].overlap["bias_checks"]
     assert len(found) == 2 * 7 + 1 and all(len(pair) == 2 for pair in found.values())
     for side, name in enumerate(("bias_before", "bias_after")):
         assert steps[4].overlap[name] == pytest.approx(np.mean([pair[side] for pair in found.values()]))
     looks = steps[1].overlap
     assert 0 < looks["bias_after"] < looks["bias_before"]
     figures = ondevice(*train(data, "--steps", 2, "--out", tmp_path / "b", "--bus-limit", "2", "--json")).json
-    assert figures["overlap"]["simulated_gb_per_s"] == 2 and figures["overlap"]["looks"]
+    assert figures["overlap"]["simulated_gb_per_s"] == 2 and figures["overlap"]["bias_checks"]
 
 
 SETTINGS = [
     {},
     {"learned": False},
-    {"weights": "host", "max_grad_norm": 0.5},
+    {"weight_placement": "host", "max_grad_norm": 0.5},
     {"compute": "float32", "schedule": "zero"},
 ]
 
@@ -109,7 +109,7 @@ def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path, monkeypatch) -> 
     assert none.code == 2 and "nonzeros" in none.err and "greater than or equal to 1" in none.err
     near = refused("b", gradient_bufers=3)
     assert near.code == 2 and "did you mean 'gradient_buffers'" in near.err
-    both = refused("c", project="false", weights="nf4")
+    both = refused("c", project="false", weight_dtype="nf4")
     assert both.code == 2 and "project: true" in both.err
     bus = refused("d", "--bus-limit", "0")
     assert bus.code == 2 and "bus_limit_gb_per_s" in bus.err
@@ -126,7 +126,7 @@ def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path, monkeypatch) -> 
 
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", without)
-        missing = refused("g", weights="nf4")
+        missing = refused("g", weight_dtype="nf4")
     assert missing.code == 10 and "bitsandbytes" in missing.err and "ondevice-train[cuda]" in missing.err
     with monkeypatch.context() as patch:
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -143,7 +143,11 @@ def test_an_accelerator_that_is_too_small_is_no_traceback(ondevice, tmp_path, mo
 
     monkeypatch.setattr(CpuDevice, "empty", full)
     refused = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "a"))
-    assert refused.code == 8 and "method.weights: nf4 or host" in refused.err and "2.00 GiB" in refused.err
+    assert (
+        refused.code == 8
+        and "method.weight_dtype: nf4 or method.weight_placement: host" in refused.err
+        and "2.00 GiB" in refused.err
+    )
 
 
 def test_the_plan_recommends_and_says_why(ondevice) -> None:
@@ -152,7 +156,7 @@ def test_the_plan_recommends_and_says_why(ondevice) -> None:
     assert planned.code == 0, planned.err
     found = planned.json["recommendation"]
     assert found["given"]["to_host_bytes"] < found["zero"]["to_host_bytes"] and found["sentences"]
-    assert set(found["settings"]) == {"subspace", "nonzeros", "batch_size", "weights"}
+    assert set(found["settings"]) == {"subspace", "nonzeros", "batch_size", "weight_dtype", "weight_placement"}
     text = ondevice(*options, "--device", "h200", "--bus-limit", "15")
     assert "simulated bus of 15 GB/s" in " ".join(text.out.split()) and "recommended: subspace" in text.out
     unknown = ondevice(*options, "--device", "orin-nano-8gb", "--json").json["recommendation"]

@@ -7,7 +7,7 @@ import resource
 import pytest
 
 from ondevice.models.tiny import save_tiny
-from ondevice.train.lock import RunLock
+from ondevice.training.checkpoint import RunLock
 from tests.cli.command import classes, tiny, write_rows
 from tests.cli.test_training import bits
 
@@ -21,18 +21,22 @@ def lines(*texts: str):
 MISTAKES = {
     "a key in --set": (["--set", "train.stepz=3"], CONFIG, "did you mean 'steps'"),
     "a key of the method": (["--set", "method.ranks=3"], CONFIG, "did you mean 'rank'"),
+    "a key that has another name now": (
+        ["--set", "method.inner_loop=false"], CONFIG, "'method.inner_loop' is now 'method.batch_signs'"
+    ),
+    "a key that is gone": (["--set", "method.form=copies"], CONFIG, "'method.form' is no longer a setting"),
     "a section": (["--set", "trian.steps=3"], CONFIG, "did you mean 'train'"),
     "a --set without a value": (["--set", "train.steps"], CONFIG, "key=value"),
     "a flag": (["--stepz", "3"], CONFIG, "--stepz"),
     "a value": (["--steps", "many"], CONFIG, "--steps"),
     "no steps": (["--steps", "0"], CONFIG, "train.steps"),
     "a negative seed": (["--seed", "-1"], CONFIG, "train.seed"),
-    "a method": (["--method", "prgee"], CONFIG, "prge, mezo, lora, lora-fa, full"),
+    "a method": (["--method", "prgee"], CONFIG, "full, lora, lora-fa, lsp, mesp, mezo, prge"),
     "a key of another method": (["--method", "lora", "--queries", "4"], CONFIG, "queries"),
     "two settings that exclude each other": (
-        ["--set", "method.form=copies", "--set", "method.estimator=one_sided"], CONFIG, "Algorithm 1"
+        ["--queries", "1", "--set", "method.estimator=one_sided"], CONFIG, "needs queries >= 2"
     ),
-    "a target": (["--set", "method.targets=[q_proj, qq_proj]"], CONFIG, "q_proj"),
+    "a target": (["--set", "method.target_modules=[q_proj, qq_proj]"], CONFIG, "q_proj"),
     "a task": (["--task", "sst"], CONFIG, "sst2"),
     "a device": (["--set", "model.device=tpu"], CONFIG, "'auto', 'cpu' or 'cuda'"),
     "a data file that is not there": (["--data", "/no/rows.jsonl"], DATA, "/no/rows.jsonl"),
@@ -132,14 +136,14 @@ def test_a_full_disk_leaves_the_checkpoint_before(ondevice, tmp_path) -> None:
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_a_torn_checkpoint_is_passed_over(ondevice, tmp_path) -> None:
+def test_a_damaged_checkpoint_is_passed_over(ondevice, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
     train = ("train", *tiny("prge", "--lr", "0.1"), "--data", data, "--set", "train.checkpoint_every=2")
     assert ondevice(*train, "--steps", 4, "--out", out).code == 0
     state = out / "checkpoint-00000004" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-3])
     assert ondevice(*train, "--steps", 6, "--out", out, "--resume").code == 0
-    assert "checkpoint-00000004 is torn" in (out / "events.jsonl").read_text()
+    assert "checkpoint-00000004 is damaged" in (out / "events.jsonl").read_text()
     assert ondevice(*train, "--steps", 6, "--out", straight).code == 0
     assert bits(out / "adapter") == bits(straight / "adapter")
     for path in out.glob("checkpoint-*"):

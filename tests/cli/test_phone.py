@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.api.opening import open_artifact
+from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.files import atomic_write
 from tests.cli.command import CommandLine
@@ -112,7 +112,7 @@ def test_a_release_build_gets_a_zip_to_import(ondevice: CommandLine, phone: Path
 
 def test_adapters_come_back_as_they_were_saved(ondevice: CommandLine, phone: Path, tmp_path: Path) -> None:
     session = open_artifact(program("functional"))
-    flat = np.random.default_rng(0).normal(size=session.manifest.adapter_size).astype(np.float32)
+    flat = np.random.default_rng(0).normal(size=session.manifest.program_spec.adapter_size).astype(np.float32)
     session.load_state({"adapter": flat, "seed": np.array([session.seed])})
     there = phone / "app" / "files" / "adapters" / "tiny" / "après"
     save_adapter(session.adapter(), there)

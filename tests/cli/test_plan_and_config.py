@@ -72,7 +72,7 @@ def test_training_stops_before_it_loads_what_does_not_fit(ondevice, tmp_path) ->
 
 
 def test_force_runs_what_the_plan_refuses(ondevice, tmp_path, monkeypatch) -> None:
-    from ondevice.plan import estimate
+    from ondevice.planning import estimate
 
     monkeypatch.setattr(estimate.Plan, "fits", property(lambda plan: False))
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
@@ -93,7 +93,7 @@ def test_data_shows_examples_and_every_bad_row(ondevice, tmp_path) -> None:
 
 
 def test_doctor_says_what_a_target_lacks(ondevice, monkeypatch) -> None:
-    from ondevice.plan import doctor
+    from ondevice.planning import doctor
 
     checks = [doctor.Check("python", True, "3.11"), doctor.Check("executorch", None, "absent", "pip install", True)]
     monkeypatch.setattr(doctor, "doctor", lambda target, progress=None: checks)

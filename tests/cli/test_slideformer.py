@@ -8,10 +8,10 @@ import signal
 import pytest
 import torch
 
-from ondevice.artifact.tensors import read_tensors
+from ondevice.artifact.files import read_tensors
 from ondevice.models.llama import Llama
 from ondevice.offload.device import CpuDevice
-from ondevice.train.log import read_log
+from ondevice.training.events import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_interrupt import start, wait_for_steps
 

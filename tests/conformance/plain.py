@@ -13,7 +13,8 @@ import torch
 
 from ondevice.models.tiny import tiny_model
 from ondevice.runtime_ops import generator
-from tests.methods.reference import Reference, in_double, plain_loss
+from tests.methods.prge.reference import Reference
+from tests.methods.reference import in_double, plain_loss
 
 Step = tuple[np.ndarray, np.ndarray]
 """Losses, projected gradients."""

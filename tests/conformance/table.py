@@ -55,6 +55,7 @@ LEARNING_RATE = {"prge": 0.05, "mezo": 1e-3, "lora": 1e-2, "lora-fa": 1e-2, "ful
 LEARNING_RATE |= {"slideformer": 1e-3, "lsp": 1e-3, "mesp": 1e-2, "revffn": 1e-3}
 BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
 WHOLE = "float32 and bfloat16; AdamW itself where the subspace is as large as the matrices"
+IN_MLX = "float32; 4-bit and streamed weights"
 REVERSIBLE = "float32 and bfloat16; gradients with the bits of stored activations"
 EAGER = (
     Row("prge", "torch-cpu"),
@@ -128,7 +129,14 @@ PROGRAMS = (
 )
 MLX = (
     Row("mesp", "mlx-cpu", "float32; 4-bit and streamed weights", adapter_error=2e-4),
-    Row("mesp", "mlx-cpu", "float32; 4-bit and streamed weights", {"weights": "streamed"}, adapter_error=2e-4, **BIAS),
+    Row(
+        "mesp",
+        "mlx-cpu",
+        "float32; 4-bit and streamed weights",
+        {"weight_placement": "streamed"},
+        adapter_error=2e-4,
+        **BIAS,
+    ),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
 )

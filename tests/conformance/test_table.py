@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 import torch
 
-from ondevice.api import artifacts
-from ondevice.api.opening import open_artifact
+from ondevice.api import export as artifacts
+from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.artifact.manifest import read_manifest
-from ondevice.config import ModelConfig
-from ondevice.exporters.base import ExportConfig, ExportJob
-from ondevice.exporters.executorch.author import author
-from ondevice.exporters.registry import exporter
-from ondevice.methods.registry import OFFLOADING, method_config, open_session
+from ondevice.core import registry
+from ondevice.core.config import ExportConfig, ModelConfig
+from ondevice.core.registry import method_config, open_session
+from ondevice.core.registry import target as find_target
+from ondevice.exporters.base import ExportJob
+from ondevice.exporters.cuda.session import TorchProgramSession
+from ondevice.methods.prge.program import build_program
 from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from ondevice.nn.packed import pack_model, unpack_model
-from ondevice.runtime.torch import TorchProgramSession
 from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge, PlainRevffn
 from tests.conformance.table import ARTIFACTS, LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
 from tests.methods.reference import batch
@@ -61,7 +62,7 @@ def open_row(row: Row) -> Any:
     if row.backend in ARTIFACTS:
         return open_packed(row)
     loaded = tiny_model(row.family, **row.sizes)
-    if row.backend == "torch-cuda" and row.method not in OFFLOADING:
+    if row.backend == "torch-cuda" and not registry.method(row.method).offloads:
         loaded.model.cuda()
     session = open_session(loaded, method(row), SEED, row.backend.removeprefix("torch-"))
     assert session.backend == row.backend
@@ -77,7 +78,7 @@ def open_in_mlx(row: Row) -> Any:
             return open_session(open_model(source), method(row), SEED, backend="mlx")
         export = ExportConfig(target=row.backend, lengths_tokens=(12, 16), batch_size=2, check_steps=1)
         job = ExportJob(ModelConfig(source=source), method(row), export, SEED)
-        exporter(row.backend).export(job, Path(folder) / "artifact")
+        find_target(row.backend).export(job, Path(folder) / "artifact")
         return open_artifact(Path(folder) / "artifact")
 
 
@@ -91,7 +92,7 @@ def open_packed(row: Row) -> Any:
             target=row.backend, lengths_tokens=(12, 16), batch_size=2, check_steps=1, quantize=row.quantize
         )
         job = ExportJob(ModelConfig(source=source, dtype="float32"), method(row), export, SEED)
-        exporter(row.backend).export(job, Path(folder) / "artifact")
+        find_target(row.backend).export(job, Path(folder) / "artifact")
         return TorchProgramSession(Path(folder) / "artifact", read_manifest(Path(folder) / "artifact"), "cpu")
 
 
@@ -142,7 +143,7 @@ class EagerProgram:
 
     def __init__(self, row: Row) -> None:
         settings = config(row.program)
-        self.program = author(load_model(settings.model.source), settings.method, settings.export, SEED)
+        self.program = build_program(load_model(settings.model.source), settings.method, settings.export, SEED)
         self.seed, self.flat = torch.tensor([SEED]), torch.zeros(self.program.layout.size)
 
     @torch.no_grad()
@@ -243,8 +244,7 @@ def test_readme_claims_what_is_tested_here(root: Path) -> None:
 
 
 def test_every_method_and_target_is_in_the_table() -> None:
-    from ondevice.exporters.registry import TARGETS
-    from ondevice.methods.registry import CONFIGS
+    from ondevice.core.registry import method_names, target_names
 
-    assert {pair[0] for pair in claims()} == CONFIGS.keys()
-    assert {pair[1] for pair in claims()} - {"torch-cpu", "torch-cuda", "mlx-cpu"} == TARGETS.keys()
+    assert {pair[0] for pair in claims()} == {*method_names()}
+    assert {pair[1] for pair in claims()} - {"torch-cpu", "torch-cuda", "mlx-cpu"} == {*target_names()}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ondevice.core.errors import ConfigError, DataError
 from ondevice.data import IGNORE, Batches, Dataset, Example, Item, pad_examples
-from ondevice.errors import ConfigError, DataError
 
 PAD = 99
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=12)

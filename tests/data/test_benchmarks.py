@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from ondevice.core.errors import ConfigError, DataError
 from ondevice.data.benchmarks import (
     choice_row,
     find_benchmark,
@@ -14,7 +15,6 @@ from ondevice.data.benchmarks import (
     read_shots,
     sum_prompt,
 )
-from ondevice.errors import ConfigError, DataError
 from tests.cli.command import write_rows
 
 CHOICES = {"subject": "high_school_physics", "question": "How many?", "A": "0", "B": "1", "C": "2", "D": "3"}

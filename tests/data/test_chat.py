@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ondevice.core.errors import DataError
 from ondevice.data import IGNORE, Dataset, Row, Rows, encode
-from ondevice.errors import DataError
 
 content = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=15).filter(str.strip)
 turns = st.tuples(st.booleans(), st.lists(st.tuples(content, content), min_size=1, max_size=4))

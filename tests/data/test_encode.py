@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from ondevice.core.errors import ConfigError, DataError
 from ondevice.data import IGNORE, Dataset, Example, Item, Row, Rows, encode, pad_id_of
-from ondevice.errors import ConfigError, DataError
 
 WORDS = [
     "the",

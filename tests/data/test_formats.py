@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ondevice.core.errors import ConfigError, DataError, MissingPackageError, OndeviceError
 from ondevice.data import read_rows
-from ondevice.errors import ConfigError, DataError, MissingPackageError, OndeviceError
 
 Write = Callable[..., Path]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ondevice.core.errors import ConfigError
 from ondevice.data import TASKS, encode, find_task, read_rows
-from ondevice.errors import ConfigError
 
 Write = Callable[..., Path]
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -30,7 +30,9 @@ def _load(name: str) -> ModuleType:
 documents = _load("documents")
 DOCUMENTS = tables.documents(ROOT)
 FOLDERS = ("exporters", "runtime_ops", "ondevice", "android_app", "benchmarks", "examples")
-EVERY_MARKDOWN = [*DOCUMENTS, *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))]
+EVERY_MARKDOWN = list(
+    dict.fromkeys([*DOCUMENTS, *sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.md"))])
+)
 TESTED = [path for path in DOCUMENTS if documents.blocks(path.read_text())]
 
 

@@ -30,7 +30,8 @@ def test_page_is_what_the_code_says(page: str, generate: ModuleType, root: Path)
 
 
 def test_every_part_is_on_a_page(generate: ModuleType, root: Path) -> None:
-    text = "".join((root / f"docs/reference/{page}.md").read_text() for page in PAGES)
+    pages = [*(root / f"docs/reference/{page}.md" for page in PAGES), root / "docs/methods/index.md"]
+    text = "".join(page.read_text() for page in pages)
     assert {match[2] for match in generate.MARKED.finditer(text)} == set(generate.PARTS)
 
 
@@ -50,7 +51,7 @@ def test_every_flag_and_key_is_listed(generate: ModuleType) -> None:
 
 
 def test_a_run_becomes_a_picture(root: Path, tmp_path: Path) -> None:
-    from ondevice.train.events import Evaluate, Start, Step
+    from ondevice.training.events import Evaluate, Start, Step
 
     steps = [
         Step(step=i, loss=5.0 - i / 10, losses=(5.0,), projected_gradients=(1.0,), learning_rate=1e-3, tokens=8,

@@ -10,11 +10,27 @@ import numpy as np
 import pytest
 
 from ondevice.models import LoadedModel
-from ondevice.models.gguf import _BLOCK_NAMES, _TOP_NAMES
 from ondevice.models.tiny import SPECIAL_TOKENS, _byte_letters
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+
+
+LLAMA_CPP_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+"""As llama.cpp writes them, spelled out here: the package reads them by the tables of `gguf`."""
 
 
 @pytest.fixture
@@ -68,7 +84,7 @@ def _write_gguf(path: Path, loaded: LoadedModel, kind: str = "F32", **changes: o
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(257)
     writer.add_pad_token_id(256)
-    names = {hf: ours for ours, hf in (_TOP_NAMES | _BLOCK_NAMES).items()}
+    names = LLAMA_CPP_NAMES
     for name in loaded.family.weight_shapes(dims):
         weights = loaded.model.get_parameter(name).detach().numpy()
         module, _, leaf = name.rpartition(".")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.models import find_cached, load_model, read_dims, tiny_model
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -67,12 +67,12 @@ def test_gguf_that_cannot_be_used(write_gguf: Callable[..., Path], case: str, tm
 
 
 @pytest.mark.parametrize("content", [b"", b"not a gguf file at all", None])
-def test_torn_gguf(write_gguf: Callable[..., Path], content: bytes | None, tmp_path: Path) -> None:
+def test_damaged_gguf(write_gguf: Callable[..., Path], content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     if content is None:
         content = write_gguf(path, tiny_model(**WIDE)).read_bytes()[:-5000]
     path.write_bytes(content)
-    with pytest.raises(ModelError, match="torn or no GGUF"):
+    with pytest.raises(ModelError, match="damaged or no GGUF"):
         load_model(str(path))
 
 

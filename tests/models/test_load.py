@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ondevice.errors import ConfigError, ModelError
+from ondevice.core.errors import ConfigError, ModelError
 from ondevice.models import (
     find_cached,
     forward_hidden,
@@ -99,7 +99,7 @@ def lost_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def torn(folder: Path) -> None:
+def damage(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -115,13 +115,13 @@ NORM = "model.layers.1.input_layernorm.weight"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "adapter": (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "give its base model"),
-    "config torn": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
+    "config cut off": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
     "no tokenizer": (no_tokenizer, "has no tokenizer"),
-    "tokenizer torn": (lambda f: (f / "tokenizer.json").write_text('{"model": '), "tokenizer cannot be read"),
+    "tokenizer cut off": (lambda f: (f / "tokenizer.json").write_text('{"model": '), "tokenizer cannot be read"),
     "tokenizer of another model": (other_tokenizer, "the tokenizer is another model's"),
     "pickled": (pickle_only, "pickled weights are refused"),
     "shard lost": (lost_shard, "model-00002-of-00002.safetensors"),
-    "weights torn": (torn, "model.safetensors is torn"),
+    "weights cut off": (damage, "model.safetensors is damaged"),
     "tensor lost": (edit_weights(lambda t: t.pop(NORM)), NORM),
     "tensor of another shape": (edit_weights(lambda t: t.update({NORM: torch.ones(3)})), NORM),
     "other family": (edit(model_type="gemma3_text"), "ondevice/models/gemma3_text.py"),

@@ -12,18 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.config import ModelConfig
-from ondevice.errors import ConfigError, ModelError
-from ondevice.exporters.base import ExportConfig, ExportJob
-from ondevice.exporters.registry import exporter
-from ondevice.methods.registry import method_config, open_session
+from ondevice.core.config import ExportConfig, ModelConfig
+from ondevice.core.errors import ConfigError, ModelError
+from ondevice.core.registry import method_config, open_session, target
+from ondevice.exporters.base import ExportJob
 from ondevice.models import LoadedModel, forward_hidden, load_model, read_dims, save_tiny, tiny_model
 from ondevice.models.gpt2 import Gpt2
 from ondevice.models.registry import family_for_gguf
 from ondevice.nn.quantized import quantize_q4_model
-from ondevice.plan.estimate import plan
-from ondevice.plan.fits import alternatives
-from ondevice.train.fuse import apply_adapter
+from ondevice.planning.estimate import plan
+from ondevice.planning.fits import alternatives
+from ondevice.training.fuse import apply_adapter
 
 
 def ids_of(length: int) -> torch.Tensor:
@@ -148,9 +147,9 @@ def test_an_export_of_gpt2_is_refused_before_weights_are_loaded(tmp_path: Path) 
     folder = save_tiny(tmp_path / "m", "gpt2")
     (folder / "model.safetensors").unlink()
     job = ExportJob(ModelConfig(source=str(folder)), method_config("prge"), ExportConfig())
-    assert any("carry no adapter" in problem for problem in exporter("android-cpu").check(job))
+    assert any("carry no adapter" in problem for problem in target("android-cpu").check(job))
     with pytest.raises(ConfigError, match="cannot export"):
-        exporter("android-cpu").export(job, tmp_path / "out")
+        target("android-cpu").export(job, tmp_path / "out")
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mistral"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.errors import MissingPackageError, ModelError
+from ondevice.core.errors import MissingPackageError, ModelError
 from ondevice.models import cache, find_cached, load_model, load_tokenizer, package, read_dims, tiny_model
 
 WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 320}

@@ -14,7 +14,7 @@ pytest.importorskip("bitsandbytes")
 
 from safetensors.torch import load_file, save_file
 
-from ondevice.errors import ArtifactError
+from ondevice.core.errors import ArtifactError
 from ondevice.models.packed import load_packed, save_packed
 from ondevice.models.tiny import tiny_model
 from ondevice.nn.packed import pack_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.models import LoadedModel, families, forward_hidden, load_model, save_tiny, tiny_model
 from ondevice.nn.lora import LoRALinear
 

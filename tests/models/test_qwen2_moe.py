@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.config import ModelConfig
-from ondevice.errors import ArtifactError, ConfigError, ModelError
-from ondevice.exporters.base import ExportConfig, ExportJob
-from ondevice.exporters.registry import exporter
-from ondevice.methods.registry import method_config, open_session
+from ondevice.core.config import ExportConfig, ModelConfig
+from ondevice.core.errors import ArtifactError, ConfigError, ModelError
+from ondevice.core.registry import method_config, open_session
+from ondevice.core.registry import target as find_target
+from ondevice.exporters.base import ExportJob
 from ondevice.models import LoadedModel, forward_hidden, load_model, read_dims, save_tiny, tiny_model
 from ondevice.models.qwen2_moe import MoeDims, Qwen2Moe
 from ondevice.models.save import save_weights
-from ondevice.plan.estimate import plan
-from ondevice.train.fuse import apply_adapter
+from ondevice.planning.estimate import plan
+from ondevice.training.fuse import apply_adapter
 
 FORMS = {
     "every block": {},
@@ -139,7 +139,7 @@ def adapter(loaded: LoadedModel) -> None:
 
 
 def test_adapters_beside_experts_are_refused_with_what_does_work() -> None:
-    mlp = {"targets": ["q_proj", "gate_proj"]}
+    mlp = {"target_modules": ["q_proj", "gate_proj"]}
 
     def planned(model: LoadedModel) -> None:
         plan(model.dims, method_config("prge", mlp), batch_size=1, length_tokens=8)
@@ -169,6 +169,6 @@ def test_a_program_of_it_is_refused_before_weights_are_loaded(target: str, tmp_p
     folder = save_tiny(tmp_path / "m", "qwen2_moe")
     (folder / "model.safetensors").unlink()
     job = ExportJob(ModelConfig(source=str(folder)), method_config("prge"), ExportConfig())
-    assert any("experts that each batch chooses" in problem for problem in exporter(target).check(job))
+    assert any("experts that each batch chooses" in problem for problem in find_target(target).check(job))
     with pytest.raises(ConfigError, match="cannot export"):
-        exporter(target).export(job, tmp_path / "out")
+        find_target(target).export(job, tmp_path / "out")

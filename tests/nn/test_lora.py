@@ -8,21 +8,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.nn.lora import LoRALinear
 
 
 def make(bias: bool = True, dtype: torch.dtype = torch.float32, rank: int = 3) -> tuple[LoRALinear, nn.Linear]:
     torch.manual_seed(0)
     base = nn.Linear(7, 5, bias=bias, dtype=dtype)
-    return LoRALinear.from_base(base, rank, 6.0, torch.randn(rank, 7), torch.randn(5, rank)), base
+    return LoRALinear.from_base(base, rank, 7.5, torch.randn(rank, 7), torch.randn(5, rank)), base
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_forward_and_fuse_are_the_formula(bias: bool) -> None:
     lora, base = make(bias)
     x = torch.randn(2, 4, 7)
-    weight = base.weight + 2.0 * lora.lora_B @ lora.lora_A
+    weight = base.weight + 2.5 * lora.lora_B @ lora.lora_A
     expected = F.linear(x, weight, base.bias)
     torch.testing.assert_close(lora(x), expected, atol=1e-5, rtol=1e-5)
     fused = lora.fuse()
@@ -39,8 +39,8 @@ def test_gradients_reach_only_the_adapter_and_are_right() -> None:
     lora(x).square().sum().backward()
     weight = (base.weight.detach() + lora.delta().detach()).requires_grad_()
     F.linear(x.detach(), weight, base.bias).square().sum().backward()
-    torch.testing.assert_close(lora.lora_A.grad, 2.0 * lora.lora_B.detach().T @ weight.grad)
-    torch.testing.assert_close(lora.lora_B.grad, 2.0 * weight.grad @ lora.lora_A.detach().T)
+    torch.testing.assert_close(lora.lora_A.grad, 2.5 * lora.lora_B.detach().T @ weight.grad)
+    torch.testing.assert_close(lora.lora_B.grad, 2.5 * weight.grad @ lora.lora_A.detach().T)
     assert base.weight.grad is None and base.bias.grad is None and x.grad is not None
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 pytest.importorskip("bitsandbytes")
 
-from ondevice.errors import ConfigError, ModelError
+from ondevice.core.errors import ConfigError, ModelError
 from ondevice.models.tiny import tiny_model
 from ondevice.nn.packed import KINDS, Int8Matrix, Nf4Matrix, PackedLinear, pack_model, unpack_model
 

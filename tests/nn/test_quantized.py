@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.session import PrgeSession
 from ondevice.models.tiny import tiny_model

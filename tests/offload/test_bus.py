@@ -13,14 +13,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
 from ondevice.offload import calibrate as calibrate_module  # noqa: E402
 from ondevice.offload import device as device_module  # noqa: E402
 from ondevice.offload.calibrate import calibrate  # noqa: E402
-from ondevice.offload.config import OffloadConfig  # noqa: E402
 from ondevice.offload.device import CpuDevice, CudaDevice, open_device, throttled  # noqa: E402
-from ondevice.train.progress import describe_overlap  # noqa: E402
+from ondevice.training.progress import describe_overlap  # noqa: E402
+from tests.methods.slideformer.reference import batches, differing, outcome, run  # noqa: E402
 from tests.offload.faults import LateDevice  # noqa: E402
-from tests.offload.reference import batches, differing, outcome, run  # noqa: E402
 
 SIZE = 64_000_000
 
@@ -134,7 +134,7 @@ def test_the_prediction_is_of_the_slower_bus(
     monkeypatch.setattr(calibrate_module, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(calibrate_module, "UPDATE_NUMEL", 1 << 12)
     monkeypatch.setattr(calibrate_module, "MATRIX", 64)
-    rates = calibrate(OffloadConfig(bus_limit_gb_per_s=limit, optimizer="torch", threads=1), "cpu")
+    rates = calibrate(SlideformerConfig(bus_limit_gb_per_s=limit, optimizer="torch", threads=1), "cpu")
     for rate in (rates.h2d_bytes_s, rates.d2h_bytes_s):
         assert 1e6 < rate < 1e18 if expected == "measured" else rate == expected  # type: ignore[operator]
 

@@ -10,16 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ondevice.methods.lsp import engine as lsp_engine  # noqa: E402
+from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
+from ondevice.methods.lsp.fit import fit  # noqa: E402
+from ondevice.methods.lsp.matrix import Plane  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.offload.graphs import SHAPES, WARM, Graphs  # noqa: E402
-from ondevice.offload.lsp import engine as lsp_engine  # noqa: E402
-from ondevice.offload.lsp.engine import LspEngine  # noqa: E402
-from ondevice.offload.lsp.learn import learn  # noqa: E402
-from ondevice.offload.lsp.plane import Plane  # noqa: E402
-from tests.offload.lsp.dense import low_rank, pair  # noqa: E402
-from tests.offload.lsp.test_engine import FAMILIES, RATE, furthest, settings  # noqa: E402
+from tests.methods.lsp.dense import low_rank, pair  # noqa: E402
+from tests.methods.lsp.test_engine import FAMILIES, RATE, furthest, settings  # noqa: E402
+from tests.methods.slideformer.reference import batches  # noqa: E402
 from tests.offload.recording import record  # noqa: E402
-from tests.offload.reference import batches  # noqa: E402
 
 
 def train(name: str, data: list[Any], **values: Any) -> tuple[list[float], dict[str, Any], list[int]]:
@@ -40,8 +40,8 @@ def train(name: str, data: list[Any], **values: Any) -> tuple[list[float], dict[
 @pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
 @pytest.mark.parametrize(
     "values",
-    [{}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "weights": "float32", "window": 2}, {"weights": "nf4"},
-     {"weights": "host"}, {"project": False}, {"micro_batch_size": 2}, {"activations": "host"}],
+    [{}, {"weight_decay": 0.0}, {"weight_decay": 0.0, "weight_dtype": "float32", "window": 2}, {"weight_dtype": "nf4"},
+     {"weight_placement": "host"}, {"project": False}, {"micro_batch_size": 2}, {"activations": "host"}],
     ids=str,
 )  # fmt: skip
 def test_an_engine_with_graphs_has_the_bits_of_one_without(
@@ -97,7 +97,7 @@ def test_learning_with_graphs_has_the_same_bits(rows: int) -> None:
     plane = Plane(record)
     for seed in range(5):
         gradient, drawn = low_rank(rows, 23, 3, seed), pair(rows, 23, 9, 4)
-        expected, found = learn(*drawn, gradient), learn(*drawn, gradient, descents=plane.descents)
+        expected, found = fit(*drawn, gradient), fit(*drawn, gradient, descents=plane.descents)
         assert found.losses == expected.losses and found.bias == expected.bias
         for a, b in ((found.left, expected.left), (found.right, expected.right)):
             assert a.exact == b.exact

@@ -39,9 +39,9 @@ def expected(hidden: Any, weight: Any, labels: Any, scale: float) -> Any:
 def in_parts(score: ChunkedLoss, weight: Any, gradient: Any, parts: int) -> Any:
     rows = -(-len(weight) // parts)
     for low in range(0, len(weight), rows):
-        score.look(weight[low : low + rows], low)
+        score.forward(weight[low : low + rows], low)
     for low in range(0, len(weight), rows):
-        score.learn(weight[low : low + rows], low, gradient[low : low + rows])
+        score.backward(weight[low : low + rows], low, gradient[low : low + rows])
     return score.tokens().sum()
 
 
@@ -57,7 +57,7 @@ def test_loss_and_gradients_are_torchs(size: Any, parts: int | None, dtype: Any,
     hidden, weight, labels = case(size, dtype)
     losses, grad_hidden, grad_weight = expected(hidden, weight, labels, 0.37)
     score, gradient = ChunkedLoss(hidden, labels, 0.37, size[3]), torch.zeros_like(weight)
-    total = score.look_and_learn(weight, gradient) if parts is None else in_parts(score, weight, gradient, parts)
+    total = score.forward_backward(weight, gradient) if parts is None else in_parts(score, weight, gradient, parts)
     assert total.dtype == torch.float32
     assert float(total) == pytest.approx(float(losses.sum()), rel=tolerance)
     close(score.grad_hidden, grad_hidden, tolerance)
@@ -70,9 +70,9 @@ def test_loss_and_gradients_are_torchs(size: Any, parts: int | None, dtype: Any,
 def test_gradients_are_added_to_what_is_there() -> None:
     hidden, weight, labels = case(SIZES[0], torch.float32)
     once, twice = torch.zeros_like(weight), torch.zeros_like(weight)
-    ChunkedLoss(hidden, labels, 1.0, 4).look_and_learn(weight, once)
+    ChunkedLoss(hidden, labels, 1.0, 4).forward_backward(weight, once)
     for _ in range(2):
-        ChunkedLoss(hidden, labels, 1.0, 4).look_and_learn(weight, twice)
+        ChunkedLoss(hidden, labels, 1.0, 4).forward_backward(weight, twice)
     torch.testing.assert_close(twice, 2 * once)
 
 
@@ -81,7 +81,7 @@ def test_huge_logits_stay_finite(parts: int | None) -> None:
     hidden, weight, labels = case(SIZES[2], torch.float32, largest=1e4)
     losses, grad_hidden, grad_weight = expected(hidden, weight, labels, 1.0)
     score, gradient = ChunkedLoss(hidden, labels, 1.0, 64), torch.zeros_like(weight)
-    total = score.look_and_learn(weight, gradient) if parts is None else in_parts(score, weight, gradient, parts)
+    total = score.forward_backward(weight, gradient) if parts is None else in_parts(score, weight, gradient, parts)
     assert float(total) == pytest.approx(float(losses.sum()), rel=1e-4)
     close(score.grad_hidden, grad_hidden, 1e-2)
     close(gradient, grad_weight, 1e-2)
@@ -90,5 +90,5 @@ def test_huge_logits_stay_finite(parts: int | None) -> None:
 def test_nothing_labelled_is_nothing_learned() -> None:
     hidden, weight, labels = case(SIZES[0], torch.float32)
     score, gradient = ChunkedLoss(hidden, torch.full_like(labels, -100), 1.0, 4), torch.zeros_like(weight)
-    assert float(score.look_and_learn(weight, gradient)) == 0
+    assert float(score.forward_backward(weight, gradient)) == 0
     assert not gradient.any() and not score.grad_hidden.any()

@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 
 from ondevice.offload.device import CpuDevice  # noqa: E402
 from ondevice.offload.report import LANES, Spans, Timeline, chrome_trace, overlap  # noqa: E402
+from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload.faults import LateDevice  # noqa: E402
-from tests.offload.reference import batches, run  # noqa: E402
 
 BY_HAND: Spans = [
     ("forward", "layer 0", 10.0, 11.0, 0),

@@ -16,8 +16,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ondevice.errors import MissingPackageError, StorageError  # noqa: E402
-from ondevice.offload import gds  # noqa: E402
+from ondevice.core.errors import StorageError  # noqa: E402
+from ondevice.offload import drive  # noqa: E402
 from ondevice.offload.storage import BLOCK_BYTES, PIECE_BYTES, TierFile, buffer, checksum  # noqa: E402
 
 BACKENDS = ("direct", "buffered")
@@ -100,7 +100,7 @@ def test_a_file_system_that_refuses_direct_io_is_buffered(tmp_path: Path, monkey
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(path, flags, *rest)
 
-    monkeypatch.setattr(gds.os, "open", refuse)
+    monkeypatch.setattr(drive.os, "open", refuse)
     with TierFile(tmp_path, "tier.bin", SMALL, backend="direct") as tier:
         assert tier.backend == "buffered"
         tier.write(0, filled(10_000, 5)).result(WAIT_S)
@@ -177,7 +177,7 @@ def test_a_source_changed_during_its_write_is_found(tmp_path: Path, monkeypatch:
             source[3] += 1
             return real(*arguments)
 
-        monkeypatch.setattr(gds.os, "pwritev", late)
+        monkeypatch.setattr(drive.os, "pwritev", late)
         tier.write(0, source).result(WAIT_S)
         fails(tier.read(0, buffer(10_000, pin=False)), "record 0 .*payload checksum")
 
@@ -193,21 +193,6 @@ def test_checksum_finds_what_a_plain_sum_or_one_weighted_by_odd_numbers_misses()
     for changed in (words.flip(0), words.roll(1, 0), words.roll(1, 1), twice, in_a_block, in_a_column):
         seen.add(checksum(changed.contiguous().view(torch.uint8).view(-1)))
     assert len(seen) == 7
-
-
-def test_checksum_of_the_gpu_is_that_of_the_host() -> None:
-    """A CUDA tensor is summed by torch, a CPU tensor by numpy: the same bytes must come out."""
-
-    class Elsewhere:
-        """A CPU tensor that says it is on the GPU."""
-
-        device = SimpleNamespace(type="cuda")
-
-        def __init__(self, tensor: torch.Tensor) -> None:
-            self.view = tensor.view
-
-    piece = filled(64 * BLOCK_BYTES, 1)
-    assert checksum(Elsewhere(piece)) == checksum(piece)  # type: ignore[arg-type]
 
 
 def test_a_record_that_was_never_written(tmp_path: Path) -> None:
@@ -250,7 +235,7 @@ def test_a_file_system_that_fills_up(tmp_path: Path) -> None:
         pytest.skip("no right to mount a file system")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gds.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+            patch.setattr(drive.shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
             with pytest.raises(StorageError, match="the disk is full"):
                 TierFile(tmp_path, "tier.bin", [2 << 20])
         assert list(tmp_path.iterdir()) == []
@@ -267,7 +252,7 @@ import resource, sys
 sys.path.insert(0, {str(root)!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 from pathlib import Path
-from ondevice.errors import StorageError
+from ondevice.core.errors import StorageError
 from ondevice.offload.storage import TierFile
 try:
     TierFile(Path({str(tmp_path)!r}), "tier.bin", [2 << 20])
@@ -290,15 +275,15 @@ def test_a_drive_that_fails_a_transfer(tmp_path: Path, monkeypatch: pytest.Monke
 
         tier.write(1, filled(10_000, 0)).result(WAIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(gds.os, "pwritev", fail)
+            patch.setattr(drive.os, "pwritev", fail)
             fails(tier.write(1, filled(10_000, 1)), f"record 1 at byte {START} .*written: {words}")
         fails(tier.read(1, buffer(10_000, pin=False)), "record 1 .*generation")  # not the write before, in silence
         tier.write(1, filled(10_000, 2)).result(WAIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(gds.os, "preadv", fail)
+            patch.setattr(drive.os, "preadv", fail)
             fails(tier.read(1, buffer(10_000, pin=False)), f"record 1 .*read: {words}")
         with monkeypatch.context() as patch:
-            patch.setattr(gds.os, "pwritev", lambda *_: 0)
+            patch.setattr(drive.os, "pwritev", lambda *_: 0)
             fails(tier.write(1, filled(10_000, 2)), "record 1 .*written only in part")
 
 
@@ -307,7 +292,7 @@ def test_a_transfer_in_parts_is_gone_on_with(tmp_path: Path, monkeypatch: pytest
     for name in ("preadv", "pwritev"):
         real = getattr(os, name)
         monkeypatch.setattr(
-            gds.os, name, lambda file, views, at, real=real: real(file, [memoryview(views[0])[:BLOCK_BYTES]], at)
+            drive.os, name, lambda file, views, at, real=real: real(file, [memoryview(views[0])[:BLOCK_BYTES]], at)
         )
     with TierFile(tmp_path, "tier.bin", SMALL) as tier:
         tier.write(0, filled(10_000, 3)).result(WAIT_S)
@@ -335,7 +320,7 @@ def test_close_gives_up_on_a_drive_that_hangs(tmp_path: Path, monkeypatch: pytes
         return real(*arguments)
 
     tier = TierFile(tmp_path, "tier.bin", SMALL, timeout_s=0.2, workers=1)
-    monkeypatch.setattr(gds.os, "pwritev", hang)
+    monkeypatch.setattr(drive.os, "pwritev", hang)
     futures = [tier.write(record, filled(10_000, record)) for record in (2, 0, 2)]
     with pytest.raises(StorageError, match="3 transfers did not end"):
         tier.close()
@@ -357,7 +342,7 @@ def test_a_slow_drive_is_not_a_dead_one(tmp_path: Path, monkeypatch: pytest.Monk
         threading.Event().wait(0.15)
         return real(*arguments)
 
-    monkeypatch.setattr(gds.os, "pwritev", slow)
+    monkeypatch.setattr(drive.os, "pwritev", slow)
     with TierFile(tmp_path, "tier.bin", SMALL, timeout_s=0.6, workers=1) as tier:
         futures = [tier.write(record % 3, filled(10_000, record)) for record in range(6)]  # 1.8 s of work
     assert all(future.exception() is None for future in futures)
@@ -403,13 +388,6 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         TierFile(tmp_path / "file" / "folder", "tier.bin", SMALL)
 
 
-def test_kvikio_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvikio", None)
-    with pytest.raises(MissingPackageError, match="pip install kvikio-cu"):
-        TierFile(tmp_path, "tier.bin", SMALL, backend="kvikio")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_buffers_are_aligned_and_live_as_long_as_a_view() -> None:
     for size in (1, 4096, 4097, 5_000_001):
         tensor = buffer(size, pin=True)
@@ -429,14 +407,3 @@ def test_pinned_buffers_are_page_locked() -> None:
     assert int(tensor.to("cuda", non_blocking=True).sum()) == 3 * len(tensor)
     del tensor
     torch.cuda.synchronize()
-
-
-@pytest.mark.gpu
-def test_gpudirect_round_trip(tmp_path: Path) -> None:
-    pytest.importorskip("kvikio")
-    with TierFile(tmp_path, "tier.bin", [PIECE_BYTES + 5], backend="kvikio") as tier:
-        source = filled(PIECE_BYTES + 5, 0).cuda()
-        tier.write(0, source).result(WAIT_S)
-        tier.read(0, target := torch.zeros_like(source)).result(WAIT_S)
-        tier.read(0, on_host := buffer(PIECE_BYTES + 5, pin=False)).result(WAIT_S)
-        assert tier.backend == "kvikio" and torch.equal(source, target) and torch.equal(source.cpu(), on_host)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from ondevice.errors import MissingPackageError, StorageError
+from ondevice.core.errors import MissingPackageError, StorageError
 from ondevice.runtime_ops import build
 
 

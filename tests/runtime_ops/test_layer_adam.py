@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ondevice.errors import DataError, MissingPackageError, ModelError
+from ondevice.core.errors import DataError, MissingPackageError, ModelError
 from ondevice.runtime_ops import layer_adam as la
 from ondevice.runtime_ops import native
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, Moments

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from ondevice.errors import ConfigError
+from ondevice.core.errors import ConfigError
 from ondevice.runtime_ops import generator
 
 mx = pytest.importorskip("mlx.core")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ondevice.errors import ModelError
+from ondevice.core.errors import ModelError
 from ondevice.runtime_ops import quantized
 
 

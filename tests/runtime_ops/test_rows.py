@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ondevice.errors import DataError
+from ondevice.core.errors import DataError
 from ondevice.runtime_ops import native, rows
 
 

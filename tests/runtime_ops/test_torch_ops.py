@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from ondevice.errors import ConfigError, DataError, ModelError
+from ondevice.core.errors import ConfigError, DataError, ModelError
 from ondevice.runtime_ops import build, generator, golden, native, quantized, torch_ops
 
 OPS = torch.ops.ondevice

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ondevice.errors import ConfigError, ModelError
+from ondevice.core.errors import ConfigError, ModelError
 from ondevice.runtime_ops import generator, native
 
 pytest.importorskip("triton")

@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from ondevice.errors import ConfigError, DeviceError
+from ondevice.core.errors import ConfigError, DeviceError
 from ondevice.server.client import Client, RefusedError
 from tests.server.running import rows, settings, wait_for
 
 schemathesis = pytest.importorskip("schemathesis", reason="a development package")
 from schemathesis import checks  # noqa: E402
 
-from ondevice.server.app import _json, create_app  # noqa: E402
+from ondevice.server.app import create_app  # noqa: E402
+from ondevice.server.routes import json_answer  # noqa: E402
 
 CHECKS = (
     checks.not_a_server_error,
@@ -162,6 +163,7 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ({"config": {"data": {"task": [[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]}}}, 422, "nested too deeply"),
         ({"name": "\ud800"}, 422, "name"),
         ({"config": {"train": {"setps": 3}}}, 422, "did you mean 'steps'"),
+        ({"config": {"method": {"outer_loop": False}}}, 422, "'method.outer_loop' is now 'method.batch_queries'"),
         ({"config": {"method": {"name": "magic"}}}, 422, "unknown method"),
         ({"config": {"method": "magic"}}, 422, ""),
         ({"config": {"train": 3}}, 422, "no section"),
@@ -179,7 +181,7 @@ def test_mistakes_in_a_job_are_told(served, change: dict[str, Any], status: int,
 
 
 def test_an_error_about_half_a_surrogate_pair_is_valid_json() -> None:
-    answer = _json(422, {"received": "\ud800 and \u00e9"})
+    answer = json_answer(422, {"received": "\ud800 and \u00e9"})
     assert json.loads(answer.body) == {"received": "? and \u00e9"} and answer.media_type == "application/json"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ondevice.exporters.registry import exporter
+from ondevice.core.registry import target as find_target
 
 
 @pytest.mark.parametrize("target", ["jetson", "cuda-server"])
@@ -16,5 +16,5 @@ def test_every_package_of_the_extra_serve_is_pinned(target: str, root: Path) -> 
     assert extra is not None
     wanted = set(re.findall(r'"([\w-]+)', extra[1]))
     assert "fastapi" in wanted
-    for name, text in exporter(target).requirements.items():  # type: ignore[attr-defined]
+    for name, text in find_target(target).data.requirements.items():
         assert wanted <= set(re.findall(r"^([\w-]+)==", text, re.MULTILINE)), name

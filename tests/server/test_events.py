@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from ondevice.server import hub
-from ondevice.server.follow import follow
-from ondevice.server.hub import KEPT_FRAMES, Hub
+from ondevice.server import events as hub
+from ondevice.server.events import KEPT_FRAMES, Hub, follow
 from ondevice.server.queue import Queue
 from ondevice.server.store import Store
 from tests.server.kills import check_stream

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ondevice.plan.devices import find_device
+from ondevice.planning.devices import find_device
 from ondevice.server import generate
 from ondevice.server.app import create_app
 from ondevice.server.client import RefusedError
@@ -23,7 +23,7 @@ QUESTION = {"max_new_tokens": 4, "temperature": 0.0, "seed": 0}
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """NF4 weights of a model that is gone once they are packed."""
     pytest.importorskip("bitsandbytes")
-    from ondevice.api.artifacts import export
+    from ondevice.api.export import export
     from ondevice.api.runfile import RunConfig
     from ondevice.models import save_tiny
 
@@ -101,7 +101,7 @@ def test_beside_a_job_what_does_not_fit_is_refused_with_the_numbers(
     from fastapi.testclient import TestClient
 
     monkeypatch.setattr(
-        "ondevice.plan.devices.find_device", lambda name: replace(find_device("this-cpu"), usable_bytes=3 << 20)
+        "ondevice.planning.devices.find_device", lambda name: replace(find_device("this-cpu"), usable_bytes=3 << 20)
     )
     plan = {"device": {"kind": "computer", "torch_device": "cpu"}, "total_bytes": 7 << 20}
     calls = {"plan": lambda **_: plan, "generate": generate.answer}

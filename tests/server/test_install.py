@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from ondevice.errors import BusyError, ConfigError, DoesNotFitError, StorageError
-from ondevice.server import logs, metrics, notify, systemd
+from ondevice.core.errors import BusyError, ConfigError, DoesNotFitError, StorageError
+from ondevice.server import metrics, service, systemd
 from ondevice.server.daemon import Daemon, sweep
 from ondevice.server.helper import Helper
-from ondevice.server.limits import Cgroup, own_bytes
 from ondevice.server.serve import default_store
+from ondevice.server.service import Cgroup, own_bytes
 from ondevice.server.store import MIGRATIONS, MissingError, Store
 from ondevice.server.supervisor import Running, judge, over_memory
 from tests.server.running import DaemonProcess, wait_for
@@ -80,14 +80,14 @@ def test_systemd_hears_that_it_is_ready_alive_and_stopping(tmp_path) -> None:
 
 def test_without_systemd_nothing_is_said(monkeypatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    assert not notify.notify("READY=1")
+    assert not service.notify("READY=1")
     monkeypatch.setenv("WATCHDOG_USEC", "3000000")
     monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
-    assert notify.watchdog_s() == 3.0
+    assert service.watchdog_s() == 3.0
     monkeypatch.setenv("WATCHDOG_PID", "1")
-    assert notify.watchdog_s() is None
+    assert service.watchdog_s() is None
     monkeypatch.setenv("WATCHDOG_USEC", "soon")
-    assert notify.watchdog_s() is None
+    assert service.watchdog_s() is None
 
 
 def test_one_daemon_a_store(tmp_path) -> None:
@@ -190,11 +190,11 @@ def test_where_the_store_is(monkeypatch, tmp_path) -> None:
 
 
 def test_logs_rotate_and_hold_no_token(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(logs, "LOG_BYTES", 2000)
+    monkeypatch.setattr(service, "LOG_BYTES", 2000)
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     try:
-        logs.start_log(tmp_path)
+        service.start_log(tmp_path)
         for number in range(300):
             logging.getLogger("x").info(
                 "line %d, Authorization: Bearer abc%d, odt_12ab_SECRET-%d", number, number, number
@@ -205,23 +205,23 @@ def test_logs_rotate_and_hold_no_token(tmp_path, monkeypatch) -> None:
             handler.close()
         root.setLevel(level)
     files = list(tmp_path.iterdir())
-    assert len(files) == logs.LOG_FILES + 1 and all(path.stat().st_size <= 2000 for path in files)
+    assert len(files) == service.LOG_FILES + 1 and all(path.stat().st_size <= 2000 for path in files)
     text = "".join(path.read_text() for path in files)
     assert "line 299" in text and "SECRET" not in text and "abc" not in text
 
 
 def test_a_workers_log_is_trimmed(tmp_path) -> None:
     path = tmp_path / "worker.log"
-    assert logs.tail(path, 10) == ""
+    assert service.tail(path, 10) == ""
     with path.open("ab") as file:
         for number in range(1950):
             file.write(f"line {number}\n".encode())
             file.flush()
             if number % 100 == 99:
-                logs.trim(path, 3000)
+                service.trim(path, 3000)
     assert path.stat().st_size < 6000 and (tmp_path / "worker.log.1").stat().st_size < 6000
-    assert logs.tail(path, 30).splitlines()[-1] == "line 1949"
-    assert logs.tail(path, 30).splitlines()[0].startswith("line ")
+    assert service.tail(path, 30).splitlines()[-1] == "line 1949"
+    assert service.tail(path, 30).splitlines()[0].startswith("line ")
 
 
 def test_memory_of_a_family_of_processes() -> None:

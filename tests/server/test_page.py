@@ -15,8 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
-from ondevice.server.app import PAGE
-from ondevice.server.guard import CSP
+from ondevice.server.app import CSP, PAGE
 from ondevice.server.security import create_token
 from ondevice.server.store import Store
 from tests.server.running import DaemonProcess
@@ -111,7 +110,7 @@ def test_a_job_with_the_keyboard_alone(daemon: DaemonProcess, story: dict[str, A
 @pytest.mark.slow
 @needs_browser
 def test_an_exported_program_from_its_zip_to_a_finished_job(daemon: DaemonProcess, tmp_path: Path) -> None:
-    from ondevice.api.artifacts import export
+    from ondevice.api.export import export
     from ondevice.api.runfile import RunConfig
 
     values = {"method.name": "prge", "method.rank": 2, "method.queries": 2, "export.target": "cuda-server"}

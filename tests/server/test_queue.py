@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from ondevice.errors import BusyError
+from ondevice.core.errors import BusyError
 from ondevice.server.queue import ACTIVE, ENDED, Job, Queue, in_window
 from ondevice.server.store import MissingError, Store
 

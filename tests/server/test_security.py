@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from ondevice.errors import ConfigError
+from ondevice.core.errors import ConfigError
 from ondevice.server import security
+from ondevice.server.app import BODY_BYTES, CSP
 from ondevice.server.client import Client, RefusedError
-from ondevice.server.guard import BODY_BYTES, CSP
 from ondevice.server.serve import serve
 from ondevice.server.store import MissingError, Store
 from ondevice.server.uploads import PART_BYTES

@@ -15,13 +15,13 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
-from ondevice.errors import StorageError
+from ondevice.core.errors import StorageError
 from ondevice.server import supervisor as module
 from ondevice.server.daemon import HUNG_S, sweep
-from ondevice.server.follow import follow
+from ondevice.server.events import follow
 from ondevice.server.helper import Helper
-from ondevice.server.limits import Cgroup
 from ondevice.server.queue import Job, Queue
+from ondevice.server.service import Cgroup
 from ondevice.server.store import Store
 from ondevice.server.supervisor import Supervisor
 from tests.server.running import rows, wait_for

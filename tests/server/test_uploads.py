@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
-from ondevice.errors import StorageError
+from ondevice.core.errors import StorageError
 from ondevice.server import uploads
 from ondevice.server.store import Store
 

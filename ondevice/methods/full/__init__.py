@@ -1,1 +1,18 @@
-"""First-order training of all parameters: the upper baseline."""
+"""First-order fine-tuning of all parameters with AdamW."""
+
+from ondevice.core.method import MethodSpec
+from ondevice.methods.full.config import FullConfig
+
+METHOD = MethodSpec(
+    name="full",
+    package=__name__,
+    config=FullConfig,
+    summary="first-order fine-tuning of all parameters",
+    keeps="gradients, two moments, activations of all layers",
+    page="full.md",
+    trains="all",
+    order="first",
+    sessions={"torch": ".torch:open_session"},
+    memory=".memory:MEMORY",
+    cost=".cost:step_cost",
+)

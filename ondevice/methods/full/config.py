@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ondevice.config import Section
+from ondevice.core.config import StrictConfig
 
 
-class FullConfig(Section):
+class FullConfig(StrictConfig):
     """First-order fine-tuning of all parameters (AdamW)."""
 
     name: Literal["full"] = "full"

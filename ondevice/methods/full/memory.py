@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.methods.sizes import backward_bytes, loss_bytes
+from ondevice.core.method import MemoryModel
+from ondevice.methods.step_model import backward_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.full.config import FullConfig
@@ -23,3 +24,6 @@ def memory(
         "logits": loss_bytes(dims, tokens, config.loss_tiles),
         "optimizer": dims.parameters * 2 * activation_bytes,
     }
+
+
+MEMORY = MemoryModel(memory)

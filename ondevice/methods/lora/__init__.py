@@ -1,1 +1,19 @@
-"""First-order LoRA and LoRA-FA: the baselines that zeroth-order training is measured against."""
+"""First-order LoRA by backpropagation, with peft's layers."""
+
+from ondevice.core.method import MethodSpec
+from ondevice.methods.lora.config import LoraConfig
+
+METHOD = MethodSpec(
+    name="lora",
+    package=__name__,
+    config=LoraConfig,
+    summary="first-order LoRA by backpropagation",
+    keeps="A, B, two moments, activations of all layers",
+    page="lora.md",
+    trains="adapter",
+    order="first",
+    sessions={"torch": ".torch:open_session"},
+    memory=".memory:MEMORY",
+    cost="ondevice.methods.step_model:adapter_step_cost",
+    programs={"torch": ".program:TORCH"},
+)

@@ -1,17 +1,20 @@
-"""Settings of first-order LoRA and LoRA-FA with AdamW (P-RGE Table 8, FO-LoRA-FA)."""
+"""Settings of first-order LoRA with AdamW."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ondevice.config import Section
-from ondevice.methods.prge.config import Target
+from ondevice.core.config import StrictConfig, TargetModule
 
 
-class LoraConfig(Section):
+class LoraConfig(StrictConfig):
     """First-order LoRA: both matrices are trained by backpropagation (peft, AdamW)."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules"}
+    trains_a: ClassVar[bool] = True
+    """False freezes A (LoRA-FA)."""
 
     name: Literal["lora"] = "lora"
     """Method name."""
@@ -22,7 +25,7 @@ class LoraConfig(Section):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    targets: tuple[Target, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    target_modules: tuple[TargetModule, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
     """Linear layers that carry an adapter."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
@@ -33,10 +36,3 @@ class LoraConfig(Section):
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""
-
-
-class LoraFaConfig(LoraConfig):
-    """First-order LoRA-FA: A is frozen, B is trained (peft, AdamW)."""
-
-    name: Literal["lora-fa"] = "lora-fa"  # type: ignore[assignment]
-    """Method name."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.methods.sizes import backward_bytes, loss_bytes
+from ondevice.core.method import MemoryModel
+from ondevice.methods.step_model import backward_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.lora.config import LoraConfig
@@ -15,10 +16,10 @@ def memory(
     dims: ModelDims, config: LoraConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
     """Peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for backward."""
-    shapes = [dims.linear_shape(target) for target in config.targets]
+    shapes = [dims.linear_shape(target) for target in config.target_modules]
     a = dims.layers * config.rank * sum(inputs for inputs, _ in shapes)
     b = dims.layers * config.rank * sum(outputs for _, outputs in shapes)
-    trained = b if config.name == "lora-fa" else a + b
+    trained = a + b if config.trains_a else b
     tokens = batch_size * length_tokens
     return {
         "adapter": (a + b) * 4 + trained * 4,
@@ -27,3 +28,6 @@ def memory(
         "logits": loss_bytes(dims, tokens, config.loss_tiles),
         "optimizer": trained * 8,
     }
+
+
+MEMORY = MemoryModel(memory)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.errors import ArtifactError, MissingPackageError
-from ondevice.methods.first_order import FirstOrderSession
+from ondevice.core.errors import ArtifactError, MissingPackageError
+from ondevice.methods.adamw_session import AdamWSession
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 
 
-class LoraSession(FirstOrderSession):
+class LoraSession(AdamWSession):
     """The adapter's tensors are the trained parameters; A is frozen for LoRA-FA."""
 
     def __init__(self, loaded: LoadedModel, config: Any, seed: int) -> None:
@@ -25,10 +25,10 @@ class LoraSession(FirstOrderSession):
             import peft
         except ImportError:
             raise MissingPackageError("peft is not installed", hint="pip install 'ondevice-train[torch]'") from None
-        for target in config.targets:
+        for target in config.target_modules:
             loaded.family.linear(0, target)  # refuses what carries no adapter before peft changes the model
         settings = peft.LoraConfig(
-            r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets), lora_dropout=0.0
+            r=config.rank, lora_alpha=config.alpha, target_modules=list(config.target_modules), lora_dropout=0.0
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -39,7 +39,7 @@ class LoraSession(FirstOrderSession):
             if ".lora_" in name
         }
         self.all_tensors = named
-        frozen_a = config.name == "lora-fa"
+        frozen_a = not config.trains_a
         for name, parameter in named.items():
             parameter.requires_grad_(not (frozen_a and ".lora_A." in name))
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
@@ -49,7 +49,7 @@ class LoraSession(FirstOrderSession):
         """The trained adapter in PEFT's layout."""
         tensors = {name: value.detach().float().cpu().numpy().copy() for name, value in self.all_tensors.items()}
         config = self.config
-        return Adapter(tensors, config.rank, config.alpha, config.targets, self.loaded.source.source)
+        return Adapter(tensors, config.rank, config.alpha, config.target_modules, self.loaded.source.source)
 
     @torch.no_grad()
     def load_adapter(self, adapter: Adapter) -> None:
@@ -76,13 +76,13 @@ class LoraSession(FirstOrderSession):
 
     @torch.no_grad()
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` gave."""
         super().load_state(state)
         for name, value in self.all_tensors.items():
             if name not in self.parameters and name in state:
                 value.copy_(torch.from_numpy(state[name]))
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int) -> LoraSession:
-    """The registry's door to this method."""
+def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> LoraSession:
+    """See `MethodSpec.open_session`; the model is computed where it is."""
     return LoraSession(loaded, config, seed)

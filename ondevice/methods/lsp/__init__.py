@@ -1,1 +1,22 @@
-"""Full-parameter fine-tuning with near-native speed over a slow bus (LSP-Offload): learned sparse projectors."""
+"""LSP-Offload: all parameters over a slow bus, through sparse projections."""
+
+from ondevice.core.method import MethodSpec, Option
+from ondevice.methods.lsp.config import LspConfig
+
+METHOD = MethodSpec(
+    name="lsp",
+    package=__name__,
+    config=LspConfig,
+    summary="all parameters over a slow bus; gradients cross it in a subspace",
+    keeps="weights and projectors on the GPU; 8 bytes for each number of the subspaces in host memory",
+    page="lsp.md",
+    trains="all",
+    order="first",
+    sessions={"torch": ".torch:open_session"},
+    memory=".memory:MEMORY",
+    cost=".cost:step_cost",
+    options=(Option("--bus-limit", "bus_limit_gb_per_s", float, "Simulated bus, GB/s in each direction"),),
+    offloads=True,
+    lanes=".planner:lanes",
+    advise=".planner:recommend",
+)

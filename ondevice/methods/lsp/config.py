@@ -1,16 +1,51 @@
-"""Settings of LSP-Offload: those of its engine and its projectors, and AdamW's learning rate."""
+"""Settings of LSP-Offload: those of the engines, of its projectors, and AdamW's learning rate."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ondevice.offload.lsp.config import LspEngineConfig
+from ondevice.core.config import StrictConfig
+from ondevice.offload.config import EngineConfig
+
+FOLDED = 1 << 24
+"""Elements of a weight that take their change at once."""
 
 
-class LspConfig(LspEngineConfig):
+class ProjectorConfig(StrictConfig):
+    """Which subspace a weight matrix is updated in, and when it is drawn and learned anew."""
+
+    subspace: int = Field(default=512, ge=1)
+    """Size s: a matrix of m x n sends s x s numbers; a side that is no longer than s stays as it is."""
+
+    nonzeros: int = Field(default=8, ge=1)
+    """Values other than zero in each row of a projector (d)."""
+
+    check_every: int = Field(default=1000, ge=1)
+    """Steps between two checks of the projectors' bias, on the first micro-batch of the step."""
+
+    threshold: float = Field(default=0.3, ge=0)
+    """Projectors are drawn and learned anew where ||P P^T G Q Q^T - G|| / ||G|| is at least this."""
+
+    learned: bool = False
+    """Learn projectors from the gradient of the check, as the paper does; else they stay as they are drawn, and others
+    are drawn at every check."""
+
+    learn_rounds: int = Field(default=1, ge=1)
+    """Products with the gradient, for each side, when projectors are learned."""
+
+    learn_steps: int = Field(default=12, ge=1)
+    """Steps of conjugate gradients of a side in a round."""
+
+    gamma: float = Field(default=1e-3, ge=0)
+    """Weight of the projectors' mean squares beside the relative bias while they are learned."""
+
+
+class LspConfig(EngineConfig, ProjectorConfig):
     """First-order fine-tuning of all parameters; what crosses the bus is each gradient in a learned subspace."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"weights": "weight_dtype or weight_placement"}
 
     name: Literal["lsp"] = "lsp"
     """Method name."""
@@ -18,10 +53,42 @@ class LspConfig(LspEngineConfig):
     learning_rate: float = Field(default=1e-4, gt=0)
     """AdamW's learning rate."""
 
+    project: bool = True
+    """False sends whole gradients and gets whole weights: ZeRO-Offload with either schedule, for comparison."""
+
+    schedule: Literal["layerwise", "zero"] = "layerwise"
+    """`layerwise` overlaps each layer's way to the host and back with the others' (Algorithm 3); `zero` updates after
+    the backward pass and waits for all of it (Algorithm 1)."""
+
+    weight_placement: Literal["device", "host"] = "device"
+    """Where the layers' weights are: on the accelerator, or in host memory, from which they slide through it."""
+
+    weight_dtype: Literal["compute", "float32", "int8", "nf4"] = "compute"
+    """What the layers' weights are kept in: the compute dtype, float32, or 8 or 4 bits by bitsandbytes; on the host the
+    compute dtype."""
+
+    window: int = Field(default=3, ge=2)
+    """Layers whose weights are on the accelerator as they are computed with."""
+
+    gradient_buffers: int = Field(default=4, ge=2)
+    """Layers whose gradients are on their way at once."""
+
+    activations: Literal["device", "host"] = "device"
+    """Where each layer's input waits for the backward pass."""
+
+    cuda_graphs: bool = True
+    """Run a layer's passes as CUDA graphs where there is CUDA: the launches of many kernels bound small steps. The
+    first four shapes of batches that come again get them; temporary memory of a layer is then held all the time."""
+
     @model_validator(mode="after")
-    def _kept_where_they_train(self) -> Self:
-        if not self.project and self.weights != "compute":
+    def _weights_that_exist(self) -> Self:
+        if not self.project and (self.weight_placement, self.weight_dtype) != ("device", "compute"):
+            received = (
+                "weight_placement: host" if self.weight_placement == "host" else f"weight_dtype: {self.weight_dtype}"
+            )
+            raise ValueError(f"{received} is for project: true; without it all weights are in the compute dtype")
+        if self.weight_placement == "host" and self.weight_dtype != "compute":
             raise ValueError(
-                f"weights: {self.weights} is for project: true; without it all weights are in the compute dtype"
+                f"weight_dtype: {self.weight_dtype} is for weights on the device; on the host it is compute"
             )
         return self

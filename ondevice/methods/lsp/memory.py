@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ondevice.core.method import MemoryModel, Reduction
+from ondevice.methods.lsp.config import FOLDED
 from ondevice.methods.lsp.sizes import KINDS, exact, narrow, projected, slides
-from ondevice.methods.sizes import passes_bytes
-from ondevice.offload.lsp.config import FOLDED
+from ondevice.methods.step_model import passes_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.config import LspConfig
@@ -48,7 +49,7 @@ def memory(
         "dense projectors": item * max(sum(one.dense for one in found if one.kind == kind) for kind in KINDS),
         "changes": narrow(dims, config) * (4 + item),
         "gradients on the way": (slots * (layer - matrices + inner) + leaving + tokens * dims.hidden) * item,
-        "a look": _look(config, found, layer, item),
+        "bias check": _bias_check(config, found, layer, item),
         **passes_bytes(dims, config, config.activations, batch_size, length_tokens, dims.vocab),
     }
     return {part: size for part, size in parts.items() if size}
@@ -57,7 +58,7 @@ def memory(
 def kept_bytes(dims: ModelDims, config: LspConfig) -> int:
     """What stays on the accelerator each time that all projectors are replaced: with quantised weights, which take no
     changes, the old ones and theirs."""
-    if config.weights not in QUANTISED_BYTES:
+    if config.weight_dtype not in QUANTISED_BYTES:
         return 0
     values = min(config.nonzeros, config.subspace) * PROJECTOR_BYTES
     layers = (one for one in projected(dims, config) if one.kind == "layer")
@@ -96,21 +97,59 @@ def host_memory(
 def _weights(dims: ModelDims, config: LspConfig, item: int) -> float:
     """Bytes of a layer's weights on the accelerator; what is no matrix is not quantised."""
     layer = dims.block_parameters
-    if config.weights in QUANTISED_BYTES:
+    if config.weight_dtype in QUANTISED_BYTES:
         matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
-        return matrices * QUANTISED_BYTES[config.weights] + (layer - matrices) * item
-    return {"compute": layer * item, "float32": layer * 4, "host": 0}[config.weights]
+        return matrices * QUANTISED_BYTES[config.weight_dtype] + (layer - matrices) * item
+    return 0 if config.weight_placement == "host" else layer * (4 if config.weight_dtype == "float32" else item)
 
 
-def _look(config: LspConfig, found: list[Projected], layer: int, item: int) -> int:
-    """The most that a look at one matrix takes: its gradient, and what learns projectors or what folds its change."""
+def _bias_check(config: LspConfig, found: list[Projected], layer: int, item: int) -> int:
+    """The most that a check of one matrix takes: its gradient, and what fits projectors or what folds its change."""
     most = 0
     for one in found:
         longest, size = max(one.rows, one.columns), max(one.left, one.right)
         learning = LEARNING * longest * size * 4
-        folds = one.kind != "layer" or config.weights not in QUANTISED_BYTES
-        copy = layer * item * (one.kind == "layer" and config.weights == "host")
+        folds = one.kind != "layer" or config.weight_dtype not in QUANTISED_BYTES
+        copy = layer * item * (one.kind == "layer" and config.weight_placement == "host")
         folding = FOLDING_BYTES * min(one.rows * one.columns, FOLDED) + copy
         gradient = 0 if one.kind == "head" else one.rows * one.columns * item
         most = max(most, gradient + max(learning, folding if folds else 0))
     return most
+
+
+def _in_parts(dims: ModelDims, config: LspConfig, weight_bytes: int, runtime: str) -> int:
+    """None beside the parts: `memory` lists the weights where `config.weight_placement` says that they are."""
+    return 0
+
+
+def _notes(dims: ModelDims, config: LspConfig) -> list[str]:
+    more = kept_bytes(dims, config)
+    text = f"each time that all projectors are replaced, {more / (1 << 20):,.0f} MiB more stay on the accelerator"
+    return [text] if more else []
+
+
+def _smaller_weights(config: LspConfig, batch_size: int) -> LspConfig | None:
+    quantised = config.weight_dtype in QUANTISED_BYTES
+    if not config.project or quantised or config.weight_placement == "host":
+        return None
+    return config.model_copy(update={"weight_dtype": "nf4"})
+
+
+def _weights_on_the_host(config: LspConfig, batch_size: int) -> LspConfig | None:
+    if not config.project or config.weight_placement == "host":
+        return None
+    return config.model_copy(update={"weight_placement": "host", "weight_dtype": "compute"})
+
+
+MEMORY = MemoryModel(
+    memory,
+    host=host_memory,
+    weights=_in_parts,
+    notes=_notes,
+    host_note="AdamW's moments are in host memory; the weights are where method.weight_placement says",
+    host_hint="method.weight_placement: device, method.activations: device, a smaller method.subspace",
+    reductions=(
+        Reduction("method.weight_dtype: nf4", _smaller_weights),
+        Reduction("method.weight_placement: host", _weights_on_the_host),
+    ),
+)

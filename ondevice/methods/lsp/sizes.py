@@ -95,8 +95,8 @@ def bus_bytes(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens
 
 
 def slides(dims: ModelDims, config: LspConfig) -> bool:
-    """Whether the layers' weights are on the host: only where something is projected."""
-    return config.weights == "host" and bool(projected(dims, config))
+    """True where the layers' weights are on the host: only where something is projected."""
+    return config.weight_placement == "host" and bool(projected(dims, config))
 
 
 @dataclass(frozen=True)

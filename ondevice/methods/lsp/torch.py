@@ -1,4 +1,4 @@
-"""The session of LSP-Offload: its engine, its state for checkpoints, the trained weights, and what looks found."""
+"""The session of LSP-Offload: its engine, its state for checkpoints, the trained weights, and checks of the bias."""
 
 from __future__ import annotations
 
@@ -7,26 +7,36 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ondevice.methods.offloading import EngineSession, as_numpy, steps_of
+from ondevice.core.errors import CheckpointError
+from ondevice.methods.engine_session import EngineSession, as_numpy, steps_of
+from ondevice.methods.lsp.engine import LspEngine
+from ondevice.methods.lsp.part import Older
+from ondevice.methods.lsp.projector import Projector
 from ondevice.models.save import save_weights
 from ondevice.offload.device import memory_errors
 from ondevice.offload.host import DTYPES
-from ondevice.offload.lsp import saved
-from ondevice.offload.lsp.engine import LspEngine
 
 if TYPE_CHECKING:
-    import torch
-
+    from ondevice.core.session import StepResult
     from ondevice.methods.lsp.config import LspConfig
-    from ondevice.methods.session import StepResult
+    from ondevice.methods.lsp.matrix import Matrix
     from ondevice.models import LoadedModel
+    from ondevice.offload.ranks import Arrays
 
-OPEN_HINT = "method.weights: nf4 or host, method.window: 2; `ondevice plan` lists what each part needs"
+OPEN_HINT = (
+    "method.weight_dtype: nf4 or method.weight_placement: host, method.window: 2; "
+    "`ondevice plan` lists what each part needs"
+)
 STEP_HINT = (
     "method.micro_batch_size: 1, method.activations: host, method.loss_chunk_tokens: 512; "
     "`ondevice plan` lists what each part needs"
 )
+
+
+SIDES = ("left", "right")
 
 
 class LspSession(EngineSession):
@@ -42,14 +52,15 @@ class LspSession(EngineSession):
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One AdamW step; its last answers come while the next step begins."""
-        looking = self.steps_done % self.config.check_every == 0
+        checking = self.steps_done % self.config.check_every == 0
         result = super().step(ids, labels, step, learning_rate)
-        self.found = self._looks() if looking else {}
+        self.found = self._bias_checks() if checking else {}
         return result
 
     def report(self) -> dict[str, Any] | None:
-        """What ran beside what in the step before the last, and what that found where it looked at the bias:
-        `looks` by parameter, each [before, after], and the means of both. After is before where projectors stay."""
+        """What ran beside what in the step before the last, and what that found where it checked the bias:
+        `bias_checks` by parameter, each [before, after], and the means of both. After is before where projectors
+        stay."""
         overlap = super().report()
         return (
             None if overlap is None else {**overlap, "transition_layer": self.engine.updates.transition, **self.found}
@@ -58,14 +69,14 @@ class LspSession(EngineSession):
     def state(self) -> dict[str, np.ndarray]:
         """Changes, projectors, moments, and the weights that changes have gone into: copies; bfloat16 as uint16."""
         self.engine.flush()
-        found = {name: as_numpy(tensor) for name, tensor in saved.arrays(self.engine).items()}
+        found = {name: as_numpy(tensor) for name, tensor in state_arrays(self.engine).items()}
         return {**found, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""
         self.engine.flush()
         done = steps_of(state.get("optimizer_step"))
-        saved.load(self.engine, state)
+        load_arrays(self.engine, state)
         self.steps_done, self.found = done, {}
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -77,17 +88,112 @@ class LspSession(EngineSession):
         """The weights as transformers loads them, into the checkpoint's folder."""
         save_weights(folder / "model", self.weights(), self.loaded)
 
-    def _looks(self) -> dict[str, Any]:
-        looks = {
-            name: (look.before, look.before if look.after is None else look.after)
-            for name, look in self.engine.looks.items()
+    def _bias_checks(self) -> dict[str, Any]:
+        pairs = {
+            name: (check.before, check.before if check.after is None else check.after)
+            for name, check in self.engine.bias_checks.items()
         }
-        if not looks:
+        if not pairs:
             return {}
-        before, after = (fmean(pair[side] for pair in looks.values()) for side in (0, 1))
-        return {"bias_before": before, "bias_after": after, "looks": looks}
+        before, after = (fmean(pair[side] for pair in pairs.values()) for side in (0, 1))
+        return {"bias_before": before, "bias_after": after, "bias_checks": pairs}
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int, device: str = "cpu") -> LspSession:
-    """The registry's door to this method; `loaded` is on the CPU. Projectors are drawn from `seed`."""
-    return LspSession(loaded, config, device, seed)
+def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
+    """Everything a resume needs, on the host, as copies; call `flush` before."""
+    found = {name: tensor.clone() for name, tensor in engine.store.arrays().items()}
+    found |= engine.updates.clipping.norms()
+    for part in engine.parts:
+        if not part.matrices:
+            continue
+        key = part.unit.key
+        found[f"change/{key}"] = part.change.cpu().clone()
+        found[f"subspace_m/{key}"], found[f"subspace_v/{key}"] = part.moments.m.clone(), part.moments.v.clone()
+        found[f"decay/{key}"] = torch.tensor([part.decay, part.folded], dtype=torch.float64)
+        if part.folded:
+            found[f"base/{key}"] = engine.base_of(part)
+        for _, matrix, _ in part.matrices:
+            older = part.older.get(matrix.number, [])
+            found[f"turn/{matrix.name}"] = torch.tensor([matrix.turn, len(older)])
+            found |= _pair(matrix.name, matrix.left, matrix.right)
+            for number, old in enumerate(older):
+                name = f"{number}/{matrix.name}"
+                found |= {**_pair(name, old.left, old.right), f"older/{name}": old.change.cpu().clone()}
+                found[f"gain/{name}"] = torch.tensor([old.gain], dtype=torch.float64)
+    return found
+
+
+def load_arrays(engine: LspEngine, saved: Arrays) -> None:
+    """Take back what `state_arrays` gave, bfloat16 as uint16.
+
+    Raises:
+        CheckpointError: naming the first array that is missing or of another size or type.
+    """
+    engine.store.load(saved)
+    engine.updates.clipping.restore(saved)
+    for part in engine.parts:
+        engine.put_exact(part)
+        if not part.matrices:
+            continue
+        key = part.unit.key
+        part.change.copy_(_array(saved, f"change/{key}", part.change))
+        part.moments.m.copy_(_array(saved, f"subspace_m/{key}", part.moments.m))
+        part.moments.v.copy_(_array(saved, f"subspace_v/{key}", part.moments.v))
+        part.decay, folded = _array(saved, f"decay/{key}", torch.zeros(2, dtype=torch.float64)).tolist()
+        if folded:
+            engine.put_base(part, _array(saved, f"base/{key}", engine.base_of(part)))
+        elif part.folded:
+            raise CheckpointError(
+                f"the weights of {part.unit.name} have taken changes that the checkpoint has not",
+                expected="a session that has not trained yet", hint="open the model again, then load the checkpoint",
+            )  # fmt: skip
+        for _, matrix, _ in part.matrices:
+            turns = _array(saved, f"turn/{matrix.name}", torch.zeros(2, dtype=torch.int64)).tolist()
+            matrix.turn = turns[0]
+            matrix.put(*_projectors(saved, matrix.name, matrix))
+            part.older.pop(matrix.number, None)
+            for number in range(turns[1]):
+                name = f"{number}/{matrix.name}"
+                change = _array(saved, f"older/{name}", torch.zeros(matrix.sizes)).to(matrix.device)
+                gain = float(_array(saved, f"gain/{name}", torch.zeros(1, dtype=torch.float64)))
+                part.older.setdefault(matrix.number, []).append(Older(*_projectors(saved, name, matrix), gain, change))
+
+
+def _pair(name: str, left: Projector, right: Projector) -> dict[str, Tensor]:
+    found = {}
+    for side, projector in zip(SIDES, (left, right), strict=True):
+        if projector.positions is not None and projector.values is not None:
+            found[f"{side}_positions/{name}"] = projector.positions.to("cpu", torch.int32)
+            found[f"{side}_values/{name}"] = projector.values.cpu().clone()
+    return found
+
+
+def _projectors(saved: Arrays, name: str, matrix: Matrix) -> tuple[Projector, Projector]:
+    found = []
+    for side, like in zip(SIDES, (matrix.left, matrix.right), strict=True):
+        if like.positions is None or like.values is None:
+            found.append(like)
+            continue
+        positions = _array(saved, f"{side}_positions/{name}", like.positions.to("cpu", torch.int32))
+        values = _array(saved, f"{side}_values/{name}", like.values)
+        where = like.device
+        found.append(Projector(like.rows, like.size, where, positions.to(where, torch.int64), values.to(where)))
+    return found[0], found[1]
+
+
+def _array(saved: Arrays, name: str, like: Tensor) -> Tensor:
+    stored = torch.uint16 if like.dtype == torch.bfloat16 else like.dtype
+    value, dtype = saved.get(name), torch.empty(0, dtype=stored).numpy().dtype
+    if value is None or value.shape != tuple(like.shape) or value.dtype != dtype:
+        raise CheckpointError(
+            f"the checkpoint does not fit: {name}",
+            expected=f"{dtype} {list(like.shape)}",
+            received=None if value is None else f"{value.dtype} {list(value.shape)}",
+            hint="resume with the settings that wrote it",
+        )
+    return torch.from_numpy(np.array(value))
+
+
+def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> LspSession:
+    """See `MethodSpec.open_session`; the model is on the host. Projectors are drawn from `seed`."""
+    return LspSession(loaded, config, device or "cpu", seed)

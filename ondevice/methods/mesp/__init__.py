@@ -1,1 +1,25 @@
-"""Exact LoRA gradients in little memory, by a backward pass written by hand (MeSP)."""
+"""MeSP: exact LoRA gradients from hand-derived backward passes, a block at a time."""
+
+from ondevice.core.method import MethodSpec
+from ondevice.methods.mesp.config import MespConfig
+
+METHOD = MethodSpec(
+    name="mesp",
+    package=__name__,
+    config=MespConfig,
+    summary="exact LoRA gradients from hand-derived backward passes, a block at a time",
+    keeps="A, B, two moments or none, one block's activations",
+    page="mesp.md",
+    trains="adapter",
+    order="first",
+    sessions={"torch": ".torch.session:open_session", "mlx": ".mlx.session:open_session"},
+    memory=".memory:MEMORY",
+    cost="ondevice.methods.step_model:adapter_step_cost",
+    programs={
+        "executorch": ".program:EXECUTORCH",
+        "torch": ".program:TORCH",
+        "mlx": ".mlx.program:STAGES",
+    },
+    quantises=lambda config: config.bits is not None,
+    reads_files=lambda config: config.weight_placement == "streamed",
+)

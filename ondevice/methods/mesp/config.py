@@ -1,21 +1,29 @@
-"""Settings of MeSP; rank and targets are the paper's (section 5.1), the optimizer is AdamW unless SGD is asked for."""
+"""Settings of MeSP; rank and target modules are the paper's (section 5.1), the optimizer is AdamW unless SGD is asked
+for.
+
+A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimension), a chunk a part of the tokens.
+"""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ondevice.config import Section
-from ondevice.methods.prge.config import Target
+from ondevice.core.config import StrictConfig, TargetModule
 
-ALL_TARGETS: tuple[Target, ...] = (
+ALL_TARGETS: tuple[TargetModule, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
+GROUP_SIZE = 64
+"""Weights that share a scale in 4 bits."""
 
 
-class MespConfig(Section):
+class MespConfig(StrictConfig):
     """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward pass keeps."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules", "weights": "weight_placement"}
+    """Old keys of run files to the new ones."""
 
     name: Literal["mesp"] = "mesp"
     """Method name."""
@@ -26,7 +34,7 @@ class MespConfig(Section):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    targets: tuple[Target, ...] = Field(default=ALL_TARGETS, min_length=1)
+    target_modules: tuple[TargetModule, ...] = Field(default=ALL_TARGETS, min_length=1)
     """Linear layers that carry an adapter."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
@@ -51,15 +59,11 @@ class MespConfig(Section):
     """Rows computed at once; the gradients of a batch of more are accumulated, in the adapter's size in float32.
     None computes all rows at once, and every gradient is applied and dropped where it arises."""
 
-    gradients: Literal["manual", "blockwise", "checkpoint", "autodiff"] = "manual"
-    """Whose backward pass: this method's; or automatic differentiation block by block with the gradients applied
-    and dropped (what MeBP does), with a checkpoint a block, or plain. The last three are for comparison."""
-
     store_h: bool = False
     """Keep every h = x A^T from the recomputation of a block to its backward pass, instead of computing it a
     second time (the paper's Table 5)."""
 
-    weights: Literal["resident", "streamed"] = "resident"
+    weight_placement: Literal["resident", "streamed"] = "resident"
     """`streamed` reads the frozen weights from their files block by block, in every pass; two blocks are in memory."""
 
     bits: Literal[4] | None = None
@@ -76,7 +80,7 @@ class MespConfig(Section):
     (torch)."""
 
     mlp_tiles: int = Field(default=8, ge=1)
-    """Pieces of the MLP's inner dimension that are computed one after the other, for all tokens (MLX)."""
+    """Tiles of the MLP's inner dimension that are computed one after the other, for all tokens (MLX)."""
 
     activations: Literal["device", "host"] = "device"
     """Where each block's input waits for the backward pass; `host` is pinned host memory (CUDA)."""
@@ -84,19 +88,24 @@ class MespConfig(Section):
     kernels: Literal["auto", "torch", "liger"] = "auto"
     """Norm and SwiGLU: PyTorch's, or liger-kernel's on a GPU; `auto` takes liger-kernel's where it is installed."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_baselines(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "gradients" in values:
+            raise ValueError(
+                "gradients is no setting any more: mesp always computes its own backward pass ('manual'), so leave the "
+                "key out; --method lora trains by automatic differentiation, and the baselines blockwise, checkpoint "
+                "and autodiff are in benchmarks/mesp"
+            )
+        return values
+
     @model_validator(mode="after")
-    def _combinations(self) -> Self:
-        if len(set(self.targets)) != len(self.targets):
-            raise ValueError("targets: a linear layer is named twice")
-        if self.store_h and self.gradients != "manual":
-            raise ValueError(f"store_h goes with gradients: manual; automatic differentiation ({self.gradients}) "
-                             "keeps what it keeps")  # fmt: skip
-        if self.weights == "streamed" and self.gradients in ("checkpoint", "autodiff"):
-            raise ValueError(f"weights: streamed goes with gradients manual or blockwise: {self.gradients} holds "
-                             "every block's weights until its backward pass")  # fmt: skip
+    def _no_target_twice(self) -> Self:
+        if len(set(self.target_modules)) != len(self.target_modules):
+            raise ValueError("target_modules: a linear layer is named twice")
         return self
 
     @property
     def scale(self) -> float:
-        """What the adapter's output is multiplied by."""
+        """Factor of the adapter's output, alpha / rank."""
         return self.alpha / self.rank

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.methods.mesp.mlx.settings import GROUP_SIZE
-from ondevice.methods.sizes import INPUTS_ON_THE_WAY, backward_bytes
+from ondevice.core.method import MemoryModel
+from ondevice.methods.mesp.config import GROUP_SIZE
+from ondevice.methods.step_model import INPUTS_ON_THE_WAY
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -16,10 +17,10 @@ WINDOW = 2
 MLP_CHUNK_TOKENS = 128
 """Tokens of the MLP at once where the settings do not say."""
 MLP_CHUNK_TOKENS_GPU = 4096
-TILE_NUMBERS = 1 << 17
-"""Attention scores of a tile, of all rows and heads, on a CPU: half a megabyte stays in its cache."""
-TILE_TOKENS = 16
-"""Queries of a tile, at least."""
+CHUNK_SCORES = 1 << 17
+"""Attention scores of a chunk of queries, of all rows and heads, on a CPU: half a megabyte stays in its cache."""
+CHUNK_QUERIES = 16
+"""Queries of a chunk, at least."""
 
 
 def memory(
@@ -38,24 +39,16 @@ def memory(
     rows = min(batch_size, config.micro_batch_size or batch_size)
     tokens = rows * length_tokens
     trained = trained_numbers(dims, config) * 4
-    whole = config.gradients in ("autodiff", "checkpoint")
-    accumulates = rows < batch_size or whole
     inputs = tokens * dims.hidden * activation_bytes
     kept = INPUTS_ON_THE_WAY if host_memory(dims, config, batch_size, length_tokens) else dims.layers
+    block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
     head = head_bytes(dims, config, tokens, activation_bytes)
-    if config.gradients == "manual":
-        block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
-    else:
-        blocks = backward_bytes(dims, rows, length_tokens, activation_bytes)
-        block = blocks if config.gradients == "autodiff" else blocks // dims.layers + 4 * inputs
-    if config.gradients != "autodiff":  # the head is through before a block is computed again
-        head = max(0, head - block)
     return {
-        "adapter": trained * (2 if accumulates else 1),
+        "adapter": trained * (2 if rows < batch_size else 1),
         "optimizer": 2 * trained if config.optimizer == "adamw" else 0,
-        "block inputs": 0 if config.gradients == "autodiff" else kept * inputs,
+        "block inputs": kept * inputs,
         "activations": block,
-        "logits": head,
+        "logits": max(0, head - block),  # the head is through before a block is computed again
     }
 
 
@@ -63,7 +56,7 @@ def host_memory(
     dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
     """Bytes of pinned host memory by part: the input of every block, where `config.activations` is `host`."""
-    if config.activations != "host" or config.gradients not in ("manual", "blockwise"):
+    if config.activations != "host":
         return {}
     rows = min(batch_size, config.micro_batch_size or batch_size)
     return {"inputs on the host": dims.layers * rows * length_tokens * dims.hidden * activation_bytes}
@@ -85,15 +78,15 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
         item = config.bits / 8 + (2 * weight_bytes if in_mlx else 4) / GROUP_SIZE
     block = int(matrices * item) + (dims.block_parameters - matrices) * weight_bytes
     row = dims.hidden * (item if in_mlx else weight_bytes)
-    if config.weights == "resident":
+    if config.weight_placement == "resident":
         return int(dims.layers * block + dims.vocab * row * (1 if dims.tied else 2)) + dims.hidden * weight_bytes
     tile = int(-(-dims.vocab // config.loss_tiles) * row)
     return WINDOW * max(block, tile) + dims.hidden * weight_bytes
 
 
 def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
-    """Numbers in all pairs."""
-    shapes = [dims.linear_shape(target) for target in config.targets]
+    """Numbers in every A and B."""
+    shapes = [dims.linear_shape(target) for target in config.target_modules]
     return dims.layers * config.rank * sum(inputs + outputs for inputs, outputs in shapes)
 
 
@@ -102,15 +95,15 @@ def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: i
 
     While the MLP's stages run, the gradient, the block's middle and what attention needs for its own (queries, keys,
     values, its output) wait; of gate, up and their product there is a chunk of tokens. Attention's stages hold the
-    gradients of queries, keys and values beside them, those of keys and values in float32, and two tiles of scores.
+    gradients of queries, keys and values beside them, those of keys and values in float32, and two chunks of scores.
     """
     tokens = rows * length_tokens
     chunk = min(tokens, config.mlp_chunk_tokens or MLP_CHUNK_TOKENS)
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     mlp = tokens * (2 * dims.hidden + 2 * queries + 2 * keys) + chunk * (3 * dims.intermediate + 2 * dims.hidden)
     attention = tokens * (dims.hidden + 3 * queries + 4 * keys)
-    tile = min(length_tokens, max(TILE_TOKENS, TILE_NUMBERS // (rows * dims.heads * length_tokens)))
-    scores = 2 * rows * dims.heads * tile * length_tokens * 4 + 2 * tokens * keys * 4
+    queries_at_once = min(length_tokens, max(CHUNK_QUERIES, CHUNK_SCORES // (rows * dims.heads * length_tokens)))
+    scores = 2 * rows * dims.heads * queries_at_once * length_tokens * 4 + 2 * tokens * keys * 4
     project = tokens * (5 * dims.hidden + queries + 2 * keys)
     return max(mlp * activation_bytes, attention * activation_bytes + scores, project * activation_bytes)
 
@@ -143,3 +136,13 @@ def program_memory(dims: ModelDims, config: MespConfig, batch_size: int, length_
         "optimizer": 2 * (vectors - 1) * vector,
         "activations": max(0, total - 2 * vectors * vector),
     }
+
+
+MEMORY = MemoryModel(
+    memory,
+    host=host_memory,
+    weights=weights,
+    program=program_memory,
+    host_note="block inputs wait in pinned host memory",
+    host_hint="method.micro_batch_size: 1, method.activations: device",
+)

@@ -1,1 +1,23 @@
-"""MeZO over the full parameter space: the baseline that P-RGE is measured against."""
+"""MeZO: zeroth-order training of all parameters, in place."""
+
+from ondevice.core.method import MethodSpec, Option
+from ondevice.methods.mezo.config import MezoConfig
+
+METHOD = MethodSpec(
+    name="mezo",
+    package=__name__,
+    config=MezoConfig,
+    summary="zeroth-order training of all parameters, in place",
+    keeps="nothing",
+    page="mezo.md",
+    trains="all",
+    order="zeroth",
+    sessions={"torch": ".torch:open_session"},
+    memory=".memory:MEMORY",
+    cost=".cost:step_cost",
+    options=(
+        Option("--queries", "queries", int, "q: random directions a step"),
+        Option("--perturbation-scale", "perturbation_scale", float, "epsilon"),
+    ),
+    replayable=True,
+)

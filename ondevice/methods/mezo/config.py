@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ondevice.config import Section
+from ondevice.core.config import StrictConfig
 
 
-class MezoConfig(Section):
+class MezoConfig(StrictConfig):
     """MeZO: four sequential passes over the parameters, noise from a seed (P-RGE appendix A.1, Algorithm 2)."""
 
     name: Literal["mezo"] = "mezo"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.methods.sizes import forward_bytes, loss_bytes
+from ondevice.core.method import MemoryModel
+from ondevice.methods.step_model import forward_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.mezo.config import MezoConfig
@@ -23,3 +24,6 @@ def memory(
         "logits": loss_bytes(dims, tokens, config.loss_tiles),
         "optimizer": 0,
     }
+
+
+MEMORY = MemoryModel(memory)

@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.errors import ConfigError
-from ondevice.methods import whole_model
-from ondevice.methods.session import StepResult
+from ondevice.core.session import Session, StepResult
+from ondevice.methods import model_loss
+from ondevice.models.save import save_loaded
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
-    from ondevice.artifact.adapter import Adapter
+    from pathlib import Path
+
     from ondevice.methods.mezo.config import MezoConfig
     from ondevice.models import LoadedModel
 
@@ -22,11 +23,8 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Elements perturbed at once: bounds the noise that exists."""
 
 
-class MezoSession:
+class MezoSession(Session):
     """All parameters move in place; each parameter is one tensor of the generator, in the order of their names."""
-
-    batch_size = eval_batch_size = None
-    lengths_tokens = None
 
     def __init__(self, loaded: LoadedModel, config: MezoConfig, seed: int) -> None:
         self.loaded, self.config, self.family = loaded, config, loaded.family
@@ -40,7 +38,7 @@ class MezoSession:
 
     @torch.no_grad()
     def _move(self, step: int, query: int, scale: float) -> None:
-        """theta += scale * z(step, query), tensor by tensor and piece by piece (PerturbParameters)."""
+        """theta += scale * z(step, query), tensor by tensor and chunk by chunk (PerturbParameters)."""
         # One query is one step of the generator's stream: a query's noise is asked for without the others'.
         number = torch.tensor([step * self.config.queries + query], device=self.device)
         chunk = CHUNK[self.device.type]
@@ -53,7 +51,7 @@ class MezoSession:
 
     @torch.no_grad()
     def _loss(self, ids_BT: Tensor, labels_BT: Tensor) -> float:
-        nll, count = whole_model.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles)
+        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles)
         return float(nll.sum() / count.sum())
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
@@ -61,6 +59,7 @@ class MezoSession:
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         epsilon, plus, minus = self.config.perturbation_scale, [], []
         for query in range(self.config.queries):
+            # The same noise is drawn three times, there, across and back, so that no copy of the parameters is needed.
             self._move(step, query, epsilon)
             plus.append(self._loss(ids_BT, labels_BT))
             self._move(step, query, -2 * epsilon)
@@ -78,7 +77,7 @@ class MezoSession:
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
-        return whole_model.evaluate(self.family, ids, labels, self.config.loss_tiles)
+        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles)
 
     def state(self) -> dict[str, np.ndarray]:
         """All parameters, in float32 (exact for narrower types), and the seed."""
@@ -87,22 +86,15 @@ class MezoSession:
 
     @torch.no_grad()
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` gave."""
-        whole_model.load_parameters(self.parameters, state)
+        """Restore what `state` gave."""
+        model_loss.load_parameters(self.parameters, state)
         self.seed = torch.from_numpy(state["seed"].copy()).to(self.device)
 
-    def adapter(self) -> Adapter | None:
-        """None: the model itself is what was trained."""
-        return None
-
-    def load_adapter(self, adapter: Adapter) -> None:
-        """MeZO trains the model itself."""
-        raise ConfigError("method mezo trains the whole model and takes no adapter", hint="use --method prge")
-
-    def close(self) -> None:
-        """Nothing to release beyond the model."""
+    def save_model(self, folder: Path) -> None:
+        """The trained model as transformers loads it, with its tokenizer."""
+        save_loaded(self.loaded, folder)
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int) -> MezoSession:
-    """The registry's door to this method."""
+def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> MezoSession:
+    """See `MethodSpec.open_session`; the model is computed where it is."""
     return MezoSession(loaded, config, seed)

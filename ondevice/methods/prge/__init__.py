@@ -1,1 +1,24 @@
-"""P-RGE: zeroth-order LoRA-FA fine-tuning with only forward passes (Gao et al., 2024)."""
+"""P-RGE: zeroth-order LoRA-FA, all queries and both signs in one forward pass."""
+
+from ondevice.core.method import MethodSpec, Option
+from ondevice.methods.prge.config import PrgeConfig
+
+METHOD = MethodSpec(
+    name="prge",
+    package=__name__,
+    config=PrgeConfig,
+    summary="zeroth-order LoRA-FA, all random directions in one forward pass",
+    keeps="one copy of B",
+    page="prge.md",
+    trains="adapter",
+    order="zeroth",
+    sessions={"torch": ".session:open_session"},
+    memory=".memory:MEMORY",
+    cost=".cost:step_cost",
+    options=(
+        Option("--queries", "queries", int, "q: random directions a step"),
+        Option("--perturbation-scale", "perturbation_scale", float, "epsilon"),
+    ),
+    programs={"executorch": ".program:EXECUTORCH", "qnn": ".npu:QNN", "torch": ".program:TORCH"},
+    replayable=True,
+)

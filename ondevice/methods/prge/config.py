@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ondevice.config import Section
-
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+from ondevice.core.config import StrictConfig, TargetModule
 
 
-class PrgeConfig(Section):
+class PrgeConfig(StrictConfig):
     """P-RGE: zeroth-order LoRA-FA with all queries and both signs in one forward pass (sections 3.1 to 3.3)."""
+
+    RENAMED: ClassVar[dict[str, str]] = {
+        "targets": "target_modules",
+        "inner_loop": "batch_signs",
+        "outer_loop": "batch_queries",
+    }
+    REMOVED: ClassVar[dict[str, str]] = {
+        "form": "the state is one copy of B, and the noise is made again (form: master)"
+    }
 
     name: Literal["prge"] = "prge"
     """Method name."""
@@ -23,11 +30,11 @@ class PrgeConfig(Section):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    targets: tuple[Target, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    target_modules: tuple[TargetModule, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
     """Linear layers that carry an adapter."""
 
     queries: int = Field(default=4, ge=1, le=256)
-    """q: random directions a step; the outer loop."""
+    """q: random directions a step."""
 
     perturbation_scale: float = Field(default=1e-2, gt=0)
     """epsilon: how far B is moved along a direction."""
@@ -45,26 +52,23 @@ class PrgeConfig(Section):
     top_layers: int | None = Field(default=None, ge=1)
     """Perturb only the last so many layers; the layers below run once for all copies."""
 
-    inner_loop: bool = True
-    """Run both signs in one forward pass; off is the paper's sequential baseline (eager only)."""
+    batch_signs: bool = True
+    """Run both signs in one forward pass (the paper's inner-loop parallelization, section 3.2); off runs one after the
+    other, with half the activations (eager only)."""
 
-    outer_loop: bool = True
-    """Run all queries in one forward pass; off runs one query after the other (eager only)."""
-
-    form: Literal["master", "copies"] = "master"
-    """`master`: one copy of B, noise regenerated. `copies`: Algorithm 1, 2q perturbed copies (eager only)."""
+    batch_queries: bool = True
+    """Run all queries in one forward pass (the paper's outer-loop parallelization, section 3.1); off runs one after the
+    other, with 1/q of the activations (eager only)."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy; 1 computes all logits at once."""
 
     @model_validator(mode="after")
     def _combinations(self) -> PrgeConfig:
-        if len(set(self.targets)) != len(self.targets):
-            raise ValueError("targets: a linear layer is named twice")
+        if len(set(self.target_modules)) != len(self.target_modules):
+            raise ValueError("target_modules: a linear layer is named twice")
         if self.estimator == "one_sided" and self.queries < 2:
             raise ValueError("estimator one_sided needs queries >= 2: it divides by the losses' standard deviation")
-        if self.form == "copies" and (self.estimator != "central" or not (self.inner_loop and self.outer_loop)):
-            raise ValueError("form copies (Algorithm 1) goes with estimator central and both loops parallel")
         return self
 
     @property

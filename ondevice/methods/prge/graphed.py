@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ondevice.core.session import StepResult
 from ondevice.methods.prge.cuda import GraphedStep
 from ondevice.methods.prge.session import PrgeSession
-from ondevice.methods.session import StepResult
 from ondevice.nn.graph_loss import graph_token_nll, weight_tiles
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class GraphedPrgeSession(PrgeSession):
         self._keep()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` gave."""
         super().load_state(state)
         self._keep()
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ondevice.errors import ArtifactError
+from ondevice.core.errors import ArtifactError
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ ALIGNMENT = 64
 NOISE_TENSOR = 0
 """Stream of the perturbations (the generator's tensor id)."""
 A_ERROR = 1e-6
-"""What the frozen A may differ by: another machine's logarithm and sine have other last bits."""
+"""Largest difference of a frozen A that is accepted: another machine's logarithm and sine have other last bits."""
 FROZEN_A_TENSOR = 1
 """Stream of the frozen A matrices; one step number for each (layer, target)."""
 
@@ -56,11 +56,11 @@ class AdapterLayout:
 
     @classmethod
     def build(cls, dims: ModelDims, config: PrgeConfig, seed: int) -> AdapterLayout:
-        """Lay out `config.targets` of the perturbed layers of a model with dimensions `dims`."""
+        """Lay out `config.target_modules` of the perturbed layers of a model with dimensions `dims`."""
         first = 0 if config.top_layers is None else max(0, dims.layers - config.top_layers)
         entries, offset = [], 0
         for layer in range(first, dims.layers):
-            for target in config.targets:
+            for target in config.target_modules:
                 inputs, outputs = dims.linear_shape(target)
                 entries.append(Entry(layer, target, offset, config.rank, inputs, outputs))
                 offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
@@ -116,7 +116,7 @@ class AdapterLayout:
                 f"the adapter changes layers that this run does not: {', '.join(beyond[:4])}",
                 expected=f"{len(known)} linear layers",
                 received=f"{len(adapter.linears)} linear layers",
-                hint="use the method's `targets` and `top_layers` that the adapter was trained with",
+                hint="use the method's `target_modules` and `top_layers` that the adapter was trained with",
             )
         return self.from_tensors(adapter.tensors, names)
 

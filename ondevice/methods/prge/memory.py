@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ondevice.core.method import MemoryModel, Reduction
 from ondevice.methods.prge.layout import AdapterLayout
-from ondevice.methods.sizes import forward_bytes, loss_bytes
+from ondevice.methods.step_model import forward_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
@@ -25,10 +26,10 @@ def memory(
         activation_bytes: bytes of one activation.
     """
     layout = AdapterLayout.build(dims, config, 0)
-    in_parallel = (config.queries if config.outer_loop else 1) * (2 if config.inner_loop else 1)
-    rows = batch_size * (in_parallel if config.estimator == "central" else config.copies if config.outer_loop else 1)
+    in_parallel = (config.queries if config.batch_queries else 1) * (2 if config.batch_signs else 1)
+    rows = batch_size * (in_parallel if config.estimator == "central" else config.copies if config.batch_queries else 1)
     largest_layer = max(layout.layer_range(layer)[1] for layer in {entry.layer for entry in layout.entries})
-    adapter = layout.size * 4 * (config.copies if config.form == "copies" else 2)
+    adapter = layout.size * 4 * 2  # a functional step holds the old vector beside the new one
     frozen_a = sum(entry.inputs * entry.rank for entry in layout.entries) * activation_bytes
     update = min(layout.size, 1 << 18)
     noise = max(largest_layer * (config.copies + config.queries), update * config.queries) * 4
@@ -39,3 +40,12 @@ def memory(
         "logits": loss_bytes(dims, rows * length_tokens, config.loss_tiles),
         "optimizer": 0,
     }
+
+
+def _fewer_queries(config: PrgeConfig, batch_size: int) -> PrgeConfig | None:
+    if config.queries < 2 or config.estimator != "central":
+        return None
+    return config.model_copy(update={"queries": 1})
+
+
+MEMORY = MemoryModel(memory, reductions=(Reduction("{config.queries} query a step", _fewer_queries),))

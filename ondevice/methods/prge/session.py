@@ -8,22 +8,18 @@ import numpy as np
 import torch
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.errors import CheckpointError
-from ondevice.methods.prge.algorithm1 import CopiesState
+from ondevice.core.errors import CheckpointError
+from ondevice.core.session import Session, StepResult
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.torch import PrgeProgram, flat_adapter
-from ondevice.methods.session import StepResult
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
-COPIES_STATE = ("copies", "pending", "learning_rate")
-"""What Algorithm 1 keeps from step to step."""
 
-
-class PrgeSession:
+class PrgeSession(Session):
     """Holds the adapter and steps it; any batch size and length.
 
     Args:
@@ -39,7 +35,7 @@ class PrgeSession:
         self.loaded, self.config = loaded, config
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
-        targets = [(layer, target) for layer in range(loaded.dims.layers) for target in config.targets]
+        targets = [(layer, target) for layer in range(loaded.dims.layers) for target in config.target_modules]
         self.names = {key: loaded.family.linear_name(*key) for key in targets}
         torch_ops.register()
         normal = config.noise == "gaussian"
@@ -53,7 +49,6 @@ class PrgeSession:
         self.program = program(loaded.family, layout, config, noise)
         self.seed = torch.tensor([seed], device=self.device)
         self._adapter = flat_adapter(layout, self.device)
-        self._copies = CopiesState(self._adapter, config.queries) if config.form == "copies" else None
 
     def _tensors(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays]
@@ -63,12 +58,9 @@ class PrgeSession:
         """One ZO-SGD step; see `Session.step`."""
         rate = np.array([learning_rate], dtype=np.float32)
         ids_BT, labels_BT, number, rate_1 = self._tensors(ids, labels, np.array([step]), rate)
-        if self._copies is None:
-            losses, gradients, self._adapter = self.program.train_step(
-                ids_BT, labels_BT, self._adapter, self.seed, number, rate_1
-            )
-        else:
-            losses, gradients = self._copies.step(self.program, ids_BT, labels_BT, self.seed, number, rate_1)
+        losses, gradients, self._adapter = self.program.train_step(
+            ids_BT, labels_BT, self._adapter, self.seed, number, rate_1
+        )
         values = losses.tolist()
         return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
 
@@ -76,7 +68,7 @@ class PrgeSession:
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
         ids_ET, labels_ET = self._tensors(ids, labels)
-        nll, tokens = self.program.evaluate(ids_ET, labels_ET, self._master())
+        nll, tokens = self.program.evaluate(ids_ET, labels_ET, self._adapter)
         return nll.cpu().numpy(), tokens.cpu().numpy().astype(np.int64)
 
     @torch.inference_mode()
@@ -85,34 +77,21 @@ class PrgeSession:
         rate = np.array([learning_rate], dtype=np.float32)
         gradients = np.array(projected_gradients, dtype=np.float32)
         gradients_Q, number, rate_1 = self._tensors(gradients, np.array([step]), rate)
-        if self._copies is not None:
-            self._copies.perturb(self.program, self.seed, number)
-            self._copies.pending, self._copies.learning_rate = gradients_Q, rate_1
-            return
         self._adapter = self.program.apply_update(self._adapter, gradients_Q, self.seed, number, rate_1)
-
-    def _master(self) -> torch.Tensor:
-        if self._copies is None:
-            return self._adapter
-        return self._copies.master(self.config.perturbation_scale)
 
     def flat(self) -> np.ndarray:
         """The adapter vector, float32 [layout.size]."""
-        return self._master().cpu().numpy()
+        return self._adapter.cpu().numpy()
 
     def state(self) -> dict[str, np.ndarray]:
-        """The adapter and the seed, and Algorithm 1's copies where they are the state."""
-        state = {"adapter": self.flat().copy(), "seed": self.seed.cpu().numpy()}
-        if self._copies is not None:
-            state |= {name: getattr(self._copies, name).cpu().numpy() for name in COPIES_STATE}
-        return state
+        """The adapter and the seed."""
+        return {"adapter": self.flat().copy(), "seed": self.seed.cpu().numpy()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` gave; see `Session.load_state`."""
+        """Restore what `state` gave; see `Session.load_state`."""
         flat = state.get("adapter")
-        needed = {"adapter", "seed", *(COPIES_STATE if self._copies is not None else ())}
         fits = flat is not None and flat.shape == tuple(self._adapter.shape) and flat.dtype == np.float32
-        if flat is None or not fits or needed - state.keys():
+        if flat is None or not fits or "seed" not in state:
             raise CheckpointError(
                 "the checkpoint is not of this run",
                 expected=f"adapter float32 {list(self._adapter.shape)}",
@@ -120,27 +99,19 @@ class PrgeSession:
             )
         (self._adapter,) = self._tensors(flat.copy())
         (self.seed,) = self._tensors(state["seed"].copy())
-        if self._copies is not None:
-            for name in COPIES_STATE:
-                setattr(self._copies, name, self._tensors(state[name].copy())[0])
 
     def adapter(self) -> Adapter:
         """The trained adapter in PEFT's layout."""
         tensors = self.program.layout.to_tensors(self.flat(), self.names)
         config = self.config
-        return Adapter(tensors, config.rank, config.alpha, config.targets, self.loaded.source.source)
+        return Adapter(tensors, config.rank, config.alpha, config.target_modules, self.loaded.source.source)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from an adapter of this layout: the same linears, rank, alpha and frozen A."""
         flat = self.program.layout.from_adapter(adapter, self.names, self.config.alpha)
         (self._adapter,) = self._tensors(flat)
-        if self._copies is not None:
-            self._copies = CopiesState(self._adapter, self.config.queries)
-
-    def close(self) -> None:
-        """Nothing to release beyond the model."""
 
 
-def open_session(loaded: LoadedModel, config: Any, seed: int) -> PrgeSession:
-    """The registry's door to this method."""
+def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> PrgeSession:
+    """See `MethodSpec.open_session`; the model is computed where it is."""
     return PrgeSession(loaded, config, seed)

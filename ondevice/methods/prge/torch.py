@@ -60,7 +60,7 @@ class DualForwardingLinear(nn.Module):
         groups = b_GRO.shape[0]
         xa = (x_RTI @ self.lora_a).reshape(groups, -1, b_GRO.shape[1])
         b = b_GRO.to(x_RTI.dtype)
-        if x_RTI.is_cuda:
+        if x_RTI.is_cuda:  # product and sum in one kernel
             return torch.baddbmm(y_RTO.reshape(groups, -1, b.shape[2]), xa, b).reshape(y_RTO.shape)
         return y_RTO + torch.bmm(xa, b).reshape(y_RTO.shape)
 
@@ -154,6 +154,7 @@ class PrgeProgram(nn.Module):
         q = self.config.queries
         if self.config.estimator == "central":
             return (losses[:q] - losses[q:]) / (2.0 * (self.config.perturbation_scale if scale is None else scale))
+        # Copy 0 is unperturbed; the deviation's scale takes the place of epsilon, so epsilon drops out.
         differences = losses[1:] - losses[:1]
         centred = differences - differences.mean(dim=0, keepdim=True)
         deviation = (centred * centred).sum(dim=0, keepdim=True).div(q - 1).sqrt()
@@ -196,12 +197,12 @@ class PrgeProgram(nn.Module):
         return copies_of
 
     def _passes(self) -> list[list[int]]:
-        """Which copies share a forward pass."""
+        """Group the numbers of the copies by forward pass."""
         config, q = self.config, self.config.queries
         if config.estimator == "one_sided":
-            return [list(range(q + 1))] if config.outer_loop else [[copy] for copy in range(q + 1)]
-        queries = [list(range(q))] if config.outer_loop else [[i] for i in range(q)]
-        if config.inner_loop:
+            return [list(range(q + 1))] if config.batch_queries else [[copy] for copy in range(q + 1)]
+        queries = [list(range(q))] if config.batch_queries else [[i] for i in range(q)]
+        if config.batch_signs:
             return [group + [i + q for i in group] for group in queries]
         return [half for group in queries for half in (group, [i + q for i in group])]
 

@@ -9,13 +9,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ondevice.config import Section
+from ondevice.core.config import StrictConfig
 
 STAGE1_STEPS = 100
 """Steps of stage 1 where the settings name none and the coupling has adapters."""
 
 
-class RevffnConfig(Section):
+class RevffnConfig(StrictConfig):
     """First-order fine-tuning of all parameters; blocks are reversible: no activation waits for the backward pass."""
 
     name: Literal["revffn"] = "revffn"
@@ -83,12 +83,12 @@ class RevffnConfig(Section):
     """Clip gradients to this norm; None does not clip."""
 
     clip: Literal["block", "global"] = "block"
-    """`block` clips each block's gradients to the limit alone, in the same walk. `global` divides by the norm of the
-    whole gradient: with the fused update it takes two passes, once for the norm and once to update."""
+    """`block` clips each block's gradients to the limit alone, in the same backward pass. `global` divides by the norm
+    of the whole gradient: with the fused update it takes two passes, once for the norm and once to update."""
 
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Rows that pass through a block at once. A batch of more is accumulated block by block: every part of the batch
-    is walked back through a block, its gradients are summed in float32, then the block is updated."""
+    goes back through a block, its gradients are summed in float32, then the block is updated."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""

@@ -1,4 +1,5 @@
-"""What a step of each coupling computes, and with which weights (section 3.1; `exact` and `full` go beyond it).
+"""The couplings: what each step of a network computes, and with which weights (section 3.1; `exact` and `full` go
+beyond it).
 
 A network is a list of steps, each of which takes the streams (u, v) to (v, w); see `streams`. Half-width streams begin
 as the two halves of the embedding and end as the two halves of what the final norm reads. Streams of full width both
@@ -12,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 
-from ondevice.errors import ModelError
-from ondevice.methods.revffn.branches import attention_between
+from ondevice.core.errors import ModelError
 from ondevice.methods.revffn.streams import Mix
 from ondevice.runtime_ops import generator
 
@@ -41,6 +41,11 @@ class Step:
     mix: Mix
     crossed: bool = False
 
+    @property
+    def place(self) -> str:
+        """Its name for a message."""
+        return f"layer {self.block}" if self.part == "block" else f"the {self.part} of layer {self.block}"
+
 
 class Coupling:
     """The steps of a network, and their branches over the family's own weights.
@@ -57,11 +62,11 @@ class Coupling:
         self.family, self.adapters = family, {}
 
     def split(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """The two streams that begin, from the embedding's output."""
+        """Split the embedding's output into the first two streams."""
         raise NotImplementedError
 
     def merge(self, u: Tensor, v: Tensor) -> Tensor:
-        """What the final norm reads, [B, T, hidden], from the float32 streams that end."""
+        """Join the last streams, in float32, to the final norm's input [B, T, hidden]."""
         raise NotImplementedError
 
     def split_back(self, du: Tensor | None, dv: Tensor) -> Tensor:
@@ -73,7 +78,7 @@ class Coupling:
         raise NotImplementedError
 
     def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
-        """What the step adds, without the mix's factor: [B, T, width of a stream]; u is read by crossed steps."""
+        """The step's branch, without the mix's factor: [B, T, width of a stream]; u is read by crossed steps."""
         raise NotImplementedError
 
     def parameters(self, step: Step) -> dict[str, nn.Parameter]:
@@ -172,8 +177,49 @@ class FullWidth(Coupling):
         return attention.float() + self.family.mlp_branch(step.block, v + attention).float()
 
 
+def attention_between(
+    family: Family, i: int, queries_BTD: Tensor, keys_BTD: Tensor, position: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Causal attention of block `i` (Eq. 1), norm and output projection included: [B, T, hidden].
+
+    Queries come from one input, keys and values from the other; with both the same it is the family's
+    `attention_branch`.
+
+    Raises:
+        ModelError: the family has no separate q, k and v.
+    """
+    layer: Any = family.layer(i)
+    if "q_proj" not in family.linear_targets:
+        raise ModelError(
+            f"coupling: paper needs separate queries, keys and values, which {family.dims.family} has not",
+            expected="llama, mistral, qwen2 or qwen2_moe",
+            received=family.dims.family,
+            hint="coupling: full or exact",
+        )
+    dims = family.dims
+    queries, keys = layer.input_layernorm(queries_BTD), layer.input_layernorm(keys_BTD)
+    attention = layer.self_attn
+    q = _heads(attention.q_proj(queries), dims.heads)
+    k, v = (_heads(project(keys), dims.kv_heads) for project in (attention.k_proj, attention.v_proj))
+    cos, sin = (table[:, None] for table in position)
+    q, k = (x * cos + _rotated(x) * sin for x in (q, k))
+    mixed = scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=dims.kv_heads != dims.heads
+    )
+    return attention.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
 def adapter_name(block: int, part: Part) -> str:
-    """What the names of the step's adapters begin with."""
+    """Prefix of the names of a step's adapters."""
     return f"model.layers.{block}.revffn.{part}_"
 
 

@@ -8,19 +8,19 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.artifact.tensors import write_tensors
-from ondevice.errors import ModelError
-from ondevice.methods.offloading import as_numpy
+from ondevice.artifact.files import write_tensors
+from ondevice.core.errors import ModelError
+from ondevice.methods.engine_session import as_numpy
 from ondevice.models.load import save_tokenizer
 from ondevice.models.save import FILE_NAME
 
 if TYPE_CHECKING:
-    from ondevice.methods.revffn.walk import Reversible
+    from ondevice.methods.revffn.reversible import Reversible
     from ondevice.models import LoadedModel
 
 MODELING = Path(__file__).with_name("modeling_revffn.py")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe")
-"""What the modelling file can hold."""
+"""The families that the modelling file runs."""
 
 
 def check_family(family: str) -> None:
@@ -88,5 +88,5 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
 
 def _generation(loaded: LoadedModel) -> dict[str, Any]:
     config = getattr(loaded.model, "generation_config", None)
-    found = {} if config is None else config.to_diff_dict()
-    return {**{name: value for name, value in found.items() if name.endswith("_token_id")}, "use_cache": False}
+    values = {} if config is None else config.to_diff_dict()
+    return {**{name: value for name, value in values.items() if name.endswith("_token_id")}, "use_cache": False}

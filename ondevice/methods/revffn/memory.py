@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.methods.sizes import backward_bytes, loss_bytes
+from ondevice.core.method import MemoryModel, Reduction
+from ondevice.methods.step_model import backward_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.config import RevffnConfig
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
 
 STATE_BYTES = {"adamw": 8.0, "adamw8bit": 2 + 8 / 256, "sgd": 0.0}
 """Of the optimizer, a parameter; Adafactor keeps a row and a column of each matrix."""
-PIECE = 1 << 24
-"""Elements that an update works on at once (`updates.PIECE`), in four float32 copies where it needs any."""
+CHUNK = 1 << 24
+"""Elements that an update works on at once (`updates.CHUNK`), in four float32 copies where it needs any."""
 STREAM_COPIES = 3
 """Copies of the streams, float32, that a step back holds beside the branch and the ends."""
 
@@ -55,7 +56,7 @@ def memory(
         activations = activations // dims.layers + STREAM_COPIES * tokens * width * 4
     logits = loss_bytes(dims, tokens, config.loss_tiles)
     copies = activation_bytes < 4 or config.optimizer in ("adafactor", "adamw8bit")
-    update = 16 * min(PIECE, dims.vocab * dims.hidden) if copies and not config.stage1_only else 0
+    update = 16 * min(CHUNK, dims.vocab * dims.hidden) if copies and not config.stage1_only else 0
     return {
         "adapter": adapters * 4,
         "gradients": live * item,
@@ -103,3 +104,27 @@ def state_bytes(dims: ModelDims, config: RevffnConfig, trained: int) -> int:
         sides += dims.experts * (3 * width + 2 * dims.hidden)
     adapters = 6 * dims.hidden * dims.layers if config.coupling != "full" else 0
     return 4 * (dims.layers * sides + adapters + (1 if dims.tied else 2) * (dims.vocab + dims.hidden))
+
+
+def _less_optimizer_state(config: RevffnConfig, batch_size: int) -> RevffnConfig | None:
+    if config.optimizer in ("adafactor", "sgd"):
+        return None
+    return config.model_copy(update={"optimizer": "adafactor"})
+
+
+def _a_row_at_once(config: RevffnConfig, batch_size: int) -> RevffnConfig | None:
+    if batch_size == 1 or config.micro_batch_size == 1:
+        return None
+    return config.model_copy(update={"micro_batch_size": 1})
+
+
+MEMORY = MemoryModel(
+    memory,
+    host=host_memory,
+    host_note="the bits beside the streams wait in pinned host memory",
+    host_hint="method.gamma_bits_on: device, fewer rows",
+    reductions=(
+        Reduction("method.optimizer: adafactor", _less_optimizer_state),
+        Reduction("method.micro_batch_size: 1", _a_row_at_once),
+    ),
+)

@@ -134,17 +134,17 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
             up, down = (getattr(adapters, f"{part}_{way}").to(v.dtype) for way in ("up", "down"))
             u, v = linear(u, up), linear(v, up)
         if part == "mlp":
-            found = _mlp(layer, v)
+            y = _mlp(layer, v)
         else:
-            found = _attention(layer, u if step["crossed"] else v, v, position, mask)
+            y = _attention(layer, u if step["crossed"] else v, v, position, mask)
             if part == "block":
-                found = found + _mlp(layer, v + found)
-        return found if adapters is None else linear(found, down)
+                y = y + _mlp(layer, v + y)
+        return y if adapters is None else linear(y, down)
 
 
 def _mlp(layer: Any, x: Tensor) -> Tensor:
-    found = layer.mlp(layer.post_attention_layernorm(x))
-    return found[0] if isinstance(found, tuple) else found
+    y = layer.mlp(layer.post_attention_layernorm(x))
+    return y[0] if isinstance(y, tuple) else y  # a mixture of experts gives its router's logits too
 
 
 def _attention(layer: Any, queries: Tensor, keys: Tensor, position: Any, mask: Tensor | None) -> Tensor:
@@ -161,7 +161,7 @@ def _attention(layer: Any, queries: Tensor, keys: Tensor, position: Any, mask: T
 
 
 def _causal(attention_mask: Tensor) -> Tensor:
-    """Which keys each query reads, bool [B, 1, T, T]; a padded query reads itself, so that no row is empty."""
+    """Mark the keys that each query reads, bool [B, 1, T, T]; a padded query reads itself, so that no row is empty."""
     length = attention_mask.shape[1]
     own = torch.eye(length, dtype=torch.bool, device=attention_mask.device)
     causal = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).tril()

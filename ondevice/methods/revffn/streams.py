@@ -3,19 +3,32 @@
 A step takes the streams (u, v) to (v, w):  w = past u + (1 - past) v + branch  (the factor of the branch is in it).
 Its inverse gives u from (v, w) and the same branch. In fixed point both are integer arithmetic, so u comes back
 without a differing bit; where `past` is +-2^-bits, the `bits` low bits of u that the shift drops are kept beside.
+
+The scale of fixed-point streams is chosen for a model, and overflows are looked for in every forward pass.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from ondevice.core.errors import TrainingError
+from ondevice.runtime_ops import generator
 
 ROOM = 2**30
 """Magnitudes of fixed-point streams and branches stay below it. Three times as much does not come back below it by
 overflow, so a look at what is in the stream finds every overflow."""
+SPARE_BITS = 1
+"""Left free above the largest number that was seen, for other data and for training."""
+MOST_BITS = 24
+"""A float32 branch has no more."""
+_ROWS, _LENGTH, _STREAM = 2, 64, 0x5266
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ class Streams(Protocol):
         """w, and the bits of u that w does not hold (uint8, packed) or None."""
         ...
 
-    def unstep(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
+    def inverse_step(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
         """u, from what `step` gave and the same branch."""
         ...
 
@@ -92,7 +105,7 @@ class FloatStreams:
             total = total + (self._wide(u) if mix.past == 1.0 else self._wide(u) * mix.past)
         return total.to(self.dtype), None
 
-    def unstep(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
+    def inverse_step(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
         if not mix.past:
             return v
         rest = self._wide(w) - self._added(v, branch, mix)
@@ -132,7 +145,7 @@ class FixedStreams:
         added.add_(u >> mix.bits, alpha=sign).sub_(v >> mix.bits, alpha=sign)
         return added, pack(u, mix.bits)
 
-    def unstep(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
+    def inverse_step(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
         if not mix.past:
             return v
         rest = w - self._quantised(branch, mix.branch)
@@ -177,3 +190,66 @@ def unpack(packed: Tensor, bits: int, like: Tensor) -> Tensor:
         plane = (packed[bit][:, None] >> places).bitwise_and_(1).reshape(-1)[: low.numel()]
         low.bitwise_or_(plane.to(torch.int32) << bit)
     return low.reshape(like.shape)
+
+
+def calibration_ids(vocab: int, max_positions: int, device: torch.device) -> Tensor:
+    """Draw the tokens that a scale is chosen with, the same for every run; int64 [2, 64]."""
+    length = min(_LENGTH, max_positions)
+    words = generator.words(generator.stream_key(0, 0, 0, _STREAM), 0, _ROWS * length)
+    ids = (words % np.uint64(vocab)).astype(np.int64).reshape(_ROWS, length)
+    return torch.from_numpy(ids).to(device)
+
+
+def choose_bits(peak: float) -> int:
+    """Choose the bits after the point for streams and branches that were at most `peak`.
+
+    Raises:
+        TrainingError: `peak` is infinite or NaN.
+    """
+    if not math.isfinite(peak):
+        raise TrainingError("the model's activations are not numbers", hint="--dtype float32, or other weights")
+    return max(1, min(MOST_BITS, math.floor(math.log2(ROOM / max(peak, 1e-9))) - SPARE_BITS))
+
+
+class StreamOverflow(TrainingError):
+    """Fixed-point streams need a coarser scale.
+
+    Args:
+        where: part and layer.
+        fraction_bits: the scale that was too fine.
+        peak: the largest magnitude there, as a number.
+
+    Attributes:
+        bits: a `fraction_bits` that would have done.
+    """
+
+    def __init__(self, where: str, fraction_bits: int, peak: float) -> None:
+        self.bits = choose_bits(peak)
+        super().__init__(
+            f"fixed-point streams overflow in {where}",
+            expected=f"magnitudes of at most {ROOM * 2.0**-fraction_bits:g} with fraction_bits: {fraction_bits}",
+            received=f"{peak:.4g}",
+            hint=f"method.fraction_bits: {self.bits}; a smaller learning rate if it grew in training",
+        )
+
+
+def check_overflow(peaks: Sequence[Tensor], places: Sequence[str], fraction_bits: int) -> None:
+    """Refuse a forward pass in which a stream or branch has left the room that an int32 has.
+
+    Args:
+        peaks: of each step, from `Streams.peaks`.
+        places: of each step, its name for a message.
+
+    Raises:
+        StreamOverflow: names the first layer and the scale that would do.
+        TrainingError: a step gives infinities or NaN.
+    """
+    if not peaks:
+        return
+    largest = torch.stack(tuple(peaks)).amax(1).tolist()  # the one wait for the device
+    for place, peak in zip(places, largest, strict=True):
+        if peak < ROOM:
+            continue
+        if not math.isfinite(peak):
+            raise TrainingError(f"{place} gives numbers that are none", hint="a smaller learning rate")
+        raise StreamOverflow(place, fraction_bits, peak * 2.0**-fraction_bits)

@@ -1,7 +1,11 @@
-"""The session of RevFFN: updates inside the walk back, the two stages (section 3.3), and the trained model."""
+"""The session of RevFFN: updates inside the backward pass, the two stages (section 3.3), the trained model, and its
+folder opened again in the numbers that it was trained in."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,23 +13,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.errors import CheckpointError, ConfigError
-from ondevice.methods.offloading import as_numpy
+from ondevice.core.errors import CheckpointError, ModelError
+from ondevice.core.session import OpenedNetwork, Session, StepResult
+from ondevice.methods.engine_session import as_numpy
+from ondevice.methods.model_loss import ModelSession
+from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.export import check_family, save_reversible
-from ondevice.methods.revffn.passes import Gradients, Passes
+from ondevice.methods.revffn.passes import Passes
+from ondevice.methods.revffn.reversible import Gradients, Reversible
 from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
-from ondevice.methods.revffn.walk import Reversible
-from ondevice.methods.session import StepResult
-from ondevice.methods.whole_model import ModelSession
+from ondevice.models.load import load_tokenizer, quiet_transformers, wrap
+from ondevice.models.registry import family_for
+from ondevice.models.save import FILE_NAME
+from ondevice.models.source import SourceInfo
 from ondevice.offload.device import memory_errors
 
 if TYPE_CHECKING:
-    from ondevice.artifact.adapter import Adapter
-    from ondevice.methods.revffn.config import RevffnConfig
     from ondevice.models import LoadedModel
 
 ROUTER = ".mlp.gate."
-"""What the name of a router's weight holds (section 3.3: "MoE gating networks remain frozen")."""
+"""Part of the name of a router's weight (section 3.3: "MoE gating networks remain frozen")."""
 STEP_HINT = (
     "method.micro_batch_size: 1, a larger method.loss_tiles, method.optimizer: adafactor; `ondevice plan` lists what "
     "each part needs"
@@ -34,13 +41,8 @@ BITS = "fraction_bits"
 """The scale of int32 streams in a checkpoint: a resumed run keeps what its first start chose."""
 
 
-class RevffnSession:
-    """Training of all parameters by a walk back through reversible blocks; see `Session`."""
-
-    batch_size: int | None = None
-    eval_batch_size: int | None = None
-    lengths_tokens: tuple[int, ...] | None = None
-    generator_backend = "none"
+class RevffnSession(Session):
+    """Training of all parameters by a backward pass through reversible blocks; see `Session`."""
 
     def __init__(self, loaded: LoadedModel, config: RevffnConfig, seed: int) -> None:
         check_family(loaded.dims.family)
@@ -67,38 +69,39 @@ class RevffnSession:
     def gradients(self, ids: np.ndarray, labels: np.ndarray, step: int = 0) -> tuple[float, Gradients]:
         """Loss and gradients of step `step`, with nothing updated."""
         self._begin(step, 0.0)
-        found: Gradients = {}
-        return float(self.passes.run(*self._batch(ids, labels), found.update)), found
+        gradients: Gradients = {}
+        return float(self.passes.run(*self._batch(ids, labels), gradients.update)), gradients
 
     def _train(self, batch: tuple[Tensor, Tensor], step: int, rate: float) -> Tensor:
-        """One walk with updates inside; a norm of the whole gradient takes another walk before, or all gradients."""
+        """One backward pass with updates inside; a norm of the whole gradient takes another pass before, or all
+        gradients at once."""
         c, run = self.config, self.passes.run
         whole = c.max_grad_norm is not None and c.clip == "global"
         if c.fused_update and not whole:
-            return run(*batch, lambda found: self._update(found, step, rate))
+            return run(*batch, lambda unit: self._update(unit, step, rate))
         units: list[Gradients] = []
         squares: list[Tensor] = []
 
-        def keep(found: Gradients) -> None:
-            squares.append(squared_norm(found.values()))
+        def keep(unit: Gradients) -> None:
+            squares.append(squared_norm(unit.values()))
             if not c.fused_update:
-                units.append(found)
+                units.append(unit)
 
         loss = run(*batch, keep)
         scale = clip_scale(torch.stack(squares).sum(), c.max_grad_norm or 0.0) if whole else None
         if c.fused_update:
-            return run(*batch, lambda found: self._update(found, step, rate, scale))
+            return run(*batch, lambda unit: self._update(unit, step, rate, scale))
         for unit in units:
             self._update(unit, step, rate, scale)
         return loss
 
-    def _update(self, found: Gradients, step: int, rate: float, scale: Tensor | None = None) -> None:
+    def _update(self, unit: Gradients, step: int, rate: float, scale: Tensor | None = None) -> None:
         """Update a unit's parameters and free its gradients; without a `scale`, they are clipped by themselves."""
         limit, later = self.config.max_grad_norm, self.config.stage1 or 0
         if scale is None and limit is not None:
-            scale = clip_scale(squared_norm(found.values()), limit)
-        while found:
-            name, gradient = found.popitem()
+            scale = clip_scale(squared_norm(unit.values()), limit)
+        while unit:
+            name, gradient = unit.popitem()
             self.updates.apply(name, gradient, step + 1 - (0 if name in self.adapters else later), rate, scale)
 
     def _begin(self, step: int, learning_rate: float) -> float:
@@ -121,19 +124,15 @@ class RevffnSession:
         nll, count = self.passes.row_nll(*self._batch(ids, labels))
         return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
 
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
-        """A first-order step cannot be rebuilt from scalars."""
-        raise ConfigError("a first-order run has no projected gradients to replay", hint="resume from its checkpoint")
-
     def state(self) -> dict[str, np.ndarray]:
-        """What is trained, the optimizer's state and the streams' scale, as they are; bfloat16 as uint16."""
-        arrays = self.parameters | self.updates.arrays()
-        found = {name: as_numpy(value.detach().cpu().clone()) for name, value in arrays.items()}
-        return found if self.network.fraction_bits is None else found | {BITS: np.array([self.network.fraction_bits])}
+        """The trained parameters, the optimizer's state and the streams' scale, as they are; bfloat16 as uint16."""
+        tensors = self.parameters | self.updates.arrays()
+        arrays = {name: as_numpy(value.detach().cpu().clone()) for name, value in tensors.items()}
+        return arrays if self.network.fraction_bits is None else arrays | {BITS: np.array([self.network.fraction_bits])}
 
     @torch.no_grad()
     def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` gave."""
+        """Restore what `state` gave."""
         arrays = {name: torch.from_numpy(value) for name, value in state.items()}
         for name, parameter in self.parameters.items():
             value = arrays.get(name)
@@ -159,18 +158,69 @@ class RevffnSession:
         """The same weights in the ordinary architecture; None where adapters and half-width streams forbid it."""
         return None if self.adapters else ModelSession(self.loaded, self.config.loss_tiles)
 
-    def adapter(self) -> Adapter | None:
-        """None: the model itself is what was trained."""
-        return None
 
-    def load_adapter(self, adapter: Adapter) -> None:
-        """Full fine-tuning takes no adapter."""
-        raise ConfigError(f"method {self.config.name} trains the whole model and takes no adapter")
-
-    def close(self) -> None:
-        """Nothing to release beyond the model."""
-
-
-def open_session(loaded: LoadedModel, config: Any, seed: int) -> RevffnSession:
-    """The registry's door to this method; `seed` is that of the adapters' first values and of rounding."""
+def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> RevffnSession:
+    """See `MethodSpec.open_session`; the model is computed where it is."""
     return RevffnSession(loaded, config, seed)
+
+
+def open_reversible(folder: Path, device: str = "cpu") -> RevffnSession:
+    """Open a folder that `export` wrote; the session's `loaded` holds the ordinary model around the network.
+
+    Raises:
+        ModelError: the folder is not whole.
+    """
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {"late": 0.0, "fraction_bits": None} | json.loads((folder / "config.json").read_text())
+    base: dict[str, Any] = dict(config["base"])
+    family = family_for(base.get("model_type"), str(folder / "config.json"))
+    try:
+        tensors = load_file(folder / FILE_NAME)
+    except Exception as error:  # safetensors raises its own kinds
+        raise ModelError(f"{folder}: the weights cannot be read", received=str(error), hint="copy it again") from error
+    with quiet_transformers():
+        plain = AutoConfig.for_model(base.pop("model_type"), **base)
+        dtype = getattr(torch, config["dtype"])
+        model = AutoModelForCausalLM.from_config(plain, attn_implementation="sdpa", dtype=dtype)
+    named = dict(model.named_parameters())
+    model.to(torch.device(device))
+    loaded = wrap(model, load_tokenizer(str(folder), config=plain), family, SourceInfo(str(folder), folder))
+    settings = config["settings"]
+    scaled = settings if config["fraction_bits"] is None else settings | {"fraction_bits": config["fraction_bits"]}
+    session = RevffnSession(loaded, RevffnConfig.parse(scaled, "config.json"), 0)
+    session.network.config = RevffnConfig.parse(settings, "config.json")  # a scale not set by hand may become coarser
+    if config["late"] != session.network.coupling.late:
+        raise ModelError(
+            f"{folder}: written by another version, whose network reads its end differently",
+            expected=f"late: {session.network.coupling.late:g}",
+            received=config["late"],
+            hint="load it with transformers and trust_remote_code=True, by the file beside it",
+        )
+    wanted = named | session.adapters
+    if missing := sorted(wanted.keys() - tensors.keys()):
+        raise ModelError(f"{folder}: the weights lack a tensor", received=missing[0], hint="copy the model again")
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(tensors[name])
+    return session
+
+
+def open_network(folder: Path, device: str) -> OpenedNetwork:
+    """See `MethodSpec.network`."""
+    session = open_reversible(folder, device)
+    return OpenedNetwork(session, session.loaded, partial(continue_reversible, session))
+
+
+def continue_reversible(session: RevffnSession, ids: Sequence[int], max_new_tokens: int) -> str:
+    """Greedy text behind token ids, in the numbers of the training; it computes the whole sequence for each token."""
+    loaded = session.loaded
+    stops = loaded.model.generation_config.eos_token_id
+    stops = loaded.tokenizer.eos_token_id if stops is None else stops
+    written: list[int] = []
+    while len(written) < max_new_tokens:
+        written.append(session.passes.next_token(torch.tensor([[*ids, *written]], device=session.device)))
+        if written[-1] in (stops if isinstance(stops, list) else [stops]):
+            break
+    return str(loaded.tokenizer.decode(written, skip_special_tokens=True))

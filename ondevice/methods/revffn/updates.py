@@ -1,6 +1,6 @@
 """Optimizers that update one tensor at a time, in place, as soon as its gradient is known.
 
-All arithmetic is in float32, piece by piece, so that what an update needs beside the weights does not grow with them. A
+All arithmetic is in float32, chunk by chunk, so that what an update needs beside the weights does not grow with them. A
 bfloat16 weight is rounded once, after the update. SGD has no state (with the fused update that is LOMO, arXiv
 2306.09782); AdamW's and the 8-bit one's arithmetic are torch's and bitsandbytes' own kernels; Adafactor's is
 `torch.optim.Adafactor`'s, which would hold several float32 copies of the largest tensor.
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ondevice.errors import CheckpointError, MissingPackageError
-from ondevice.offload.lsp.bases import rounded
+from ondevice.core.errors import CheckpointError, MissingPackageError
+from ondevice.nn.rounding import stochastic_round
 from ondevice.runtime_ops.generator import stream_key
 from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.config import RevffnConfig
 
-PIECE = 1 << 24
+CHUNK = 1 << 24
 """Elements that are updated at once; a multiple of the 256 that share a scale in bitsandbytes."""
 SMALL = 4096
 """Tensors of fewer elements keep float32 moments under `adamw8bit`, as in bitsandbytes."""
@@ -35,53 +35,53 @@ class Rule(Protocol):
     """One optimizer's arithmetic."""
 
     def state(self, parameter: Tensor) -> State:
-        """What it keeps of a parameter, before the first step."""
+        """State of a parameter before its first step."""
         ...
 
-    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
+    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
         """One step with a gradient of the parameter's shape."""
         ...
 
 
-class Written:
-    """A parameter that is updated piece by piece: float32 in between, rounded once where it has fewer bits."""
+class ParameterWriter:
+    """A parameter that is updated chunk by chunk: float32 in between, rounded once where it has fewer bits."""
 
     def __init__(self, parameter: Tensor, key: int | None) -> None:
         """`key`: of stochastic rounding; None rounds to the nearest."""
         self.parameter, self.key = parameter.detach(), key
 
-    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Ranges of the flat parameter, each as float32; what was done to a piece is written before the next."""
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Ranges of the flat parameter, each as float32; what was done to a chunk is written before the next."""
         flat = self.parameter.view(-1)
-        for number, low in enumerate(range(0, flat.numel(), PIECE)):
-            part = slice(low, min(low + PIECE, flat.numel()))
+        for number, low in enumerate(range(0, flat.numel(), CHUNK)):
+            part = slice(low, min(low + CHUNK, flat.numel()))
             yield part, (work := flat[part].float())
             self.write(flat[part], work, number)
 
     def write(self, out: Tensor, work: Tensor, number: int) -> None:
-        """Round `work` into `out`, a view of the parameter; piece `number` has its own chances."""
+        """Round `work` into `out`, a view of the parameter; chunk `number` draws its own random bits."""
         if out.dtype == torch.float32:
             if out.data_ptr() != work.data_ptr():
                 out.copy_(work)
         elif self.key is None or out.dtype != torch.bfloat16:
             out.copy_(work)
         else:
-            rounded(out, work, stream_key(self.key, number, 0, 0))
+            stochastic_round(out, work, stream_key(self.key, number, 0, 0))
 
 
-class Scaled:
+class ScaledGradient:
     """A gradient that is multiplied as it is read, in float32; the gradient itself stays as it is."""
 
     def __init__(self, values: Tensor, scale: Tensor | None) -> None:
         self.values, self.scale = values, scale
 
-    def view(self, *shape: int) -> Scaled:
+    def view(self, *shape: int) -> ScaledGradient:
         """The same in another shape."""
-        return Scaled(self.values.view(*shape), self.scale)
+        return ScaledGradient(self.values.view(*shape), self.scale)
 
     def __getitem__(self, part: Any) -> Tensor:
-        piece = self.values[part].float()
-        return piece if self.scale is None else piece * self.scale
+        chunk = self.values[part].float()
+        return chunk if self.scale is None else chunk * self.scale
 
 
 class Sgd:
@@ -90,8 +90,8 @@ class Sgd:
     def state(self, parameter: Tensor) -> State:
         return {}
 
-    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
-        for part, work in write.pieces():
+    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
+        for part, work in write.chunks():
             if adam.weight_decay:
                 work.mul_(1 - adam.learning_rate * adam.weight_decay)
             work.add_(gradient.view(-1)[part], alpha=-adam.learning_rate)
@@ -104,8 +104,8 @@ class AdamW:
         make = {"device": parameter.device, "dtype": torch.float32}
         return {name: torch.zeros(parameter.numel(), **make) for name in ("exp_avg", "exp_avg_sq")}
 
-    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
-        for part, work in write.pieces():
+    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
+        for part, work in write.chunks():
             torch_step(work, gradient.view(-1)[part], state["exp_avg"][part], state["exp_avg_sq"][part], adam)
 
 
@@ -128,17 +128,17 @@ class AdamW8bit:
         if count < SMALL:
             return self.small.state(parameter)
         blocks = -(-count // 256)
-        found: State = {}
+        state: State = {}
         for kind in (1, 2):
-            found[f"state{kind}"] = torch.zeros(count, dtype=torch.uint8, device=device)
-            found[f"absmax{kind}"] = torch.zeros(blocks, dtype=torch.float32, device=device)
-        return found
+            state[f"state{kind}"] = torch.zeros(count, dtype=torch.uint8, device=device)
+            state[f"absmax{kind}"] = torch.zeros(blocks, dtype=torch.float32, device=device)
+        return state
 
-    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
+    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
         if "exp_avg" in state:
             return self.small.apply(write, gradient, state, adam)
         maps = self.maps = {kind: values.to(write.parameter.device) for kind, values in self.maps.items()}
-        for part, work in write.pieces():
+        for part, work in write.chunks():
             blocks = slice(part.start // 256, -(-part.stop // 256))
             self.functional.optimizer_update_8bit_blockwise(
                 "adam", gradient.view(-1)[part], work, state["state1"][part], state["state2"][part],
@@ -159,20 +159,20 @@ class Adafactor:
         *outer, rows, columns = parameter.shape
         return {"row_var": torch.zeros(*outer, rows, 1, **make), "col_var": torch.zeros(*outer, 1, columns, **make)}
 
-    def apply(self, write: Written, gradient: Scaled, state: State, adam: AdamStep) -> None:
+    def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
         parameter, eps1 = write.parameter, torch.finfo(torch.float32).eps
         stack = parameter if parameter.ndim > 1 else parameter[None]
         *_, rows, columns = stack.shape
         stack, gradient = stack.view(-1, rows, columns), gradient.view(-1, rows, columns)
-        new, pieces = adam.step**BETA2_DECAY, list(_pieces(stack.shape))
+        new, chunks = adam.step**BETA2_DECAY, list(_chunks(stack.shape))
         square = torch.zeros((), device=parameter.device)
         row = torch.zeros(*stack.shape[:2], 1, device=parameter.device)
         column = torch.zeros(stack.shape[0], 1, columns, device=parameter.device)
-        for piece in pieces:
-            square += stack[piece].float().square().sum()
-            squares = gradient[piece].square()
-            row[piece] = squares.mean(-1, keepdim=True)
-            column[piece[0]] += squares.sum(-2, keepdim=True) / rows
+        for chunk in chunks:
+            square += stack[chunk].float().square().sum()
+            squares = gradient[chunk].square()
+            row[chunk] = squares.mean(-1, keepdim=True)
+            column[chunk[0]] += squares.sum(-2, keepdim=True) / rows
         if parameter.ndim > 1:
             state["row_var"].view_as(row).lerp_(row, new)
             state["col_var"].view_as(column).lerp_(column, new)
@@ -182,26 +182,26 @@ class Adafactor:
             state["variance"].lerp_(column.view(-1), new)
             row, column = torch.ones_like(row), state["variance"].view_as(column)
 
-        def update(piece: tuple[slice, slice]) -> Tensor:
-            variance = row[piece] * column[piece[0]]
-            return variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(gradient[piece])
+        def update(chunk: tuple[slice, slice]) -> Tensor:
+            variance = row[chunk] * column[chunk[0]]
+            return variance.clamp_(min=eps1 * eps1).rsqrt_().mul_(gradient[chunk])
 
-        total = sum((update(piece).square_().sum() for piece in pieces), torch.zeros_like(square))
+        total = sum((update(chunk).square_().sum() for chunk in chunks), torch.zeros_like(square))
         size = (square / parameter.numel()).sqrt_().clamp_(min=EPS2) * min(adam.learning_rate, adam.step**-0.5)
         size /= (total / parameter.numel()).sqrt_().clamp_(min=1.0)
-        for number, piece in enumerate(pieces):
-            work = stack[piece].float()
+        for number, chunk in enumerate(chunks):
+            work = stack[chunk].float()
             if adam.weight_decay:
                 work.mul_(1 - adam.learning_rate * adam.weight_decay)
-            work.sub_(update(piece).mul_(size))
-            write.write(stack[piece], work, number)
+            work.sub_(update(chunk).mul_(size))
+            write.write(stack[chunk], work, number)
 
 
-def _pieces(shape: torch.Size) -> Iterator[tuple[slice, slice]]:
-    """Ranges of matrices and of rows of a stack of them, at most about PIECE elements each."""
+def _chunks(shape: torch.Size) -> Iterator[tuple[slice, slice]]:
+    """Ranges of matrices and of rows of a stack of them, at most about CHUNK elements each."""
     matrices, rows, columns = shape
-    several = max(1, PIECE // (rows * columns))
-    at_once = rows if several > 1 else max(1, PIECE // columns)
+    several = max(1, CHUNK // (rows * columns))
+    at_once = rows if several > 1 else max(1, CHUNK // columns)
     for first in range(0, matrices, several):
         for low in range(0, rows, at_once):
             yield slice(first, min(first + several, matrices)), slice(low, min(low + at_once, rows))
@@ -239,14 +239,16 @@ class Updates:
         adam = AdamStep(rate, c.beta1, c.beta2, c.eps, c.weight_decay, count)
         chance = c.rounding == "stochastic"
         key = stream_key(self.seed, count, 0, self.numbers[name]) if chance else None
-        self.rule.apply(Written(parameter, key), Scaled(gradient.contiguous(), scale), self.states[name], adam)
+        self.rule.apply(
+            ParameterWriter(parameter, key), ScaledGradient(gradient.contiguous(), scale), self.states[name], adam
+        )
 
     def arrays(self) -> dict[str, Tensor]:
-        """The states as `kind/name`."""
-        return {f"{kind}/{name}": value for name, found in self.states.items() for kind, value in found.items()}
+        """All states, by `kind/name`."""
+        return {f"{kind}/{name}": value for name, state in self.states.items() for kind, value in state.items()}
 
     def load(self, arrays: dict[str, Tensor]) -> None:
-        """Take back what `arrays` gave.
+        """Restore the states of `arrays`.
 
         Raises:
             CheckpointError: a state is missing in part, or of another size.
@@ -254,10 +256,10 @@ class Updates:
         self.states = {}
         for name, parameter in self.parameters.items():
             state = self.rule.state(parameter)
-            found = {kind: arrays.get(f"{kind}/{name}") for kind in state}
-            if all(value is None for value in found.values()):
-                continue
-            for kind, value in found.items():
+            given = {kind: arrays.get(f"{kind}/{name}") for kind in state}
+            if all(value is None for value in given.values()):
+                continue  # a tensor that has had no step yet has no state
+            for kind, value in given.items():
                 if value is None or value.numel() != state[kind].numel() or value.dtype != state[kind].dtype:
                     raise CheckpointError(
                         f"the checkpoint's {kind} of {name} does not fit",
@@ -270,9 +272,9 @@ class Updates:
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The sum of all squares, float32 [] on the device, piece by piece."""
+    """The sum of all squares, float32 [] on the device, chunk by chunk."""
     parts = [
-        piece.float().square().sum() for gradient in gradients for piece in gradient.detach().reshape(-1).split(PIECE)
+        chunk.float().square().sum() for gradient in gradients for chunk in gradient.detach().reshape(-1).split(CHUNK)
     ]
     return torch.stack(parts).sum()
 

@@ -1,1 +1,22 @@
-"""Full-parameter fine-tuning of models larger than the accelerator (SlideFormer)."""
+"""SlideFormer: all parameters of a model larger than the accelerator; layers slide through it."""
+
+from ondevice.core.method import MethodSpec, Option
+from ondevice.methods.slideformer.config import SlideformerConfig
+
+METHOD = MethodSpec(
+    name="slideformer",
+    package=__name__,
+    config=SlideformerConfig,
+    summary="all parameters; layers slide through the accelerator, the host updates",
+    keeps="12 bytes a parameter in host memory; a window of layers on the GPU",
+    page="slideformer.md",
+    trains="all",
+    order="first",
+    sessions={"torch": ".torch:open_session"},
+    memory=".memory:MEMORY",
+    cost=".cost:step_cost",
+    options=(Option("--bus-limit", "bus_limit_gb_per_s", float, "Simulated bus, GB/s in each direction"),),
+    offloads=True,
+    ranks=True,
+    lanes=".planner:lanes",
+)

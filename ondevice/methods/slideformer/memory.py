@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ondevice.methods.sizes import passes_bytes
+from ondevice.core.method import MemoryModel, Reduction
+from ondevice.methods.step_model import passes_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
@@ -56,3 +57,22 @@ def host_memory(
         "inputs on the host": {"host": inputs, "disk": 4 * inputs // dims.layers, "device": 0}[config.activations],
     }
     return {part: size for part, size in parts.items() if size}
+
+
+def _no_frozen_weights(dims: ModelDims, config: SlideformerConfig, weight_bytes: int, runtime: str) -> int:
+    """None: the window and the resident layers are parts of their own."""
+    return 0
+
+
+def _eight_bit_moments(config: SlideformerConfig, batch_size: int) -> SlideformerConfig | None:
+    return None if config.moments == "int8" else config.model_copy(update={"moments": "int8"})
+
+
+MEMORY = MemoryModel(
+    memory,
+    host=host_memory,
+    weights=_no_frozen_weights,
+    host_note="the model is in host memory; the accelerator holds a window of its layers",
+    host_hint="method.moments: bfloat16 or int8, method.disk_fraction: 1",
+    reductions=(Reduction("method.moments: int8", _eight_bit_moments),),
+)

@@ -8,11 +8,10 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from ondevice.errors import BusyError, ConfigError, OndeviceError
+from ondevice.core.errors import BusyError, ConfigError, OndeviceError
 from ondevice.server import adapters, schemas
 from ondevice.server.daemon import Daemon
-from ondevice.server.jobs import adapter_folder, artifact_folder
-from ondevice.server.models import locate_model
+from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
 from ondevice.server.queue import ENDED
 from ondevice.server.routes import Id, Serving
 from ondevice.server.worker import JOB
@@ -44,7 +43,7 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
     responses={200: {"content": {"application/zip": {}}, "description": "PEFT's two files."}},
 )
 def download_adapter(daemon: Serving, adapter: Id) -> Response:
-    """The adapter as a zip of adapter_config.json and adapter_model.safetensors, as PEFT loads them."""
+    """Download the adapter as a zip of adapter_config.json and adapter_model.safetensors, as PEFT loads them."""
     content = adapters.zipped(adapter_folder(daemon.store, adapter))
     return Response(content, media_type="application/zip",
                     headers={"Content-Disposition": f'attachment; filename="{adapter}.zip"'})  # fmt: skip
@@ -69,12 +68,12 @@ def delete_adapter(daemon: Serving, adapter: Id) -> dict[str, bool]:
 
 @router.post("/generate", response_model=schemas.GenerateAnswer)
 def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
-    """What the base model answers, and what it answers with the adapter. 409 where it does not fit beside a job."""
+    """Answer a prompt with the base model, and with the adapter. 409 where the model does not fit beside a job."""
     if (body.model is None) == (body.artifact is None):
         raise ConfigError("a question is for a model or an artifact", expected="one of them", received="both or none")
     adapter = body.adapter or adapters.active_adapter(daemon.store)
     prompt = body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
-    found = daemon.model(
+    answers = daemon.model(
         "generate",
         model=None if body.model is None else locate_model(daemon.store, body.model),
         artifact=None if body.artifact is None else str(artifact_folder(daemon.store, body.artifact)),
@@ -85,11 +84,11 @@ def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
         seed=body.seed,
         job=_running(daemon),
     )
-    return found | {"adapter": adapter}
+    return answers | {"adapter": adapter}
 
 
 def _running(daemon: Daemon) -> dict[str, Any] | None:
-    """The job that runs, where it computes, and what its plan says that it will still take."""
+    """Return the job that runs, where it computes, and the bytes that it will still take by its plan."""
     running = daemon.supervisor.running
     if running is None:
         return None

@@ -1,4 +1,4 @@
-"""What there is to train: models, artifacts, data sets and their previews."""
+"""Things that a job names: models, artifacts, data sets and their previews."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
+from ondevice.core.errors import BusyError, ConfigError
 from ondevice.data.templates import TASKS
-from ondevice.errors import BusyError, ConfigError
-from ondevice.server import models, schemas
+from ondevice.server import jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file
 from ondevice.server.queue import ENDED
@@ -27,13 +27,13 @@ Task = Annotated[str | None, Query(max_length=64, description="A prompt template
 @router.get("/models", response_model=list[schemas.Model])
 def list_models(daemon: Serving) -> list[dict[str, Any]]:
     """Models at hand: folders of the store, the packaged one where it is cached, and random tiny ones for trying."""
-    return models.list_models(daemon.store)
+    return jobs.list_models(daemon.store)
 
 
 @router.get("/artifacts", response_model=list[schemas.Artifact])
 def list_artifacts(daemon: Serving) -> list[dict[str, Any]]:
     """Exported programs of the store."""
-    return models.list_artifacts(daemon.store)
+    return jobs.list_artifacts(daemon.store)
 
 
 @router.delete("/models/{model}", response_model=schemas.Done)
@@ -50,7 +50,7 @@ def delete_artifact(daemon: Serving, artifact: Id) -> dict[str, bool]:
 
 @router.get("/settings", response_model=schemas.Settings)
 def run_settings() -> dict[str, Any]:
-    """What a job's `config` can say, for forms."""
+    """The settings of a job's `config`, as a JSON schema, for forms."""
     from ondevice.api.runfile import RunConfig
 
     return {"run_file": RunConfig.model_json_schema(), "tasks": sorted(TASKS)}
@@ -86,18 +86,18 @@ def preview_dataset(
     if (model is None) == (artifact is None):
         raise ConfigError("rows are read by a model or an artifact", expected="one of them", received="both or none")
     file = dataset_file(daemon.store, dataset)
-    found = daemon.rows(
+    shown = daemon.rows(
         "preview",
         file=str(file),
-        model=None if model is None else models.locate_model(daemon.store, model),
+        model=None if model is None else jobs.locate_model(daemon.store, model),
         artifact=None if artifact is None else str(artifact_folder(daemon.store, artifact)),
         task=task,
         max_length_tokens=max_length_tokens,
         train_on_prompt=train_on_prompt,
         rows=rows,
     )
-    problems = [problem | {"file": file.name} for problem in found["problems"][:100]]
-    return found | {"problems": problems}
+    problems = [problem | {"file": file.name} for problem in shown["problems"][:100]]
+    return shown | {"problems": problems}
 
 
 @router.delete("/datasets/{dataset}", response_model=schemas.Done)

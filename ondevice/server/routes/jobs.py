@@ -9,11 +9,11 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sse_starlette import EventSourceResponse
 
 from ondevice.server import schemas
-from ondevice.server.curve import curve
+from ondevice.server.events import curve
 from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, resolve
-from ondevice.server.logs import tail
 from ondevice.server.queue import Job, State
 from ondevice.server.routes import Id, Serving
+from ondevice.server.service import tail
 from ondevice.server.supervisor import remove_job
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -25,7 +25,7 @@ PING_S = 15
 def list_jobs(
     daemon: Serving, state: Annotated[list[State] | None, Query(description="Only jobs in these states.")] = None
 ) -> list[schemas.JobAnswer]:
-    """What runs, what waits in the order it will run, then what has ended, the newest first."""
+    """List jobs: those that run, those that wait in the order they will run, then ended ones, the newest first."""
     return [_answer(daemon, job) for job in daemon.queue.list(*(state or []))]
 
 
@@ -57,12 +57,12 @@ def get_job(daemon: Serving, job: Id) -> schemas.JobAnswer:
 def change_job(daemon: Serving, job: Id, body: schemas.JobPatch) -> schemas.JobAnswer:
     """Another priority, window or limits."""
     with daemon.store.transaction():
-        found = daemon.queue.get(job)
-        named = body.model_dump(mode="json", exclude_unset=True, exclude={"priority"})
-        if named.get("limits", {}) is None:
-            del named["limits"]
-        found = daemon.queue.change(job, priority=body.priority, spec=found.spec | named)
-    return _answer(daemon, found)
+        spec = daemon.queue.get(job).spec
+        changes = body.model_dump(mode="json", exclude_unset=True, exclude={"priority"})
+        if changes.get("limits", {}) is None:
+            del changes["limits"]
+        changed = daemon.queue.change(job, priority=body.priority, spec=spec | changes)
+    return _answer(daemon, changed)
 
 
 @router.delete("/{job}", response_model=schemas.Done)
@@ -129,5 +129,12 @@ def job_metrics(
 
 
 def _answer(daemon: Serving, job: Job) -> schemas.JobAnswer:
-    rows = daemon.store.rows("SELECT id FROM adapters WHERE job = ? ORDER BY id", job.id)
-    return schemas.JobAnswer.of(job, daemon.store.last_event(job.id), [row["id"] for row in rows])
+    """Build the answer about a job from its row of the queue, its spec and what the store has of it."""
+    made = daemon.store.rows("SELECT id FROM adapters WHERE job = ? ORDER BY id", job.id)
+    row = {key: getattr(job, key) for key in schemas.JobAnswer.model_fields if hasattr(job, key)}
+    sources = {key: job.spec.get(key) for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")}
+    settings = {key: job.spec.get(key) for key in ("config", "window", "limits")} | {"name": job.spec.get("name", "")}
+    return schemas.JobAnswer.model_validate(
+        row | sources | settings
+        | {"last_event": daemon.store.last_event(job.id), "adapters": [adapter["id"] for adapter in made]}
+    )  # fmt: skip

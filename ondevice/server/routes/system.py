@@ -6,11 +6,9 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
 from ondevice.server import metrics, schemas, security
-from ondevice.server.guard import must_wait
-from ondevice.server.routes import Serving
+from ondevice.server.routes import Serving, refused
 
 router = APIRouter(tags=["system"])
 
@@ -21,7 +19,7 @@ router = APIRouter(tags=["system"])
     responses={503: {"model": schemas.Health, "description": "The queue is not worked on."}},
 )
 def health(daemon: Serving, request: Request, response: Response) -> dict[str, object]:
-    """Whether the daemon works; needs no token."""
+    """Say if the daemon works; needs no token."""
     if not daemon.alive:
         response.status_code = 503
     return {
@@ -54,15 +52,12 @@ def log_in(daemon: Serving, body: schemas.SessionRequest, request: Request, resp
     """Exchange a token for a cookie, for the page."""
     tries = request.app.state.tries
     address = request.client.host if request.client else "unknown"
-    if refusal := must_wait(tries, address):
-        status, message, expected, received, hint, headers = refusal
-        answer = {"error": "Refused", "message": message, "expected": expected, "received": received, "hint": hint}
-        return JSONResponse(answer, status, headers)
+    if refusal := tries.refusal(address):
+        return refused(*refusal)
     token = security.check(daemon.store, body.token)
     if token is None:
         tries.failed(address)
-        answer = {"error": "Refused", "message": "the token is not known", "expected": "a token", "received": "another"}
-        return JSONResponse(answer | {"hint": "`ondevice serve token` makes one"}, 401)
+        return refused(401, "the token is not known", "a token", "another", "`ondevice serve token` makes one")
     response.set_cookie(
         security.COOKIE,
         security.create_session(daemon.store, token),

@@ -7,13 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ondevice.methods.registry import method_config, open_session
+from ondevice.core.registry import method_config, open_session
 from tests.methods.reference import in_double, plain_loss
 
 
-def session(loaded: Any, seed: int = 3, device: str | None = None, **settings: Any) -> Any:
-    """A session of mesp whose B matrices are not zero, so that A has gradients."""
-    opened = open_session(loaded, method_config("mesp", settings), seed, device)
+def session(loaded: Any, seed: int = 3, device: str | None = None, gradients: str = "manual", **settings: Any) -> Any:
+    """A session of mesp whose B matrices are not zero, so that A has gradients.
+
+    Args:
+        gradients: `manual` is mesp's; `blockwise`, `checkpoint` and `autodiff` are automatic differentiation's.
+    """
+    opened = opened_with(gradients, loaded, method_config("mesp", settings), seed, device)
     adapter, random = opened.adapter(), np.random.default_rng(seed)
     for name, value in adapter.tensors.items():
         if ".lora_B." in name:
@@ -22,19 +26,29 @@ def session(loaded: Any, seed: int = 3, device: str | None = None, **settings: A
     return opened
 
 
+def opened_with(gradients: str, loaded: Any, config: Any, seed: int, device: str | None = None) -> Any:
+    """A session of mesp, or one that computes its steps by automatic differentiation."""
+    from benchmarks.mesp.baselines_torch import blockwise_session
+    from ondevice.methods.mesp.torch.reference import reference_session
+
+    if gradients in ("checkpoint", "autodiff"):
+        return reference_session(loaded, config, seed, device, checkpointed=gradients == "checkpoint")
+    return (blockwise_session if gradients == "blockwise" else open_session)(loaded, config, seed, device)
+
+
 def learned(opened: Any, ids: np.ndarray, labels: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
     """The loss of one step and every gradient that was applied in it, summed over micro-batches."""
     found: dict[str, np.ndarray] = {}
-    apply = opened.updates.apply
+    apply = opened.optimizer.apply
 
-    def keep(pair: Any, ga: torch.Tensor, gb: torch.Tensor) -> None:
-        for name, value in ((pair.a_name, ga), (pair.b_name, gb)):
+    def keep(parameters: Any, ga: torch.Tensor, gb: torch.Tensor) -> None:
+        for name, value in ((parameters.a_name, ga), (parameters.b_name, gb)):
             found[name] = found.get(name, 0.0) + value.double().cpu().numpy()
-        apply(pair, ga, gb)
+        apply(parameters, ga, gb)
 
-    opened.updates.apply = keep
+    opened.optimizer.apply = keep
     loss = opened.step(ids, labels, 0, 1e-3).loss
-    opened.updates.apply = apply
+    opened.optimizer.apply = apply
     return loss, found
 
 

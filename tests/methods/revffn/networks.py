@@ -1,4 +1,4 @@
-"""Small reversible networks, their gradients by the walk, and those with every activation stored."""
+"""Small reversible networks, their gradients by rebuilt inputs, and those with every activation stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ondevice.methods.revffn.config import RevffnConfig
-from ondevice.methods.revffn.walk import Reversible
+from ondevice.methods.revffn.reversible import Reversible
 from ondevice.models import Family, tiny_model
 
 Gradients = dict[str, Tensor]
@@ -39,17 +39,17 @@ def direction(hidden: Tensor) -> Tensor:
     return torch.randn(hidden.shape, generator=torch.Generator().manual_seed(4)).to(hidden)
 
 
-def walked(made: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
-    """The hidden states and all gradients by the walk, with what reaches the embedding as `embedding`."""
-    ends = made.forward(ids)
-    hidden = made.hidden(ends)
+def rebuilt(made: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
+    """The hidden states and all gradients by rebuilt inputs, with what reaches the embedding as `embedding`."""
+    saved = made.forward(ids)
+    hidden = made.hidden(saved)
     found: Gradients = {}
-    found["embedding"] = made.backward(ends, direction(hidden), lambda _, grads: found.update(grads))
+    found["embedding"] = made.backward(saved, direction(hidden), lambda _, grads: found.update(grads))
     return hidden, found
 
 
 def stored(made: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
-    """As `walked`, by autograd with every activation stored."""
+    """As `rebuilt`, by autograd with every activation stored."""
     seen: list[Tensor] = []
     handle = made.family.embedding.register_forward_hook(lambda *parts: seen.append(parts[2]))
     hidden = made.stored_hidden(ids)
@@ -69,6 +69,6 @@ def relative_error(found: Gradients, expected: Gradients) -> float:
 
 
 def same_bits(found: Gradients, expected: Gradients) -> bool:
-    """Whether all gradients are the same; a gradient of the embedding's output comes in float32."""
+    """True where all gradients are the same; a gradient of the embedding's output comes in float32."""
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name].to(expected[name].dtype), expected[name]) for name in expected)

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks._allocation import peak_bytes
-from benchmarks._revffn_peers import Ordinary
-from ondevice.methods.registry import method_config, open_session
+from benchmarks.common import peak_bytes
+from benchmarks.revffn.peers import Ordinary
+from ondevice.core.registry import method_config, open_session
 from ondevice.methods.revffn.updates import Updates
 from ondevice.models.tiny import tiny_model
 from tests.methods.reference import batch

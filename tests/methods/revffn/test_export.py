@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from ondevice.errors import ModelError, TrainingError
-from ondevice.methods.registry import method_config, open_session
-from ondevice.methods.revffn.opening import is_reversible, open_reversible
+from ondevice.core.errors import ModelError, TrainingError
+from ondevice.core.registry import method_config, network_method, open_session
+from ondevice.methods.revffn import METHOD
+from ondevice.methods.revffn.torch import open_reversible
 from ondevice.models.tiny import tiny_model
 from tests.methods.reference import batch
 
@@ -99,7 +100,7 @@ def test_bfloat16_and_a_tied_head_come_back(tmp_path) -> None:
 def test_the_folder_opens_again_with_the_bits_of_training(family, coupling, sizes, dtype, tmp_path) -> None:
     session = trained(family, coupling, sizes, dtype)
     session.save_model(tmp_path / "model")
-    assert is_reversible(tmp_path / "model") and not is_reversible(tmp_path)
+    assert network_method(tmp_path / "model") is METHOD and network_method(tmp_path) is None
     again = open_reversible(tmp_path / "model")
     ids, labels = batch(3)
     assert session.evaluate(ids, labels)[0].tobytes() == again.evaluate(ids, labels)[0].tobytes()

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ondevice.errors import ModelError, TrainingError
-from ondevice.methods.revffn.branches import attention_between
+from ondevice.core.errors import ModelError, TrainingError
+from ondevice.methods.revffn.couplings import attention_between
 from ondevice.methods.revffn.inversion import measure
-from ondevice.methods.revffn.walk import Reversible
+from ondevice.methods.revffn.passes import Passes
+from ondevice.methods.revffn.reversible import Reversible
 from ondevice.models import tiny_model
-from tests.methods.revffn.networks import network, random_ids, relative_error, stored, walked
+from tests.methods.revffn.networks import network, random_ids, rebuilt, relative_error, stored
 
 
 def weak(factor: float = 0.1, **settings: Any) -> Reversible:
@@ -62,7 +63,7 @@ def test_an_odd_width_cannot_be_halved() -> None:
 def test_a_contraction_is_inverted_to_the_tolerance(streams: str) -> None:
     made = weak(streams=streams, tolerance=1e-6)
     ids = random_ids(made)
-    assert relative_error(walked(made, ids)[1], stored(made, ids)[1]) < 1e-4
+    assert relative_error(rebuilt(made, ids)[1], stored(made, ids)[1]) < 1e-4
     found = [layer for layer in measure(made, ids) if layer.part == "attention"]
     for layer in found:
         went = layer.iteration
@@ -87,7 +88,7 @@ def test_what_does_not_converge_is_refused_with_layer_and_numbers() -> None:
     ids = random_ids(made)
     failing = [layer.block for layer in measure(made, ids) if layer.iteration and not layer.iteration.converged]
     with pytest.raises(TrainingError, match=f"layer {max(failing)} cannot be inverted") as caught:
-        walked(made, ids)
+        rebuilt(made, ids)
     assert "after 20 iterations, norm off by" in caught.value.received and "contraction" in caught.value.received
     assert "not_converged: store" in (caught.value.hint or "")
 
@@ -102,17 +103,17 @@ def test_another_root_is_no_inverse() -> None:
         went = layer.iteration
         assert went is not None and went.movement <= 1e-6 and went.norm_error > 1e-3 and not went.converged
     with pytest.raises(TrainingError, match=f"layer {wrong[-1].block} cannot be inverted"):
-        walked(made, ids)
+        rebuilt(made, ids)
 
 
 def test_or_its_input_is_stored() -> None:
     made = weak(1.0, streams="int32", max_iterations=20, not_converged="store")
     ids = random_ids(made)
-    ends = made.forward(ids)
-    kept = len(ends.stored)
+    saved = made.forward(ids)
+    kept = len(saved.stored)
     assert kept >= 3 and kept == sum(not went.converged for went in made.iterations.values())
-    assert ends.bytes == (2 + kept) * 4 * 2 * 7 * 16 + 4 * 4 * 2 * 7  # streams and inputs; a norm a token and block
-    assert relative_error(walked(made, ids)[1], stored(made, ids)[1]) < 1e-4
+    assert saved.bytes == (2 + kept) * 4 * 2 * 7 * 16 + 4 * 4 * 2 * 7  # streams and inputs; a norm a token and block
+    assert relative_error(rebuilt(made, ids)[1], stored(made, ids)[1]) < 1e-4
     with torch.no_grad():
         for i in range(4):
             made.family.linear(i, "o_proj").weight.mul_(0.05)  # type: ignore[operator]
@@ -122,9 +123,10 @@ def test_or_its_input_is_stored() -> None:
 def test_the_first_pass_says_how_each_layer_inverts(caplog: pytest.LogCaptureFixture) -> None:
     made = weak(1.0, streams="float32", max_iterations=20, not_converged="store")
     ids = random_ids(made)
+    passes = Passes(made, stored=False, micro_batch_size=None, loss_tiles=8)
     with caplog.at_level(logging.INFO, "ondevice"):
-        made.forward(ids)
-        made.forward(ids)
+        passes.row_nll(ids, ids)
+        passes.row_nll(ids, ids)
     records = [record for record in caplog.records if record.name.startswith("ondevice.methods.revffn")]
     lines = [record.getMessage() for record in records if record.levelno == logging.INFO]
     assert [line.partition(":")[0] for line in lines] == [f"layer {i}" for i in range(4)]

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks._allocation import peak_bytes
-from benchmarks._revffn_model import make
-from benchmarks._revffn_peers import Reversible
-from ondevice.methods.registry import method_config
+from benchmarks.common import peak_bytes
+from benchmarks.revffn.peers import Reversible, make
+from ondevice.core.registry import method_config
 from ondevice.methods.revffn.memory import host_memory, memory
-from ondevice.plan.estimate import plan
+from ondevice.planning.estimate import plan
 
 ROWS, LENGTH = 8, 96
 CASES: list[dict[str, Any]] = [
@@ -50,9 +49,9 @@ def test_bits_beside_the_streams_are_where_they_wait() -> None:
     loaded = make("narrow", 4)
     way = Reversible(loaded, coupling="full")
     ids = np.random.default_rng(0).integers(0, 500, (ROWS, LENGTH))
-    ends = way.session.network.forward(torch.from_numpy(ids))
+    saved = way.session.network.forward(torch.from_numpy(ids))
     (kept,) = host_memory(loaded.dims, method_config("revffn", {}), ROWS, LENGTH).values()
-    assert kept == sum(bits.numel() for bits in ends.side.values())
+    assert kept == sum(bits.numel() for bits in saved.side.values())
     on_host, on_device = (
         plan(
             loaded.dims, method_config("revffn", {"gamma_bits_on": place}), batch_size=ROWS, length_tokens=LENGTH,
@@ -66,9 +65,8 @@ def test_bits_beside_the_streams_are_where_they_wait() -> None:
 
 def test_qwen_s_moe_fits_the_paper_s_peak() -> None:
     """14.3e9 parameters: weights and one block's gradients with a factored optimizer; AdamW's moments alone do not."""
-    from benchmarks._revffn_model import SHAPES, dims_of
-
-    dims = dims_of(next(iter(SHAPES)))
+    with torch.device("meta"):
+        dims = make("Qwen1.5-MoE-A2.7B", device="meta").dims
     assert dims.parameters == pytest.approx(14.3e9, rel=5e-3)
     weights = 2 * dims.parameters
     needs = {

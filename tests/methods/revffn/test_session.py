@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from ondevice.errors import CheckpointError, ConfigError, TrainingError
-from ondevice.methods.registry import method_config, open_session
+from ondevice.core.errors import CheckpointError, ConfigError, TrainingError
+from ondevice.core.registry import method_config, open_session
 from ondevice.methods.revffn.torch import ROUTER, RevffnSession
 from ondevice.models.tiny import tiny_model
 from tests.methods.reference import batch

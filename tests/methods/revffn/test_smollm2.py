@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from ondevice.methods.registry import method_config, open_session
+from ondevice.core.registry import method_config, open_session
 from ondevice.models import load_model
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

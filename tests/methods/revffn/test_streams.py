@@ -39,7 +39,7 @@ def test_a_fixed_point_step_inverts_bit_for_bit(
     before = u.clone(), v.clone(), branch.clone()
     w, side = streams.step(u, v, branch, mix)
     assert (side is None) == (mix.bits == 0)
-    assert torch.equal(streams.unstep(w, v, branch, mix, side), u)
+    assert torch.equal(streams.inverse_step(w, v, branch, mix, side), u)
     assert all(torch.equal(a, b) for a, b in zip((u, v, branch), before, strict=True))
 
 
@@ -74,7 +74,7 @@ def test_floating_point_inverts_to_its_rounding(dtype: torch.dtype, error: float
     u, v = streams.from_float(u), streams.from_float(v)
     for mix in (Mix(), Mix(1.0, 2.0)):
         w, side = streams.step(u, v, branch, mix)
-        found = streams.unstep(w, v, branch, mix, side)
+        found = streams.inverse_step(w, v, branch, mix, side)
         assert w.dtype == found.dtype == dtype and side is None
         difference = float((found.double() - u.double()).norm() / u.double().norm())
         assert difference <= error

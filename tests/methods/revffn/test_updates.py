@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ondevice.errors import CheckpointError
-from ondevice.methods.registry import method_config
+from ondevice.core.errors import CheckpointError
+from ondevice.core.registry import method_config
 from ondevice.methods.revffn import updates
 from ondevice.methods.revffn.updates import Updates, clip_scale, squared_norm
 
@@ -47,10 +47,10 @@ def peer_steps(make: Any, start: dict[str, torch.Tensor], steps: int = STEPS) ->
     return {name: leaf.detach() for name, leaf in leaves.items()}
 
 
-@pytest.mark.parametrize("piece", [updates.PIECE, 256])
+@pytest.mark.parametrize("chunk", [updates.CHUNK, 256])
 @pytest.mark.parametrize("name", list(PEERS))
-def test_float32_updates_are_those_of_torch(name: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "PIECE", piece)
+def test_float32_updates_are_those_of_torch(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "CHUNK", chunk)
     start = tensors(SHAPES)
     expected = peer_steps(PEERS[name], start)
     ours = {key: value.clone() for key, value in start.items()}
@@ -62,19 +62,19 @@ def test_float32_updates_are_those_of_torch(name: str, piece: int, monkeypatch: 
             assert torch.equal(gradient, before)
     for key, value in ours.items():
         assert not torch.equal(value, start[key])
-        if name == "adafactor":  # sums are taken in pieces
+        if name == "adafactor":  # sums are taken in chunks
             torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
-        elif piece == 256 or name == "sgd":  # vector instructions end where a piece does
+        elif chunk == 256 or name == "sgd":  # vector instructions end where a chunk does
             torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-7)
         else:
             assert torch.equal(value, expected[key]), key
 
 
-@pytest.mark.parametrize("piece", [updates.PIECE, 512])
-def test_8_bit_updates_are_those_of_bitsandbytes(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk", [updates.CHUNK, 512])
+def test_8_bit_updates_are_those_of_bitsandbytes(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     import bitsandbytes
 
-    monkeypatch.setattr(updates, "PIECE", piece)
+    monkeypatch.setattr(updates, "CHUNK", chunk)
     start = tensors([*SHAPES, (70, 100)])
     expected = peer_steps(lambda p: bitsandbytes.optim.AdamW8bit(p, lr=RATE, weight_decay=0.1), start)
     ours = {key: value.clone() for key, value in start.items()}

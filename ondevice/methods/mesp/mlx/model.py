@@ -1,25 +1,185 @@
-"""A frozen model with its pairs: embedding, blocks one after the other, loss, and the way back."""
+"""A frozen model with its A and B: the interpreter of a block's instructions, the stages before and after the blocks,
+and a batch's way through all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from ondevice.methods.mesp.mlx import schedule
-from ondevice.methods.mesp.mlx.head import ModelStages
-from ondevice.methods.mesp.mlx.machine import Functions, Machine
-from ondevice.methods.mesp.mlx.settings import Settings, bounds
-from ondevice.methods.mesp.mlx.weights import Weights
+from ondevice.methods.mesp.mlx import instructions
+from ondevice.methods.mesp.mlx.instructions import Instruction, Operand, Settings, bounds
+from ondevice.methods.mesp.mlx.stages import Arrays, Stages
+from ondevice.methods.mesp.mlx.weights import Weights, select
 
-Take = Callable[[int, str, Any, Any], None]
-"""Takes layer, target, and the gradients of A and of B."""
+Update = Callable[[str, Any, Any], None]
+"""Takes the target, and the gradients of A [rank, inputs] and of B [outputs, rank]."""
+OnGradient = Callable[[int, str, Any, Any], None]
+"""Takes layer, target, and the gradients of A and of B: uses them and keeps nothing."""
+
+
+class Functions(Protocol):
+    """The stages: Python's, or those of an artifact."""
+
+    def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The outputs of `stage` by name."""
+        ...
+
+
+class BlockWeights(Protocol):
+    """One block's frozen arrays by their names in the instructions."""
+
+    def get(self, operand: Operand) -> Any:
+        """An array or a range of it; read from its file where that is where it is."""
+        ...
+
+    def drop(self, name: str) -> None:
+        """Nothing uses it in this pass any more."""
+        ...
+
+
+class Interpreter:
+    """Runs instructions: gives each stage its arrays, computes where they say so, and drops what is dead.
+
+    Args:
+        functions: the stages.
+        clear: give back what MLX's allocator keeps after every evaluation.
+    """
+
+    def __init__(self, functions: Functions, *, clear: bool = True) -> None:
+        self.functions, self.clear = functions, clear
+
+    def run(
+        self,
+        instructions: list[Instruction],
+        given: dict[str, Any],
+        weights: BlockWeights,
+        adapter: Mapping[str, Any],
+        update: Update | None = None,
+    ) -> dict[str, Any]:
+        """Run `instructions` over one block.
+
+        Args:
+            given: the arrays that they begin with; taken over and emptied.
+            adapter: A and B by target: `q_proj.A`.
+            update: called with the gradients of each A and B.
+
+        Returns:
+            What they leave.
+        """
+        held, pending = given, []
+        for one in instructions:
+            if one.stage == "update":
+                gradients = (held.pop(one.inputs[side].name) for side in ("dA", "dB"))
+                if update is not None:
+                    update(one.outputs["target"], *gradients)
+                continue
+            arrays = {name: _find(operand, held, weights, adapter) for name, operand in one.inputs.items()}
+            made = self.functions.call(one.stage, arrays)
+            arrays.clear()
+            held.update({name: made.pop(output) for output, name in one.outputs.items()})
+            made.clear()
+            pending += one.outputs.values()
+            for name in one.free:
+                if held.pop(name, None) is None:
+                    weights.drop(name)
+            if one.evaluate:
+                mx.eval([held[name] for name in pending if name in held])
+                pending = []
+                if self.clear:
+                    mx.clear_cache()
+        return held
+
+
+def _find(operand: Operand, held: dict[str, Any], weights: BlockWeights, adapter: Mapping[str, Any]) -> Any:
+    found = held if operand.name in held else adapter if operand.name in adapter else None
+    return weights.get(operand) if found is None else select(found[operand.name], operand)
+
+
+class ModelStages(Stages):
+    """All stages of a model: a block's, and those before and after the blocks.
+
+    The cross-entropy goes over the vocabulary twice: the first time for the log-sum-exp, the second for the gradient.
+    So a tile's logits are dead before the next tile's exist. Shapes: N labelled tokens, V rows of a tile.
+    """
+
+    def embed(self, a: Arrays) -> Arrays:
+        """The embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
+        return {"x": self._rows(a, "rows", self.dtype)}
+
+    def _rows(self, a: Arrays, name: str, dtype: Any) -> Any:
+        return self._dense(a, name, dtype) if f"{name}.scales" in a else a[f"{name}.weight"].astype(dtype)
+
+    def final_norm(self, a: Arrays) -> Arrays:
+        """x [B, T, D] -> hn."""
+        return {"hn": self.rms_norm(a["x"], a["final_norm.weight"])}
+
+    def final_norm_backward(self, a: Arrays) -> Arrays:
+        """The gradient of hn [B, T, D], float32 -> g, that of the last block's output."""
+        return {"g": self.rms_norm_backward(a["x"], a["final_norm.weight"], a["ghn"]).astype(self.dtype)}
+
+    def loss_begin(self, a: Arrays) -> Arrays:
+        """hn [N, D] and the head's rows of the labels -> their logits, and the empty log-sum-exp, float32 [N]."""
+        hn = a["hn"].astype(self.sums)
+        target = mx.sum(hn * self._rows(a, "rows", self.dtype).astype(self.sums), axis=-1)
+        return {
+            "target": target,
+            "maximum": mx.full(target.shape, -mx.inf, dtype=self.sums),
+            "total": mx.zeros(target.shape, dtype=self.sums),
+        }
+
+    def loss_tile(self, a: Arrays) -> Arrays:
+        """The running maximum, and the sum of exponentials below it, after the tile's V logits."""
+        logits = self.product(a["hn"], a, "head").astype(self.sums)
+        larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
+        total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(mx.exp(logits - larger[:, None]), axis=-1)
+        return {"maximum": larger, "total": total}
+
+    def loss_end(self, a: Arrays) -> Arrays:
+        """nll, the negative log likelihood of each label, and the log-sum-exp."""
+        logsumexp = a["maximum"] + mx.log(a["total"])
+        return {"nll": logsumexp - a["target"], "logsumexp": logsumexp}
+
+    def loss_begin_backward(self, a: Arrays) -> Arrays:
+        """weight [N], the gradient of each nll -> the label's part of gh, float32 [N, D]."""
+        return {"gh": -a["weight"][:, None] * self._rows(a, "rows", self.dtype).astype(self.sums)}
+
+    def loss_tile_backward(self, a: Arrays) -> Arrays:
+        """gh with the tile's part: weight softmax(logits) W."""
+        logits = self.product(a["hn"], a, "head").astype(self.sums)
+        share = mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
+        gh = self.product_backward(share.astype(self.dtype), a, "head")
+        return {"gh": a["gh"] + gh.astype(self.sums)}
+
+    def gather_rows(self, a: Arrays) -> Arrays:
+        """Rows `place` int32 [N] of hidden states [B T, D]."""
+        return {"hn": mx.take(a["all"], a["place"], axis=0)}
+
+    def scatter_rows(self, a: Arrays) -> Arrays:
+        """gh added to rows `place` of ghn, float32 [B T, D]."""
+        return {"ghn": a["ghn"].at[a["place"]].add(a["gh"])}
+
+    def sgd(self, a: Arrays) -> Arrays:
+        """value kept - rate gradient; `kept` is 1 - learning rate times weight decay."""
+        return {"value": a["value"] * a["kept"] - a["rate"] * a["gradient"]}
+
+    def adamw(self, a: Arrays) -> Arrays:
+        """As `torch.optim.AdamW`, one matrix.
+
+        `rate` is learning rate / (1 - beta1^t), `kept` as for `sgd`, `root` sqrt(1 - beta2^t), all float32 [];
+        `constants` are beta1, beta2 and eps.
+        """
+        beta1, beta2, eps = (a["constants"][i] for i in range(3))
+        first = beta1 * a["first"] + (1 - beta1) * a["gradient"]
+        second = beta2 * a["second"] + (1 - beta2) * mx.square(a["gradient"])
+        moved = a["rate"] * (first / (mx.sqrt(second) / a["root"] + eps))
+        return {"value": a["value"] * a["kept"] - moved, "first": first, "second": second}
 
 
 class Model:
-    """What all ways to a gradient share.
+    """A frozen model with its A and B: embedding, blocks one after the other, loss, and the way back.
 
     Args:
         settings: the run's shape.
@@ -46,7 +206,7 @@ class Model:
         clear: bool = True,
     ) -> None:
         self.settings, self.weights = settings, weights
-        self.machine = Machine(functions or ModelStages(settings), clear=clear)
+        self.interpreter = Interpreter(functions or ModelStages(settings), clear=clear)
         self.tiles = bounds(settings.dims.vocab, loss_tiles)
         self.chunk_tokens, self.fixed_chunks = loss_chunk_tokens, fixed_chunks
         self.adapter: list[dict[str, Any]] = [{} for _ in range(settings.dims.layers)]
@@ -58,28 +218,28 @@ class Model:
     def embed(self, ids: np.ndarray) -> Any:
         """int64 [B, T] -> x [B, T, D]."""
         rows = self.weights.embedding_rows(ids.reshape(-1))
-        x = self.machine.run(schedule.embed(self.settings), rows, self.weights.table, {})["x"]
+        x = self.interpreter.run(instructions.embed(self.settings), rows, self.weights.table, {})["x"]
         return x.reshape(*ids.shape, -1)
 
     def forward(self, layer: int, x: Any) -> Any:
         """One block; `x` may be kept."""
         self.weights.announce(layer + 1)
-        calls = schedule.forward(self.settings, x.shape[1])
-        return self.machine.run(calls, {"x": x}, self.weights.blocks[layer], self.adapter[layer])["x"]
+        listed = instructions.forward(self.settings, x.shape[1])
+        return self.interpreter.run(listed, {"x": x}, self.weights.blocks[layer], self.adapter[layer])["x"]
 
-    def backward(self, layer: int, x: Any, g: Any, take: Take) -> Any:
-        """The gradient of a block's input from that of its output; pairs go to `take` as they arise."""
+    def backward(self, layer: int, x: Any, g: Any, on_gradient: OnGradient) -> Any:
+        """The gradient of a block's input from that of its output; those of A and B are called back."""
         self.weights.announce(layer - 1)
-        calls = schedule.backward(self.settings, x.shape[1])
+        listed = instructions.backward(self.settings, x.shape[1])
         given = {"x": x, "g": g}
         del x, g
-        run = self.machine.run(
-            calls, given, self.weights.blocks[layer], self.adapter[layer], lambda t, a, b: take(layer, t, a, b)
+        run = self.interpreter.run(
+            listed, given, self.weights.blocks[layer], self.adapter[layer], lambda t, a, b: on_gradient(layer, t, a, b)
         )
         return run["g"]
 
-    def gradients(self, ids: np.ndarray, labels: np.ndarray, labelled: int, take: Take) -> float:
-        """The summed loss of some rows; the gradients of (sum / `labelled`) go to `take`, last block first."""
+    def forward_backward(self, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient) -> float:
+        """The summed loss of some rows; the gradients of (sum / `labelled`) are called back, last block first."""
         inputs = [self.embed(ids)]
         for layer in range(self.layers):
             inputs.append(self.forward(layer, inputs[-1]))
@@ -87,7 +247,7 @@ class Model:
         if g is None:
             return 0.0
         for layer in reversed(range(self.layers)):
-            g = self.backward(layer, inputs.pop(), g, take)
+            g = self.backward(layer, inputs.pop(), g, on_gradient)
         return loss
 
     def loss(self, x: Any, labels: np.ndarray, labelled: int) -> tuple[float, Any]:
@@ -102,14 +262,14 @@ class Model:
             given["weight"] = mx.where(mx.arange(place.size) < high - low, 1 / labelled, 0.0)
             found = self._loss(given, wanted[low:high], gradient=True)
             rows = {"ghn": ghn, "place": place, "gh": found.pop("gh")}
-            ghn = self.machine.functions.call("scatter_rows", rows)["ghn"]
+            ghn = self.interpreter.functions.call("scatter_rows", rows)["ghn"]
             mx.eval(ghn)
             total += float(mx.sum(found.pop("nll")[: high - low]))
             del given, rows
         del hn
         given = {"x": x, "ghn": ghn.reshape(x.shape)}
         del ghn, x
-        return total, self.machine.run(schedule.final_norm_backward(), given, self.weights.final, {})["g"]
+        return total, self.interpreter.run(instructions.final_norm_backward(), given, self.weights.final, {})["g"]
 
     def row_nll(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Each row's negative log likelihood float32 [rows], and labelled tokens int64 [rows]."""
@@ -132,13 +292,13 @@ class Model:
         return sums.astype(np.float32), np.bincount(rows, minlength=count).astype(np.int64)
 
     def _final_norm(self, x: Any) -> Any:
-        hn = self.machine.run(schedule.final_norm(), {"x": x}, self.weights.final, {})["hn"]
+        hn = self.interpreter.run(instructions.final_norm(), {"x": x}, self.weights.final, {})["hn"]
         return hn.reshape(-1, hn.shape[-1])
 
     def _gather(self, hn: Any, where: np.ndarray) -> tuple[Any, dict[str, Any]]:
         """Places of some labelled tokens, int32, and their hidden states."""
         place = mx.array(self._padded(where))
-        return place, self.machine.functions.call("gather_rows", {"all": hn, "place": place})
+        return place, self.interpreter.functions.call("gather_rows", {"all": hn, "place": place})
 
     def _padded(self, values: np.ndarray) -> np.ndarray:
         """With zeros behind, where every chunk has the same size."""
@@ -149,7 +309,9 @@ class Model:
     def _loss(self, given: dict[str, Any], wanted: np.ndarray, gradient: bool) -> dict[str, Any]:
         mx.eval(given)
         given |= self.weights.head_rows(self._padded(wanted))
-        return self.machine.run(schedule.loss(self.settings, self.tiles, gradient), given, self.weights.head, {})
+        return self.interpreter.run(
+            instructions.loss(self.settings, self.tiles, gradient), given, self.weights.head, {}
+        )
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:
         size = self.chunk_tokens or count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,29 +11,91 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.errors import CheckpointError, ConfigError
-from ondevice.methods.mesp.mlx.baselines import gradients_of
-from ondevice.methods.mesp.mlx.load import Source, read_rope, read_weights, write_weights
+from ondevice.core.errors import CheckpointError, ConfigError, ModelError
+from ondevice.core.session import Session, StepResult
+from ondevice.methods.mesp.config import GROUP_SIZE
+from ondevice.methods.mesp.lora import (
+    LoraParameters,
+    check_adapter,
+    check_not_partially_updated,
+    check_state,
+    initial_tensors,
+    lora_parameters,
+)
+from ondevice.methods.mesp.mlx.instructions import Rope, Settings
 from ondevice.methods.mesp.mlx.model import Model
-from ondevice.methods.mesp.mlx.optimizer import Optimizer
-from ondevice.methods.mesp.mlx.settings import GROUP_SIZE, Settings
-from ondevice.methods.mesp.mlx.weights import Weights
-from ondevice.methods.mesp.pairs import Pair, check_adapter, check_whole, initial_tensors, pairs_of, shapes
-from ondevice.methods.session import StepResult
+from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights, write_weights
 from ondevice.models import cache
 from ondevice.models.source import read_config
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
-    from ondevice.models import ModelFiles
+    from ondevice.methods.mesp.mlx.model import Functions
+    from ondevice.models import ModelDims, ModelFiles
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class MlxSession:
-    """Trains the pairs of a run; see `Session`. The weights stay as they are.
+class Optimizer:
+    """The moments of all matrices and the number of the step; the arithmetic is the stages `sgd` and `adamw`."""
+
+    def __init__(self, config: MespConfig, functions: Functions) -> None:
+        self.config, self.functions, self.steps = config, functions, 0
+        self.moments: dict[str, tuple[Any, Any]] = {}
+        self.scalars: dict[str, Any] = {}
+        self.constants = mx.array([config.beta1, config.beta2, config.eps], dtype=mx.float32)
+
+    def begin(self, learning_rate: float) -> None:
+        """A new step; its scalars are computed in double precision."""
+        self.steps += 1
+        config = self.config
+        scalars = {"rate": learning_rate, "kept": 1 - learning_rate * config.weight_decay}
+        if config.optimizer == "adamw":
+            scalars["rate"] /= 1 - config.beta1**self.steps
+            scalars["root"] = math.sqrt(1 - config.beta2**self.steps)
+        self.scalars = {name: mx.array(value, dtype=mx.float32) for name, value in scalars.items()}
+
+    def update(self, name: str, value: Any, gradient: Any) -> Any:
+        """The new value of a matrix; its gradient may go."""
+        given = {"value": value, "gradient": gradient, **self.scalars}
+        if self.config.optimizer == "sgd":
+            return self.functions.call("sgd", given)["value"]
+        first, second = self.moments.get(name) or (mx.zeros_like(value), mx.zeros_like(value))
+        given |= {"first": first, "second": second, "constants": self.constants}
+        found = self.functions.call("adamw", given)
+        self.moments[name] = (found["first"], found["second"])
+        return found["value"]
+
+    def state(self) -> dict[str, Any]:
+        """Moments and the step's number, as arrays of MLX."""
+        found = {f"{key}/{name}": array for name, both in self.moments.items() for key, array in zip(MOMENTS, both)}
+        return found | ({"optimizer_step": mx.array([self.steps], dtype=mx.int64)} if self.steps else {})
+
+    def load_state(self, state: dict[str, np.ndarray], names: list[str]) -> None:
+        """Take back what `state` gave.
+
+        Raises:
+            CheckpointError: a moment is missing.
+        """
+        self.moments, self.steps = {}, 0
+        if "optimizer_step" not in state:
+            return
+        self.steps = int(state["optimizer_step"][0])
+        if self.config.optimizer == "sgd":
+            return
+        for name in names:
+            if any(f"{key}/{name}" not in state for key in MOMENTS):
+                raise CheckpointError(f"the checkpoint lacks the moments of {name}", hint="resume from an older one")
+            first, second = (mx.array(state[f"{key}/{name}"]) for key in MOMENTS)
+            self.moments[name] = (first, second)
+
+
+class MlxSession(Session):
+    """Trains A and B of a run; see `Session`. The weights stay as they are.
 
     Args:
-        model: the frozen model with the pairs' arrays.
-        pairs: of the run.
+        model: the frozen model with A and B.
+        parameters: of the run.
         config: the method.
         source: what the adapter names as its base model.
     """
@@ -41,24 +104,23 @@ class MlxSession:
     lengths_tokens = None
     generator_backend = "none"
 
-    def __init__(self, model: Model, pairs: tuple[Pair, ...], config: MespConfig, source: str) -> None:
-        self.model, self.pairs, self.config, self.source = model, pairs, config, source
+    def __init__(self, model: Model, parameters: tuple[LoraParameters, ...], config: MespConfig, source: str) -> None:
+        self.model, self.parameters, self.config, self.source = model, parameters, config, source
         self.backend = "mlx-gpu" if mx.default_device().type == mx.DeviceType.gpu else "mlx-cpu"
-        self.optimizer = Optimizer(config, model.machine.functions)
-        self.names = {(pair.layer, pair.target): (pair.a_name, pair.b_name) for pair in pairs}
-        self.gradients = gradients_of(config)
-        self.torn = False
+        self.optimizer = Optimizer(config, model.interpreter.functions)
+        self.names = {(one.layer, one.target): (one.a_name, one.b_name) for one in parameters}
+        self.partially_updated = False
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
-        check_whole(self.torn)
+        check_not_partially_updated(self.partially_updated)
         rows = self.config.micro_batch_size or len(ids)
         labelled = int((labels[:, 1:] >= 0).sum())
-        self.torn = True
+        self.partially_updated = True
         self.optimizer.begin(learning_rate)
         collected: dict[tuple[int, str], list[Any]] | None = {} if rows < len(ids) else None
 
-        def take(layer: int, target: str, a: Any, b: Any) -> None:
+        def on_gradient(layer: int, target: str, a: Any, b: Any) -> None:
             if collected is None:
                 self._update(layer, target, a, b)
                 return
@@ -69,11 +131,11 @@ class MlxSession:
 
         loss = 0.0
         for low in range(0, len(ids), rows):
-            part = ids[low : low + rows], labels[low : low + rows]
-            loss += self.gradients(self.model, *part, labelled, take)
-        for (layer, target), pair in (collected or {}).items():
-            self._update(layer, target, *pair)
-        self.torn = False
+            some = ids[low : low + rows], labels[low : low + rows]
+            loss += self.model.forward_backward(*some, labelled, on_gradient)
+        for (layer, target), gradients in (collected or {}).items():
+            self._update(layer, target, *gradients)
+        self.partially_updated = False
         loss = loss / labelled if labelled else float("nan")
         return StepResult(loss, (loss,))
 
@@ -87,10 +149,6 @@ class MlxSession:
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
         return self.model.row_nll(ids, labels)
-
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
-        """A first-order step cannot be rebuilt from scalars."""
-        raise ConfigError("a first-order run has no projected gradients to replay", hint="resume from its checkpoint")
 
     def _tensors(self) -> dict[str, np.ndarray]:
         found = {}
@@ -106,33 +164,25 @@ class MlxSession:
         mx.eval(self.model.adapter)
 
     def state(self) -> dict[str, np.ndarray]:
-        """The pairs, the optimizer's moments and its step, under the names that the torch session has for them."""
-        check_whole(self.torn)
+        """A and B, the optimizer's moments and its step, under the names that the torch session has for them."""
+        check_not_partially_updated(self.partially_updated)
         return self._tensors() | {name: np.array(array) for name, array in self.optimizer.state().items()}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""
-        for pair in self.pairs:
-            for name, shape in shapes(pair).items():
-                found = state.get(name)
-                if found is None or found.shape != shape:
-                    raise CheckpointError(
-                        f"the checkpoint is not of this run: {name}",
-                        expected=list(shape),
-                        received=None if found is None else list(found.shape),
-                    )
+        check_state(state, {name: shape for one in self.parameters for name, shape in one.shapes.items()})
         self.optimizer.load_state(state, [name for names in self.names.values() for name in names])
         self._load_tensors(state)
-        self.torn = False
+        self.partially_updated = False
 
     def adapter(self) -> Adapter:
         """The trained adapter in PEFT's layout."""
         config = self.config
-        return Adapter(self._tensors(), config.rank, config.alpha, tuple(sorted(config.targets)), self.source)
+        return Adapter(self._tensors(), config.rank, config.alpha, tuple(sorted(config.target_modules)), self.source)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
-        self._load_tensors(check_adapter(adapter, self.pairs, self.config))
+        self._load_tensors(check_adapter(adapter, self.parameters, self.config))
 
     def close(self) -> None:
         """Let the weights and their files go."""
@@ -140,8 +190,8 @@ class MlxSession:
         mx.clear_cache()
 
 
-def open_session(files: ModelFiles, config: MespConfig, seed: int) -> MlxSession:
-    """A session over a model's files.
+def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str | None = None) -> MlxSession:
+    """See `MethodSpec.open_session`, over a model's files; MLX has one device.
 
     Raises:
         ConfigError: a setting that is for another backend, or sizes that cannot be packed.
@@ -150,11 +200,11 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int) -> MlxSession
     """
     check_config(config)
     settings = settings_of(files, config)
-    pairs = pairs_of(files.dims, files.family, config)
+    parameters = lora_parameters(files.dims, files.family, config)
     model = Model(settings, _weights(files, config, settings), loss_tiles=config.loss_tiles,
                   loss_chunk_tokens=config.loss_chunk_tokens)  # fmt: skip
-    session = MlxSession(model, pairs, config, files.source.source)
-    session._load_tensors(initial_tensors(pairs, seed))
+    session = MlxSession(model, parameters, config, files.source.source)
+    session._load_tensors(initial_tensors(parameters, seed))
     return session
 
 
@@ -201,7 +251,7 @@ def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
 def _weights(files: ModelFiles, config: MespConfig, settings: Settings) -> Weights:
     source = Source(files.folder, settings, files.family.linear_parents)
     try:
-        if config.weights == "resident":
+        if config.weight_placement == "resident":
             return read_weights(source)
         folder = streamed_folder(files, settings, source)
     finally:
@@ -211,8 +261,8 @@ def _weights(files: ModelFiles, config: MespConfig, settings: Settings) -> Weigh
 
 def streamed_folder(files: ModelFiles, settings: Settings, source: Source) -> Path:
     """The files of streamed weights in the cache, converted once."""
-    form = f"{settings.bits}-bit-{settings.group_size}" if settings.bits else "dense"
-    key = f"mlx/{files.source.sha256[:16]}-{settings.dtype}-{form}"
+    packing = f"{settings.bits}-bit-{settings.group_size}" if settings.bits else "dense"
+    key = f"mlx/{files.source.sha256[:16]}-{settings.dtype}-{packing}"
 
     def build(folder: Path) -> dict[str, Any]:
         write_weights(source, folder)
@@ -221,3 +271,33 @@ def streamed_folder(files: ModelFiles, settings: Settings, source: Source) -> Pa
     folder = cache.convert_once(key, files.source.source, build)
     cache.read_record(folder)
     return folder
+
+
+def read_rope(config: dict[str, Any], dims: ModelDims, where: str) -> Rope:
+    """Read the rotary embedding of a `config.json`.
+
+    Raises:
+        ModelError: a scaling that is more than other wavelengths (`yarn`).
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)
+    if dims.rope_type == "default":
+        return Rope(dims.rope_theta)
+    if dims.rope_type == "linear":
+        return Rope(dims.rope_theta, scale=1.0 / float(rope["factor"]))
+    if dims.rope_type != "llama3":
+        raise ModelError(
+            f"{where}: the rotary embedding's scaling does not run in MLX",
+            expected="default, linear or llama3",
+            received=dims.rope_type,
+            hint="--backend torch",
+        )
+    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    trained = float(rope["original_max_position_embeddings"])
+    wavelengths = []
+    for pair in range(dims.head_dim // 2):
+        wavelength = dims.rope_theta ** (2 * pair / dims.head_dim)
+        turns = trained / (2 * math.pi * wavelength)
+        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
+        wavelengths.append(1.0 / ((1 - smooth) / (factor * wavelength) + smooth / wavelength))
+    return Rope(dims.rope_theta, wavelengths=tuple(wavelengths))

@@ -1,6 +1,6 @@
 """One block's stages as pure functions of arrays, forward and backward, derived by hand (appendix A).
 
-A stage takes arrays by name and gives arrays by name; what it takes and gives is listed in `schedule`. Nothing is
+A stage takes arrays by name and gives arrays by name; what it takes and gives is listed in `instructions`. Nothing is
 kept between two stages but what a stage gives, and nothing here asks for a gradient: each `_backward` is a formula.
 
 Shapes: B rows, T tokens, D hidden, H query heads, K key heads, G = H / K, h head_dim, F a tile of the MLP's inner
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 if TYPE_CHECKING:
-    from ondevice.methods.mesp.mlx.settings import Settings
+    from ondevice.methods.mesp.mlx.instructions import Settings
 
 Arrays = dict[str, Any]
 DENSE_ROWS = 512
@@ -46,11 +46,12 @@ class Stages:
             return x @ weight.astype(x.dtype).T
         if settings.product == "quantized":
             return self._packed(x, a, name, True)
-        pieces: list[Any] = []
+        tiles: list[Any] = []
         for low, high in _row_tiles(weight):
-            after = mx.depends([x], pieces[-1:])[0] if pieces else x
-            pieces.append(after @ self._dense(a, name, x.dtype, low, high).T)
-        return mx.concatenate(pieces, axis=-1) if len(pieces) > 1 else pieces[0]
+            # Each tile waits for the one before it: MLX would else make all of them dense at once.
+            after = mx.depends([x], tiles[-1:])[0] if tiles else x
+            tiles.append(after @ self._dense(a, name, x.dtype, low, high).T)
+        return mx.concatenate(tiles, axis=-1) if len(tiles) > 1 else tiles[0]
 
     def product_backward(self, g: Any, a: Arrays, name: str) -> Any:
         """g W, the gradient of the input of x W^T."""
@@ -78,8 +79,8 @@ class Stages:
         return mx.dequantize(*parts, **options).astype(dtype)
 
     def has(self, target: str) -> bool:
-        """Whether that linear layer carries an adapter."""
-        return target in self.settings.targets
+        """Ask for an adapter beside that linear layer."""
+        return target in self.settings.target_modules
 
     def h(self, x: Any, a: Arrays, target: str) -> Any:
         """x A^T: [..., rank]."""
@@ -103,7 +104,7 @@ class Stages:
         b = a[f"{target}.B"]
         h = a[f"{target}.h"] if f"{target}.h" in a else self.h(x, a, target)
         gs = self.settings.scale * g
-        gh = gs @ b.astype(gs.dtype)
+        gh = gs @ b.astype(gs.dtype)  # Eq. 11; beside it Eqs. 10 (gh^T x) and 12 (scale g^T h)
         out[f"{target}.dA"] = self.outer(gh, x)
         out[f"{target}.dB"] = self.outer(gs, h)
         return gx + gh @ a[f"{target}.A"].astype(gh.dtype)
@@ -119,6 +120,7 @@ class Stages:
 
     def rms_norm_backward(self, x: Any, weight: Any, g: Any) -> Any:
         """float32, like x."""
+        # Means over D numbers and the difference of two that nearly cancel: float32, whatever activations are in.
         x, g = x.astype(self.sums), g.astype(self.sums) * weight.astype(self.sums)
         r = mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + self.dims.norm_eps)
         return r * (g - x * (mx.square(r) * mx.mean(g * x, axis=-1, keepdims=True)))
@@ -241,6 +243,7 @@ class Stages:
             act = a["gate"] * mx.sigmoid(a["gate"]) * a["up"]
             gh = self.settings.scale * (g @ a["down_proj.B"].astype(g.dtype))
             out["down_proj.dA"] = self.outer(gh, act)
+            # A tile has only some of the inputs: its columns of dA are whole, but h is a sum over all tiles.
             h = self.h(act, a, "down_proj").astype(self.sums)
             out["down_proj.h"] = a["down_proj.h"] + h if "down_proj.h" in a else h
             gact = gact + gh @ a["down_proj.A"].astype(gh.dtype)
@@ -263,6 +266,7 @@ class Stages:
             if self.has(target):
                 gs = self.settings.scale * g
                 out[f"{target}.dB"] = self.outer(gs, a[f"{target}.h"])
+                # A tile has only some of the outputs: its rows of dB are whole, but gh is a sum over all tiles.
                 gh = (gs @ a[f"{target}.B"].astype(gs.dtype)).astype(self.sums)
                 out[f"{target}.gh"] = a[f"{target}.gh"] + gh if f"{target}.gh" in a else gh
         return {"gn": gn, **out}
@@ -299,7 +303,7 @@ class Stages:
         p, go = self._probabilities(q, k), self._split_heads(a["go"])
         gv = p.swapaxes(-1, -2) @ go
         gp = go @ v.swapaxes(-1, -2)
-        gs = p * (gp - mx.sum(gp * p, axis=-1, keepdims=True)) * width**-0.5
+        gs = p * (gp - mx.sum(gp * p, axis=-1, keepdims=True)) * width**-0.5  # the softmax's Jacobian, row by row
         gk = gs.swapaxes(-1, -2) @ q.reshape(*go.shape)
         gq = (gs @ k).reshape(rows, -1, queries, width)
         return {
@@ -328,17 +332,17 @@ class Stages:
 
 
 def _row_tiles(weight: Any) -> list[tuple[int, int]]:
-    """Ranges of a matrix's rows that are dense at once."""
+    """FlatEntry of a matrix's rows that are dense at once."""
     rows = weight.shape[0]
     return [(low, min(low + DENSE_ROWS, rows)) for low in range(0, rows, DENSE_ROWS)]
 
 
 def _joined(a: Arrays, name: str, axis: int) -> Any:
-    """The pieces `name@0`, `name@1` ... as one."""
-    pieces = []
-    while f"{name}@{len(pieces)}" in a:
-        pieces.append(a[f"{name}@{len(pieces)}"])
-    return mx.concatenate(pieces, axis=axis) if len(pieces) > 1 else pieces[0]
+    """Join `name@0`, `name@1` ..., of chunks or tiles, into one."""
+    found = []
+    while f"{name}@{len(found)}" in a:
+        found.append(a[f"{name}@{len(found)}"])
+    return mx.concatenate(found, axis=axis) if len(found) > 1 else found[0]
 
 
 def _added(whole: Any, part: Any) -> Any:

@@ -1,21 +1,41 @@
-"""A model's frozen arrays by block: in memory, or in files that are read as a pass needs them.
+"""A model's frozen arrays by block: in memory, or in files that are read as a pass needs them; and how they are made of
+a model's safetensors files, in the run's dtype, packed into 4 bits where that is asked for.
 
-Both give the same arrays. A folder of streamed weights, and an exported artifact's, holds `block-00000.safetensors`
-and so on, `table.safetensors` (embedding, and head where it is another) and `final.safetensors`.
+A folder of streamed weights, and an exported artifact's, holds `block-00000.safetensors` and so on,
+`table.safetensors` (embedding, and head where it is another) and `final.safetensors`. Files are read with plain reads,
+not through a memory map: a file that is cut off, or on a disk that goes away, is an error that names it, where a memory
+map would end the process. What comes next is announced to the system, which reads it beside the computation into its
+own cache; that costs this process no memory.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import struct
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ondevice.methods.mesp.mlx.schedule import Ref
-from ondevice.methods.mesp.mlx.tensor_file import TensorFile
+from ondevice.core.errors import ModelError
+from ondevice.methods.mesp.mlx.instructions import Operand, Settings, matrix_parts
 
 TABLE, FINAL = "table.safetensors", "final.safetensors"
+PACKED_ROWS = 16384
+"""Rows of the table that are packed at once."""
+NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_TYPES = {
+    "F32": (np.float32, None),
+    "F16": (np.float16, None),
+    "BF16": (np.uint16, mx.bfloat16),
+    "U32": (np.uint32, None),
+}
+_READ_ADVICE = 44
+"""macOS's fcntl F_RDADVISE, which Python does not name."""
 
 
 def block_file(layer: int) -> str:
@@ -29,9 +49,9 @@ class ResidentBlock:
     def __init__(self, arrays: dict[str, Any]) -> None:
         self.arrays = arrays
 
-    def get(self, ref: Ref) -> Any:
+    def get(self, operand: Operand) -> Any:
         """An array, or a range of it."""
-        return part(self.arrays[ref.name], ref)
+        return select(self.arrays[operand.name], operand)
 
     def rows(self, name: str, numbers: np.ndarray) -> Any:
         """Rows of these numbers."""
@@ -54,12 +74,12 @@ class StreamedBlock:
         self.file = TensorFile(path)
         self.held: dict[str, Any] = {}
 
-    def get(self, ref: Ref) -> Any:
-        if ref.axis == 0:
-            return self.file.read(ref.name, ref.start, ref.stop)
-        if ref.name not in self.held:
-            self.held[ref.name] = self.file.read(ref.name)
-        return part(self.held[ref.name], ref)
+    def get(self, operand: Operand) -> Any:
+        if operand.axis == 0:
+            return self.file.read(operand.name, operand.start, operand.stop)
+        if operand.name not in self.held:
+            self.held[operand.name] = self.file.read(operand.name)
+        return select(self.held[operand.name], operand)
 
     def rows(self, name: str, numbers: np.ndarray) -> Any:
         return self.file.rows(name, numbers)
@@ -76,7 +96,7 @@ class StreamedBlock:
 
 
 class Renamed:
-    """A table's arrays under the names that the schedule has for them: `embedding.weight` as `head.weight`."""
+    """A table's arrays under the names that the instructions have for them: `embedding.weight` as `head.weight`."""
 
     def __init__(self, block: Any, old: str, new: str) -> None:
         self.block, self.old, self.new = block, old, new
@@ -84,8 +104,8 @@ class Renamed:
     def _name(self, name: str) -> str:
         return self.new + name.removeprefix(self.old)
 
-    def get(self, ref: Ref) -> Any:
-        return self.block.get(Ref(self._name(ref.name), ref.axis, ref.start, ref.stop))
+    def get(self, operand: Operand) -> Any:
+        return self.block.get(Operand(self._name(operand.name), operand.axis, operand.start, operand.stop))
 
     def drop(self, name: str) -> None:
         self.block.drop(self._name(name))
@@ -106,7 +126,7 @@ class Weights:
     ) -> None:
         self.blocks, self.table, self.final = blocks, table, final
         self.tied, self.streamed = tied, streamed
-        self.parts = ("weight", "scales", "biases") if bits else ("weight",)
+        self.parts = matrix_parts(bits)
 
     @classmethod
     def in_files(cls, folder: Path, layers: int, *, tied: bool, bits: int | None) -> Weights:
@@ -131,15 +151,15 @@ class Weights:
 
     @property
     def head(self) -> Any:
-        """The output head under the schedule's names."""
+        """The output head under the instructions' names."""
         return Renamed(self.table, "head", "embedding" if self.tied else "head")
 
     def embedding_rows(self, numbers: np.ndarray) -> dict[str, Any]:
-        """`rows.*` of these tokens [n], as the schedule's `embed` takes them."""
+        """`rows.*` of these tokens [n], as the stage `embed` takes them."""
         return {f"rows.{part}": self.table.rows(f"embedding.{part}", numbers) for part in self.parts}
 
     def head_rows(self, numbers: np.ndarray) -> dict[str, Any]:
-        """`rows.*` of the head for these labels [n], as the schedule's `loss` takes them."""
+        """`rows.*` of the head for these labels [n], as the stages of the loss take them."""
         name = "embedding" if self.tied else "head"
         return {f"rows.{part}": self.table.rows(f"{name}.{part}", numbers) for part in self.parts}
 
@@ -154,10 +174,220 @@ class Weights:
             block.close()
 
 
-def part(array: Any, ref: Ref) -> Any:
-    """What `ref` names of an array."""
-    if ref.whole:
+def select(array: Any, operand: Operand) -> Any:
+    """The range of an array that `operand` names."""
+    if operand.whole:
         return array
     index = [slice(None)] * array.ndim
-    index[ref.axis] = slice(ref.start, ref.stop)
+    index[operand.axis] = slice(operand.start, operand.stop)
     return array[tuple(index)]
+
+
+class TensorFile:
+    """An open safetensors file.
+
+    Raises:
+        ModelError: it is missing, torn, or of another format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        try:
+            self.file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - held while the model is
+            size = os.fstat(self.file.fileno()).st_size
+            length = int.from_bytes(self.file.read(8), "little")
+            if length > size:
+                raise ValueError("the header is longer than the file")
+            self.entries: dict[str, Any] = json.loads(self.file.read(length))
+            self.start = 8 + length
+        except (OSError, ValueError) as error:
+            raise self._torn(str(error)) from None
+        self.entries.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in self.entries.values()]
+        if self.start + max(ends, default=0) > size:
+            raise self._torn(f"{size} bytes, of {self.start + max(ends, default=0)}")
+
+    def _torn(self, received: str) -> ModelError:
+        return ModelError(f"{self.path} is torn", expected="a whole safetensors file", received=received,
+                          hint="copy the model again, or delete the folder where it was converted")  # fmt: skip
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.entries[name]["shape"])
+
+    def read(self, name: str, low: int = 0, high: int | None = None) -> Any:
+        """A tensor, or rows `low` to `high` of it.
+
+        Raises:
+            ModelError: the file ends before the tensor does, or cannot be read.
+        """
+        kind, start, shape = self._place(name)
+        numpy_type, view = _TYPES[kind]
+        row = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(numpy_type).itemsize
+        high = shape[0] if high is None else high
+        array = np.empty((high - low, *shape[1:]), dtype=numpy_type)
+        self._fill(array, start + low * row, name)
+        result = mx.array(array)
+        return result if view is None else result.view(view)
+
+    def rows(self, name: str, numbers: np.ndarray) -> Any:
+        """The rows of these numbers [n], one read each where they are not neighbours."""
+        kind, start, shape = self._place(name)
+        numpy_type, view = _TYPES[kind]
+        row = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(numpy_type).itemsize
+        wanted, where = np.unique(numbers, return_inverse=True)
+        array = np.empty((len(wanted), *shape[1:]), dtype=numpy_type)
+        for i, number in enumerate(wanted):
+            self._fill(array[i : i + 1], start + int(number) * row, name)
+        result = mx.array(array[where])
+        return result if view is None else result.view(view)
+
+    def _place(self, name: str) -> tuple[str, int, tuple[int, ...]]:
+        entry = self.entries.get(name)
+        if entry is None or entry["dtype"] not in _TYPES:
+            received = "no such tensor" if entry is None else entry["dtype"]
+            raise ModelError(f"{self.path}: tensor '{name}'", expected=", ".join(_TYPES), received=received)
+        return entry["dtype"], self.start + entry["data_offsets"][0], tuple(entry["shape"])
+
+    def _fill(self, array: np.ndarray, offset: int, name: str) -> None:
+        left = array.reshape(-1).view(np.uint8).data
+        try:
+            while left:
+                count = os.preadv(self.file.fileno(), [left], offset)
+                if not count:
+                    raise ValueError(f"the file ends within '{name}'")
+                left, offset = left[count:], offset + count
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"{self.path} cannot be read any more",
+                received=str(error),
+                hint="is its disk still there? the last checkpoint is whole: resume from it",
+            ) from None
+
+    def announce(self) -> None:
+        """The whole file is needed soon."""
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            elif sys.platform == "darwin":
+                import fcntl
+
+                size = min(os.fstat(self.file.fileno()).st_size, 2**31 - 1)
+                fcntl.fcntl(self.file.fileno(), _READ_ADVICE, struct.pack("qi", 0, size))
+        except OSError:
+            pass  # advice only
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Source:
+    """All safetensors files of a folder, under transformers' names.
+
+    Args:
+        folder: of the model.
+        settings: what the arrays become.
+        parents: the module that holds each linear layer (`Family.linear_parents`).
+    """
+
+    def __init__(self, folder: Path, settings: Settings, parents: dict[str, str]) -> None:
+        self.folder, self.settings, self.parents = Path(folder), settings, parents
+        self.dtype = getattr(mx, settings.dtype)
+        self.files = [TensorFile(path) for path in sorted(self.folder.glob("*.safetensors"))]
+        self.of = {name: file for file in self.files for name in file.entries}
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def vector(self, name: str) -> Any:
+        """A whole small tensor in the run's dtype."""
+        return self._file(name).read(name).astype(self.dtype)
+
+    def block(self, layer: int) -> dict[str, Any]:
+        """One block's arrays by their names in the instructions, evaluated."""
+        place, dims = f"model.layers.{layer}", self.settings.dims
+        found = {f"{ours}.weight": self.vector(f"{place}.{theirs}.weight") for ours, theirs in NORMS.items()}
+        for target in dims.linear_shapes:
+            name = f"{place}.{self.parents[target]}.{target}"
+            found |= {f"{target}.{part}": array for part, array in self.matrix(name).items()}
+            if dims.linear_bias(target):
+                found[f"{target}.bias"] = self.vector(f"{name}.bias")
+        mx.eval(found)
+        return found
+
+    def table(self) -> dict[str, Any]:
+        """The embedding, and the head where it is another."""
+        tables = {"embedding": "model.embed_tokens"} | ({} if self.settings.dims.tied else {"head": "lm_head"})
+        return {
+            f"{ours}.{part}": array for ours, theirs in tables.items() for part, array in self.matrix(theirs).items()
+        }
+
+    def final(self) -> dict[str, Any]:
+        """The final norm."""
+        return {"final_norm.weight": self.vector("model.norm.weight")}
+
+    def matrix(self, name: str) -> dict[str, Any]:
+        """Read a matrix and pack it where the run's are packed, `PACKED_ROWS` rows at a time."""
+        file = self._file(f"{name}.weight")
+        if f"{name}.scales" in self.of:
+            if not self.settings.bits:
+                raise ModelError(f"{self.folder}: the weights are packed", expected="method.bits: 4")
+            return {part: self._packed(f"{name}.{part}") for part in matrix_parts(self.settings.bits)}
+        if not self.settings.bits:
+            whole = file.read(f"{name}.weight").astype(self.dtype)
+            mx.eval(whole)
+            return {"weight": whole}
+        tiles: list[tuple[Any, ...]] = []
+        count = file.shape(f"{name}.weight")[0]
+        for low in range(0, count, PACKED_ROWS):
+            rows = file.read(f"{name}.weight", low, min(low + PACKED_ROWS, count)).astype(self.dtype)
+            tiles.append(tuple(mx.quantize(rows, group_size=self.settings.group_size, bits=self.settings.bits)))
+            mx.eval(tiles[-1])
+        joined = {part: _join([tile[i] for tile in tiles]) for i, part in enumerate(matrix_parts(self.settings.bits))}
+        mx.eval(joined)
+        return joined
+
+    def _packed(self, name: str) -> Any:
+        array = self._file(name).read(name)
+        array = array if array.dtype == mx.uint32 else array.astype(self.dtype)
+        mx.eval(array)
+        return array
+
+    def _file(self, name: str) -> TensorFile:
+        if name not in self.of:
+            raise ModelError(f"{self.folder}: the weights lack a tensor", expected=name, hint="copy the model again")
+        return self.of[name]
+
+
+def _join(tiles: list[Any]) -> Any:
+    return tiles[0] if len(tiles) == 1 else mx.concatenate(tiles)
+
+
+def read_weights(source: Source) -> Weights:
+    """All of a model in memory."""
+    settings = source.settings
+    table, final = ResidentBlock(source.table()), ResidentBlock(source.final())
+    blocks: list[Any] = []
+    for layer in range(settings.dims.layers):
+        blocks.append(ResidentBlock(source.block(layer)))
+        mx.clear_cache()
+    return Weights(blocks, table, final, tied=settings.dims.tied, bits=settings.bits, streamed=False)
+
+
+def write_weights(source: Source, folder: Path) -> None:
+    """The files of streamed weights, into an empty folder."""
+    for name, arrays in files_of(source):
+        mx.save_safetensors(str(folder / name), arrays)
+        del arrays
+        mx.clear_cache()
+
+
+def files_of(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Name and arrays of each file, one at a time."""
+    yield TABLE, source.table()
+    yield FINAL, source.final()
+    for layer in range(source.settings.dims.layers):
+        yield block_file(layer), source.block(layer)

@@ -1,5 +1,2 @@
-"""MeSP in torch: `stages` are the formulas, `blocks` their order, `passes` a batch, `session` the method."""
-
-from ondevice.methods.mesp.torch.session import open_session
-
-__all__ = ["open_session"]
+"""MeSP in torch: `stages` are the formulas, `model` their order, `loss` the head, `weights` where frozen weights are,
+`session` the steps, `program` a step as one function for an inference runtime."""

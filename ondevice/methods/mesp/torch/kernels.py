@@ -1,86 +1,143 @@
-"""Norm, rotary embedding and SwiGLU, forward and backward: written out in torch. On CUDA norm and SwiGLU are
-liger-kernel's where it is installed: as fast or faster in every row of `benchmarks/results/mesp_cuda`."""
+"""The operations that the stages are made of: products, norm, rotary embedding, SwiGLU and attention, forward and
+backward, for eager PyTorch, for CUDA with liger-kernel (as fast or faster in every row of
+`benchmarks/results/mesp_cuda`), and for a graph that is exported.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.errors import MissingPackageError
+from ondevice.core.errors import MissingPackageError
+from ondevice.methods.mesp.torch import attention
+from ondevice.methods.mesp.torch.attention import cast, wide
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.stages import Position
 
 
-def wide(x: Tensor) -> Tensor:
-    """Half precision as float32; float32 and float64 as they are."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-class Kernels(Protocol):
-    """Functions over matrices [N, width]; q and k are [B, T, heads, h]."""
-
-    name: str
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
-
-    def rms_norm_backward(self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor) -> Tensor:
-        """g + the gradient of x, in g's memory."""
-        ...
-
-    def rope(self, q: Tensor, k: Tensor, position: Position) -> None:
-        """In place; with the sine's sign changed it is its own backward pass."""
-        ...
-
-    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor: ...
-
-    def swiglu_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of gate and up; all three arguments may be overwritten."""
-        ...
-
-
 class TorchKernels:
-    """Torch's own operations; norms in float32 at least, as transformers computes them."""
+    """Eager PyTorch over matrices [N, width]; norms in float32 at least, as transformers computes them.
+
+    Results go into an argument's memory where a docstring says so: a caller uses what is returned, never the argument.
+    """
 
     name = "torch"
+    in_place = True
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        """x W^T + bias, added into `into`'s memory if given."""
+        if into is None:
+            return functional.linear(x, weight, bias)
+        into.addmm_(x, weight.t())
+        return into if bias is None else into.add_(bias)
+
+    def add_product(self, into: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        """into + scale a b, in into's memory; None is zero, unscaled."""
+        return a @ b if into is None else into.addmm_(a, b, alpha=scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x32 = wide(x)
-        r = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
-        return weight * (x32 * r).to(x.dtype)
+        r = torch.rsqrt((x32 * x32).mean(-1, keepdim=True).add_(eps))
+        return cast(x32 * r, x.dtype) * weight
 
     def rms_norm_backward(self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor) -> Tensor:
+        """g + the gradient of x from that of its norm, in g's memory (appendix A.3).
+
+        With r = 1 / rms(x) and gw = gn w the gradient is r (gw - x r^2 mean(gw x)).
+        """
         x32 = wide(x)
-        r = torch.rsqrt(x32.square().mean(-1, keepdim=True).add_(eps))
+        r = torch.rsqrt((x32 * x32).mean(-1, keepdim=True).add_(eps))
         gw = wide(gn) * wide(weight)
         mean = (gw * x32).mean(-1, keepdim=True)
-        gw.addcmul_(x32, mean.mul_(r.square()), value=-1.0).mul_(r)
-        return g.add_(gw)
+        return g.add_(gw.sub_(x32 * (mean * r * r)).mul_(r))
 
-    def rope(self, q: Tensor, k: Tensor, position: Position) -> None:
-        cos, sin = (part[None, :, None] for part in position)
+    def rope(self, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
+        """Rotate [B, T, heads, h], in their memory; with the sine's sign changed it is its own backward pass."""
+        cos, sin = position
         for x in (q, k):
             first, second = x.chunk(2, -1)
             kept = first.clone()
             first.mul_(cos).addcmul_(second, sin, value=-1.0)
             second.mul_(cos).addcmul_(kept, sin)
+        return q, k
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) up, in new memory."""
         return functional.silu(gate).mul_(up)
 
     def swiglu_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of gate and up (appendix A.4); the memory of all three arguments is used up."""
         up.mul_(g)
         torch.ops.aten.silu_backward.grad_input(up, gate, grad_input=up)
         return up, g.mul_(functional.silu(gate, inplace=True))
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+        """See `attention.attend`."""
+        return attention.attend(q, k, v)
 
-class LigerKernels:
-    """liger-kernel's Triton kernels: one pass over memory where torch's operations make several; the rotation is
-    torch's."""
+    def attend_backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """See `attention.attend_backward`."""
+        return attention.attend_backward(g, q, k, v, kept)
+
+
+class GraphKernels(TorchKernels):
+    """Operations of a graph for a phone: nothing is written into a slice, and only operators that a stock ExecuTorch
+    runtime has are used.
+
+    Every product is written so that frozen weights are read where they lie: x W^T is one linear, g W one product, and
+    of a transposed weight there is never a copy. What is in place in a method that is inherited becomes an ordinary
+    operator when the graph is lowered.
+
+    Args:
+        mask: of attention, [tokens, tokens], added to the scores.
+    """
+
+    name = "graph"
+    in_place = False
+
+    def __init__(self, mask: Tensor) -> None:
+        self.mask = mask
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+        y = functional.linear(x, weight, bias)
+        return y if into is None else into + y
+
+    def add_product(self, into: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
+        if into is None:
+            return torch.mm(a, b)
+        return into + torch.mm(a, b if scale == 1.0 else b * scale)
+
+    def rope(self, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
+        return _rotated(q, position), _rotated(k, position)
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        return gate * torch.sigmoid(gate) * up
+
+    def swiglu_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        s = torch.sigmoid(gate)
+        silu = gate * s
+        return g * up * (s + silu * (1.0 - s)), g * silu
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+        return attention.attend_in_chunks(q, k, v, self.mask), None
+
+    def attend_backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return attention.attend_in_chunks_backward(g, q, k, v, self.mask)
+
+
+def _rotated(x: Tensor, position: Position) -> Tensor:
+    first, second = x.chunk(2, -1)
+    cos, sin = position
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+class LigerKernels(TorchKernels):
+    """liger-kernel's Triton kernels for norm and SwiGLU: one pass over memory where torch's operations make several."""
 
     name = "liger"
 
@@ -96,9 +153,6 @@ class LigerKernels:
         found = ops.rms_norm_backward(gn, x_2d, weight, rstd, 0.0, casting, block, warps, True, None, needs_dw=False)
         return g.add_(found[0])
 
-    def rope(self, q: Tensor, k: Tensor, position: Position) -> None:
-        TorchKernels().rope(q, k, position)
-
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         from liger_kernel.ops import swiglu as ops  # pyright: ignore[reportMissingImports]
 
@@ -110,8 +164,8 @@ class LigerKernels:
         return ops.swiglu_backward(gate, up, g)
 
 
-def choose(kernels: str, device: str) -> Kernels:
-    """The kernels that `method.kernels` asks for; `auto` is liger's on a GPU where the package is, otherwise torch's.
+def choose(kernels: str, device: str) -> TorchKernels:
+    """Choose what `method.kernels` asks for; `auto` is liger's on a GPU where the package is, otherwise torch's.
 
     Raises:
         MissingPackageError: liger is asked for, and not installed or there is no GPU.

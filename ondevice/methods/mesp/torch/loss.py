@@ -1,7 +1,9 @@
 """The cross-entropy and its gradient over tiles of the vocabulary, in two passes; logits never exist at once.
 
-The first pass finds each token's log-sum-exp; the second computes every tile's logits again and turns them into
-probabilities, which are the gradient. Only labelled tokens are computed.
+The first pass carries each token's running maximum and sum of exponentials from tile to tile; the second computes
+every tile's logits again and turns them into probabilities, which are the gradient. A tile waits for the one before
+it through these sums, so that in an exported graph, too, a memory plan holds one. Tiles are outside and chunks of
+tokens inside, because a tile of the head may come from a file.
 """
 
 from __future__ import annotations
@@ -10,14 +12,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from ondevice.methods.mesp.torch.kernels import wide
+from ondevice.methods.mesp.torch.attention import cast, wide
 from ondevice.nn.cross_entropy import IGNORE, tile_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ondevice.methods.mesp.torch.kernels import Kernels
+    from ondevice.methods.mesp.torch.kernels import TorchKernels
+
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Of each token so far: the largest logit, the sum of exponentials below it, the label's logit; float32 [n] each."""
 
 
 class Head(Protocol):
@@ -35,86 +41,123 @@ class Loss:
 
     Args:
         tiles: of the vocabulary.
-        chunk_tokens: labelled tokens whose logits exist at once; None is all.
+        chunk_tokens: tokens whose logits exist at once; None is all.
     """
 
     def __init__(
-        self, head: Head, norm: Tensor, eps: float, kernels: Kernels, tiles: int, chunk_tokens: int | None
+        self, head: Head, norm: Tensor, eps: float, kernels: TorchKernels, tiles: int, chunk_tokens: int | None
     ) -> None:
-        self.head, self.norm, self.eps, self.kernels = head, norm, eps, kernels
+        self.head, self.norm_weight, self.eps, self.kernels = head, norm, eps, kernels
         self.bounds, self.chunk_tokens = tile_bounds(head.vocab, tiles), chunk_tokens
 
-    def nll(self, x: Tensor, labels_BT: Tensor) -> Tensor:
-        """Each row's summed negative log likelihood, float32 [B]."""
-        targets = _next(labels_BT)
+    def row_nll(self, x: Tensor, labels_BT: Tensor) -> Tensor:
+        """Each row's summed negative log likelihood, float32 [B]; only labelled tokens are computed."""
+        targets = next_labels(labels_BT)
         where = (targets != IGNORE).nonzero().squeeze(1)
         rows = torch.zeros(labels_BT.shape[0], dtype=torch.float32, device=x.device)
         if where.numel() == 0:
             return rows
-        hidden = self.kernels.rms_norm(x[where], self.norm, self.eps)
-        nll, _ = self._look(hidden, targets[where], again=False)
-        return rows.index_add_(0, where // labels_BT.shape[1], nll.float())
+        lse, wanted = self.log_sum_exp(self.norm(x[where]), targets[where], again=False)
+        return rows.index_add_(0, where // labels_BT.shape[1], (lse - wanted).float())
 
-    def learn(self, x: Tensor, labels_BT: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def backward(self, x: Tensor, labels_BT: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """The summed loss, float32 [], and `scale` times its gradient in the memory of `x`, which is used up."""
-        targets = _next(labels_BT)
+        targets = next_labels(labels_BT)
         where = (targets != IGNORE).nonzero().squeeze(1)
         if where.numel() == 0:
             return torch.zeros((), device=x.device), x.zero_()
         rows, targets = x[where], targets[where]
-        hidden = self.kernels.rms_norm(rows, self.norm, self.eps)
-        nll, lse = self._look(hidden, targets, again=True)
-        gradient = torch.zeros_like(hidden, dtype=lse.dtype)
-        for low, high, weight in self._tiles(False):
-            for part in self._chunks(len(targets)):
-                p = wide(hidden[part] @ weight.t())
-                p.sub_(lse[part, None]).exp_()
-                inside, local = _inside(targets[part], low, high)
-                p[inside, local] -= 1.0
-                gradient[part].add_(p.mul_(scale).to(weight.dtype) @ weight)
+        hidden = self.norm(rows)
+        lse, wanted = self.log_sum_exp(hidden, targets, again=True)
+        gradient = self.hidden_gradient(hidden, targets, lse, torch.full_like(lse, scale))
         del hidden
         gradient = gradient.to(x.dtype)
         x.zero_()
-        x[where] = self.kernels.rms_norm_backward(rows, self.norm, self.eps, gradient, torch.zeros_like(rows))
-        return nll.sum().float(), x
+        x[where] = self.norm_backward(rows, gradient)
+        return (lse - wanted).sum().float(), x
 
-    def _look(self, hidden: Tensor, targets: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-        """Negative log likelihood and log-sum-exp of each token, float32; `again` says that a second pass follows."""
-        dtype = wide(hidden[:0]).dtype
-        lse = torch.full(targets.shape, float("-inf"), dtype=dtype, device=hidden.device)
-        wanted = torch.zeros_like(lse)
-        for low, high, weight in self._tiles(again):
-            for part in self._chunks(len(targets)):
-                logits = wide(hidden[part] @ weight.t())
-                inside, local = _inside(targets[part], low, high)
-                wanted[part].index_put_((inside,), logits[inside, local])
-                torch.logaddexp(lse[part], torch.logsumexp(logits, -1), out=lse[part])
-        return lse - wanted, lse
+    def norm(self, x: Tensor) -> Tensor:
+        return self.kernels.rms_norm(x, self.norm_weight, self.eps)
 
-    def _tiles(self, again: bool) -> Iterator[tuple[int, int, Tensor]]:
+    def norm_backward(self, x: Tensor, gn: Tensor) -> Tensor:
+        """The gradient of x from that of its norm."""
+        return self.kernels.rms_norm_backward(x, self.norm_weight, self.eps, gn, torch.zeros_like(x))
+
+    def log_sum_exp(self, hidden: Tensor, targets: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+        """Log-sum-exp of each token's logits, and its label's logit (0 where there is none), float32 [n].
+
+        Args:
+            hidden: [n, D], normed.
+            targets: int64 [n]; tokens without a label have one that is below 0.
+            again: a second pass over the head follows.
+        """
+        chunks = list(zip(self._chunks(hidden), self._chunks(targets)))
+        sums: list[Sums | None] = [None] * len(chunks)
+        for low, weight in self._tiles(again):
+            for number, (h, t) in enumerate(chunks):
+                sums[number] = _next_sums(sums[number], wide(functional.linear(h, weight)), t - low)
+        maximum, total, wanted = (_joined([one[i] for one in sums if one is not None]) for i in range(3))
+        return maximum + total.log(), wanted
+
+    def hidden_gradient(self, hidden: Tensor, targets: Tensor, lse: Tensor, weights: Tensor) -> Tensor:
+        """The gradient of `hidden`, float32 [n, D]: `weights` [n] times (softmax - one-hot) W, summed over tiles."""
+        chunks = list(zip(*(self._chunks(x) for x in (hidden, targets, lse, weights))))
+        # Chunks are summed into one tensor: joined at the end, the gradient of a long row would be there twice.
+        whole = torch.zeros_like(hidden, dtype=lse.dtype) if len(chunks) > 1 else None
+        sums: list[Tensor | None] = [None] if whole is None else list(self._chunks(whole))
+        for low, weight in self._tiles(False):
+            for number, (h, t, lse_of_h, w) in enumerate(chunks):
+                p = wide(functional.linear(h, weight)).sub_(lse_of_h[:, None]).exp_()
+                inside, local = _inside(t - low, weight.shape[0])
+                # The one is taken off before the weight is multiplied in: a difference near zero keeps its digits.
+                p.scatter_add_(1, local, -cast(inside, p.dtype)[:, None]).mul_(w[:, None])
+                gradient, before = torch.mm(cast(p, weight.dtype), weight), sums[number]
+                del p
+                sums[number] = wide(gradient) if before is None else before.add_(gradient)
+        gradient = sums[0] if whole is None else whole
+        assert gradient is not None  # noqa: S101 - there is a tile
+        return gradient
+
+    def _tiles(self, again: bool) -> Iterator[tuple[int, Tensor]]:
+        """First row and rows of each tile."""
         for number, (low, high) in enumerate(self.bounds):
             then = self.bounds[number + 1] if number + 1 < len(self.bounds) else self.bounds[0] if again else None
-            yield low, high, self.head.tile(low, high, then)
+            yield low, self.head.tile(low, high, then)
 
-    def _chunks(self, count: int) -> Iterator[slice]:
-        size = self.chunk_tokens or count
-        for low in range(0, count, size):
-            yield slice(low, min(low + size, count))
+    def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
+        size = self.chunk_tokens or x.shape[0]
+        return (x,) if x.shape[0] <= size else x.split(size)
 
 
 def labelled(labels_BT: Tensor) -> int:
-    """Tokens that the loss of these rows is over."""
+    """Count the tokens that the loss of these rows is over."""
     return int((labels_BT[:, 1:] != IGNORE).sum())
 
 
-def _next(labels_BT: Tensor) -> Tensor:
+def next_labels(labels_BT: Tensor) -> Tensor:
     """The label that each position predicts, int64 [N]; the last position of a row predicts nothing."""
-    targets = torch.full_like(labels_BT, IGNORE)
-    targets[:, :-1] = labels_BT[:, 1:]
-    return targets.reshape(-1)
+    last = torch.full((labels_BT.shape[0], 1), IGNORE, dtype=labels_BT.dtype, device=labels_BT.device)
+    return torch.cat((labels_BT[:, 1:], last), 1).view(-1)
 
 
-def _inside(targets: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
-    """Which tokens' labels lie in a tile, and where in it."""
-    inside = ((targets >= low) & (targets < high)).nonzero().squeeze(1)
-    return inside, targets[inside] - low
+def _next_sums(before: Sums | None, logits: Tensor, local: Tensor) -> Sums:
+    """The sums after one more tile, whose logits are used up; `local` is the label's place in it."""
+    inside, at = _inside(local, logits.shape[1])
+    wanted = logits.gather(1, at)[:, 0]
+    wanted = torch.where(inside, wanted, torch.zeros_like(wanted))
+    top = logits.amax(-1)
+    if before is None:
+        return top, logits.sub_(top[:, None]).exp_().sum(-1), wanted
+    maximum, total, earlier = before
+    larger = torch.maximum(maximum, top)
+    total = total * (maximum - larger).exp() + logits.sub_(larger[:, None]).exp_().sum(-1)
+    return larger, total, earlier + wanted
+
+
+def _inside(local: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Find the labels in a tile of so many rows, and a place in it for each, [n, 1]: no shape depends on labels."""
+    return (local >= 0) & (local < rows), local.clamp(0, rows - 1)[:, None]
+
+
+def _joined(chunks: list[Tensor]) -> Tensor:
+    return torch.cat(chunks) if len(chunks) > 1 else chunks[0]

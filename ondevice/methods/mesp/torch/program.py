@@ -2,7 +2,8 @@
 
 No automatic differentiation is inside, so it is a plain forward graph: `torch.export` takes it, and a runtime made for
 inference runs it. Forward keeps block inputs, and every block's backward pass is over before the next begins, so that
-a memory plan gives all of them the same bytes.
+a memory plan gives all of them the same bytes. The stages and their order are the eager session's own (`stages`,
+`model`, `loss`), with operations for a graph (`kernels.GraphKernels`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ondevice.methods.mesp.layout import FlatLayout
-from ondevice.methods.mesp.pairs import initial_tensors, pairs_of
-from ondevice.methods.mesp.torch.graph import GraphBlock, GraphLinear, GraphStages, Position
+from ondevice.methods.mesp.lora import FlatLayout, initial_tensors, lora_parameters
+from ondevice.methods.mesp.torch.kernels import GraphKernels
+from ondevice.methods.mesp.torch.loss import Loss, next_labels
+from ondevice.methods.mesp.torch.model import Blocks
+from ondevice.methods.mesp.torch.stages import Block, Linear, Position, Stages
+from ondevice.methods.mesp.torch.weights import Dense, halves
 from ondevice.nn.cross_entropy import IGNORE, tile_bounds
 
 if TYPE_CHECKING:
@@ -35,22 +39,23 @@ class Table(nn.Module):
 
     def __init__(self, weight_VD: Tensor, tiles: int) -> None:
         super().__init__()
-        self.bounds = tile_bounds(weight_VD.shape[0], tiles)
+        self.vocab = weight_VD.shape[0]
+        self.bounds = tile_bounds(self.vocab, tiles)
         for number, (low, high) in enumerate(self.bounds):
             self.register_buffer(f"tile_{number}", weight_VD[low:high].clone())
 
-    def tiles(self) -> list[tuple[int, Tensor]]:
-        """First row and rows of each."""
-        return [(low, getattr(self, f"tile_{number}")) for number, (low, _) in enumerate(self.bounds)]
+    def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
+        """See `loss.Head`."""
+        return getattr(self, f"tile_{self.bounds.index((low, high))}")
 
     def rows(self, ids_N: Tensor) -> Tensor:
         """[N, D]."""
-        found: Tensor | None = None
-        for low, weight in self.tiles():
-            part = nn.functional.embedding((ids_N - low).clamp(0, weight.shape[0] - 1), weight)
-            found = part if found is None else torch.where((ids_N >= low)[:, None], part, found)
-        assert found is not None  # noqa: S101 - there is a tile
-        return found
+        rows: Tensor | None = None
+        for low, high in self.bounds:
+            looked_up = nn.functional.embedding((ids_N - low).clamp(0, high - low - 1), self.tile(low, high))
+            rows = looked_up if rows is None else torch.where((ids_N >= low)[:, None], looked_up, rows)
+        assert rows is not None  # noqa: S101 - there is a tile
+        return rows
 
 
 class MespProgram(nn.Module):
@@ -65,18 +70,17 @@ class MespProgram(nn.Module):
     def __init__(self, loaded: LoadedModel, config: MespConfig, lengths_tokens: tuple[int, ...]) -> None:
         super().__init__()
         self.loaded, self.family, self.dims, self.config = loaded, loaded.family, loaded.dims, config
-        self.pairs = pairs_of(loaded.dims, type(loaded.family), config)
-        self.layout = FlatLayout.build(self.pairs)
+        self.parameters_of_run = lora_parameters(loaded.dims, type(loaded.family), config)
+        self.layout = FlatLayout.build(self.parameters_of_run)
         self.model = loaded.model
         self.embedding = Table(loaded.family.embedding.weight.detach(), config.loss_tiles)
         self.head = self.embedding
         if not loaded.dims.tied:
             self.head = Table(loaded.family.head_weight.detach(), config.loss_tiles)
         for length in lengths_tokens:
-            cos, sin = loaded.family.positions(length, "cpu", torch.float32)
-            half = cos.shape[-1] // 2
-            self.register_buffer(f"cos_{length}", cos[None, :, :, :half].clone())
-            self.register_buffer(f"sin_{length}", sin[None, :, :, :half].clone())
+            cos, sin = halves(loaded.family.positions(length, "cpu", torch.float32))
+            self.register_buffer(f"cos_{length}", cos)
+            self.register_buffer(f"sin_{length}", sin)
             self.register_buffer(f"mask_{length}", torch.full((length, length), float("-inf")).triu(1))
 
     @property
@@ -86,7 +90,7 @@ class MespProgram(nn.Module):
 
     def initial(self, seed: int) -> np.ndarray:
         """The adapter that a run starts from, float32 [layout.size]."""
-        return self.layout.to_flat(initial_tensors(self.pairs, seed))
+        return self.layout.to_flat(initial_tensors(self.parameters_of_run, seed))
 
     def train_step(
         self,
@@ -104,30 +108,29 @@ class MespProgram(nn.Module):
             adapter: float32 [layout.size]; moments likewise.
             step: int64 [1], from 0; learning rate float32 [1].
         """
-        inputs, x, count = [], self.embedding.rows(ids_BT.reshape(-1)), self._count(labels_BT)
-        stages, position, mask = self._stages(ids_BT)
+        rows, count = ids_BT.shape[0], self._count(labels_BT)
+        blocks, loss, position = self._computes(ids_BT)
+        inputs, x = [], self.embedding.rows(ids_BT.reshape(-1))
         for i in range(self.dims.layers):
             inputs.append(x)
-            x = stages.forward(self._block(i, adapter), x, position, mask)
-        total, g = self._loss_and_gradient(stages, x, labels_BT, 1.0 / count)
-        found: list[tuple[Tensor, ...]] = []
+            x = blocks.forward(self._block(i, adapter), x, position, rows)
+        total, g = self._loss_and_gradient(loss, x, labels_BT, 1.0 / count)
+        updated: list[tuple[Tensor, ...]] = []
         for i in reversed(range(self.dims.layers)):
             gradients: dict[str, tuple[Tensor, Tensor]] = {}
 
-            def learn(target: str, ga: Tensor, gb: Tensor, gradients: dict = gradients) -> None:
+            def keep(target: str, ga: Tensor, gb: Tensor, gradients: dict = gradients) -> None:
                 gradients[target] = (ga, gb)
 
-            g = stages.backward(self._block(i, adapter), inputs.pop(), g, position, mask, learn, last=i == 0)
-            found.insert(0, self._updated(i, gradients, (adapter, *moments), step, rate))
-        vectors = (torch.cat([one[number] for one in found]) for number in range(1 + len(moments)))
+            g = blocks.backward(self._block(i, adapter), inputs.pop(), g, position, rows, keep, last=i == 0)
+            updated.insert(0, self._updated(i, gradients, (adapter, *moments), step, rate))
+        vectors = (torch.cat([one[number] for one in updated]) for number in range(1 + len(moments)))
         return (total / count, *vectors)
 
     def evaluate(self, ids_BT: Tensor, labels_BT: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
         """Summed negative log likelihood and labelled tokens of each row, float32 [rows]."""
-        stages, _, _ = self._stages(ids_BT)
-        x = self._hidden(ids_BT, adapter)
-        hidden, targets = stages.norm(self._final_norm(), x), self._next(labels_BT)
-        lse, wanted = self._look(hidden, targets)
+        loss, targets = self._computes(ids_BT)[1], next_labels(labels_BT)
+        lse, wanted = loss.log_sum_exp(loss.norm(self._hidden(ids_BT, adapter)), targets, again=False)
         active = (targets != IGNORE).to(torch.float32)
         rows = (ids_BT.shape[0], -1)
         return ((lse - wanted) * active).view(rows).sum(1), active.view(rows).sum(1)
@@ -135,8 +138,8 @@ class MespProgram(nn.Module):
     def next_token(self, ids_1T: Tensor, length: Tensor, adapter: Tensor) -> Tensor:
         """Logits float32 [vocab] behind the first `length` tokens."""
         x = self._hidden(ids_1T, adapter).index_select(0, length - 1)
-        hidden = self._stages(ids_1T)[0].norm(self._final_norm(), x)
-        return torch.cat([nn.functional.linear(hidden, weight)[0] for _, weight in self.head.tiles()])
+        hidden = self._computes(ids_1T)[1].norm(x)
+        return torch.cat([nn.functional.linear(hidden, self.head.tile(*tile))[0] for tile in self.head.bounds])
 
     def gradients(self, ids_BT: Tensor, labels_BT: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and gradient of the adapter, as what SGD at rate 1 changes: for checks."""
@@ -151,50 +154,49 @@ class MespProgram(nn.Module):
         return loss, adapter - after
 
     def _hidden(self, ids_BT: Tensor, adapter: Tensor) -> Tensor:
+        """The last block's output, [N, D]."""
+        blocks, _, position = self._computes(ids_BT)
         x = self.embedding.rows(ids_BT.reshape(-1))
-        stages, position, mask = self._stages(ids_BT)
         for i in range(self.dims.layers):
-            x = stages.forward(self._block(i, adapter), x, position, mask)
+            x = blocks.forward(self._block(i, adapter), x, position, ids_BT.shape[0])
         return x
 
-    def _stages(self, ids_BT: Tensor) -> tuple[GraphStages, Position, Tensor]:
-        rows, length = ids_BT.shape
-        dims = self.dims
-        stages = GraphStages(rows, length, dims.heads, dims.kv_heads, dims.head_dim, dims.norm_eps)
+    def _computes(self, ids_BT: Tensor) -> tuple[Blocks, Loss, Position]:
+        """Blocks, loss and positions for rows of this length."""
+        length, dims = ids_BT.shape[1], self.dims
         cos, sin, mask = (getattr(self, f"{name}_{length}") for name in ("cos", "sin", "mask"))
-        return stages, (cos, sin), mask
+        kernels, norm = GraphKernels(mask), self.model.get_parameter("model.norm.weight")
+        loss = Loss(self.head, norm, dims.norm_eps, kernels, self.config.loss_tiles, None)
+        return Blocks(Stages(dims, kernels), None), loss, (cos, sin)
 
-    def _block(self, i: int, adapter: Tensor) -> GraphBlock:
+    def _block(self, i: int, adapter: Tensor) -> Block:
         layer, linears = self.model.get_submodule(f"model.layers.{i}"), {}
-        places = {entry.pair.target: entry for entry in self.layout.of_layer(i)}
+        entries = {entry.parameters.target: entry for entry in self.layout.of_layer(i)}
         for target in self.family.linear_targets:
-            linear, entry, a, b = self.family.linear(i, target), places.get(target), None, None
+            linear, entry, a, b = self.family.linear(i, target), entries.get(target), None, None
             if entry is not None:
-                pair = entry.pair
-                a = adapter[entry.a : entry.a + pair.rank * pair.inputs].view(pair.rank, pair.inputs)
-                b = adapter[entry.b : entry.b + pair.rank * pair.outputs].view(pair.rank, pair.outputs)
-            linears[target] = GraphLinear(linear.weight, linear.bias, a, b, self.config.scale)  # type: ignore[arg-type]
+                one = entry.parameters
+                a = adapter[entry.a : entry.a + one.rank * one.inputs].view(one.rank, one.inputs)
+                b = adapter[entry.b : entry.b + one.rank * one.outputs].view(one.rank, one.outputs)
+            linears[target] = Linear(Dense(linear.weight), linear.bias, a, b, self.config.scale)  # type: ignore[arg-type]
         norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)  # type: ignore[union-attr]
-        return GraphBlock(norms, linears)  # type: ignore[arg-type]
-
-    def _final_norm(self) -> Tensor:
-        return self.model.get_parameter("model.norm.weight")
+        return Block(norms, linears)  # type: ignore[arg-type]
 
     def _updated(
         self, layer: int, gradients: dict, vectors: tuple[Tensor, ...], step: Tensor, rate: Tensor
     ) -> tuple[Tensor, ...]:
         """The layer's range of the adapter and of the moments, after SGD or AdamW."""
-        config, pieces, at = self.config, [], self.layout.layer_range(layer)[0]
+        config, ranges, at = self.config, [], self.layout.layer_range(layer)[0]
         low, high = self.layout.layer_range(layer)
         for entry in self.layout.of_layer(layer):
-            for start, gradient in zip((entry.a, entry.b), gradients[entry.pair.target]):
+            for start, gradient in zip((entry.a, entry.b), gradients[entry.parameters.target]):
                 if start > at:
-                    pieces.append(gradient.new_zeros(start - at))
-                pieces.append(gradient.reshape(-1))
+                    ranges.append(gradient.new_zeros(start - at))
+                ranges.append(gradient.reshape(-1))
                 at = start + gradient.numel()
         if high > at:
-            pieces.append(vectors[0].new_zeros(high - at))
-        g, value = torch.cat(pieces), vectors[0][low:high]
+            ranges.append(vectors[0].new_zeros(high - at))
+        g, value = torch.cat(ranges), vectors[0][low:high]
         if config.weight_decay:
             value = value * (1.0 - rate * config.weight_decay)
         if config.optimizer == "sgd":
@@ -208,51 +210,13 @@ class MespProgram(nn.Module):
     def _count(self, labels_BT: Tensor) -> Tensor:
         return (labels_BT[:, 1:] != IGNORE).to(torch.float32).sum().clamp(min=1.0).view(1)
 
-    def _next(self, labels_BT: Tensor) -> Tensor:
-        """The label that each position predicts, int64 [N]."""
-        last = torch.full((labels_BT.shape[0], 1), IGNORE, dtype=labels_BT.dtype)
-        return torch.cat((labels_BT[:, 1:], last), 1).view(-1)
+    def _loss_and_gradient(self, loss: Loss, x: Tensor, labels_BT: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed loss [1] and `scale` times its gradient in x.
 
-    def _look(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp and the label's logit of each position, float32 [N].
-
-        Every tile waits for the one before it through the running maximum, so that a memory plan holds one.
+        All positions are computed, those without a label with weight 0: a graph's shapes cannot depend on labels.
         """
-        maximum = total = wanted = None
-        for low, weight in self.head.tiles():
-            logits = nn.functional.linear(hidden, weight)
-            local = targets - low
-            inside = (local >= 0) & (local < weight.shape[0])
-            picked = logits.gather(1, local.clamp(0, weight.shape[0] - 1)[:, None])[:, 0]
-            picked = torch.where(inside, picked, torch.zeros_like(picked))
-            top = logits.amax(-1)
-            if maximum is None or total is None or wanted is None:
-                maximum, wanted = top, picked
-                total = (logits - top[:, None]).exp().sum(-1)
-            else:
-                larger = torch.maximum(maximum, top)
-                total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(-1)
-                maximum, wanted = larger, wanted + picked
-        assert maximum is not None and total is not None and wanted is not None  # noqa: S101 - there is a tile
-        return maximum + total.log(), wanted
-
-    def _loss_and_gradient(
-        self, stages: GraphStages, x: Tensor, labels_BT: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The summed loss [1] and `scale` times its gradient in x; a tile's logits are computed twice."""
-        hidden, targets = stages.norm(self._final_norm(), x), self._next(labels_BT)
-        lse, wanted = self._look(hidden, targets)
+        hidden, targets = loss.norm(x), next_labels(labels_BT)
+        lse, wanted = loss.log_sum_exp(hidden, targets, again=True)
         active = (targets != IGNORE).to(torch.float32)
-        weights = (active * scale)[:, None]
-        gradient: Tensor | None = None
-        for low, weight in self.head.tiles():
-            p = (nn.functional.linear(hidden, weight) - lse[:, None]).exp() * weights
-            local = targets - low
-            inside = (local >= 0) & (local < weight.shape[0])
-            one = torch.where(inside[:, None], -weights, torch.zeros_like(weights))
-            p = p.scatter_add(1, local.clamp(0, weight.shape[0] - 1)[:, None], one)
-            part = torch.mm(p, weight)
-            gradient = part if gradient is None else gradient + part
-        assert gradient is not None  # noqa: S101 - there is a tile
-        total = ((lse - wanted) * active).sum().view(1)
-        return total, stages.norm_backward(self._final_norm(), x, gradient, torch.zeros_like(x))
+        gradient = loss.hidden_gradient(hidden, targets, lse, active * scale)
+        return ((lse - wanted) * active).sum().view(1), loss.norm_backward(x, gradient)

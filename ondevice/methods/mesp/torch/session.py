@@ -1,4 +1,5 @@
-"""The session of MeSP in torch: a step, an evaluation, the adapter, and a state that resumes bit for bit."""
+"""The session of MeSP in torch: a step and its optimizer, an evaluation, the adapter, and a state that resumes bit for
+bit."""
 
 from __future__ import annotations
 
@@ -9,14 +10,19 @@ import torch
 from torch import Tensor
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.errors import ConfigError, DataError
-from ondevice.methods.mesp.pairs import check_adapter, check_whole, pairs_of
+from ondevice.core.errors import CheckpointError, ConfigError, DataError
+from ondevice.core.session import Session, StepResult
+from ondevice.methods.mesp.lora import (
+    LoraParameters,
+    check_adapter,
+    check_not_partially_updated,
+    check_state,
+    initial_tensors,
+    lora_parameters,
+)
 from ondevice.methods.mesp.torch.loss import labelled
-from ondevice.methods.mesp.torch.passes import Passes
-from ondevice.methods.mesp.torch.streamed import Streamed
-from ondevice.methods.mesp.torch.updates import Updates
-from ondevice.methods.mesp.torch.weights import Resident
-from ondevice.methods.session import StepResult
+from ondevice.methods.mesp.torch.model import Model
+from ondevice.methods.mesp.torch.weights import Resident, Streamed
 from ondevice.models import ModelFiles
 from ondevice.offload.device import memory_errors
 
@@ -25,22 +31,130 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 HINT = (
-    "method.micro_batch_size: 1, method.mlp_chunk_tokens: 1024, method.activations: host, method.weights: streamed, "
-    "shorter rows; the run's last checkpoint is unharmed"
+    "method.micro_batch_size: 1, method.mlp_chunk_tokens: 1024, method.activations: host, "
+    "method.weight_placement: streamed, shorter rows; the run's last checkpoint is unharmed"
 )
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_OPS: Any = torch  # what torch.optim itself calls
 
-class MespSession:
-    """Exact gradients of every pair, one block at a time; see `Session`."""
+
+class Optimizer:
+    """SGD or AdamW on every A and B, float32, with AdamW's moments, and the gradients of micro-batches where there are
+    several."""
+
+    def __init__(
+        self, parameters: tuple[LoraParameters, ...], config: MespConfig, seed: int, device: torch.device
+    ) -> None:
+        self.config, self.device = config, device
+        self.parameters = {(one.layer, one.target): one for one in parameters}
+        self.tensors = {name: torch.from_numpy(v).to(device) for name, v in initial_tensors(parameters, seed).items()}
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+        self.sums: dict[str, Tensor] = {}
+        self.done = 0
+        self.waiting: list[tuple[str, Tensor]] = []
+        self.learning_rate, self.accumulate = 0.0, False
+
+    def begin(self, learning_rate: float, accumulate: bool) -> None:
+        """A step starts; with `accumulate` its gradients are summed until `end`, else each is applied and dropped."""
+        self.learning_rate, self.accumulate = learning_rate, accumulate
+        self.number = torch.tensor(float(self.done + 1), device=self.device)
+
+    def apply(self, parameters: LoraParameters, ga: Tensor, gb: Tensor) -> None:
+        """Use both gradients, float32 in the shapes of A and B.
+
+        On a GPU the matrices of a block are updated together (`flush`): their gradients are small, launches are not.
+        """
+        for name, gradient in ((parameters.a_name, ga), (parameters.b_name, gb)):
+            if not self.accumulate:
+                self.waiting.append((name, gradient.contiguous()))
+            elif name in self.sums:
+                self.sums[name].add_(gradient)
+            else:
+                self.sums[name] = gradient.contiguous()
+        if self.device.type == "cpu":
+            self.flush()
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Update what waits."""
+        waiting, self.waiting = self.waiting, []
+        if not waiting:
+            return
+        values, gradients = [self.tensors[name] for name, _ in waiting], [gradient for _, gradient in waiting]
+        config, rate = self.config, self.learning_rate
+        if config.optimizer == "sgd":
+            _OPS._foreach_mul_(values, 1.0 - rate * config.weight_decay)
+            _OPS._foreach_add_(values, gradients, alpha=-rate)
+            return
+        for name, _ in waiting:
+            if name not in self.moments:
+                self.moments[name] = (torch.zeros_like(self.tensors[name]), torch.zeros_like(self.tensors[name]))
+        m, v = ([self.moments[name][which] for name, _ in waiting] for which in (0, 1))
+        options = {"beta1": config.beta1, "beta2": config.beta2, "weight_decay": config.weight_decay}
+        steps = [self.number] * len(values)
+        _OPS._fused_adamw_(
+            values, gradients, m, v, [], steps, lr=rate, eps=config.eps, amsgrad=False, maximize=False, **options
+        )
+
+    def end(self) -> None:
+        """The step is over: sums are applied and dropped."""
+        self.waiting, self.sums = [*self.waiting, *self.sums.items()], {}
+        self.flush()
+        self.done += 1
+
+    def state(self) -> dict[str, np.ndarray]:
+        """A, B and moments, float32, and the number of steps."""
+        result = self.arrays()
+        for name, moments in self.moments.items():
+            for moment, value in zip(MOMENTS, moments):
+                result[f"{moment}/{name}"] = value.cpu().numpy().copy()
+        result["optimizer_step"] = np.array([self.done], dtype=np.int64)
+        return result
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every A and B by PEFT's name."""
+        return {name: value.detach().cpu().numpy().copy() for name, value in self.tensors.items()}
+
+    def load(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` gave; nothing is changed if something does not fit.
+
+        Raises:
+            CheckpointError: naming the first tensor that is missing or of another shape.
+        """
+        if "optimizer_step" not in state:
+            raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
+        done = int(state["optimizer_step"][0])
+        shapes = {name: shape for one in self.parameters.values() for name, shape in one.shapes.items()}
+        moments = bool(self.config.optimizer == "adamw" and done)
+        check_state(state, shapes)
+        if moments:
+            check_state(state, {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in shapes.items()})
+        self.take({name: state[name] for name in shapes})
+        self.done, self.moments = done, {}
+        if moments:
+            for name in shapes:
+                m, v = (torch.from_numpy(state[f"{moment}/{name}"].copy()).to(self.device) for moment in MOMENTS)
+                self.moments[name] = (m, v)
+
+    @torch.no_grad()
+    def take(self, arrays: dict[str, np.ndarray]) -> None:
+        """Copy arrays of the right shapes into A and B."""
+        for name, value in arrays.items():
+            self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32)))
+
+
+class MespSession(Session):
+    """Exact gradients of every A and B, one block at a time; see `Session`."""
 
     batch_size = eval_batch_size = None
     lengths_tokens = None
     generator_backend = "none"
 
     def __init__(self, model: LoadedModel | ModelFiles, config: MespConfig, seed: int, device: str | None) -> None:
-        self.model, self.config = model, config
+        self.loaded, self.config = model, config
         family = model.family if isinstance(model, ModelFiles) else type(model.family)
-        pairs = pairs_of(model.dims, family, config)
+        parameters = lora_parameters(model.dims, family, config)
         with memory_errors("the model", HINT):
             if isinstance(model, ModelFiles):
                 self.device = torch.device(device or "cpu")
@@ -48,59 +162,57 @@ class MespSession:
             else:
                 self.device = torch.device(device) if device else model.family.head_weight.device
                 self.weights = Resident(model, self.device, config.bits)
-            self.updates = Updates(pairs, config, seed, self.device)
-            self.passes = Passes(self.weights, self.updates, config)
+            self.optimizer = Optimizer(parameters, config, seed, self.device)
+            self.model = Model(self.weights, self.optimizer, config)
         self.backend = f"torch-{self.device.type}"
-        self.torn = False
+        self.partially_updated = False
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One optimizer step on all rows, `method.micro_batch_size` of them at once; see `Session.step`."""
-        check_whole(self.torn)
+        check_not_partially_updated(self.partially_updated)
         ids_BT, labels_BT = self._tensors(ids, labels)
         rows = self.config.micro_batch_size or len(ids_BT)
         count = labelled(labels_BT)
-        self.updates.begin(learning_rate, accumulate=rows < len(ids_BT))
-        self.torn = True
+        self.optimizer.begin(learning_rate, accumulate=rows < len(ids_BT))
+        self.partially_updated = True
         with memory_errors(f"a step of {rows} rows of {ids_BT.shape[1]} tokens", HINT):
             total = torch.zeros((), device=self.device)
             for low in range(0, len(ids_BT), rows):
-                part = slice(low, low + rows)
-                total += self.passes.learn(ids_BT[part], labels_BT[part], 1.0 / max(1, count))
-            self.updates.end()
+                chunk = slice(low, low + rows)
+                total += self.model.forward_backward(ids_BT[chunk], labels_BT[chunk], 1.0 / max(1, count))
+            self.optimizer.end()
             value = float(total) / max(1, count)
-        self.torn = False
+        self.partially_updated = False
         return StepResult(value, (value,))
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
         ids_BT, labels_BT = self._tensors(ids, labels)
         with memory_errors(f"an evaluation of {len(ids)} rows of {ids.shape[1]} tokens", HINT):
-            nll = self.passes.nll(ids_BT, labels_BT)
+            nll = self.model.row_nll(ids_BT, labels_BT)
         return nll.cpu().numpy(), (labels[:, 1:] >= 0).sum(1).astype(np.int64)
 
-    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
-        """A first-order step cannot be rebuilt from scalars."""
-        raise ConfigError("a first-order run has no projected gradients to replay", hint="resume from its checkpoint")
-
     def state(self) -> dict[str, np.ndarray]:
-        """Pairs, moments and the number of steps; the same names on every backend."""
-        check_whole(self.torn)
-        return self.updates.state()
+        """A, B, moments and the number of steps; the same names on every backend."""
+        check_not_partially_updated(self.partially_updated)
+        return self.optimizer.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""
-        self.updates.load(state)
-        self.torn = False
+        self.optimizer.load(state)
+        self.partially_updated = False
 
     def adapter(self) -> Adapter:
         """The trained adapter in PEFT's layout."""
         config = self.config
-        arrays = self.updates.arrays()
-        return Adapter(arrays, config.rank, config.alpha, tuple(sorted(config.targets)), self.model.source.source)
+        arrays = self.optimizer.arrays()
+        return Adapter(
+            arrays, config.rank, config.alpha, tuple(sorted(config.target_modules)), self.loaded.source.source
+        )
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
-        self.updates.take(check_adapter(adapter, tuple(self.updates.pairs.values()), self.config))
+        self.optimizer.take(check_adapter(adapter, tuple(self.optimizer.parameters.values()), self.config))
 
     def close(self) -> None:
         """End the reading of files."""
@@ -108,10 +220,10 @@ class MespSession:
 
     def _tensors(self, ids: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
         largest = int(ids.max(initial=0))
-        if largest >= self.model.dims.vocab:
+        if largest >= self.loaded.dims.vocab:
             raise DataError(
                 f"token {largest} is not in the model's vocabulary",
-                expected=f"ids below {self.model.dims.vocab}",
+                expected=f"ids below {self.loaded.dims.vocab}",
                 received=largest,
                 hint="the tokenizer is another model's: encode the rows with this model's own",
             )
@@ -122,16 +234,16 @@ class MespSession:
 def open_session(
     model: LoadedModel | ModelFiles, config: MespConfig, seed: int, device: str | None = None
 ) -> MespSession:
-    """The registry's door: a loaded model, or `ModelFiles` for weights that are streamed.
+    """See `MethodSpec.open_session`; `model` is `ModelFiles` for weights that are streamed.
 
     Raises:
-        ConfigError: a loaded model where `method.weights` is streamed.
+        ConfigError: a loaded model where `method.weight_placement` is streamed.
     """
-    if config.weights == "streamed" and not isinstance(model, ModelFiles):
+    if config.weight_placement == "streamed" and not isinstance(model, ModelFiles):
         raise ConfigError(
             "streamed weights are read from files",
             expected="ondevice.models.open_model(...)",
             received="a model that is in memory",
-            hint="method.weights: resident",
+            hint="method.weight_placement: resident",
         )
     return MespSession(model, config, seed, device)

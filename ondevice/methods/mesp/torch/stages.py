@@ -1,8 +1,10 @@
 """The stages of one block, forward and backward, derived by hand (appendix A); no automatic differentiation.
 
-Activations are matrices: N = rows * tokens, D hidden, F the MLP's inner width. LoRA's A is float32 [rank, inputs], B
-float32 [outputs, rank]; both are used in the dtype of activations, and their gradients are float32. A `_backward`
-stage takes the gradient of the stage's output and gives that of its input; pairs learn through `Learn`.
+The same functions train in eager PyTorch and are the graph of an exported program; `kernels` says how an operation is
+done. Activations are matrices: N = rows * tokens, D hidden, F the MLP's inner width. LoRA's A is float32
+[rank, inputs], B float32 [rank, outputs] (PEFT's, transposed); both are used in the dtype of activations, and their
+gradients are float32. A `_backward` stage takes the gradient of the stage's output and gives that of its input; the
+gradients of A and B go to a callback the moment they are there.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.methods.mesp.torch import attention
+from ondevice.methods.mesp.torch.attention import cast
 
 if TYPE_CHECKING:
-    from ondevice.methods.mesp.torch.kernels import Kernels
+    from ondevice.methods.mesp.torch.kernels import TorchKernels
     from ondevice.models import ModelDims
 
 Position = tuple[Tensor, Tensor]
-"""cos and sin, each [tokens, head_dim / 2]."""
-Learn = Callable[[str, Tensor, Tensor], None]
-"""Takes a target and float32 gradients of its A and B: uses them and keeps nothing."""
+"""cos and sin, each [1, tokens, 1, head_dim / 2]."""
+OnGradient = Callable[[str, Tensor, Tensor], None]
+"""Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and keeps nothing."""
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
@@ -36,7 +38,7 @@ class Matrix(Protocol):
 
 @dataclass(frozen=True)
 class Linear:
-    """y = x W^T + b + scale (x A^T) B^T; without A and B where the layer carries no pair."""
+    """y = x W^T + b + scale (x A^T) B; without A and B where the layer carries no adapter."""
 
     matrix: Matrix
     bias: Tensor | None = None
@@ -44,14 +46,15 @@ class Linear:
     b: Tensor | None = None
     scale: float = 1.0
 
-    def h(self, x: Tensor) -> Tensor | None:
-        """x A^T [N, rank]; None without a pair."""
-        return None if self.a is None else functional.linear(x, self.a.to(x.dtype))
+    def h(self, x: Tensor) -> Tensor:
+        """x A^T [N, rank]."""
+        assert self.a is not None  # noqa: S101 - asked for beside an adapter
+        return functional.linear(x, cast(self.a, x.dtype))
 
 
 @dataclass(frozen=True)
 class Block:
-    """What one block computes with.
+    """The tensors that one block computes with.
 
     Attributes:
         norms: weights of the norm before attention and of that before the MLP, [D] each.
@@ -65,7 +68,7 @@ class Block:
 class Stages:
     """The stages by name; shapes of a call come with `rows`."""
 
-    def __init__(self, dims: ModelDims, kernels: Kernels, store_h: bool = False) -> None:
+    def __init__(self, dims: ModelDims, kernels: TorchKernels, store_h: bool = False) -> None:
         self.dims, self.kernels, self.store_h = dims, kernels, store_h
         self.stored: dict[str, Tensor] = {}
 
@@ -74,52 +77,48 @@ class Stages:
     def linear(self, block: Block, target: str, x: Tensor, into: Tensor | None = None, keep: bool = False) -> Tensor:
         """[N, inputs] -> [N, outputs]; with `into` the result is added there. `keep` stores h where asked for."""
         layer = block.linears[target]
-        w = layer.matrix.dense()
-        if into is None:
-            into = functional.linear(x, w, layer.bias)
-        else:
-            into = torch.addmm(into, x, w.t(), out=into)
-            into = into if layer.bias is None else into.add_(layer.bias)
+        y = self.kernels.linear(x, layer.matrix.dense(), layer.bias, into)
+        if layer.b is None:
+            return y
         h = layer.h(x)
-        if h is not None and layer.b is not None:
-            into.addmm_(h, layer.b.to(x.dtype).t(), alpha=layer.scale)
-            if keep and self.store_h:
-                self.stored[target] = h
-        return into
+        if keep and self.store_h:
+            self.stored[target] = h
+        return self.kernels.add_product(y, h, cast(layer.b, x.dtype), layer.scale)
 
     def linear_backward(
-        self, block: Block, target: str, x: Tensor, g: Tensor, learn: Learn, into: Tensor | None = None
+        self, block: Block, target: str, x: Tensor, g: Tensor, on_gradient: OnGradient, into: Tensor | None = None
     ) -> Tensor:
-        """Gradient of the input (Eq. 13), added to `into` if given; then the pair learns from Eqs. 10 to 12.
+        """Gradient of the input (Eq. 13), added to `into` if given; those of A and B (Eqs. 10 to 12) are called back.
 
-        The pair may be another one once it has learned, so it does so last.
+        The callback may change A and B at once, and the gradient of the input is of the old ones: so it comes last.
         """
-        gradients, gh = self.pair_backward(block, target, x, g)
+        gradients, gh = self.lora_backward(block, target, x, g)
         into = self.input_backward(block, target, g, gh, into)
         if gradients is not None:
-            learn(target, *gradients)
+            on_gradient(target, *gradients)
         return into
 
-    def pair_backward(
+    def lora_backward(
         self, block: Block, target: str, x: Tensor, g: Tensor
     ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
-        """Gradients of A and B, float32, and that of h; None where the layer carries no pair."""
+        """Gradients of A and B, float32, and that of h; None where the layer carries no adapter."""
         layer = block.linears[target]
         if layer.a is None or layer.b is None:
             return None, None
         h = self.stored.pop(target, None)
-        h = functional.linear(x, layer.a.to(x.dtype)) if h is None else h
-        gh = (g @ layer.b.to(g.dtype)).mul_(layer.scale)
-        return ((gh.t() @ x).float(), (g.t() @ h).float().mul_(layer.scale)), gh
+        h = layer.h(x) if h is None else h
+        gh = functional.linear(g, cast(layer.b, g.dtype)) * layer.scale  # Eq. 11: scale g B^T
+        ga = cast(torch.mm(gh.t(), x), torch.float32)  # Eq. 10: gh^T x
+        # Eq. 12: scale h^T g; scaled in float32, where a half-precision sum of many tokens cannot underflow again.
+        return (ga, cast(torch.mm(h.t(), g), torch.float32) * layer.scale), gh
 
     def input_backward(
         self, block: Block, target: str, g: Tensor, gh: Tensor | None, into: Tensor | None = None
     ) -> Tensor:
         """g W + gh A, added to `into` if given."""
         layer = block.linears[target]
-        w = layer.matrix.dense()
-        into = g @ w if into is None else torch.addmm(into, g, w, out=into)
-        return into if gh is None or layer.a is None else into.addmm_(gh, layer.a.to(g.dtype))
+        into = self.kernels.add_product(into, g, layer.matrix.dense())
+        return into if gh is None or layer.a is None else self.kernels.add_product(into, gh, cast(layer.a, g.dtype))
 
     # Attention.
 
@@ -132,42 +131,42 @@ class Stages:
         q, k, v = (self._heads(self.linear(block, target, n, keep=keep), rows) for target in QKV)
         return q, k, v
 
-    def rope(self, q: Tensor, k: Tensor, position: Position) -> None:
-        """Rotate q and k in place."""
-        self.kernels.rope(q, k, position)
+    def rope(self, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
+        """Rotate q and k, in their memory."""
+        return self.kernels.rope(q, k, position)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
         """[N, H h], and what the backward pass wants."""
-        o, kept = attention.attend(q, k, v)
+        o, kept = self.kernels.attend(q, k, v)
         return o.reshape(-1, q.shape[2] * q.shape[3]), kept
 
     def out(self, block: Block, x: Tensor, o: Tensor, keep: bool = False) -> Tensor:
-        """x + o Wo^T: the block's middle, [N, D]."""
-        return self.linear(block, "o_proj", o, x.clone(), keep)
+        """x + o Wo^T: the block's middle, [N, D], in new memory: the backward pass needs x again."""
+        return self.linear(block, "o_proj", o, x.clone() if self.kernels.in_place else x, keep)
 
-    def out_backward(self, block: Block, o: Tensor, g: Tensor, learn: Learn) -> Tensor:
+    def out_backward(self, block: Block, o: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
         """Gradient of o from that of the middle."""
-        return self.linear_backward(block, "o_proj", o, g, learn)
+        return self.linear_backward(block, "o_proj", o, g, on_gradient)
 
     def attend_backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the rotated q and k, and of v."""
-        return attention.attend_backward(g.view(q.shape), q, k, v, kept)
+        return self.kernels.attend_backward(g.view(q.shape), q, k, v, kept)
 
-    def rope_backward(self, gq: Tensor, gk: Tensor, position: Position) -> None:
-        """Rotate the gradients back, in place."""
-        self.kernels.rope(gq, gk, (position[0], -position[1]))
+    def rope_backward(self, gq: Tensor, gk: Tensor, position: Position) -> tuple[Tensor, Tensor]:
+        """Rotate the gradients back, in their memory: the transpose of a rotation is that by the negative angle."""
+        return self.kernels.rope(gq, gk, (position[0], -position[1]))
 
     def project_backward(
-        self, block: Block, n: Tensor, g: tuple[Tensor, Tensor, Tensor], learn: Learn, last: bool = False
+        self, block: Block, n: Tensor, g: tuple[Tensor, Tensor, Tensor], on_gradient: OnGradient, last: bool = False
     ) -> Tensor | None:
         """Gradient of n; None where `last` says that nothing below is trained."""
         gn: Tensor | None = None
-        for target, part in zip(QKV, g):
-            part = part.reshape(n.shape[0], -1)
+        for target, one in zip(QKV, g):
+            one = one.reshape(n.shape[0], -1)
             if not last:
-                gn = self.linear_backward(block, target, n, part, learn, gn)
-            elif (found := self.pair_backward(block, target, n, part)[0]) is not None:
-                learn(target, *found)
+                gn = self.linear_backward(block, target, n, one, on_gradient, gn)
+            elif (gradients := self.lora_backward(block, target, n, one)[0]) is not None:
+                on_gradient(target, *gradients)
         return gn
 
     def norm_backward(self, block: Block, x: Tensor, gn: Tensor, g: Tensor) -> Tensor:
@@ -191,24 +190,28 @@ class Stages:
         """m + act Wd^T, in m's memory."""
         return self.linear(block, "down_proj", act, m)
 
-    def down_backward(self, block: Block, gate: Tensor, up: Tensor, g: Tensor, learn: Learn) -> Tensor:
-        """Gradient of the activation; the activation itself is made for the pair's gradients and dropped first."""
+    def down_backward(self, block: Block, gate: Tensor, up: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
+        """Gradient of the activation.
+
+        The activation itself is made for the gradients of A and B alone, and gone before its gradient is there: of
+        [N, F] there are never more than gate, up and one more.
+        """
         gradients, gh = None, None
         if block.linears["down_proj"].a is not None:
-            gradients, gh = self.pair_backward(block, "down_proj", self.act(gate, up), g)
+            gradients, gh = self.lora_backward(block, "down_proj", self.act(gate, up), g)
         gact = self.input_backward(block, "down_proj", g, gh)
         if gradients is not None:
-            learn("down_proj", *gradients)
+            on_gradient("down_proj", *gradients)
         return gact
 
     def act_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of gate and up, in the memory of up and g; gate is used up."""
         return self.kernels.swiglu_backward(gate, up, g)
 
-    def gate_up_backward(self, block: Block, n: Tensor, ggate: Tensor, gup: Tensor, learn: Learn) -> Tensor:
+    def gate_up_backward(self, block: Block, n: Tensor, ggate: Tensor, gup: Tensor, on_gradient: OnGradient) -> Tensor:
         """Gradient of the MLP's norm."""
-        gn = self.linear_backward(block, "gate_proj", n, ggate, learn)
-        return self.linear_backward(block, "up_proj", n, gup, learn, gn)
+        gn = self.linear_backward(block, "gate_proj", n, ggate, on_gradient)
+        return self.linear_backward(block, "up_proj", n, gup, on_gradient, gn)
 
     def mlp_norm_backward(self, block: Block, m: Tensor, gn: Tensor, g: Tensor) -> Tensor:
         """g + the gradient of m from that of its norm; in g's memory."""

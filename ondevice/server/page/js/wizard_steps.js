@@ -10,7 +10,7 @@ import { showPreview } from "./preview.js";
 import { fieldsOf, methodsOf, sectionOf } from "./settings.js";
 import { uploader } from "./uploader.js";
 
-const MAIN_KEYS = ["learning_rate", "rank", "queries", "targets"];
+const MAIN_KEYS = ["learning_rate", "rank", "queries", "target_modules"];
 const TRAIN_KEYS = ["steps", "batch_size", "eval_every", "checkpoint_every"];
 const TRAIN_MORE = ["seed", "schedule", "warmup_steps", "eval_rows", "backend"];
 

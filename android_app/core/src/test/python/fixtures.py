@@ -26,6 +26,7 @@ import small_tokenizers  # noqa: E402
 import texts  # noqa: E402
 
 ARTIFACT = "artifact with a space"
+EXACT = "exact"
 WRITER = "writer"
 
 
@@ -35,7 +36,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_data(out)
     export(out)
-    write_answers(out)
+    write_answers(out, ARTIFACT, "run", "answers.json")
+    write_answers(out, EXACT, "exact run", "exact answers.json")
     npu(out)
     small_tokenizers.write(out / "tokenizers", ROOT)
     write_texts(out)
@@ -66,27 +68,30 @@ def write_data(out: Path) -> None:
 
 
 def export(out: Path) -> None:
-    """A tiny Llama with two length buckets and what `ondevice run` makes of it; the same of no task writes."""
-    more = "--task sst2 --queries 4 --length 32 --length 64 --batch-size 2 --set export.eval_batch_size=3"
+    """A tiny Llama with two length buckets, trained with estimated and with exact gradients, and what `ondevice run`
+    makes of both; the same of no task writes."""
+    more = "--task sst2 --length 32 --length 64 --batch-size 2 --set export.eval_batch_size=3"
     more += " --set method.loss_tiles=2 --set export.generator=aten --set export.next_token=true"
-    make_artifact(out / ARTIFACT, "android-cpu", more)
-    writer = "--queries 1 --length 64 --batch-size 1 --set export.next_token=true"
+    make_artifact(out / ARTIFACT, "android-cpu", f"--method prge --queries 4 {more}")
+    make_artifact(out / EXACT, "android-cpu", f"--method mesp {more}")
+    writer = "--method prge --queries 1 --length 64 --batch-size 1 --set export.next_token=true"
     make_artifact(out / WRITER, "android-cpu", writer)
-    make_run(out, ARTIFACT, "run", "--steps 12 --set train.checkpoint_every=5 --set train.eval_every=6")
+    for artifact, run in ((ARTIFACT, "run"), (EXACT, "exact run")):
+        make_run(out, artifact, run, "--steps 12 --set train.checkpoint_every=5 --set train.eval_every=6")
 
 
-def write_answers(out: Path) -> None:
+def write_answers(out: Path, artifact: str, run: str, name: str) -> None:
     """What the program itself writes behind a prompt, token by token, before and after the run."""
     import numpy as np
     from transformers import AutoTokenizer
 
-    from ondevice.api.opening import open_artifact
+    from ondevice.api.open import open_artifact
     from ondevice.artifact.adapter import load_adapter
 
-    session = open_artifact(out / ARTIFACT)
-    tokenizer = AutoTokenizer.from_pretrained(str(out / ARTIFACT / "tokenizer"))
+    session = open_artifact(out / artifact)
+    tokenizer = AutoTokenizer.from_pretrained(str(out / artifact / "tokenizer"))
     prompt, tokens, columns, texts = "A warm film. It was", 32, max(session.lengths_tokens), []
-    for folder in (None, out / "run" / "adapter"):
+    for folder in (None, out / run / "adapter"):
         if folder is not None:
             session.load_adapter(load_adapter(folder))
         ids, answer = tokenizer(prompt)["input_ids"], []
@@ -99,27 +104,28 @@ def write_answers(out: Path) -> None:
             answer.append(following)
             ids = [*ids, following]
         texts.append(tokenizer.decode(answer, clean_up_tokenization_spaces=False))
-    write(out / "answers.json", json.dumps({"prompt": prompt, "tokens": tokens, "before": texts[0], "after": texts[1]}))
+    write(out / name, json.dumps({"prompt": prompt, "tokens": tokens, "before": texts[0], "after": texts[1]}))
 
 
 def npu(out: Path) -> None:
     """An NPU program and what the simulator makes of it; without the `qnn` extra, the reason why there is none."""
-    from ondevice.runtime import qnn
+    from ondevice.exporters.android_npu import qnn
 
     reason = qnn.problem()
     if reason is not None:
         write(out / "npu.txt", reason)
         return
-    make_artifact(out / "npu", "android-npu", "--task sst2 --soc SM8650 --queries 2 --length 64 --batch-size 1")
+    more = "--task sst2 --soc SM8650 --queries 2 --length 64 --batch-size 1"
+    make_artifact(out / "npu", "android-npu", f"--method prge {more}")
     make_run(out, "npu", "npu run", "--steps 4")
 
 
 def make_artifact(folder: Path, target: str, more: str) -> None:
     """Export unless the same exporter has done so with the same arguments; all at once, for tests may be running."""
-    words = f"--model tiny:llama --method prge --form functional --set export.check_steps=1 {more}"
+    words = f"--model tiny:llama --form functional --set export.check_steps=1 {more}"
     arguments = ["export", "--target", target, "--out", str(folder), "--set", "train.seed=7", *words.split()]
     stamp, made_by = folder.with_name(folder.name + ".sha256"), hashlib.sha256(json.dumps(arguments).encode())
-    for name in ("exporters", "ondevice/methods/prge", "ondevice/models", "ondevice/artifact"):
+    for name in ("exporters", *(f"ondevice/{room}" for room in ("methods", "core", "models", "nn", "artifact"))):
         for path in sorted((ROOT / name).rglob("*.py")):
             made_by.update(path.read_bytes())
     if stamp.is_file() and stamp.read_text() == made_by.hexdigest() and (folder / "manifest.json").is_file():
@@ -198,7 +204,7 @@ def write_encoded(out: Path) -> None:
 def encoded(path: Path, tokenizer: Any, task: str | None, length: int, train_on_prompt: bool) -> dict[str, Any]:
     from ondevice.data import encode, read_rows
     from ondevice.data.preview import segments
-    from ondevice.errors import OndeviceError
+    from ondevice.core.errors import OndeviceError
 
     head = {"length": length, "train_on_prompt": train_on_prompt, "task": task}
     try:
@@ -234,7 +240,7 @@ def write_numbers(out: Path) -> None:
     import numpy as np
 
     from ondevice.data import Batches, Dataset, Example, Item
-    from ondevice.train.schedule import WarmupDecay
+    from ondevice.training.schedule import WarmupDecay
 
     orders = []
     for rows, batch, seed in ((1, 1, 0), (5, 2, 0), (23, 3, 7), (100, 8, 2**40 + 3), (64, 64, 2**63 - 1)):

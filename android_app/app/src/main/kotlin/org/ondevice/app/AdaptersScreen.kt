@@ -28,7 +28,7 @@ class AdaptersScreen(host: MainActivity) : Screen(host) {
         app.jobs.words(PLACE)?.let { parts += ui.busy(it) }
         var found = 0
         for (model in app.store.models().filter { it.manifest != null }) {
-            val adapters = app.store.adapters(model.name, model.manifest!!)
+            val adapters = app.store.adapters(model.artifact!!)
             val list = adapters.list()
             if (list.isEmpty()) continue
             found += list.size

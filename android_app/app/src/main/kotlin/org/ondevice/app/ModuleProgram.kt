@@ -49,7 +49,7 @@ class ModuleProgram(private val artifact: Artifact) : Program {
         fun check(artifact: Artifact) = refusing("starting ExecuTorch") {
             ExecuTorchRuntime.getRuntime()
             missing(
-                artifact.manifest.methods.values.flatMapTo(sortedSetOf()) { it.ops },
+                artifact.manifest.spec.methods.values.flatMapTo(sortedSetOf()) { it.ops },
                 ExecuTorchRuntime.getRegisteredOps().toSet(),
                 artifact.manifest.partition.values.flatten().mapTo(sortedSetOf()) { it.backend },
                 ExecuTorchRuntime.getRegisteredBackends().toSet(),

@@ -109,7 +109,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
         try {
             val artifact = app.store.open(live.plan.model)
             app.openProgram(artifact).use { program ->
-                val trainer = trainer(live, artifact, Session(artifact.manifest, program))
+                val trainer = trainer(live, artifact, Session(artifact, program))
                 live.trainer = trainer
                 if (live.pauseAsked) trainer.pause()
                 if (live.stopAsked) trainer.stop()
@@ -132,8 +132,8 @@ class Runs(private val app: OndeviceApp) : Watched() {
         val file = dataOf(live.folder)
         val items = Encoder(tokenizer, manifest.longestTokens).encode(app.store.rows(file, manifest)).items
         val (train, judge) = holdOut(items)
-        val adapters = app.store.adapters(plan.model, manifest)
-        plan.startAdapter?.let { session.load(adapters.load(it)) }
+        val adapters = app.store.adapters(artifact)
+        plan.startAdapter?.let { session.restart(adapters.load(it)) }
         val batches = Batches(train.map { it.example }, manifest.batchSize, manifest.lengthsTokens, session.seed, tokenizer.padId)
         val data = TrainData(batches, Storage.sha256(file), plan.data, plan.startAdapter?.let(adapters::sha256))
         val before = EventLog.read(File(live.folder, EventLog.FILE_NAME)).entries.filter { it.kind == "step" }
@@ -168,7 +168,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
         var name: String? = null
         if (state is TrainerState.Finished && state.result.steps > 0) {
             val result = state.result
-            val adapters = app.store.adapters(live.plan.model, artifact.manifest)
+            val adapters = app.store.adapters(artifact)
             name = "${live.plan.data.substringBeforeLast('.').take(40)} ${live.plan.id.removePrefix("run-")}"
             // A process that was killed just here has saved it already: the run that goes on saves it again.
             if (adapters.list().any { it.name == name }) adapters.delete(name)

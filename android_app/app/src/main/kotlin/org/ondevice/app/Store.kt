@@ -30,7 +30,7 @@ class Store(private val root: File) {
 
     fun open(model: String): Artifact = library.open(model)
 
-    fun adapters(model: String, manifest: Manifest): Adapters = Adapters(File(File(root, "adapters"), model), manifest)
+    fun adapters(artifact: Artifact): Adapters = Adapters(File(File(root, "adapters"), artifact.folder.name), artifact)
 
     fun dataFiles(): List<File> = dataFolder.listFiles { file -> file.isFile && !file.name.startsWith(".") && file.length() > 0 }
         ?.sortedBy { it.name } ?: emptyList()

@@ -152,7 +152,7 @@ class TrainScreen(host: MainActivity) : Screen(host) {
             pauseAtThermal = thermal, resumeBelowThermal = minOf(thermal, Thermal.MODERATE), batteryFloorPercent = floor,
             batteryResumePercent = minOf(100, floor + 5), onlyWhileCharging = draft.getBoolean("charging"),
         )
-        val from = if (draft.getBoolean("start_from")) app.store.adapters(model.name, model.manifest!!).activeName() else null
+        val from = if (draft.getBoolean("start_from")) app.store.adapters(model.artifact!!).activeName() else null
         host.askToNotify()
         app.jobs.run(PLACE, string(R.string.preparing), {
             app.runs.begin(RunPlan(Runs.newId(), model.name, draft.getString("data") ?: data[0], steps!!, rate!!, rules, from))

@@ -61,7 +61,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
             return ui.page(R.id.page_try, *parts.toTypedArray())
         }
         val model = models.firstOrNull { it.name == draft.getString("model") } ?: models[0]
-        val adapters = app.store.adapters(model.name, model.manifest!!)
+        val adapters = app.store.adapters(model.artifact!!)
         val names = adapters.list().filter { it.problem == null }.map { it.name }
         val form = ArrayList<View>()
         if (models.size > 1) form += ui.labelled(R.string.model, ui.spinner(R.id.model, models.map { it.name }, models.indexOf(model), ::otherModel))
@@ -73,7 +73,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
         }
         val wanted = draft.getString("adapter")?.takeIf { it in names } ?: adapters.activeName()
         form += ui.labelled(R.string.adapter, ui.spinner(R.id.adapter, names, names.indexOf(wanted)))
-        val writes = Session.NEXT_TOKEN in model.manifest!!.methods
+        val writes = Session.NEXT_TOKEN in model.manifest!!.spec.methods
         val task = task(model)
         val label = if (task != null) R.string.text_to_judge else R.string.prompt
         val prompt = ui.field(R.id.prompt, label, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("prompt") ?: "") }
@@ -118,9 +118,9 @@ class TryScreen(host: MainActivity) : Screen(host) {
         app.lastTrial = null
         app.jobs.run(PLACE, string(R.string.comparing), {
             val artifact = app.store.open(model.name)
-            val vector = app.store.adapters(model.name, artifact.manifest).load(adapter)
+            val vector = app.store.adapters(artifact).load(adapter)
             app.openProgram(artifact).use { program ->
-                val trial = Trial(Session(artifact.manifest, program), artifact.tokenizer())
+                val trial = Trial(Session(artifact, program), artifact.tokenizer())
                 if (trial.canGenerate && task == null) {
                     trial.generate(prompt, vector)
                 } else {

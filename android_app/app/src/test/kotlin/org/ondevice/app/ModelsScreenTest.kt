@@ -51,7 +51,7 @@ class ModelsScreenTest : AppTest() {
         importModel("broken")
         File(app.filesDir, "models/broken/manifest.json").writeText("{\"schema_version\": 99}")
         open()
-        assertTrue(texts(), "This model cannot be used." in texts() && "schema_version 1" in texts())
+        assertTrue(texts(), "This model cannot be used." in texts() && "schema_version 2" in texts())
         click("Delete the model broken".takeIf { it in descriptions() } ?: "Delete")
         assertTrue("This cannot be undone" in confirm() || app.store.models().isEmpty())
         until("the deletion") { app.store.models().isEmpty() }

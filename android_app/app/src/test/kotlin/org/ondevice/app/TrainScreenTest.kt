@@ -54,7 +54,7 @@ class TrainScreenTest : AppTest() {
         assertTrue(texts(), "Done: 600 steps." in texts() && "before" in texts())
         val state = live!!.state as TrainerState.Finished
         assertEquals(600, state.result.steps)
-        val adapters = app.store.adapters("film reviews", app.store.models()[0].manifest!!)
+        val adapters = app.store.adapters(app.store.models()[0].artifact!!)
         assertEquals(live!!.savedAdapter, adapters.activeName())
         assertTrue(adapters.activeVector().any { it != 0f })
         assertNull(app.wanted.read())

@@ -22,14 +22,14 @@ import java.io.FileNotFoundException
 import java.util.zip.ZipInputStream
 
 class TryAndAdaptersTest : AppTest() {
-    private val adapters get() = app.store.models()[0].let { app.store.adapters(it.name, it.manifest!!) }
+    private val adapters get() = app.store.models()[0].let { app.store.adapters(it.artifact!!) }
 
     /** A model with two adapters, the newer one in use. */
     private fun trained() {
         if (app.store.models().isEmpty()) importModel()
-        val size = app.store.models()[0].manifest!!.adapterSize
+        val size = app.store.models()[0].manifest!!.spec.adapterSize
         for ((index, name) in listOf("reviews 2026-11-20 18.30.00", "reviews 2026-11-21 09.12.44").withIndex()) {
-            val used = app.store.models()[0].manifest!!.adapter.sumOf { it.count }
+            val used = app.store.models()[0].manifest!!.spec.layout.sumOf { it.count }
             adapters.save(name, FloatArray(size) { if (it < used) 0.5f * (index + 1) * ((it % 7) - 3) else 0f }, mapOf("steps" to 200 * (index + 1), "loss_before" to 3.412, "loss_after" to 0.871 - 0.2 * index))
             adapters.activate(name)
         }
@@ -59,8 +59,8 @@ class TryAndAdaptersTest : AppTest() {
     /** A program of no task that can write, with the adapter that Python trained. */
     private fun writer(name: String = "stories") {
         importModel(name, File(fixtures, "writer"))
-        val manifest = app.store.models().first { it.name == name }.manifest!!
-        app.store.adapters(name, manifest).apply { addFrom(File(fixtures, "run/adapter"), "from Python") }.activate("from Python")
+        val artifact = app.store.models().first { it.name == name }.artifact!!
+        app.store.adapters(artifact).apply { addFrom(File(fixtures, "run/adapter"), "from Python") }.activate("from Python")
         app.openProgram = { PipeProgram(it.folder, property("ondevice.python"), File(property("ondevice.root")).canonicalFile) }
     }
 

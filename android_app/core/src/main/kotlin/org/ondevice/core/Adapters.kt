@@ -27,8 +27,8 @@ class AdapterInfo(
  *
  * @param root folder of this artifact's adapters; made at the first save.
  */
-class Adapters(private val root: File, private val manifest: Manifest) {
-    private val peft = PeftAdapter(manifest)
+class Adapters(private val root: File, private val artifact: Artifact) {
+    private val peft = PeftAdapter(artifact)
 
     /** Newest first. Only the configuration is checked here; [load] checks everything. */
     fun list(): List<AdapterInfo> {
@@ -58,8 +58,8 @@ class Adapters(private val root: File, private val manifest: Manifest) {
     /** Name of the adapter in use; null for the base model. */
     fun activeName(): String? = history().lastOrNull()?.takeIf { File(root, it).isDirectory }
 
-    /** The vector in use; zeros for the base model. */
-    fun activeVector(): FloatArray = activeName()?.let(::load) ?: FloatArray(manifest.adapterSize)
+    /** The vector in use; the one that a run starts from for the base model. */
+    fun activeVector(): FloatArray = activeName()?.let(::load) ?: artifact.first(artifact.manifest.spec.adapter).floats()
 
     /** Use [name] from now on, or the base model for null. An adapter that cannot be read is refused. */
     fun activate(name: String?) {

@@ -9,6 +9,30 @@ class Artifact(val folder: File, val manifest: Manifest) {
     /** The tokenizer that the program was made for; reading it takes a moment, keep it. */
     fun tokenizer(): Tokenizer = TokenizerFile.read(File(folder, TOKENIZER_FOLDER))
 
+    /** The A matrices that are not trained, by [AdapterEntry.aName]; the file is read when they are first asked for. */
+    val frozen: Map<String, StoredTensor> by lazy { manifest.spec.frozen?.let { Safetensors.read(File(folder, it)).tensors } ?: emptyMap() }
+
+    /**
+     * The value of a state tensor that a run starts from.
+     *
+     * @throws OndeviceException [ErrorKind.ARTIFACT]: its file lacks it, or holds another dtype or shape.
+     */
+    fun first(tensor: StateTensor): Tensor {
+        val count = tensor.shape.fold(1) { product, length -> product * length }
+        val value = when {
+            tensor.first != null -> Safetensors.read(File(folder, tensor.first)).tensors[tensor.name]
+            tensor.dtype == DType.FLOAT32 -> StoredTensor(tensor.shape, FloatArray(count))
+            else -> StoredTensor(tensor.shape, LongArray(count))
+        }
+        if (value == null || value.shape != tensor.shape || value.tensor().dtype != tensor.dtype) {
+            throw artifactError(
+                "${tensor.first} does not fit the manifest", "${tensor.name} ${tensor.dtype.manifestName} ${tensor.shape}",
+                value?.tensor() ?: "no such tensor", "export the model again",
+            )
+        }
+        return value.tensor()
+    }
+
     companion object {
         const val TOKENIZER_FOLDER = "tokenizer"
         const val TOKENIZER_FILE = "$TOKENIZER_FOLDER/tokenizer.json"

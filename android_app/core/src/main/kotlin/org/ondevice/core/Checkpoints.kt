@@ -3,12 +3,12 @@ package org.ondevice.core
 import java.io.File
 import java.io.IOException
 
-/** An intact checkpoint: [step] steps are done, [adapter] and [seed] are the whole state. */
-class Checkpoint(val folder: File, val step: Int, val adapter: FloatArray, val seed: Long, val score: List<Double>?)
+/** An intact checkpoint: [step] steps are done, [state] is what [Session.state] gave. */
+class Checkpoint(val folder: File, val step: Int, val state: Map<String, StoredTensor>, val score: List<Double>?)
 
 /**
- * The checkpoints of a run, in the layout of `ondevice/train/checkpoint.py`: a folder `checkpoint-00000100` with
- * `state.safetensors` (adapter and seed) and `meta.json` (step, identity, best evaluation, SHA-256 of the state),
+ * The checkpoints of a run, in the layout of `ondevice/training/checkpoint.py`: a folder `checkpoint-00000100` with
+ * `state.safetensors` ([Session.state]) and `meta.json` (step, identity, best evaluation, SHA-256 of the state),
  * written beside and renamed. The position in the data and in the schedule is the step.
  *
  * The two newest and the best by evaluation are kept.
@@ -18,7 +18,6 @@ class Checkpoint(val folder: File, val step: Int, val adapter: FloatArray, val s
 class Checkpoints(
     private val folder: File,
     private val identity: Map<String, Any?>,
-    private val adapterSize: Int,
     private val backend: String = "executorch",
     private val keep: Int = 2,
 ) {
@@ -30,18 +29,16 @@ class Checkpoints(
      *
      * @throws OndeviceException [ErrorKind.STORAGE] if the disk is full: the checkpoints before are as they were.
      */
-    fun save(step: Int, adapter: FloatArray, seed: Long, evaluation: EvalResult? = null): File {
+    fun save(step: Int, state: Map<String, StoredTensor>, evaluation: EvalResult? = null): File {
         val target = File(folder, "checkpoint-" + step.toString().padStart(8, '0'))
-        val state = Safetensors(
-            mapOf("adapter" to StoredTensor(listOf(adapter.size), adapter), "seed" to StoredTensor(listOf(1), longArrayOf(seed))),
-        ).toBytes()
+        val bytes = Safetensors(state).toBytes()
         val meta = linkedMapOf(
             "schema" to SCHEMA_VERSION, "step" to step, "identity" to identity, "identity_sha256" to identitySha256(identity),
-            "seed" to seed, "backend" to backend, "evaluation" to evaluation?.figures(), "score" to evaluation?.score,
-            "state_sha256" to Storage.sha256(state),
+            "seed" to state.getValue("seed").longs!![0], "backend" to backend, "evaluation" to evaluation?.figures(), "score" to evaluation?.score,
+            "state_sha256" to Storage.sha256(bytes),
         )
         Storage.atomicFolder(target) { partial ->
-            File(partial, STATE).writeBytes(state)
+            File(partial, STATE).writeBytes(bytes)
             File(partial, META).writeText(Json.write(meta, " ") + "\n")
         }
         prune(step)
@@ -103,12 +100,7 @@ class Checkpoints(
             throw Torn(error.what)
         }
         checkIdentity(meta["identity"] as? Map<*, *> ?: throw Torn("$META has no identity"), identity, path.name)
-        val adapter = tensors["adapter"]?.floats
-        val seed = tensors["seed"]?.longs?.firstOrNull()
-        if (adapter == null || adapter.size != adapterSize || seed == null) {
-            throw error("${path.name} is not of this program", "adapter float32 [$adapterSize] and seed", "${adapter?.size} elements")
-        }
-        return Checkpoint(path, (meta["step"] as? Long ?: throw Torn("$META has no step")).toInt(), adapter, seed, score(meta))
+        return Checkpoint(path, (meta["step"] as? Long ?: throw Torn("$META has no step")).toInt(), tensors, score(meta))
     }
 
     private fun meta(path: File): Map<*, *> {

@@ -52,7 +52,7 @@ class Dataset(
 /** Rows padded on the right: `ids` and `labels`, int64 [rows, lengthTokens] row-major. */
 class Batch(val rows: Int, val lengthTokens: Int, val ids: LongArray, val labels: LongArray) {
     /** The whole batch [times] times, one below the other. */
-    fun repeated(times: Int): Batch = Batch(
+    fun repeated(times: Int): Batch = if (times == 1) this else Batch(
         rows * times, lengthTokens, LongArray(ids.size * times) { ids[it % ids.size] }, LongArray(labels.size * times) { labels[it % labels.size] },
     )
 

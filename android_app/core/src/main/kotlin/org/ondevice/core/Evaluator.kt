@@ -7,7 +7,7 @@ package org.ondevice.core
 class Prediction(val line: Int, val loss: Double?, val gold: Int?, val predicted: Int?, val scores: List<Double>)
 
 /**
- * Figures over all rows, as `ondevice/train/evaluate.py` takes them.
+ * Figures over all rows, as `ondevice/training/evaluate.py` takes them.
  *
  * @property loss nats a token over all tokens of the right answers.
  * @property accuracy share of rows whose right candidate is the most likely; null without candidates.

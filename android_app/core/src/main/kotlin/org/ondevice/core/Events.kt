@@ -1,7 +1,7 @@
 package org.ondevice.core
 
 /**
- * What happens in a run, one JSON object a line in `events.jsonl`: names and fields of `ondevice/train/events.py`.
+ * What happens in a run, one JSON object a line in `events.jsonl`: names and fields of `ondevice/training/events.py`.
  *
  * @property kind the event's name.
  * @property timeS seconds since the epoch.

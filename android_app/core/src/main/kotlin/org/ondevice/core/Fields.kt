@@ -15,6 +15,9 @@ internal class Fields(private val values: Map<*, *>, private val file: String, p
 
     fun text(name: String): String = need(name, "a text") { it as? String }
 
+    fun oneOf(name: String, vararg values: String): String =
+        need(name, values.joinToString(" or ")) { value -> (value as? String)?.takeIf { it in values } }
+
     fun textOrNull(name: String): String? = if (has(name)) text(name) else null
 
     fun long(name: String): Long = need(name, "an integer") { it as? Long }

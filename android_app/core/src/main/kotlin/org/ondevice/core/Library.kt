@@ -11,6 +11,9 @@ import java.io.InputStream
  * @property sizeBytes of all its files.
  */
 class ArtifactInfo(val name: String, val folder: File, val sizeBytes: Long, val manifest: Manifest?, val problem: OndeviceException?) {
+    /** The artifact itself, where it can be used. */
+    val artifact: Artifact? get() = manifest?.let { Artifact(folder, it) }
+
     /** Bytes of the program file, which the runtime maps. */
     val programBytes: Long get() = manifest?.let { File(folder, it.program).length() } ?: 0
 

@@ -1,8 +1,18 @@
 package org.ondevice.core
 
+/** What a port is for; a session binds inputs and takes outputs by it. */
+enum class Role(val manifestName: String) {
+    IDS("ids"), LABELS("labels"), STATE("state"), COUNTER("counter"), SEED("seed"), LEARNING_RATE("learning_rate"),
+    CONSTANT("constant"), PROJECTED_GRADIENTS("projected_gradients"), LENGTH("length"), LOSSES("losses"),
+    NLL_SUM("nll_sum"), TOKENS("tokens"), LOGITS("logits"), SUM("sum");
+
+    /** Whether a method may have several ports of this role, told apart by name. */
+    val isNamed: Boolean get() = this == STATE || this == COUNTER || this == CONSTANT
+}
+
 /** One input or output of a program method: a dense tensor of [shape]. */
-data class Port(val name: String, val dtype: DType, val shape: List<Int>, val unit: String) {
-    override fun toString(): String = "$name ${dtype.manifestName} $shape"
+data class Port(val name: String, val role: Role, val dtype: DType, val shape: List<Int>, val unit: String = "") {
+    override fun toString(): String = "$name (${role.manifestName}) ${dtype.manifestName} $shape"
 }
 
 /**
@@ -20,7 +30,24 @@ data class ProgramMethod(
     val instructions: Int,
 )
 
-/** One LoRA B matrix in the flat adapter vector: float32 [rank, outputs], row-major, at [offset] elements. */
+/**
+ * A tensor that a training step changes.
+ *
+ * @property first a safetensors file of the artifact that holds the value a run starts from; null for zeros.
+ */
+data class StateTensor(val name: String, val dtype: DType, val shape: List<Int>, val isAdapter: Boolean, val first: String?)
+
+/** An int64 [1] input: the run's step number, or the updates of the optimizer so far, which are a part of the state. */
+data class Counter(val name: String, val countsUpdates: Boolean)
+
+/** A float32 [1] input with one value in training and one in evaluation. */
+data class Constant(val name: String, val train: Double, val evaluate: Double)
+
+/**
+ * The LoRA matrices of one linear layer in the flat adapter vector: B float32 [rank, outputs] at [offset] elements and
+ * A float32 [rank, inputs] at [aOffset], both row-major. Where [aOffset] is null A is frozen and lies in
+ * [ProgramSpec.frozen].
+ */
 data class AdapterEntry(
     val linear: String,
     val layer: Int,
@@ -29,39 +56,55 @@ data class AdapterEntry(
     val rank: Int,
     val inputs: Int,
     val outputs: Int,
+    val aOffset: Int?,
 ) {
     val count: Int get() = rank * outputs
+    val aName: String get() = "$linear.lora_A.weight"
+    val bName: String get() = "$linear.lora_B.weight"
+}
+
+/**
+ * The program's methods and its state: all that a session needs to run it without knowing the training method.
+ *
+ * @property methods `train_step` and `evaluate` are for the longest length; `<name>_<tokens>` for the others.
+ * @property batchCopies how often `train_step` takes a training batch, copy after copy; an evaluation hands in other
+ *   rows instead.
+ * @property evaluatesWith the method whose `nll_sum` and `tokens` are an evaluation's: `evaluate` or `train_step`.
+ * @property frozen a safetensors file with the A of every entry without [AdapterEntry.aOffset].
+ * @property adapterSize elements of the flat adapter vector, padding included.
+ */
+data class ProgramSpec(
+    val methods: Map<String, ProgramMethod>,
+    val state: List<StateTensor>,
+    val counters: List<Counter>,
+    val constants: List<Constant>,
+    val batchCopies: Int,
+    val evaluatesWith: String,
+    val frozen: String?,
+    val layout: List<AdapterEntry>,
+    val adapterSize: Int,
+    val rank: Int,
+    val alpha: Double,
+) {
+    /** The state tensor that is the adapter; [ManifestCheck] has seen that there is one. */
+    val adapter: StateTensor get() = state.single { it.isAdapter }
 }
 
 /** What of a method runs on which backend; [bytes] are the weights and constants of that part. */
 data class PartitionPart(val backend: String, val operators: Int, val bytes: Long)
 
-/** The noise: scheme, distribution, lowering and seed; the seed also drew the frozen A. */
+/** The noise: scheme, distribution, lowering (`none` without noise) and seed. */
 data class GeneratorInfo(val scheme: String, val distribution: String, val lowering: String, val seed: Long)
 
-/**
- * The training method's settings that the phone needs; [values] has them all.
- *
- * @property copies perturbed copies of B in a step: 2q, or q + 1 for the one-sided estimator.
- */
-data class MethodInfo(
-    val name: String,
-    val rank: Int,
-    val alpha: Double,
-    val targets: List<String>,
-    val queries: Int,
-    val copies: Int,
-    val perturbationScale: Double,
-    val learningRate: Double,
-    val values: Map<String, Any?>,
-)
+/** The training method as the screens and the log show it; [values] has all its settings. */
+data class MethodInfo(val name: String, val learningRate: Double, val values: Map<String, Any?>)
 
 /**
- * `manifest.json` of an artifact (schema version 1), checked: see [ManifestReader].
+ * `manifest.json` of an artifact (schema version 2), checked: see [ManifestReader].
  *
  * @property sha256 of the manifest file itself; a checkpoint remembers it.
+ * @property program path of the program's file inside the artifact; [spec] says what is in it.
  * @property lengthsTokens padded lengths that the program has methods for, ascending.
- * @property adapterSize elements of the flat adapter vector, padding included.
  * @property files SHA-256 of every file by its path inside the artifact.
  * @property soc the Qualcomm chip that the NPU's part was compiled for; null for a program without one.
  * @property partition which backend runs how much, by method; empty where the exporter did not say.
@@ -76,15 +119,12 @@ data class Manifest(
     val modelSha256: String,
     val modelDims: Map<String, Any?>,
     val program: String,
-    val form: String,
+    val spec: ProgramSpec,
     val quantize: String,
-    val methods: Map<String, ProgramMethod>,
     val lengthsTokens: List<Int>,
     val batchSize: Int,
     val evalBatchSize: Int,
     val generator: GeneratorInfo,
-    val adapterSize: Int,
-    val adapter: List<AdapterEntry>,
     val customOps: List<String>,
     val soc: String?,
     val tokenizerSha256: String,
@@ -95,18 +135,11 @@ data class Manifest(
 ) {
     val longestTokens: Int get() = lengthsTokens.last()
 
-    /**
-     * Whether one method does all (an NPU program, which stores the model once): `train_step` takes
-     * copies * [batchSize] rows and the perturbation scale. Training repeats the batch for every copy; an evaluation
-     * hands in as many different rows and the scale 0.
-     */
-    val oneMethod: Boolean get() = "evaluate" !in methods && methods["train_step"]?.inputs?.any { it.name == "perturbation_scale" } == true
-
     /** Highest planned memory of any method, in bytes. */
-    val plannedBytes: Long get() = methods.values.maxOf { it.plannedBytes }
+    val plannedBytes: Long get() = spec.methods.values.maxOf { it.plannedBytes }
 
-    /** Bytes of the adapter vector: what a checkpoint holds. */
-    val adapterBytes: Long get() = 4L * adapterSize
+    /** Bytes of the adapter vector. */
+    val adapterBytes: Long get() = 4L * spec.adapterSize
 
     /** Name of the method [kind] (`train_step` or `evaluate`) for rows padded to [lengthTokens]. */
     fun methodFor(kind: String, lengthTokens: Int): String {

@@ -5,7 +5,7 @@ import java.io.IOException
 
 /** Reads and checks `manifest.json`; keys that this version does not know are ignored. */
 object ManifestReader {
-    const val SCHEMA_VERSION = 1L
+    const val SCHEMA_VERSION = 2L
     const val FILE_NAME = "manifest.json"
     private val COUNT = 1..(1 shl 28)
 
@@ -14,7 +14,7 @@ object ManifestReader {
      *
      * @param checkFiles stream every listed file through SHA-256.
      * @throws OndeviceException [ErrorKind.ARTIFACT]: no artifact, another schema version, a missing, changed or
-     *   truncated file, a name that leaves the folder, a form or a layout that the phone cannot run.
+     *   truncated file, a name that leaves the folder, a program or a layout that the phone cannot run.
      */
     fun read(folder: File, checkFiles: Boolean = true): Manifest {
         val file = File(folder, FILE_NAME)
@@ -40,14 +40,7 @@ object ManifestReader {
         if (top.raw("schema_version") != SCHEMA_VERSION) {
             throw artifactError(
                 "$FILE_NAME is of another version", "schema_version $SCHEMA_VERSION", describe(top.raw("schema_version")),
-                "export the model with the version of ondevice that belongs to this app, or update the app",
-            )
-        }
-        val form = top.text("form")
-        if (form != "functional") {
-            throw artifactError(
-                "the program keeps its adapter in a mutable buffer, which the runtime's Java API cannot read",
-                "form functional", form, "export it with --form functional",
+                "export the model again with the version of ondevice that belongs to this app, or update the app",
             )
         }
         val model = top.fields("model")
@@ -61,15 +54,12 @@ object ManifestReader {
             modelSha256 = model.text("sha256"),
             modelDims = model.map("dims"),
             program = top.textOrNull("program") ?: "program.pte",
-            form = form,
+            spec = programSpec(top.fields("program_spec")),
             quantize = top.text("quantize"),
-            methods = top.map("methods").keys.associateWith { programMethod(top.fields("methods").fields(it)) },
             lengthsTokens = top.ints("lengths_tokens", COUNT).sorted().distinct(),
             batchSize = top.int("batch_size", COUNT),
             evalBatchSize = top.int("eval_batch_size", COUNT),
             generator = generator(top.fields("generator")),
-            adapterSize = top.int("adapter_size", COUNT),
-            adapter = top.objects("adapter").map(::adapterEntry),
             customOps = if (top.has("custom_ops")) top.texts("custom_ops") else emptyList(),
             soc = top.textOrNull("soc"),
             tokenizerSha256 = top.text("tokenizer_sha256"),
@@ -78,9 +68,7 @@ object ManifestReader {
             files = top.map("files").keys.associateWith { top.fields("files").text(it) },
             partition = partition(top),
         )
-        ManifestCheck.layout(manifest)
-        ManifestCheck.methods(manifest)
-        ManifestCheck.names(manifest)
+        ManifestCheck.check(manifest)
         return manifest
     }
 
@@ -103,19 +91,43 @@ object ManifestReader {
         }
     }
 
-    private fun method(fields: Fields): MethodInfo {
-        val queries = if (fields.has("queries")) fields.int("queries", 1..4096) else 1
-        return MethodInfo(
-            name = fields.text("name"),
+    private fun method(fields: Fields) =
+        MethodInfo(fields.text("name"), fields.double("learning_rate"), fields.keys.associateWith { fields.raw(it) })
+
+    private fun programSpec(fields: Fields): ProgramSpec {
+        val shape = fields.text("shape")
+        if (shape != "step") {
+            throw artifactError(
+                "the program is not one whole training step a call, which is all that this app runs", "program_spec.shape step", shape,
+                "export it for android-cpu or android-npu",
+            )
+        }
+        val methods = fields.fields("methods")
+        return ProgramSpec(
+            methods = methods.keys.associateWith { programMethod(methods.fields(it)) },
+            state = fields.objects("state").map(::stateTensor),
+            counters = fields.objects("counters").map { Counter(it.text("name"), it.oneOf("counts", "run_steps", "updates") == "updates") },
+            constants = fields.objects("constants").map { Constant(it.text("name"), it.double("train"), it.double("evaluate")) },
+            batchCopies = fields.int("batch_copies", COUNT),
+            evaluatesWith = fields.oneOf("evaluates_with", "evaluate", "train_step"),
+            frozen = fields.textOrNull("frozen"),
+            layout = fields.objects("layout").map(::adapterEntry),
+            adapterSize = fields.int("adapter_size", COUNT),
             rank = fields.int("rank", 1..1024),
             alpha = fields.double("alpha"),
-            targets = fields.texts("targets"),
-            queries = queries,
-            copies = if (fields.raw("estimator") == "one_sided") queries + 1 else 2 * queries,
-            perturbationScale = if (fields.has("perturbation_scale")) fields.double("perturbation_scale") else 0.0,
-            learningRate = fields.double("learning_rate"),
-            values = fields.keys.associateWith { fields.raw(it) },
         )
+    }
+
+    private fun stateTensor(fields: Fields): StateTensor {
+        val name = fields.text("name")
+        if (fields.oneOf("kept", "host", "program") == "program") {
+            throw artifactError(
+                "the program keeps its $name in a mutable buffer, which the runtime's Java API cannot read",
+                "a state tensor that goes in and comes out (kept: host)", "kept: program", "export it with --form functional",
+            )
+        }
+        val role = fields.oneOf("role", "adapter", "optimizer")
+        return StateTensor(name, dtype(fields), fields.ints("shape", COUNT), role == "adapter", fields.textOrNull("first"))
     }
 
     private fun programMethod(fields: Fields) = ProgramMethod(
@@ -128,10 +140,16 @@ object ManifestReader {
     )
 
     private fun port(fields: Fields): Port {
+        val name = fields.textOrNull("role")
+        val role = Role.values().firstOrNull { it.manifestName == name }
+            ?: throw fields.wrong("role", Role.values().joinToString(", ") { it.manifestName }, name)
+        return Port(fields.text("name"), role, dtype(fields), fields.ints("shape", COUNT), fields.textOrNull("unit") ?: "")
+    }
+
+    private fun dtype(fields: Fields): DType {
         val name = fields.text("dtype")
-        val dtype = DType.values().firstOrNull { it.manifestName == name }
+        return DType.values().firstOrNull { it.manifestName == name }
             ?: throw fields.wrong("dtype", "int64 or float32, which the runtime's Java API hands over", name)
-        return Port(fields.text("name"), dtype, fields.ints("shape", COUNT), fields.textOrNull("unit") ?: "")
     }
 
     private fun adapterEntry(fields: Fields) = AdapterEntry(
@@ -142,6 +160,7 @@ object ManifestReader {
         rank = fields.int("rank", 1..1024),
         inputs = fields.int("inputs", COUNT),
         outputs = fields.int("outputs", COUNT),
+        aOffset = if (fields.has("a_offset")) fields.int("a_offset") else null,
     )
 
     private fun generator(fields: Fields) = GeneratorInfo(

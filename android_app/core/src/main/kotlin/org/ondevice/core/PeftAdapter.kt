@@ -1,30 +1,20 @@
 package org.ondevice.core
 
 import java.io.File
-import kotlin.math.sqrt
 
-/**
- * The flat adapter vector of an artifact as a PEFT adapter and back: the files that Python's `adapter()` writes.
- *
- * P-RGE trains only B. A is frozen and a function of the artifact's seed, so it is drawn again here.
- */
-class PeftAdapter(private val manifest: Manifest) {
-    /** The frozen A of an entry: float32 [rank, inputs] row-major, PEFT's variance 1 / (3 inputs). */
-    fun frozenA(index: Int): FloatArray {
-        val entry = manifest.adapter[index]
-        val values = Generator.normal(manifest.generator.seed, index.toLong(), FROZEN_A_TENSOR, 0, 0, entry.inputs * entry.rank)
-        val scale = (1.0 / sqrt(3.0 * entry.inputs)).toFloat()
-        return FloatArray(values.size) { place -> values[(place % entry.inputs) * entry.rank + place / entry.inputs] * scale }
-    }
+/** The flat adapter vector of an artifact as a PEFT adapter and back: the files that Python's `adapter()` writes. */
+class PeftAdapter(private val artifact: Artifact) {
+    private val spec = artifact.manifest.spec
 
     /** `<linear>.lora_A.weight` [rank, inputs] and `<linear>.lora_B.weight` [outputs, rank] by name. */
     fun tensors(flat: FloatArray): Map<String, StoredTensor> {
-        require(flat.size == manifest.adapterSize) { "${flat.size} elements are no adapter of ${manifest.adapterSize}" }
+        require(flat.size == spec.adapterSize) { "${flat.size} elements are no adapter of ${spec.adapterSize}" }
         val found = LinkedHashMap<String, StoredTensor>()
-        for ((index, entry) in manifest.adapter.withIndex()) {
-            found["${entry.linear}.lora_A.weight"] = StoredTensor(listOf(entry.rank, entry.inputs), frozenA(index))
+        for (entry in spec.layout) {
+            val a = entry.aOffset?.let { flat.copyOfRange(it, it + entry.rank * entry.inputs) } ?: frozenA(entry)
+            found[entry.aName] = StoredTensor(listOf(entry.rank, entry.inputs), a)
             val b = FloatArray(entry.count) { place -> flat[entry.offset + (place % entry.rank) * entry.outputs + place / entry.rank] }
-            found["${entry.linear}.lora_B.weight"] = StoredTensor(listOf(entry.outputs, entry.rank), b)
+            found[entry.bName] = StoredTensor(listOf(entry.outputs, entry.rank), b)
         }
         return found
     }
@@ -52,7 +42,7 @@ class PeftAdapter(private val manifest: Manifest) {
     /**
      * The flat vector of the adapter in [folder], which must be of this artifact's layout and scale.
      *
-     * @throws OndeviceException [ErrorKind.ARTIFACT]: torn, changed, of another kind, shape, scale or seed.
+     * @throws OndeviceException [ErrorKind.ARTIFACT]: torn, changed, of another kind, shape or scale, or with another frozen A.
      */
     fun read(folder: File): FloatArray {
         checkConfig(folder)
@@ -62,10 +52,9 @@ class PeftAdapter(private val manifest: Manifest) {
         if (recorded != null && recorded != digest(tensors)) {
             throw artifactError("$WEIGHTS_NAME has changed since it was written", "SHA-256 of the tensors $recorded", digest(tensors), "copy it again")
         }
-        val flat = FloatArray(manifest.adapterSize)
-        for ((index, entry) in manifest.adapter.withIndex()) {
-            val a = tensors["${entry.linear}.lora_A.weight"]
-            val b = tensors["${entry.linear}.lora_B.weight"]
+        val flat = FloatArray(spec.adapterSize)
+        for (entry in spec.layout) {
+            val (a, b) = tensors[entry.aName] to tensors[entry.bName]
             if (a?.floats == null || b?.floats == null || b.shape != listOf(entry.outputs, entry.rank) || a.shape != listOf(entry.rank, entry.inputs)) {
                 throw artifactError(
                     "the adapter does not fit the model: ${entry.linear}",
@@ -73,24 +62,35 @@ class PeftAdapter(private val manifest: Manifest) {
                     "lora_A ${a?.shape ?: "missing"}, lora_B ${b?.shape ?: "missing"}", OTHER,
                 )
             }
-            checkA(a.floats, frozenA(index), entry.linear)
+            if (entry.aOffset == null) checkA(a.floats, frozenA(entry), entry.linear) else a.floats.copyInto(flat, entry.aOffset)
             for (place in 0 until entry.count) flat[entry.offset + (place % entry.rank) * entry.outputs + place / entry.rank] = b.floats[place]
         }
-        val beyond = tensors.size - 2 * manifest.adapter.size
+        val beyond = tensors.size - 2 * spec.layout.size
         if (beyond > 0) {
-            val pairs = "${manifest.adapter.size} pairs"
+            val pairs = "${spec.layout.size} pairs"
             throw artifactError("the adapter changes layers that this artifact does not", pairs, "$beyond tensors more", OTHER)
         }
         if (flat.any { !it.isFinite() }) throw artifactError("the adapter has values that are no numbers", "finite values", "inf or nan", OTHER)
         return flat
     }
 
-    /** Numpy on another processor draws A within a millionth of this; another seed draws something else. */
+    private fun frozenA(entry: AdapterEntry): FloatArray {
+        val found = artifact.frozen[entry.aName]
+        if (found?.floats == null || found.shape != listOf(entry.rank, entry.inputs)) {
+            throw artifactError(
+                "${spec.frozen} does not fit the manifest", "${entry.aName} float32 [${entry.rank}, ${entry.inputs}]",
+                found?.tensor() ?: "no such tensor", "export the model again",
+            )
+        }
+        return found.floats
+    }
+
+    /** Another machine's logarithm and sine draw A within a millionth of this; another seed draws something else. */
     private fun checkA(found: FloatArray, expected: FloatArray, linear: String) {
         for (index in found.indices) {
-            if (Math.abs(found[index] - expected[index]) > 1e-6f) {
+            if (!(Math.abs(found[index] - expected[index]) <= A_ERROR)) { // not a number is refused, too
                 throw artifactError(
-                    "the adapter's frozen A differs from this artifact's: $linear", "the A that seed ${manifest.generator.seed} draws",
+                    "the adapter's frozen A differs from this artifact's: $linear", "the A that seed ${artifact.manifest.generator.seed} draws",
                     "element $index is ${found[index]}, not ${expected[index]}", OTHER,
                 )
             }
@@ -105,26 +105,26 @@ class PeftAdapter(private val manifest: Manifest) {
         for (field in listOf("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias")) {
             if (config.raw(field) == true) throw artifactError("$CONFIG_NAME: field '$field'", "false", "true", "only plain LoRA can be used")
         }
-        if (config.int("r", 1..1024) != manifest.method.rank || config.double("lora_alpha") != manifest.method.alpha) {
+        if (config.int("r", 1..1024) != spec.rank || config.double("lora_alpha") != spec.alpha) {
             throw artifactError(
-                "the adapter has another rank or scale", "r ${manifest.method.rank}, lora_alpha ${manifest.method.alpha}",
+                "the adapter has another rank or scale", "r ${spec.rank}, lora_alpha ${spec.alpha}",
                 "r ${config.raw("r")}, lora_alpha ${config.raw("lora_alpha")}", OTHER,
             )
         }
     }
 
     private fun config(): Map<String, Any?> {
-        val alpha = manifest.method.alpha
-        val layers = manifest.adapter.map { it.layer }.distinct().sorted()
-        val targets = manifest.adapter.map { it.linear.substringAfterLast('.') }.distinct().sorted()
-        val whole = manifest.adapter.size == layers.size * targets.size
+        val alpha = spec.alpha
+        val layers = spec.layout.map { it.layer }.distinct().sorted()
+        val targets = spec.layout.map { it.linear.substringAfterLast('.') }.distinct().sorted()
+        val whole = spec.layout.size == layers.size * targets.size
         return mapOf(
-            "auto_mapping" to null, "base_model_name_or_path" to manifest.modelSource.ifEmpty { null }, "bias" to "none",
+            "auto_mapping" to null, "base_model_name_or_path" to artifact.manifest.modelSource.ifEmpty { null }, "bias" to "none",
             "fan_in_fan_out" to false, "inference_mode" to true, "init_lora_weights" to true, "layers_pattern" to null,
             "layers_to_transform" to if (whole && layers != layers.indices.toList()) layers else null,
             "lora_alpha" to if (alpha == Math.rint(alpha)) alpha.toLong() else alpha, "lora_dropout" to 0.0, "modules_to_save" to null,
-            "peft_type" to "LORA", "r" to manifest.method.rank, "revision" to null,
-            "target_modules" to if (whole) targets else manifest.adapter.map { it.linear }.sorted(),
+            "peft_type" to "LORA", "r" to spec.rank, "revision" to null,
+            "target_modules" to if (whole) targets else spec.layout.map { it.linear }.sorted(),
             "task_type" to "CAUSAL_LM", "use_dora" to false, "use_rslora" to false,
         )
     }
@@ -134,10 +134,10 @@ class PeftAdapter(private val manifest: Manifest) {
         const val CONFIG_NAME = "adapter_config.json"
         private const val PREFIX = "base_model.model."
         private const val DIGEST_KEY = "ondevice.tensors_sha256"
-        private const val FROZEN_A_TENSOR = 1L
+        private const val A_ERROR = 1e-6f
         private const val OTHER = "use an adapter that this artifact made"
 
-        /** SHA-256 over names, shapes and float32 values, as `ondevice/artifact/peft_files.py` takes it. */
+        /** SHA-256 over names, shapes and float32 values, as `ondevice/artifact/adapter.py` takes it. */
         internal fun digest(tensors: Map<String, StoredTensor>): String {
             val digest = java.security.MessageDigest.getInstance("SHA-256")
             for ((name, tensor) in tensors.toSortedMap()) {

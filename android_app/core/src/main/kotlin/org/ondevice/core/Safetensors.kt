@@ -13,9 +13,21 @@ class StoredTensor private constructor(val shape: List<Int>, val floats: FloatAr
 
     val bytes: Int get() = floats?.let { it.size * 4 } ?: (longs!!.size * 8)
 
+    /** The same elements as an input of a program, not copied. */
+    fun tensor(): Tensor {
+        val sizes = LongArray(shape.size) { shape[it].toLong() }
+        return floats?.let { Tensor.of(it, *sizes) } ?: Tensor.of(longs!!, *sizes)
+    }
+
     internal fun put(buffer: ByteBuffer) {
         floats?.forEach { buffer.putFloat(it) }
         longs?.forEach { buffer.putLong(it) }
+    }
+
+    companion object {
+        /** The elements of a program's output, not copied. */
+        fun of(tensor: Tensor, shape: List<Int>): StoredTensor =
+            if (tensor.dtype == DType.FLOAT32) StoredTensor(shape, tensor.floats()) else StoredTensor(shape, tensor.longs())
     }
 }
 

@@ -10,7 +10,7 @@ enum class ScheduleKind(val manifestName: String) { CONSTANT("constant"), LINEAR
 
 /**
  * Linear warmup to [peak], then constant, linear or cosine decay to `peak * finalFraction`: a pure function of
- * the step, the same arithmetic in float64 as `ondevice/train/schedule.py`.
+ * the step, the same arithmetic in float64 as `ondevice/training/schedule.py`.
  *
  * @property steps steps of the whole run; the last is `steps - 1` and has the final rate.
  * @property warmupSteps step s below it has `peak * (s + 1) / (warmupSteps + 1)`.

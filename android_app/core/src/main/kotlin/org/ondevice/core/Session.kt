@@ -4,8 +4,8 @@ package org.ondevice.core
  * What one training step came to.
  *
  * @property loss mean of [losses], nats per labelled token, in float32 as the Python side takes it.
- * @property losses one for each perturbed copy.
- * @property projectedGradients one for each random direction, nats per unit of perturbation.
+ * @property losses one for each forward copy; one number for a first-order step.
+ * @property projectedGradients one for each random direction, nats per unit of perturbation; empty for a first-order step.
  */
 class StepResult(val loss: Double, val losses: FloatArray, val projectedGradients: FloatArray)
 
@@ -13,15 +13,17 @@ class StepResult(val loss: Double, val losses: FloatArray, val projectedGradient
 class RowLosses(val nll: FloatArray, val tokens: LongArray)
 
 /**
- * Runs an artifact's program. It holds the flat adapter vector, which goes into every call and comes out of a
- * training step; the program keeps nothing.
+ * Runs an artifact's program and knows no training method: [ProgramSpec] says what goes in and comes out by role, and
+ * what is kept from step to step. The state goes into every call and comes out of a training step; the program keeps
+ * nothing.
  *
  * One thread at a time.
  */
-class Session(val manifest: Manifest, val program: Program) {
-    /** The adapter, float32 [adapterSize]; zeros until trained or loaded. A step replaces the array. */
-    var adapter: FloatArray = FloatArray(manifest.adapterSize)
-        private set
+class Session(val artifact: Artifact, val program: Program) {
+    val manifest: Manifest get() = artifact.manifest
+    private val spec = manifest.spec
+    private val state = LinkedHashMap<String, Tensor>()
+    private val updates = LinkedHashMap<String, Long>()
 
     /** Keys the noise. */
     var seed: Long = manifest.generator.seed
@@ -29,47 +31,81 @@ class Session(val manifest: Manifest, val program: Program) {
 
     val backend: String get() = "executorch"
 
-    /** Take another adapter vector, and the seed it was trained with. */
-    fun load(flat: FloatArray, seed: Long = this.seed) {
-        if (flat.size != manifest.adapterSize) {
+    val generatorBackend: String get() = manifest.generator.lowering.let { if (it == "none") it else "$backend-$it" }
+
+    /** The adapter, float32 [[ProgramSpec.adapterSize]]. A step replaces the array. */
+    val adapter: FloatArray get() = state.getValue(spec.adapter.name).floats()
+
+    init {
+        restart()
+    }
+
+    /** Go back to the state that a run starts from, with [adapter] for the artifact's own if it is given. */
+    fun restart(adapter: FloatArray? = null) {
+        if (adapter != null && adapter.size != spec.adapterSize) {
             throw OndeviceException(
                 ErrorKind.CHECKPOINT, "the adapter is not of this program",
-                "float32 [${manifest.adapterSize}]", "float32 [${flat.size}]", "use an adapter that this artifact made",
+                "float32 [${spec.adapterSize}]", "float32 [${adapter.size}]", "use an adapter that this artifact made",
             )
         }
-        adapter = flat.copyOf()
-        this.seed = seed
+        seed = manifest.generator.seed
+        for (counter in spec.counters) if (counter.countsUpdates) updates[counter.name] = 0
+        for (tensor in spec.state) state[tensor.name] = artifact.first(tensor)
+        if (adapter != null) state[spec.adapter.name] = vector(adapter.copyOf())
+    }
+
+    /** Every tensor of the state, the seed, and how often the optimizer has updated: what a checkpoint holds. */
+    fun state(): Map<String, StoredTensor> =
+        spec.state.associate { it.name to StoredTensor.of(state.getValue(it.name), it.shape) } +
+            (updates + ("seed" to seed)).mapValues { StoredTensor(listOf(1), longArrayOf(it.value)) }
+
+    /**
+     * Take back what [state] gave.
+     *
+     * @throws OndeviceException [ErrorKind.CHECKPOINT]: a tensor is missing or of another dtype or shape; nothing has changed.
+     */
+    fun load(stored: Map<String, StoredTensor>) {
+        val wanted = spec.state.map { Triple(it.name, it.dtype, it.shape) } + (updates.keys + "seed").map { Triple(it, DType.INT64, listOf(1)) }
+        for ((name, dtype, shape) in wanted) {
+            val found = stored[name]
+            if (found == null || found.tensor().dtype != dtype || found.shape != shape) {
+                throw OndeviceException(
+                    ErrorKind.CHECKPOINT, "the checkpoint is not of this program: $name", "${dtype.manifestName} $shape",
+                    found?.tensor()?.toString() ?: "missing", "start the run again",
+                )
+            }
+        }
+        for (tensor in spec.state) state[tensor.name] = stored.getValue(tensor.name).tensor()
+        for (name in updates.keys) updates[name] = stored.getValue(name).longs!![0]
+        seed = stored.getValue("seed").longs!![0]
     }
 
     /** One whole training step; [step] counts from 0 and picks the noise. */
     fun step(batch: Batch, step: Int, learningRate: Double): StepResult {
         val name = method("train_step", manifest.batchSize, batch)
-        val rows = if (manifest.oneMethod) batch.repeated(manifest.method.copies) else batch
-        val outputs = run(name, values(rows, step, learningRate, manifest.method.perturbationScale))
-        val losses = outputs.getValue("losses").floats()
-        adapter = outputs.getValue("adapter").floats()
-        return StepResult(mean(losses).toDouble(), losses, outputs.getValue("projected_gradients").floats())
+        val outputs = run(name, tokens(batch.repeated(spec.batchCopies)) + scalars(step, learningRate) { it.train })
+        for ((key, tensor) in outputs) if (key.role == Role.STATE) state[key.name] = tensor
+        for (counter in updates.keys) updates[counter] = updates.getValue(counter) + 1
+        val losses = outputs.getValue(Key(Role.LOSSES)).floats()
+        val gradients = outputs[Key(Role.PROJECTED_GRADIENTS)]?.floats() ?: FloatArray(0)
+        return StepResult(mean(losses).toDouble(), losses, gradients)
     }
 
     /** Losses of the rows of a batch of [Manifest.evalBatchSize] rows, with this session's adapter or [flat]. */
     fun evaluate(batch: Batch, flat: FloatArray = adapter): RowLosses {
-        val name = method(if (manifest.oneMethod) "train_step" else "evaluate", manifest.evalBatchSize, batch)
-        val outputs = run(name, values(batch, 0, 0.0, 0.0) + ("adapter" to vector(flat)))
-        val tokens = outputs.getValue("tokens").floats()
-        return RowLosses(outputs.getValue("nll_sum").floats(), LongArray(tokens.size) { tokens[it].toLong() })
+        val name = method(spec.evaluatesWith, manifest.evalBatchSize, batch)
+        val outputs = run(name, tokens(batch) + scalars(0, 0.0) { it.evaluate }, flat)
+        val tokens = outputs.getValue(Key(Role.TOKENS)).floats()
+        return RowLosses(outputs.getValue(Key(Role.NLL_SUM)).floats(), LongArray(tokens.size) { tokens[it].toLong() })
     }
 
     /** Whether the program can say which token comes next. */
-    val generates: Boolean get() = NEXT_TOKEN in manifest.methods
+    val generates: Boolean get() = NEXT_TOKEN in spec.methods
 
     /** Logits [vocabulary] of the token behind the first [length] of [ids]; only where [generates]. */
     fun nextToken(ids: LongArray, length: Int, flat: FloatArray = adapter): FloatArray {
-        val given = mapOf(
-            "ids" to Tensor.of(ids, 1, ids.size.toLong()),
-            "length" to Tensor.of(longArrayOf(length.toLong()), 1),
-            "adapter" to vector(flat),
-        )
-        return run(NEXT_TOKEN, given).getValue("logits").floats()
+        val given = mapOf(Key(Role.IDS) to Tensor.of(ids, 1, ids.size.toLong()), Key(Role.LENGTH) to scalar(length.toLong()))
+        return run(NEXT_TOKEN, given, flat).getValue(Key(Role.LOGITS)).floats()
     }
 
     private fun method(kind: String, rows: Int, batch: Batch): String {
@@ -77,21 +113,32 @@ class Session(val manifest: Manifest, val program: Program) {
         return manifest.methodFor(kind, batch.lengthTokens)
     }
 
-    private fun values(batch: Batch, step: Int, learningRate: Double, scale: Double): Map<String, Tensor> = mapOf(
-        "ids" to Tensor.of(batch.ids, batch.rows.toLong(), batch.lengthTokens.toLong()),
-        "labels" to Tensor.of(batch.labels, batch.rows.toLong(), batch.lengthTokens.toLong()),
-        "adapter" to vector(adapter),
-        "seed" to Tensor.of(longArrayOf(seed), 1),
-        "step" to Tensor.of(longArrayOf(step.toLong()), 1),
-        "learning_rate" to Tensor.of(floatArrayOf(learningRate.toFloat()), 1),
-        "perturbation_scale" to Tensor.of(floatArrayOf(scale.toFloat()), 1),
+    /** What a port is bound by: its role, and its name where a method may have several of that role. */
+    private data class Key(val role: Role, val name: String = "")
+
+    private fun key(port: Port) = Key(port.role, if (port.role.isNamed) port.name else "")
+
+    private fun tokens(batch: Batch): Map<Key, Tensor> = mapOf(
+        Key(Role.IDS) to Tensor.of(batch.ids, batch.rows.toLong(), batch.lengthTokens.toLong()),
+        Key(Role.LABELS) to Tensor.of(batch.labels, batch.rows.toLong(), batch.lengthTokens.toLong()),
     )
+
+    private fun scalars(step: Int, learningRate: Double, constant: (Constant) -> Double): Map<Key, Tensor> =
+        mapOf(Key(Role.SEED) to scalar(seed), Key(Role.LEARNING_RATE) to scalar(learningRate)) +
+            spec.counters.associate { Key(Role.COUNTER, it.name) to scalar(updates[it.name] ?: step.toLong()) } +
+            spec.constants.associate { Key(Role.CONSTANT, it.name) to scalar(constant(it)) }
+
+    private fun scalar(value: Long) = Tensor.of(longArrayOf(value), 1)
+
+    private fun scalar(value: Double) = Tensor.of(floatArrayOf(value.toFloat()), 1)
 
     private fun vector(flat: FloatArray) = Tensor.of(flat, flat.size.toLong())
 
-    private fun run(name: String, given: Map<String, Tensor>): Map<String, Tensor> {
-        val method = manifest.methods[name] ?: throw artifactError("the program has no method $name", received = manifest.methods.keys)
-        val outputs = program.execute(name, method.inputs.map { given.getValue(it.name) })
+    /** Run a method on [given] and the state, with the adapter [flat]; its outputs by role. */
+    private fun run(name: String, given: Map<Key, Tensor>, flat: FloatArray = adapter): Map<Key, Tensor> {
+        val method = spec.methods[name] ?: throw artifactError("the program has no method $name", received = spec.methods.keys)
+        val all = given + (state + (spec.adapter.name to vector(flat))).mapKeys { Key(Role.STATE, it.key) }
+        val outputs = program.execute(name, method.inputs.map { all.getValue(key(it)) })
         if (outputs.size != method.outputs.size) {
             throw artifactError("$name gave another number of tensors", method.outputs.size, outputs.size, "export the artifact again")
         }
@@ -99,13 +146,12 @@ class Session(val manifest: Manifest, val program: Program) {
             if (tensor.dtype != port.dtype || tensor.count != port.shape.fold(1) { product, length -> product * length }) {
                 throw artifactError("$name gave another tensor than the manifest says", port, tensor, "export the artifact again")
             }
-            port.name to tensor
+            key(port) to tensor
         }
     }
 
     companion object {
         const val NEXT_TOKEN = "next_token"
-        internal val INPUTS = setOf("ids", "labels", "adapter", "seed", "step", "learning_rate", "perturbation_scale")
 
         /** The mean as numpy takes it: float32 sums, in eight lanes from eight elements on (up to 128). */
         internal fun mean(values: FloatArray): Float = sum(values, 0, values.size) / values.size

@@ -16,7 +16,7 @@ internal class TrainRun(
     private val seed = session.seed
     private val schedule = Schedule(settings.schedule, settings.learningRate, settings.steps, settings.warmupSteps)
     private val identity = identity()
-    private val checkpoints = Checkpoints(folder, identity, manifest.adapterSize, session.backend)
+    private val checkpoints = Checkpoints(folder, identity, session.backend)
     private val history = History()
     private val evaluated = HashSet<Int>()
     private var log: EventLog? = null
@@ -69,7 +69,7 @@ internal class TrainRun(
             checkpoints.removeLeftovers()
             EventLog.read(path).start?.let { Checkpoints.checkIdentity(it.values["identity"] as? Map<*, *> ?: emptyMap<String, Any?>(), identity, path.name) }
             checkpoints.newest { warnings.add(it) }?.let { checkpoint ->
-                session.load(checkpoint.adapter, checkpoint.seed)
+                session.load(checkpoint.state)
                 done = checkpoint.step
                 saved = done
                 from = checkpoint.folder.name
@@ -79,7 +79,7 @@ internal class TrainRun(
             checkpoints.clear()
             path.delete()
         }
-        if (done == 0 && data.startAdapterSha256 == null) session.load(FloatArray(manifest.adapterSize))
+        if (done == 0) session.restart(if (data.startAdapterSha256 == null) null else session.adapter)
         val steps = content.entries.filter { it.kind == "step" }
         steps.forEach(history::add)
         if (steps.mapNotNull { it.step } != (0 until done).toList()) warnings.add("${path.name} lacks steps before step $done")
@@ -119,7 +119,7 @@ internal class TrainRun(
     private fun notANumber(what: String, received: String): OndeviceException {
         val kept = if (saved >= 0) "the checkpoint after $saved steps is kept" else "there is no checkpoint yet"
         return OndeviceException(
-            ErrorKind.TRAINING, "$what; $kept", "a finite number", received, "a lower learning rate, or a program with a smaller perturbation scale",
+            ErrorKind.TRAINING, "$what; $kept", "a finite number", received, "a lower learning rate, or a program exported with other settings of its method",
         )
     }
 
@@ -150,10 +150,13 @@ internal class TrainRun(
 
     private fun save(evaluation: EvalResult? = null) {
         control.running(done, "saving")
-        if (session.adapter.any { !it.isFinite() }) throw notANumber("step ${done - 1} left values in the adapter that are no numbers", "inf or nan")
+        val state = session.state()
+        state.entries.firstOrNull { (_, tensor) -> tensor.floats?.any { !it.isFinite() } == true }?.let { (name, _) ->
+            throw notANumber("step ${done - 1} left values in the $name that are no numbers", "inf or nan")
+        }
         val started = System.nanoTime()
         log?.sync()
-        val path = checkpoints.save(done, session.adapter, session.seed, evaluation)
+        val path = checkpoints.save(done, state, evaluation)
         saved = done
         write(Event.Checkpoint(done, path.name, Storage.sizeBytes(path), (System.nanoTime() - started) / 1e9))
     }
@@ -191,11 +194,13 @@ internal class TrainRun(
     }
 
     private fun writeAdapters() {
-        val peft = PeftAdapter(manifest)
+        val peft = PeftAdapter(session.artifact)
         Storage.atomicFolder(File(folder, ADAPTER)) { peft.write(session.adapter, it) }
         val best = checkpoints.best()?.second ?: return
         val newest = checkpoints.folders().lastOrNull()
-        if (best != newest) Storage.atomicFolder(File(folder, BEST_ADAPTER)) { peft.write(checkpoints.read(best).adapter, it) }
+        if (best != newest) Storage.atomicFolder(File(folder, BEST_ADAPTER)) { into ->
+            peft.write(checkpoints.read(best).state.getValue(manifest.spec.adapter.name).floats!!, into)
+        }
     }
 
     private fun write(event: Event) {
@@ -208,7 +213,7 @@ internal class TrainRun(
             "model" to mapOf("source" to manifest.modelSource), "data" to mapOf("path" to data.name),
             "method" to manifest.method.values + ("learning_rate" to settings.learningRate), "train" to settings.toJson(),
         ),
-        identity = identity, seed = seed, backend = session.backend, generatorBackend = "${session.backend}-${manifest.generator.lowering}",
+        identity = identity, seed = seed, backend = session.backend, generatorBackend = session.generatorBackend,
         modelSource = manifest.modelSource, modelSha256 = manifest.modelSha256, steps = settings.steps,
     )
 

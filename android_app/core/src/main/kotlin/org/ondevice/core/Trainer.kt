@@ -20,7 +20,7 @@ enum class StartMode {
  * @property sha256 of the data file; with other data a resume is refused.
  * @property name of the file, for the log.
  * @property startAdapterSha256 of the weights of the adapter that the session holds and the run starts from; null
- *   starts from zeros, whatever the session holds.
+ *   starts from the artifact's own first values, whatever the session holds.
  */
 class TrainData(val batches: Batches, val sha256: String, val name: String, val startAdapterSha256: String? = null)
 

@@ -9,7 +9,7 @@ class RankedAnswer(val answer: String, val share: Double, val meanLogLikelihood:
 /** What one adapter makes of a prompt: ranked answers, or the text that it wrote. */
 class TrialSide(val ranked: List<RankedAnswer>, val text: String?)
 
-/** The 'try' screen: the base model (zero adapter) and the trained adapter side by side. */
+/** The 'try' screen: the base model and the trained adapter side by side. */
 class TrialResult(val before: TrialSide, val after: TrialSide)
 
 /**
@@ -19,6 +19,9 @@ class TrialResult(val before: TrialSide, val after: TrialSide)
  * the candidates that are given, such as the task's labels.
  */
 class Trial(private val session: Session, private val tokenizer: Tokenizer) {
+    /** The adapter that a run starts from: it changes nothing of the base model. */
+    private val untrained: FloatArray by lazy { session.artifact.first(session.manifest.spec.adapter).floats() }
+
     /** Whether the program can write. */
     val canGenerate: Boolean get() = session.generates
 
@@ -46,7 +49,7 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
         val item = encoder.encode(Rows("the prompt", Format.MULTIPLE_CHOICE, listOf(row), emptyList())).items[0]
         val evaluator = Evaluator(listOf(item), tokenizer.padId)
         val side = { flat: FloatArray -> TrialSide(ranked(candidates, evaluator.run(session, flat)!!.predictions[0].scores), null) }
-        return TrialResult(side(FloatArray(adapter.size)), side(adapter))
+        return TrialResult(side(untrained), side(adapter))
     }
 
     /**
@@ -65,15 +68,15 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
         shouldStop: () -> Boolean = { false },
     ): TrialResult {
         if (!canGenerate) {
-            val methods = session.manifest.methods.keys.joinToString(", ")
+            val methods = session.manifest.spec.methods.keys.joinToString(", ")
             throw artifactError("the program cannot write text", "a method ${Session.NEXT_TOKEN}", methods, "score answers instead")
         }
         val side = { flat: FloatArray -> TrialSide(emptyList(), write(prompt, flat, maxTokens, temperature, Random(seed), shouldStop)) }
-        return TrialResult(side(FloatArray(adapter.size)), side(adapter))
+        return TrialResult(side(untrained), side(adapter))
     }
 
     private fun write(prompt: String, flat: FloatArray, maxTokens: Int, temperature: Float, random: Random, shouldStop: () -> Boolean): String {
-        val columns = session.manifest.methods.getValue(Session.NEXT_TOKEN).inputs.first { it.name == "ids" }.shape.last()
+        val columns = session.manifest.spec.methods.getValue(Session.NEXT_TOKEN).inputs.first { it.role == Role.IDS }.shape.last()
         var ids = tokenizer.encode(prompt, addSpecialTokens = true)
         if (ids.isEmpty()) throw dataError("the prompt is empty", hint = "write something for the model to continue")
         val answer = IntList()

@@ -6,34 +6,39 @@ import org.junit.jupiter.api.Assertions.assertNull
 import org.junit.jupiter.api.Assertions.assertThrows
 import org.junit.jupiter.api.Assertions.assertTrue
 import org.junit.jupiter.api.Test
+import org.junit.jupiter.params.ParameterizedTest
+import org.junit.jupiter.params.provider.EnumSource
 import java.io.ByteArrayInputStream
 import java.io.ByteArrayOutputStream
 import java.io.File
 import kotlin.random.Random
 
 class AdaptersTest {
-    private val manifest = ManifestReader.read(Fixtures.artifact)
+    private val artifact = Exported.ZEROTH_ORDER.artifact
 
     /** A vector with zeros in the padding between matrices, as the program keeps it. */
-    private fun vector(seed: Int): FloatArray {
+    private fun vector(seed: Int, exported: Exported = Exported.ZEROTH_ORDER): FloatArray {
         val random = Random(seed)
-        val flat = FloatArray(manifest.adapterSize)
-        for (entry in manifest.adapter) for (place in 0 until entry.count) flat[entry.offset + place] = random.nextFloat() - 0.5f
+        val flat = FloatArray(exported.manifest.spec.adapterSize)
+        for (entry in exported.manifest.spec.layout) {
+            for (place in 0 until entry.count) flat[entry.offset + place] = random.nextFloat() - 0.5f
+            entry.aOffset?.let { for (place in 0 until entry.rank * entry.inputs) flat[it + place] = random.nextFloat() - 0.5f }
+        }
         return flat
     }
 
     private fun refused(block: () -> Unit): OndeviceException = assertThrows(OndeviceException::class.java) { block() }
 
     /** Reads what Python trained, and writes it again: the same vector, tensors, digest and configuration. */
-    @Test
-    fun pythonsAdapterRoundTrips() {
-        val python = File(Fixtures.folder, "run/adapter")
-        val flat = PeftAdapter(manifest).read(python)
-        val state = Fixtures.folder.resolve("run").listFiles { file -> file.name == "checkpoint-00000012" }!!.single()
-        val known = Safetensors.read(File(state, "state.safetensors")).tensors.getValue("adapter").floats!!
+    @ParameterizedTest
+    @EnumSource
+    fun pythonsAdapterRoundTrips(exported: Exported) {
+        val python = exported.file("adapter")
+        val flat = PeftAdapter(exported.artifact).read(python)
+        val known = Safetensors.read(exported.file("checkpoint-00000012/state.safetensors")).tensors.getValue("adapter").floats!!
         assertArrayEquals(known, flat)
         val folder = Fixtures.scratch()
-        PeftAdapter(manifest).write(flat, folder)
+        PeftAdapter(exported.artifact).write(flat, folder)
         val (ours, theirs) = listOf(folder, python).map { Safetensors.read(File(it, PeftAdapter.WEIGHTS_NAME)) }
         for ((name, tensor) in theirs.tensors) assertArrayEquals(tensor.floats, ours.tensors.getValue(name).floats, name)
         assertEquals(theirs.metadata, ours.metadata)
@@ -41,71 +46,32 @@ class AdaptersTest {
     }
 
     /** Python's own reader, and the session that refuses another frozen A, take what the app writes. */
-    @Test
-    fun pythonLoadsWhatTheAppWrites() {
+    @ParameterizedTest
+    @EnumSource
+    fun pythonLoadsWhatTheAppWrites(exported: Exported) {
         val folder = Fixtures.scratch()
-        val flat = vector(1)
-        PeftAdapter(manifest).write(flat, folder)
+        val flat = vector(1, exported)
+        PeftAdapter(exported.artifact).write(flat, folder)
         File(folder, "flat").writeText(flat.joinToString(" ") { it.toRawBits().toString() })
         val code = """
             import sys; import numpy as np
             from pathlib import Path
+            from ondevice.api.open import open_artifact
             from ondevice.artifact.adapter import load_adapter
-            from ondevice.artifact.manifest import read_manifest
-            from ondevice.methods.prge.layout import AdapterLayout, Entry
-            manifest = read_manifest(Path(sys.argv[1]))
-            entries = tuple(Entry(e.layer, e.target, e.offset, e.rank, e.inputs, e.outputs) for e in manifest.adapter)
-            layout = AdapterLayout(entries, manifest.adapter_size, manifest.generator.seed)
-            names = {(e.layer, e.target): e.linear for e in manifest.adapter}
-            flat = layout.from_adapter(load_adapter(sys.argv[2]), names, manifest.method["alpha"])
+            session = open_artifact(Path(sys.argv[1]))
+            session.load_adapter(load_adapter(sys.argv[2]))
             bits = np.array(Path(sys.argv[2], "flat").read_text().split(), dtype=np.int64).astype(np.int32).view(np.float32)
-            assert np.array_equal(flat, bits)
+            assert np.array_equal(session.state()["adapter"], bits)
         """.trimIndent()
-        val process = ProcessBuilder(Fixtures.python, "-c", code, Fixtures.artifact.path, folder.path).directory(Fixtures.root).redirectErrorStream(true).start()
+        val process = ProcessBuilder(Fixtures.python, "-c", code, exported.artifact.folder.path, folder.path).directory(Fixtures.root).redirectErrorStream(true).start()
         val words = process.inputStream.readBytes().toString(Charsets.UTF_8)
         assertEquals(0, process.waitFor(), words)
     }
 
     @Test
-    fun generatorHasTheGoldenValues() {
-        val cases = (Json.parse(File(Fixtures.root, "runtime_ops/golden.json").readText()) as Map<*, *>)["cases"] as List<*>
-        assertTrue(cases.size >= 5)
-        for (case in cases) {
-            case as Map<*, *>
-            fun long(name: String) = (case[name] as Number).toLong()
-            val last = Generator.streamKey(long("seed"), long("step"), long("queries") - 1, long("tensor"))
-            assertEquals(case["last_key"], java.lang.Long.toHexString(last).padStart(16, '0'))
-            assertEquals(case["last_words"], listOf(0L, 1L).map { java.lang.Long.toHexString(Generator.word(last, long("start") + it)).padStart(16, '0') })
-            for ((query, row) in (case["normal"] as List<*>).withIndex()) {
-                val values = Generator.normal(long("seed"), long("step"), long("tensor"), query.toLong(), long("start"), long("count").toInt())
-                for ((value, known) in values.zip(row as List<*>)) assertEquals((known as Number).toDouble(), value.toDouble(), 1e-6)
-            }
-        }
-    }
-
-    @Test
-    fun fusedMultiplyAddRoundsOnce() {
-        val random = Random(5)
-        repeat(200_000) {
-            val (a, b) = random.nextFloat() * 4 - 2 to random.nextFloat() * 4 - 2
-            val c = (random.nextFloat() - 0.5f) * if (it % 3 == 0) 1e-7f else 2f
-            assertEquals(Math.fma(a, b, c).toRawBits(), Float32Math.fma(a, b, c).toRawBits())
-        }
-        // a sum that float64 cannot tell from the middle between two float32 numbers
-        repeat(1000) {
-            val c = Float.fromBits(random.nextInt(0x3f000000, 0x40000000) or 1)
-            val (a, b) = 1f + 1.1920929E-7f to Math.ulp(c) / 2 * (1f - 1.1920929E-7f)
-            for (sign in listOf(1f, -1f)) {
-                assertEquals(Math.fma(a, sign * b, c).toRawBits(), Float32Math.fma(a, sign * b, c).toRawBits())
-                assertEquals(Math.fma(a, sign * b, -c).toRawBits(), Float32Math.fma(a, sign * b, -c).toRawBits())
-            }
-        }
-    }
-
-    @Test
     fun otherAdaptersAreRefused() {
         val folder = Fixtures.scratch()
-        val peft = PeftAdapter(manifest)
+        val peft = PeftAdapter(artifact)
         peft.write(vector(2), folder)
         val weights = File(folder, PeftAdapter.WEIGHTS_NAME)
         val config = File(folder, PeftAdapter.CONFIG_NAME)
@@ -127,8 +93,18 @@ class AdaptersTest {
         after("peft_type") { config.writeText(goodConfig.replace("LORA", "IA3")) }
         weights.writeBytes(goodWeights)
         config.writeText(goodConfig)
-        val otherSeed = manifest.copy(generator = manifest.generator.copy(seed = 8))
-        refused { PeftAdapter(otherSeed).read(folder) }.let { assertTrue("frozen A" in it.message!!) }
+        fun withFrozen(change: Float, transposed: Boolean = false): PeftAdapter {
+            val copy = Artifact(Fixtures.copyOfArtifact(), artifact.manifest)
+            val tensors = artifact.frozen.mapValues { (_, tensor) ->
+                StoredTensor(if (transposed) tensor.shape.reversed() else tensor.shape, tensor.floats!!.copyOf().also { it[3] += change })
+            }
+            File(copy.folder, artifact.manifest.spec.frozen!!).writeBytes(Safetensors(tensors).toBytes())
+            return PeftAdapter(copy)
+        }
+        withFrozen(5e-7f).read(folder) // another machine's logarithm and sine
+        refused { withFrozen(1e-5f).read(folder) }.let { assertTrue("frozen A" in it.message!!) }
+        refused { withFrozen(Float.NaN).read(folder) }.let { assertTrue("frozen A" in it.message!!) }
+        refused { withFrozen(0f, transposed = true).read(folder) }.let { assertTrue("does not fit the manifest" in it.message!!) }
         val nan = vector(3).also { it[5] = Float.NaN }
         assertEquals(ErrorKind.TRAINING, refused { peft.write(nan, Fixtures.scratch()) }.kind)
     }
@@ -136,7 +112,7 @@ class AdaptersTest {
     @Test
     fun listActivateRollBackShareDelete() {
         val root = File(Fixtures.scratch(), "adapters")
-        val adapters = Adapters(root, manifest)
+        val adapters = Adapters(root, artifact)
         assertEquals(emptyList<AdapterInfo>(), adapters.list())
         assertNull(adapters.activeName())
         assertTrue(adapters.activeVector().all { it == 0f })
@@ -156,7 +132,7 @@ class AdaptersTest {
         adapters.activate("first run")
         adapters.activate("été 2")
         adapters.delete("été 2")
-        assertEquals("first run", Adapters(root, manifest).activeName())
+        assertEquals("first run", Adapters(root, artifact).activeName())
         val out = ByteArrayOutputStream()
         adapters.zip("first run", out)
         val shared = adapters.importZip(ByteArrayInputStream(out.toByteArray()), "from a friend")

@@ -21,36 +21,87 @@ class ArtifactTest {
         assertEquals(listOf(32, 64), manifest.lengthsTokens)
         assertEquals(2 to 3, manifest.batchSize to manifest.evalBatchSize)
         assertEquals(7L, manifest.generator.seed)
-        assertEquals("prge" to 4, manifest.method.name to manifest.method.queries)
-        assertEquals(setOf("train_step", "train_step_32", "evaluate", "evaluate_32", "next_token", "apply_update"), manifest.methods.keys)
-        assertEquals(Port("adapter", DType.FLOAT32, listOf(manifest.adapterSize), ""), manifest.methods.getValue("train_step").inputs.first { it.name == "adapter" })
+        assertEquals("prge", manifest.method.name)
+        val spec = manifest.spec
+        assertEquals(setOf("train_step", "train_step_32", "evaluate", "evaluate_32", "next_token", "apply_update"), spec.methods.keys)
+        assertEquals(Port("adapter", Role.STATE, DType.FLOAT32, listOf(spec.adapterSize)), spec.methods.getValue("train_step").inputs.first { it.name == "adapter" })
+        assertEquals(listOf(StateTensor("adapter", DType.FLOAT32, listOf(spec.adapterSize), true, null)), spec.state)
+        assertEquals(listOf(Counter("step", false)), spec.counters)
+        assertTrue(spec.frozen in manifest.files && spec.layout.all { it.aOffset == null })
         assertEquals("sst2", manifest.task)
-        assertEquals(manifest.adapter.last().let { it.offset + it.count }, manifest.adapterSize)
+        assertEquals(spec.layout.last().let { it.offset + it.count }, spec.adapterSize)
         assertEquals("train_step_32" to "train_step", manifest.methodFor("train_step", 32) to manifest.methodFor("train_step", 64))
         assertEquals(listOf(32, 64, null), listOf(5, 33, 65).map { manifest.lengthFor(it) })
         assertTrue(manifest.plannedBytes > 0)
     }
 
+    @Test
+    fun exactProgramsManifestNamesItsState() {
+        val artifact = Exported.EXACT.artifact
+        val spec = artifact.manifest.spec
+        assertEquals(listOf("adapter", "exp_avg", "exp_avg_sq"), spec.state.map { it.name })
+        assertEquals(listOf("optimizer_step" to true), spec.counters.map { it.name to it.countsUpdates })
+        assertTrue(spec.frozen == null && spec.layout.all { it.aOffset != null })
+        val first = artifact.first(spec.adapter).floats()
+        assertTrue(spec.layout.all { entry -> first[entry.aOffset!!] != 0f && first[entry.offset] == 0f })
+        assertTrue(artifact.first(spec.state[1]).floats().all { it == 0f })
+        val other = refused { artifact.first(spec.adapter.copy(shape = listOf(3))) }
+        assertTrue("does not fit the manifest" in other.message!!, other.message)
+        refused { artifact.first(spec.adapter.copy(name = "nobody")) }
+    }
+
+    /** What a session cannot bind, or would lose, is refused before a program is loaded. */
+    @Test
+    fun programsThatTheSessionCannotRunAreRefused() {
+        val manifest = Exported.EXACT.manifest
+        val spec = manifest.spec
+        fun refused(words: String, changed: ProgramSpec) {
+            val error = refused { ManifestCheck.check(manifest.copy(spec = changed)) }
+            assertTrue(words in error.message!!, "$words: ${error.message}")
+        }
+        fun step(change: (ProgramMethod) -> ProgramMethod) =
+            spec.copy(methods = spec.methods + ("train_step" to change(spec.methods.getValue("train_step"))))
+        ManifestCheck.check(manifest)
+        refused("the state 'exp_avg_sq'", step { method -> method.copy(outputs = method.outputs.filter { it.name != "exp_avg_sq" }) })
+        refused("the state 'exp_avg'", step { method -> method.copy(inputs = method.inputs.filter { it.name != "exp_avg" }) })
+        refused("a tensor of the state", step { method -> method.copy(outputs = method.outputs.map { if (it.name == "exp_avg") it.copy(shape = listOf(3)) else it }) })
+        refused("one port of role losses", step { method -> method.copy(outputs = method.outputs + method.outputs.first { it.role == Role.LOSSES }) })
+        refused("one port of role labels", step { method -> method.copy(inputs = method.inputs.filter { it.role != Role.LABELS }) })
+        refused("only inputs that the app can give", step { method -> method.copy(inputs = method.inputs + Port("length", Role.LENGTH, DType.INT64, listOf(1))) })
+        refused("only inputs that the app can give", spec.copy(counters = emptyList()))
+        refused("only inputs that the app can give", spec.copy(state = spec.state.dropLast(1)))
+        refused("one adapter", spec.copy(state = spec.state.map { it.copy(isAdapter = true) }))
+        refused("layout.1", spec.copy(layout = spec.layout.mapIndexed { index, entry -> if (index == 1) entry.copy(aOffset = entry.offset + 1) else entry }))
+        refused("program_spec.frozen", spec.copy(layout = spec.layout.map { it.copy(aOffset = null) }))
+        refused("a SHA-256 of", spec.copy(state = spec.state.map { it.copy(first = "nothing.safetensors") }))
+        val next = spec.methods.getValue(Session.NEXT_TOKEN)
+        refused("one port of role logits", spec.copy(methods = spec.methods + (Session.NEXT_TOKEN to next.copy(outputs = emptyList()))))
+    }
+
     /** Each change of the manifest is refused with words that name what is wrong. */
     @ParameterizedTest
     @CsvSource(
-        "\"schema_version\": 1,|\"schema_version\": 2,|schema_version 1",
-        "\"schema_version\": 1,||another version",
-        "\"form\": \"functional\"|\"form\": \"stateful\"|mutable buffer",
+        "\"schema_version\": 2,|\"schema_version\": 1,|export the model again",
+        "\"schema_version\": 2,||another version",
+        "\"shape\": \"step\"|\"shape\": \"stages\"|one whole training step",
+        "\"kept\": \"host\"|\"kept\": \"program\"|mutable buffer",
+        "\"counts\": \"run_steps\"|\"counts\": \"hours\"|run_steps or updates",
+        "\"evaluates_with\": \"evaluate\"|\"evaluates_with\": \"train_step\"|eval_batch_size",
+        "\"frozen\": \"|\"frozen\": \"../|inside the artifact",
         "\"program\": \"program.pte\"|\"program\": \"../program.pte\"|inside the artifact",
         "\"tokenizer/tokenizer.json\": |\"../tokenizer.json\": |inside the artifact",
         "\"program.pte\": \"|\"program.pte\": \"0|64 hexadecimal",
         "\"batch_size\": 2,|\"batch_size\": \"2\",|batch_size",
-        "\"batch_size\": 2,|\"batch_size\": 4,|methods.train_step",
+        "\"batch_size\": 2,|\"batch_size\": 4,|program_spec.methods.train_step",
         "\"adapter_size\": |\"adapter_size\": 1|adapter",
         "\"dtype\": \"int64\"|\"dtype\": \"float16\"|int64 or float32",
         "\"train_step_32\": {|\"train_step_31\": {|train_step_32",
-        "\"name\": \"seed\"|\"name\": \"salt\"|salt",
-        "\"name\": \"losses\"|\"name\": \"lasses\"|losses",
-        "\"offset\": 0,|\"offset\": 7,|adapter.1",
+        "\"role\": \"seed\"|\"role\": \"salt\"|salt",
+        "\"role\": \"losses\"|\"role\": \"sum\"|one port of role losses",
+        "\"offset\": 0,|\"offset\": 7,|layout.1",
         "\"seed\": 7|\"seed\": 7.5|generator.seed",
         "\"lengths_tokens\": [|\"lengths_tokens\": \"x\", \"old\": [|lengths_tokens",
-        "\"target\": |\"schema_version\": 1, \"target\": |occurs twice",
+        "\"target\": |\"schema_version\": 2, \"target\": |occurs twice",
         "\"custom_ops\": []|\"custom_ops\": [\"ondevice::randn.out\"]|ondevice::randn.out",
         delimiter = '|', quoteCharacter = '`', nullValues = [],
     )

@@ -12,6 +12,9 @@ object Fixtures {
         found
     }
     val artifact: File by lazy { folder.let { File(property("ondevice.artifact")) } }
+
+    /** Of a program with exact gradients, an optimizer's vectors and a trained A, for the same data. */
+    val exact: File by lazy { File(folder, "exact") }
     val root: File by lazy { File(property("ondevice.root")).canonicalFile }
     val python: String by lazy { property("ondevice.python") }
 
@@ -28,7 +31,7 @@ object Fixtures {
     }
 
     /** A copy of the artifact that a test may damage. */
-    fun copyOfArtifact(): File = File(scratch(), "artifact").also { artifact.copyRecursively(it) }
+    fun copyOfArtifact(of: File = artifact): File = File(scratch(), "artifact").also { of.copyRecursively(it) }
 
     fun ints(value: Any?): IntArray = (value as List<*>).map { (it as Long).toInt() }.toIntArray()
 

@@ -2,6 +2,22 @@ package org.ondevice.core
 
 import java.io.File
 
+/** The programs that the same tests run, and what Python made of them: its run's folder and its answers. */
+enum class Exported(val folder: () -> File, val run: String, val answers: String) {
+    ZEROTH_ORDER({ Fixtures.artifact }, "run", "answers.json"),
+    EXACT({ Fixtures.exact }, "exact run", "exact answers.json");
+
+    val artifact: Artifact by lazy { Artifact.open(folder()) }
+    val manifest: Manifest get() = artifact.manifest
+
+    /** One process for all tests: the program keeps nothing from call to call. It ends with this JVM. */
+    val program: PipeProgram by lazy { PipeProgram(folder(), Fixtures.python, Fixtures.root) }
+
+    fun session(program: Program = this.program) = Session(artifact, program)
+
+    fun file(name: String) = File(Fixtures.folder, "$run/$name")
+}
+
 /** What the training tests share: the data of the Python run, and trainers over the real program. */
 object Runs {
     val tokenizer: Tokenizer by lazy { Fixtures.tokenizer("tiny") }
@@ -18,8 +34,7 @@ object Runs {
     /** The settings of the Python run that `fixtures.py` made. */
     val settings = TrainSettings(steps = 12, learningRate = 0.01, checkpointEvery = 5, evalEvery = 6)
 
-    /** One process for all tests: the program keeps nothing from call to call. It ends with this JVM. */
-    val program: PipeProgram by lazy { PipeProgram(Fixtures.artifact, Fixtures.python, Fixtures.root) }
+    val program: PipeProgram get() = Exported.ZEROTH_ORDER.program
 
     fun trainer(
         session: Session,
@@ -35,8 +50,14 @@ object Runs {
     )
 
     /** Train in [folder] with a fresh session; gives the session as it is at the end. */
-    fun train(folder: File, settings: TrainSettings = Runs.settings, mode: StartMode = StartMode.NEW, listener: TrainerListener = object : TrainerListener {}): Session {
-        val session = Session(ManifestReader.read(Fixtures.artifact), program)
+    fun train(
+        folder: File,
+        settings: TrainSettings = Runs.settings,
+        mode: StartMode = StartMode.NEW,
+        exported: Exported = Exported.ZEROTH_ORDER,
+        listener: TrainerListener = object : TrainerListener {},
+    ): Session {
+        val session = exported.session()
         val trainer = trainer(session, folder, settings, mode, listener = listener)
         trainer.run()
         val state = trainer.state
@@ -45,7 +66,7 @@ object Runs {
     }
 }
 
-/** A JVM of its own that trains, to be killed or to run out of space: arguments are the folder and the steps. */
+/** A JVM of its own that trains, to be killed or to run out of space: arguments are the folder, the steps and the program. */
 object ChildMain {
     @JvmStatic
     fun main(arguments: Array<String>) {
@@ -56,7 +77,7 @@ object ChildMain {
             }
         }
         try {
-            Runs.train(File(arguments[0]), Runs.settings.copy(steps = arguments[1].toInt()), StartMode.RESUME, listener)
+            Runs.train(File(arguments[0]), Runs.settings.copy(steps = arguments[1].toInt()), StartMode.RESUME, Exported.valueOf(arguments[2]), listener)
         } catch (error: OndeviceException) {
             System.err.println(error.message)
             System.exit(error.kind.exitCode)
@@ -64,11 +85,11 @@ object ChildMain {
     }
 
     /** Start it in a shell, behind [before] (a command and `;`, such as a limit). */
-    fun start(folder: File, steps: Int, before: String = ""): Process {
+    fun start(folder: File, steps: Int, exported: Exported = Exported.ZEROTH_ORDER, before: String = ""): Process {
         val java = File(System.getProperty("java.home"), "bin/java").path
         val properties = listOf("ondevice.fixtures", "ondevice.artifact", "ondevice.root", "ondevice.python").map { "-D$it=${System.getProperty(it)}" }
         val command = listOf(java, "-Xshare:auto", "-XX:-UsePerfData") + properties +
-            listOf("-cp", System.getProperty("surefire.test.class.path") ?: System.getProperty("java.class.path"), ChildMain::class.java.name, folder.path, "$steps")
+            listOf("-cp", System.getProperty("surefire.test.class.path") ?: System.getProperty("java.class.path"), ChildMain::class.java.name, folder.path, "$steps", exported.name)
         val quoted = command.joinToString(" ") { "'" + it.replace("'", "'\\''") + "'" }
         return ProcessBuilder("bash", "-c", "$before exec $quoted").redirectError(ProcessBuilder.Redirect.PIPE).start()
     }

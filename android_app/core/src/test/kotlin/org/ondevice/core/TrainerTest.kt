@@ -8,27 +8,37 @@ import org.junit.jupiter.api.Assertions.assertNotNull
 import org.junit.jupiter.api.Assertions.assertThrows
 import org.junit.jupiter.api.Assertions.assertTrue
 import org.junit.jupiter.api.Test
+import org.junit.jupiter.params.ParameterizedTest
+import org.junit.jupiter.params.provider.EnumSource
 import java.io.File
 import java.util.concurrent.TimeUnit
 import kotlin.math.abs
 
 /** Training through the real program. */
 class TrainerTest {
-    private val manifest = ManifestReader.read(Fixtures.artifact)
-
     private fun bits(values: FloatArray) = IntArray(values.size) { values[it].toRawBits() }
 
-    /** Losses, projected gradients, evaluations and adapter of `ondevice run` on the same artifact and data, bit for bit. */
-    @Test
-    fun sameRunAsPython() {
+    /** Adapter, optimizer's vectors, seed and counters, bit for bit. */
+    private fun assertSameState(expected: Map<String, StoredTensor>, received: Map<String, StoredTensor>) {
+        assertEquals(expected.keys, received.keys)
+        for ((name, tensor) in expected) {
+            tensor.floats?.let { assertArrayEquals(bits(it), bits(received.getValue(name).floats!!), name) }
+            tensor.longs?.let { assertArrayEquals(it, received.getValue(name).longs, name) }
+        }
+    }
+
+    /** Losses, projected gradients, evaluations, adapter and checkpoint of `ondevice run` on the same artifact and data, bit for bit. */
+    @ParameterizedTest
+    @EnumSource
+    fun sameRunAsPython(exported: Exported) {
         val folder = Fixtures.scratch()
-        val program = Runs.program
-        val session = Session(manifest, program)
+        val program = exported.program
+        val session = exported.session()
         val trainer = Runs.trainer(session, folder, evaluate = true)
         trainer.run()
         val finished = assertInstanceOf(TrainerState.Finished::class.java, trainer.state, trainer.state.toString()).result
         val ours = EventLog.read(File(folder, "events.jsonl")).entries
-        val theirs = EventLog.read(File(Fixtures.folder, "run/events.jsonl")).entries
+        val theirs = EventLog.read(exported.file("events.jsonl")).entries
         for (kind in listOf("step", "evaluate")) {
             val (mine, known) = listOf(ours, theirs).map { all -> all.filter { it.kind == kind && (kind == "step" || it.step != 0) } }
             assertEquals(known.size, mine.size, kind)
@@ -45,14 +55,16 @@ class TrainerTest {
         val ends = listOf(ours, theirs).map { it.last { entry -> entry.kind == "finish" } }
         assertEquals(ends[1].number("first_loss"), ends[0].number("first_loss"))
         assertEquals(ends[1].number("final_loss")!!, ends[0].number("final_loss")!!, 1e-12)
-        val (adapter, known) = listOf(File(folder, "adapter"), File(Fixtures.folder, "run/adapter")).map { Safetensors.read(File(it, "adapter_model.safetensors")) }
+        val (adapter, known) = listOf(File(folder, "adapter"), exported.file("adapter")).map { Safetensors.read(File(it, "adapter_model.safetensors")) }
         assertEquals(known.tensors.keys, adapter.tensors.keys)
         for ((name, tensor) in known.tensors) {
             assertEquals(tensor.shape, adapter.tensors.getValue(name).shape, name)
             assertArrayEquals(bits(tensor.floats!!), bits(adapter.tensors.getValue(name).floats!!), name)
         }
         assertEquals(known.metadata, adapter.metadata)
-        assertEquals(File(Fixtures.folder, "run/adapter/adapter_config.json").readText(), File(folder, "adapter/adapter_config.json").readText())
+        assertEquals(exported.file("adapter/adapter_config.json").readText(), File(folder, "adapter/adapter_config.json").readText())
+        val states = listOf(exported.file("checkpoint-00000012"), File(folder, "checkpoint-00000012")).map { Safetensors.read(File(it, "state.safetensors")).tensors }
+        assertSameState(states[0], states[1])
         assertNotNull(finished.before)
         assertTrue(finished.evaluation!!.rows == 15 && !finished.interrupted)
         assertTrue(program.calls.containsAll(listOf("train_step", "train_step_32", "evaluate")), program.calls.toString())
@@ -64,13 +76,13 @@ class TrainerTest {
         else -> value
     }
 
-    @Test
-    fun resumedRunHasTheBitsOfAnUninterruptedOne() {
-        val whole = Runs.train(Fixtures.scratch())
+    @ParameterizedTest
+    @EnumSource
+    fun resumedRunHasTheBitsOfAnUninterruptedOne(exported: Exported) {
+        val whole = Runs.train(Fixtures.scratch(), exported = exported)
         val folder = Fixtures.scratch()
-        val manifestSession = Session(manifest, Runs.program)
         lateinit var trainer: Trainer
-        trainer = Runs.trainer(manifestSession, folder, listener = object : TrainerListener {
+        trainer = Runs.trainer(exported.session(), folder, listener = object : TrainerListener {
             override fun onEvent(event: Event) {
                 if (event is Event.Step && event.step == 6) trainer.stop()
             }
@@ -78,19 +90,20 @@ class TrainerTest {
         trainer.start()
         assertTrue(trainer.await(120_000))
         assertTrue((trainer.state as TrainerState.Finished).result.let { it.interrupted && it.steps == 7 })
-        val resumed = Runs.train(folder, mode = StartMode.RESUME)
-        assertArrayEquals(bits(whole.adapter), bits(resumed.adapter))
+        val resumed = Runs.train(folder, mode = StartMode.RESUME, exported = exported)
+        assertSameState(whole.state(), resumed.state())
         val kinds = EventLog.read(File(folder, "events.jsonl")).entries.map { it.kind to it.step }
         assertEquals((0 until 12).toList(), kinds.filter { it.first == "step" }.map { it.second })
         assertTrue(("interrupt" to 7) in kinds && ("resume" to 7) in kinds && kinds.last().first == "finish")
     }
 
     /** The process dies without a word in the middle of a step; what it saved last goes on to the same bits. */
-    @Test
-    fun killedProcessResumesWithTheSameBits() {
-        val whole = Runs.train(Fixtures.scratch())
+    @ParameterizedTest
+    @EnumSource
+    fun killedProcessResumesWithTheSameBits(exported: Exported) {
+        val whole = Runs.train(Fixtures.scratch(), exported = exported)
         val folder = Fixtures.scratch()
-        val child = ChildMain.start(folder, 12)
+        val child = ChildMain.start(folder, 12, exported)
         val lines = child.inputStream.bufferedReader()
         val seen = generateSequence { lines.readLine() }.firstOrNull { "\"event\":\"step\"" in it && "\"step\":8," in it }
         if (seen == null) throw AssertionError("the child ended early: " + child.errorStream.bufferedReader().readText())
@@ -98,8 +111,8 @@ class TrainerTest {
         assertTrue(child.waitFor(30, TimeUnit.SECONDS))
         File(folder, "events.jsonl").appendText("{\"event\":\"step\",\"step\":9,\"lo") // a torn line, as a power cut leaves it
         File(folder, ".checkpoint-00000010.partial-abcd1234").mkdirs()
-        val resumed = Runs.train(folder, mode = StartMode.RESUME)
-        assertArrayEquals(bits(whole.adapter), bits(resumed.adapter))
+        val resumed = Runs.train(folder, mode = StartMode.RESUME, exported = exported)
+        assertSameState(whole.state(), resumed.state())
         val log = EventLog.read(File(folder, "events.jsonl")).entries
         assertEquals(5, log.first { it.kind == "resume" }.step)
         assertEquals((0 until 12).toList(), log.filter { it.kind == "step" }.map { it.step })
@@ -112,7 +125,7 @@ class TrainerTest {
         val folder = Fixtures.scratch()
         Runs.train(folder, Runs.settings.copy(steps = 5))
         val before = File(folder, "checkpoint-00000005/state.safetensors").readBytes()
-        val child = ChildMain.start(folder, 12, "trap '' XFSZ; ulimit -f 8;")
+        val child = ChildMain.start(folder, 12, before = "trap '' XFSZ; ulimit -f 8;")
         child.inputStream.readBytes()
         val words = child.errorStream.bufferedReader().readText()
         assertEquals(ErrorKind.STORAGE.exitCode, child.waitFor(), words)
@@ -144,6 +157,23 @@ class TrainerTest {
     }
 
     @Test
+    fun aStateThatIsNotThisProgramsIsRefused() {
+        val session = Exported.EXACT.session()
+        val state = session.state()
+        assertTrue(state.size > 4 && state.values.any { it.longs != null }, "${state.keys}")
+        fun refused(words: String, stored: Map<String, StoredTensor>) {
+            val error = assertThrows(OndeviceException::class.java) { session.load(stored) }
+            assertTrue(error.kind == ErrorKind.CHECKPOINT && words in error.message!!, error.message)
+        }
+        for ((name, tensor) in state) {
+            refused(name, state - name)
+            refused(name, state + (name to StoredTensor(tensor.shape + 1, tensor.floats ?: FloatArray(1))))
+        }
+        refused("adapter", Exported.ZEROTH_ORDER.session().state())
+        assertSameState(state, session.state())
+    }
+
+    @Test
     fun foreignRunIsRefusedByWhatDiffers() {
         val folder = Fixtures.scratch()
         Runs.train(folder, Runs.settings.copy(steps = 5))
@@ -162,7 +192,7 @@ class TrainerTest {
         val before = Runs.program.unloads
         val statuses = ArrayDeque(listOf(0, 0, 0, 3, 3, 2, 2, 1))
         val program = Runs.program
-        val session = Session(manifest, program)
+        val session = Exported.ZEROTH_ORDER.session()
         val trainer = Runs.trainer(session, folder, health = { Health(thermalStatus = if (statuses.size > 1) statuses.removeFirst() else statuses.first()) }, listener = object : TrainerListener {
             override fun onState(state: TrainerState) {
                 states.add(state)
@@ -184,7 +214,7 @@ class TrainerTest {
     fun pauseResumeAndStopFromOtherThreads() {
         val folder = Fixtures.scratch()
         val program = Runs.program
-        val session = Session(manifest, program)
+        val session = Exported.ZEROTH_ORDER.session()
         lateinit var trainer: Trainer
         trainer = Runs.trainer(session, folder, listener = object : TrainerListener {
             override fun onEvent(event: Event) {
@@ -211,11 +241,11 @@ class TrainerTest {
         assertThrows(IllegalStateException::class.java) { trainer.start() }
     }
 
-    @Test
-    fun lossThatIsNoNumberStopsWithoutSaving() {
+    @ParameterizedTest
+    @EnumSource
+    fun lossThatIsNoNumberStopsWithoutSaving(exported: Exported) {
         val folder = Fixtures.scratch()
-        val program = Runs.program
-        val session = Session(manifest, program)
+        val session = exported.session()
         val trainer = Runs.trainer(session, folder, Runs.settings.copy(learningRate = 1e38, checkpointEvery = 1))
         trainer.run()
         val failed = assertInstanceOf(TrainerState.Failed::class.java, trainer.state, trainer.state.toString())
@@ -230,14 +260,15 @@ class TrainerTest {
 
     @Test
     fun aProjectedGradientThatIsNoNumberStopsTheRun() {
+        val step = Exported.ZEROTH_ORDER.manifest.spec.methods.getValue("train_step").inputs.indexOfFirst { it.role == Role.COUNTER }
         val odd = object : Program by Runs.program {
             override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
                 val outputs = Runs.program.execute(method, inputs)
-                return if (inputs[4].longs()[0] < 2) outputs else listOf(outputs[0], Tensor.of(FloatArray(4) { Float.NaN }, 4), outputs[2])
+                return if (inputs[step].longs()[0] < 2) outputs else listOf(outputs[0], Tensor.of(FloatArray(4) { Float.NaN }, 4), outputs[2])
             }
         }
         val folder = Fixtures.scratch()
-        val trainer = Runs.trainer(Session(manifest, odd), folder)
+        val trainer = Runs.trainer(Exported.ZEROTH_ORDER.session(odd), folder)
         trainer.run()
         val failed = trainer.state as TrainerState.Failed
         assertTrue(failed.step == 2 && "projected gradient of step 2 is NaN" in failed.error.message!!, failed.error.message)
@@ -252,7 +283,7 @@ class TrainerTest {
 
             override fun close() {}
         }
-        val trainer = Runs.trainer(Session(manifest, broken), folder)
+        val trainer = Runs.trainer(Exported.ZEROTH_ORDER.session(broken), folder)
         trainer.run()
         val failed = trainer.state as TrainerState.Failed
         assertTrue("0x12" in failed.error.message!!)
@@ -281,7 +312,7 @@ class TrainerTest {
     @Test
     fun bestEvaluationIsKept() {
         val folder = Fixtures.scratch()
-        val session = Session(manifest, Runs.program)
+        val session = Exported.ZEROTH_ORDER.session()
         Runs.trainer(session, folder, Runs.settings.copy(evalEvery = 1, learningRate = 0.3, steps = 8), evaluate = true).run()
         val evaluations = EventLog.read(File(folder, "events.jsonl")).entries.filter { it.kind == "evaluate" && it.step != 0 }
         val score = { entry: LogContent.Entry -> listOf(entry.number("accuracy")!!, -entry.number("loss")!!) }
@@ -292,23 +323,28 @@ class TrainerTest {
         val names = folder.list()!!.filter { it.startsWith("checkpoint-") }.map { it.takeLast(1).toInt() }.sorted()
         assertTrue(names.size == 3 && best.step in names && 8 in names, "the two newest and the best: $names")
         val kept = Safetensors.read(File(folder, "checkpoint-0000000${best.step}/state.safetensors")).tensors.getValue("adapter").floats!!
-        assertArrayEquals(bits(kept), bits(PeftAdapter(manifest).read(File(folder, "adapter-best"))))
-        assertArrayEquals(bits(session.adapter), bits(PeftAdapter(manifest).read(File(folder, "adapter"))))
+        assertArrayEquals(bits(kept), bits(PeftAdapter(Exported.ZEROTH_ORDER.artifact).read(File(folder, "adapter-best"))))
+        assertArrayEquals(bits(session.adapter), bits(PeftAdapter(Exported.ZEROTH_ORDER.artifact).read(File(folder, "adapter"))))
     }
 
-    /** A session that has trained starts from zeros again, unless the run names the adapter it starts from. */
-    @Test
-    fun aRunStartsFromZerosOrFromTheAdapterItNames() {
-        val fresh = Runs.train(Fixtures.scratch(), Runs.settings.copy(steps = 3)).adapter
-        val used = Session(manifest, Runs.program).also { it.load(fresh) }
+    /** A session that has trained starts from the first values again, unless the run names the adapter it starts from. */
+    @ParameterizedTest
+    @EnumSource
+    fun aRunStartsAfreshOrFromTheAdapterItNames(exported: Exported) {
+        val first = Runs.train(Fixtures.scratch(), Runs.settings.copy(steps = 3), exported = exported)
+        val fresh = first.adapter
+        val used = exported.session().also { it.restart(fresh) }
         Runs.trainer(used, Fixtures.scratch(), Runs.settings.copy(steps = 3)).run()
-        assertArrayEquals(bits(fresh), bits(used.adapter))
-        val data = Runs.data(manifest)
+        assertSameState(first.state(), used.state())
+        val data = Runs.data(exported.manifest)
         val from = TrainData(data.batches, data.sha256, data.name, "a".repeat(64))
         val folder = Fixtures.scratch()
         Trainer(used, from, Runs.settings.copy(steps = 3), folder, StartMode.NEW, ProcessMeter).run()
         assertFalse(used.adapter.contentEquals(fresh))
-        val error = assertThrows(OndeviceException::class.java) { Runs.train(folder, mode = StartMode.RESUME) }
+        val other = exported.session().also { it.restart(fresh) } // the optimizer begins anew, whatever the session has done
+        Trainer(other, from, Runs.settings.copy(steps = 3), Fixtures.scratch(), StartMode.NEW, ProcessMeter).run()
+        assertSameState(other.state(), used.state())
+        val error = assertThrows(OndeviceException::class.java) { Runs.train(folder, mode = StartMode.RESUME, exported = exported) }
         assertTrue("adapter = " in error.message!!, error.message)
     }
 
@@ -317,7 +353,7 @@ class TrainerTest {
         val states = ArrayList<TrainerState>()
         val statuses = ArrayDeque(listOf(0, 4, 4, 0))
         val trainer = Runs.trainer(
-            Session(manifest, Runs.program), Fixtures.scratch(), Runs.settings.copy(steps = 1), evaluate = true,
+            Exported.ZEROTH_ORDER.session(), Fixtures.scratch(), Runs.settings.copy(steps = 1), evaluate = true,
             health = { Health(thermalStatus = if (statuses.size > 1) statuses.removeFirst() else 0) },
             listener = object : TrainerListener {
                 override fun onState(state: TrainerState) {
@@ -342,7 +378,7 @@ class TrainerTest {
             .directory(Fixtures.root).redirectErrorStream(true).start()
         val words = replay.inputStream.readBytes().toString(Charsets.UTF_8)
         assertEquals(0, replay.waitFor(), words)
-        val (known, received) = listOf(File(folder, "adapter"), out).map { PeftAdapter(manifest).read(it) }
+        val (known, received) = listOf(File(folder, "adapter"), out).map { PeftAdapter(Exported.ZEROTH_ORDER.artifact).read(it) }
         for (index in known.indices) assertEquals(known[index], received[index], 1e-6f)
         assertTrue(known.any { it != 0f })
     }

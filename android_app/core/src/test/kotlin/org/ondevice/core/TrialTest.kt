@@ -6,26 +6,26 @@ import org.junit.jupiter.api.Assertions.assertNotEquals
 import org.junit.jupiter.api.Assertions.assertThrows
 import org.junit.jupiter.api.Assertions.assertTrue
 import org.junit.jupiter.api.Test
-import java.io.File
+import org.junit.jupiter.params.ParameterizedTest
+import org.junit.jupiter.params.provider.EnumSource
 import kotlin.math.abs
 import kotlin.random.Random
 
 class TrialTest {
-    private val manifest = ManifestReader.read(Fixtures.artifact)
-
     /** Scores of the labels are those that the real program's evaluation gives for the same row. */
-    @Test
-    fun judgesTheTasksLabelsBeforeAndAfter() {
-        val trained = PeftAdapter(manifest).read(File(Fixtures.folder, "run/adapter"))
-        val program = Runs.program
-        val session = Session(manifest, program)
+    @ParameterizedTest
+    @EnumSource
+    fun judgesTheTasksLabelsBeforeAndAfter(exported: Exported) {
+        val trained = PeftAdapter(exported.artifact).read(exported.file("adapter"))
+        val session = exported.session()
+        val spec = exported.manifest.spec
         val trial = Trial(session, Runs.tokenizer)
         val (prompt, answers) = trial.ofTask(mapOf("sentence" to "A warm film. "))!!
         assertEquals("A warm film. It was" to listOf(" terrible", " great"), prompt to answers)
         val result = trial.judge(prompt, answers, trained)
         val rows = RowReader.read("x", """{"task": "sst2", "prompt_fields": {"sentence": "A warm film."}, "label": 1}""".toByteArray())
         val items = Encoder(Runs.tokenizer, 64).encode(rows).items
-        for ((side, flat) in listOf(result.before to FloatArray(manifest.adapterSize), result.after to trained)) {
+        for ((side, flat) in listOf(result.before to FloatArray(spec.adapterSize), result.after to trained)) {
             val scores = Evaluator(items, Runs.tokenizer.padId).run(session, flat)!!.predictions[0].scores
             assertEquals(scores.max(), side.ranked[0].meanLogLikelihood)
             assertEquals(scores.sorted(), side.ranked.map { it.meanLogLikelihood }.sorted())
@@ -34,18 +34,19 @@ class TrialTest {
         }
         assertNotEquals(result.before.ranked.map { it.meanLogLikelihood }, result.after.ranked.map { it.meanLogLikelihood })
         assertThrows(OndeviceException::class.java) { trial.judge("x", emptyList(), trained) }
-        val silent = Trial(Session(manifest.copy(methods = manifest.methods - Session.NEXT_TOKEN), program), Runs.tokenizer)
+        val silent = Trial(Session(changed(exported, spec.methods - Session.NEXT_TOKEN), exported.program), Runs.tokenizer)
         assertFalse(silent.canGenerate)
         assertThrows(OndeviceException::class.java) { silent.generate("x", trained) }
     }
 
     /** The real program writes what Python writes with it, token by token. */
-    @Test
-    fun writesWhatPythonWrites() {
-        val trained = PeftAdapter(manifest).read(File(Fixtures.folder, "run/adapter"))
-        val trial = Trial(Session(manifest, Runs.program), Runs.tokenizer)
+    @ParameterizedTest
+    @EnumSource
+    fun writesWhatPythonWrites(exported: Exported) {
+        val trained = PeftAdapter(exported.artifact).read(exported.file("adapter"))
+        val trial = Trial(exported.session(), Runs.tokenizer)
         assertTrue(trial.canGenerate)
-        val expected = Fixtures.json("answers.json") as Map<*, *>
+        val expected = Fixtures.json(exported.answers) as Map<*, *>
         val result = trial.generate(expected["prompt"] as String, trained, maxTokens = (expected["tokens"] as Long).toInt())
         assertEquals(expected["before"] to expected["after"], result.before.text to result.after.text)
     }
@@ -54,9 +55,13 @@ class TrialTest {
     @Test
     fun writesWithNextToken() {
         val columns = 8
+        val size = Exported.ZEROTH_ORDER.manifest.spec.adapterSize
         val method = ProgramMethod(
-            listOf(Port("ids", DType.INT64, listOf(1, columns), ""), Port("length", DType.INT64, listOf(1), ""), Port("adapter", DType.FLOAT32, listOf(manifest.adapterSize), "")),
-            listOf(Port("logits", DType.FLOAT32, listOf(260), "")), 0, emptyList(), 0, 0,
+            listOf(
+                Port("ids", Role.IDS, DType.INT64, listOf(1, columns)), Port("length", Role.LENGTH, DType.INT64, listOf(1)),
+                Port("adapter", Role.STATE, DType.FLOAT32, listOf(size)),
+            ),
+            listOf(Port("logits", Role.LOGITS, DType.FLOAT32, listOf(260))), 0, emptyList(), 0, 0,
         )
         val counting = object : Program {
             override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
@@ -70,12 +75,15 @@ class TrialTest {
 
             override fun close() {}
         }
-        val session = Session(manifest.copy(methods = manifest.methods + (Session.NEXT_TOKEN to method)), counting)
+        val session = Session(changed(Exported.ZEROTH_ORDER, mapOf(Session.NEXT_TOKEN to method)), counting)
         val trial = Trial(session, Runs.tokenizer)
-        val result = trial.generate("0123456789a", FloatArray(manifest.adapterSize) { 1f })
+        val result = trial.generate("0123456789a", FloatArray(size) { 1f })
         assertEquals("bcde" to "bcdefgh", result.before.text to result.after.text)
-        assertEquals("bc", trial.generate("a", FloatArray(manifest.adapterSize), maxTokens = 2).before.text)
+        assertEquals("bc", trial.generate("a", FloatArray(size), maxTokens = 2).before.text)
     }
+
+    private fun changed(exported: Exported, methods: Map<String, ProgramMethod>) =
+        exported.manifest.let { Artifact(exported.artifact.folder, it.copy(spec = it.spec.copy(methods = methods))) }
 
     @Test
     fun temperatureDrawsByProbability() {

@@ -1,0 +1,117 @@
+"""LSP-Offload in memory, for any PyTorch model: `LspAdamW` beside a loop that calls `backward`.
+
+It is what tests hold the engine against, which does the same with the subspace's moments on the host, and what
+benchmarks train models with that the engine has no family for (RoBERTa with a classification head).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ondevice.core.errors import ModelError
+from ondevice.methods.lsp.config import ProjectorConfig
+from ondevice.methods.lsp.linear import attach, detach, is_linear
+from ondevice.methods.lsp.matrix import BiasCheck, Group, Matrix, Plane, carried
+from ondevice.methods.lsp.part import is_projected
+from ondevice.offload.graphs import recorder
+from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
+
+
+class LspAdamW:
+    """AdamW in learned subspaces (LSP-Offload, Algorithm 2).
+
+    Weights of linear layers never get a `.grad`. Of tables that are looked up in, and of weights that two modules
+    share, autograd makes the gradient, and `step` projects it.
+
+    Args:
+        model: parameters that require a gradient are trained; floating point.
+        config: of the projectors.
+        seed: of their random numbers.
+        beta1, beta2, eps, weight_decay: AdamW's.
+
+    Attributes:
+        bias_checks: the last one of every matrix, by parameter name.
+
+    Raises:
+        ModelError: no parameter is trained.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: ProjectorConfig, seed: int = 0, beta1: float = 0.9, beta2: float = 0.999,
+        eps: float = 1e-8, weight_decay: float = 0.0,
+    ) -> None:  # fmt: skip
+        self.config, self.count, self.bias_checks = config, 0, dict[str, BiasCheck]()
+        self.adam = {"beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ModelError("no parameter of the model requires a gradient", expected="at least one")
+        plane = Plane(recorder(next(iter(trained.values())).device))
+        self.entries: list[tuple[nn.Parameter, Matrix | None, Tensor, Tensor]] = []
+        matrices: dict[int, Matrix] = {}
+        for number, (name, p) in enumerate(trained.items()):
+            matrix = None
+            if is_projected(tuple(p.shape), config.subspace):
+                matrix = Matrix(name, (p.shape[0], p.shape[1]), number, config, seed, Group(plane, p.device))
+                matrix.gradient = torch.zeros(matrix.sizes, device=p.device)
+                matrices[id(p)] = matrix
+            sizes = tuple(p.shape) if matrix is None else matrix.sizes
+            m, v = (torch.zeros(sizes, device=p.device) for _ in range(2))
+            self.entries.append((p, matrix, m, v))
+        owners = [id(p) for module in model.modules() for p in module._parameters.values() if p is not None]
+        self.attached = [
+            module for module in model.modules()
+            if is_linear(module) and id(module.weight) in matrices and owners.count(id(module.weight)) == 1
+        ]  # fmt: skip
+        for module in self.attached:
+            attach(module, matrices[id(module.weight)])
+        self._watch()
+
+    @torch.no_grad()
+    def step(self, learning_rate: float) -> None:
+        """One step with the gradients of the backward passes since the last one, which are cleared."""
+        self.count += 1
+        for p, matrix, m, v in self.entries:
+            if p.grad is not None and matrix is not None:
+                matrix.collect_whole(p.grad)
+            gradient = p.grad if matrix is None else matrix.gradient
+            if gradient is None:
+                continue
+            if matrix is None:
+                adam = AdamStep(learning_rate, **self.adam, step=self.count)
+                master = p.data.float()
+                torch_step(master, gradient.float(), m, v, adam)
+                p.data.copy_(master)
+            else:
+                change = torch.zeros_like(m)
+                settings = {**self.adam, "weight_decay": 0.0}
+                torch_step(change, gradient, m, v, AdamStep(1.0, **settings, step=self.count))
+                decay = 1 - learning_rate * self.adam["weight_decay"]
+                matrix.effective(p.data, (change * learning_rate).to(p.dtype), decay, p.data)
+                gradient.zero_()
+            p.grad = None
+        self._watch()
+
+    def close(self) -> None:
+        """Give the model's modules their own forward passes back."""
+        for module in self.attached:
+            detach(module)
+            module.weight.requires_grad_(True)  # pyright: ignore[reportCallIssue]
+
+    def _watch(self) -> None:
+        """Before a step that is to check the bias, let every matrix do so at its first gradient."""
+        if self.count % self.config.check_every:
+            return
+        moments: dict[int, tuple[Tensor, Tensor]] = {}
+
+        @torch.no_grad()
+        def check(matrix: Matrix, gradient: Tensor) -> None:
+            found = self.bias_checks[matrix.name] = matrix.refresh(gradient)
+            if found.carry is not None:
+                m, v = moments[matrix.number]
+                for old, new in zip((m, v), carried(m, v, found), strict=True):
+                    old.copy_(new)
+
+        for _, matrix, m, v in self.entries:
+            if matrix is not None:
+                moments[matrix.number], matrix.watch = (m, v), check

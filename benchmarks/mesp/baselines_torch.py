@@ -1,0 +1,59 @@
+"""MeBP's gradients in torch: block by block, each block's own graph, its gradients applied and dropped. With mesp's own
+loss, weights, streaming and updates, for benchmarks and tests; `ondevice.methods.mesp.torch.reference` has one graph of
+all blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ondevice.methods.mesp.torch.model import Blocks
+from ondevice.methods.mesp.torch.reference import block_forward
+from ondevice.methods.mesp.torch.session import MespSession
+from ondevice.methods.mesp.torch.stages import Block, Linear
+
+if TYPE_CHECKING:
+    from ondevice.methods.mesp.torch.stages import OnGradient, Position
+
+
+def blockwise_session(loaded: Any, config: Any, seed: int, device: str | None = None) -> MespSession:
+    """A session of mesp whose blocks are differentiated by autograd, one at a time."""
+    session = MespSession(loaded, config, seed, device)
+    session.model.blocks = BlockwiseBlocks(session.model.blocks.stages, None)
+    return session
+
+
+class BlockwiseBlocks(Blocks):
+    """See `Blocks`."""
+
+    def forward(self, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
+        return block_forward(self.stages.dims, block, x, position, rows)
+
+    def backward(
+        self,
+        block: Block,
+        x: Tensor,
+        g: Tensor,
+        position: Position,
+        rows: int,
+        on_gradient: OnGradient,
+        last: bool = False,
+    ) -> Tensor:
+        linears, leaves = dict(block.linears), {}
+        for target, layer in block.linears.items():
+            if layer.a is not None and layer.b is not None:
+                a, b = (value.detach().requires_grad_(True) for value in (layer.a, layer.b))
+                leaves[target] = (a, b)
+                linears[target] = Linear(layer.matrix, layer.bias, a, b, layer.scale)
+        with torch.enable_grad():
+            entered = x.detach().requires_grad_(not last)
+            y = block_forward(self.stages.dims, Block(block.norms, linears), entered, position, rows)
+            wanted = [*([] if last else [entered]), *(leaf for pair in leaves.values() for leaf in pair)]
+            gradients = list(torch.autograd.grad(y, wanted, g))
+        gx = g if last else gradients.pop(0)
+        for target in leaves:
+            on_gradient(target, gradients.pop(0).float(), gradients.pop(0).float())
+        return gx

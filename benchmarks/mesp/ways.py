@@ -1,0 +1,185 @@
+"""One way to a gradient, in a process of its own: a model of random 4-bit weights, one step, what it needed.
+
+python -m benchmarks.mesp.ways '{"way": "manual", "layers": 24, "length": 256}'    one line of JSON
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.mesp import baselines_mlx as baselines
+from ondevice.methods.mesp.mlx.instructions import Rope, Settings
+from ondevice.methods.mesp.mlx.model import Model
+from ondevice.methods.mesp.mlx.weights import FINAL, TABLE, ResidentBlock, Weights, block_file
+from ondevice.models import ModelDims
+from ondevice.training.metrics import AnonymousPeak, anonymous_bytes
+
+RATE, MEZO_SCALE = 1e-4, 1e-3
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is measured; the shape is Qwen2.5-0.5B's.
+
+    Attributes:
+        way: manual, blockwise, checkpoint, autodiff, or mezo.
+        tiled_loss: the cross-entropy in tiles of the vocabulary; else all logits at once.
+        tiles: the MLP in tiles and the attention scores in chunks.
+        clear: give memory back after every evaluation.
+        limit: execute task by task, so that peaks repeat.
+        folder: of streamed weights; they are in memory without one.
+    """
+
+    way: str
+    layers: int = 24
+    length: int = 256
+    rank: int = 8
+    vocab: int = 151936
+    loss_tiles: int = 64
+    tiled_loss: bool = True
+    tiles: bool = True
+    store_h: bool = False
+    clear: bool = True
+    limit: bool = True
+    product: Any = "quantized"
+    steps: int = 1
+    folder: str = field(default="", compare=False)
+
+
+def dims(spec: Spec) -> ModelDims:
+    """Qwen2.5-0.5B."""
+    return ModelDims(
+        family="qwen2", layers=spec.layers, hidden=896, intermediate=4864, heads=14, kv_heads=2, head_dim=64,
+        vocab=spec.vocab, tied=True, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6, max_positions=32768,
+    )  # fmt: skip
+
+
+def packed(name: str, outputs: int, inputs: int) -> dict[str, Any]:
+    """A random matrix in 4 bits with float32 scales, of about the size that a trained one has."""
+    scale = 1 / (4 * inputs**0.5)
+    return {
+        f"{name}.weight": mx.random.randint(0, 2**31 - 1, (outputs, inputs // 8)).astype(mx.uint32),
+        f"{name}.scales": mx.random.uniform(0.5 * scale, scale, (outputs, inputs // 64)),
+        f"{name}.biases": mx.full((outputs, inputs // 64), -5.5 * scale),
+    }
+
+
+def arrays(sizes: ModelDims) -> Any:
+    """Name and arrays of each of the model's files."""
+    for layer in range(sizes.layers):
+        block = {f"{name}.weight": mx.ones((sizes.hidden,)) for name in ("input_norm", "mlp_norm")}
+        for target, (inputs, outputs) in sizes.linear_shapes.items():
+            block |= packed(target, outputs, inputs)
+            if sizes.linear_bias(target):
+                block[f"{target}.bias"] = mx.zeros((outputs,))
+        yield block_file(layer), block
+    yield TABLE, packed("embedding", sizes.vocab, sizes.hidden)
+    yield FINAL, {"final_norm.weight": mx.ones((sizes.hidden,))}
+
+
+def weights(spec: Spec) -> Weights:
+    """In memory, or streamed from files that are made when they are not there."""
+    sizes, given = dims(spec), {"tied": True, "bits": 4}
+    mx.random.seed(0)
+    if spec.folder:
+        folder = Path(spec.folder) / f"{spec.layers}-{spec.vocab}"
+        if not (folder / FINAL).is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, found in arrays(sizes):
+                mx.save_safetensors(str(folder / name), found)
+        return Weights.in_files(folder, sizes.layers, **given)
+    blocks = []
+    for _, found in arrays(sizes):
+        mx.eval(found)
+        blocks.append(ResidentBlock(found))
+    return Weights(blocks[:-2], *blocks[-2:], **given, streamed=False)
+
+
+def model(spec: Spec) -> Model:
+    """With an adapter that changes it, on all seven projections."""
+    sizes = dims(spec)
+    tiles: dict[str, Any] = {} if spec.tiles else {"mlp_tiles": 1, "query_chunk_tokens": spec.length}
+    settings = Settings(
+        sizes, tuple(sizes.linear_shapes), 2.0, Rope(sizes.rope_theta), bits=4, product=spec.product,
+        store_h=spec.store_h, **tiles,
+    )  # fmt: skip
+    made = Model(settings, weights(spec), loss_tiles=spec.loss_tiles, clear=spec.clear)
+    mx.random.seed(1)
+    for held in made.adapter:
+        for target, (inputs, outputs) in sizes.linear_shapes.items():
+            held[f"{target}.A"] = mx.random.normal((spec.rank, inputs)) / (3 * inputs) ** 0.5
+            held[f"{target}.B"] = 0.001 * mx.random.normal((outputs, spec.rank))
+    mx.eval(made.adapter)
+    return made
+
+
+def step(spec: Spec, made: Model, ids: np.ndarray, number: int) -> float:
+    """One step of SGD (the paper's) or of MeZO; the mean loss."""
+    labelled = ids.size - len(ids)
+    if spec.way == "mezo":
+        return baselines.mezo(made, ids, ids, 0, number, MEZO_SCALE, RATE)
+
+    def on_gradient(layer: int, target: str, a: Any, b: Any) -> None:
+        held = made.adapter[layer]
+        for side, gradient in (("A", a), ("B", b)):
+            held[f"{target}.{side}"] = held[f"{target}.{side}"] - RATE * gradient
+            mx.eval(held[f"{target}.{side}"])
+
+    if spec.way in ("checkpoint", "autodiff"):
+        options = {"checkpointed": spec.way == "checkpoint", "tiled": spec.tiled_loss}
+        return baselines.whole(made, ids, ids, labelled, on_gradient, **options) / labelled
+    ways = {"manual": Model.forward_backward, "blockwise": baselines.blockwise}
+    return ways[spec.way](made, ids, ids, labelled, on_gradient) / labelled
+
+
+def trim() -> None:
+    """Give what glibc keeps back to the system; nothing elsewhere."""
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        except (OSError, AttributeError):
+            pass
+
+
+def measure(spec: Spec) -> dict[str, Any]:
+    """Peaks of the first step, and seconds of each."""
+    if spec.limit:
+        mx.set_memory_limit(1)
+    idle = anonymous_bytes()
+    made = model(spec)
+    mx.clear_cache()
+    gc.collect()
+    trim()
+    ids = np.random.default_rng(0).integers(0, spec.vocab, (1, spec.length))
+    resident = mx.get_active_memory()
+    mx.reset_peak_memory()
+    seconds, losses = [], []
+    with AnonymousPeak() as anonymous:
+        for number in range(spec.steps):
+            start = time.perf_counter()
+            losses.append(step(spec, made, ids, number))
+            seconds.append(time.perf_counter() - start)
+    peak = mx.get_peak_memory()
+    return {
+        "peak_bytes": peak,
+        "resident_bytes": resident,
+        "step_bytes": peak - resident,
+        "rss_anon_bytes": anonymous.peak_bytes - idle,
+        "idle_bytes": idle,
+        "time_s": seconds,
+        "loss": losses[0],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(Spec(**json.loads(sys.argv[1])))), flush=True)

@@ -1,0 +1,126 @@
+"""An export for a CPU: this project's ops or a stock runtime, and XNNPACK's products."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.errors import VerificationError
+from ondevice.core.target import WeightBytes, WeightPlacement
+from ondevice.exporters.base import DEFAULT_STEPS, VerifyRequest, beyond, random_batches
+from ondevice.exporters.executorch.target import ExecutorchTarget, log
+
+if TYPE_CHECKING:
+    from ondevice.artifact.manifest import Manifest
+    from ondevice.core.config import ExportConfig
+    from ondevice.core.program import BuiltProgram, GraphProgram
+    from ondevice.exporters.base import ExportJob
+    from ondevice.exporters.executorch.lower import Lowered
+    from ondevice.exporters.executorch.session import ExecutorchSession
+    from ondevice.models import ModelDims
+
+TOLERANCE = {
+    "none": {"loss": 1e-5, "loss_free": 1e-4, "update": 1e-5, "gradient": 1e-4},
+    "q4": {"loss": 1e-4, "loss_free": 1e-3, "update": 1e-5},
+    "8da4w": {"loss": 5e-2, "loss_free": 1e-1, "update": 1e-5},
+}
+"""Largest errors against eager, relative but for the update's, by quantisation; see `core.program.Agreement`. Measured
+in float32: 6e-7 of a loss from the same state, 5.3e-7 free-running."""
+
+
+class AndroidCpu(ExecutorchTarget):
+    """ExecuTorch programs for phones' CPUs; they run on any CPU that ExecuTorch supports."""
+
+    def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
+        """Settings that only a CPU minds."""
+        problems = []
+        if job.export.quantize not in TOLERANCE:
+            problems.append(f"quantize {job.export.quantize} is for the NPU; expected {', '.join(TOLERANCE)}")
+        if job.export.quantize == "8da4w" and importlib.util.find_spec("torchao") is None:
+            problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
+        if job.export.uses_ops and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+            problems.append(
+                "this program needs the project's ops and no C++ compiler was found: install g++ or clang++"
+            )
+        widths = {"hidden": dims.hidden, "ff": dims.intermediate, "heads": dims.heads * dims.head_dim}
+        if job.export.quantize != "none" and any(width % 32 for width in widths.values()):
+            listed = ", ".join(f"{name} {width}" for name, width in widths.items())
+            problems.append(f"{job.export.quantize} needs dimensions that are multiples of 32: {listed}")
+        return problems
+
+    def lower(self, job: ExportJob, built: BuiltProgram) -> tuple[BuiltProgram, Lowered]:
+        """The program in XNNPACK's and the runtime's own kernels."""
+        from ondevice.exporters.executorch import lower as lowering
+        from ondevice.exporters.executorch.rewrite import rewritten
+
+        log.info("lowering %s: some minutes for 30 layers", ", ".join(module.name for module in built.modules))
+        if built.kernels == "portable":
+            return built, lowering.lower_portable(built.modules)
+        buffers = [tensor.name for tensor in built.state if tensor.kept == "program"]
+        with rewritten(built.loaded.model):
+            fused = job.export.quantize == "8da4w"
+            return built, lowering.lower(built.modules, buffers=buffers, quantized_fusion=fused)
+
+    def check_program(
+        self, session: ExecutorchSession, program: GraphProgram, built: BuiltProgram, job: ExportJob
+    ) -> tuple[dict[str, Any], list[str]]:
+        """N steps against eager; raises before anything is renamed into place."""
+        vocabulary, quantize = session.manifest.model.dims["vocab"], job.export.quantize
+        batches = random_batches(session, vocabulary, job.export.check_steps)
+        agreement = program.compare(session, built, batches, job.method.learning_rate)
+        if wrong := beyond(agreement, TOLERANCE[quantize]):
+            raise VerificationError(
+                "the program does not do what eager PyTorch does; nothing was written",
+                expected=", ".join(expected for expected, _ in wrong),
+                received=", ".join(received for _, received in wrong),
+            )
+        if quantize != "8da4w" or program.rounding is None:
+            return agreement.values, []
+        from ondevice.models import load_model
+
+        loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
+        plain = job.export.model_copy(update={"quantize": "none"})
+        values, warnings = program.rounding(
+            session,
+            program.build(loaded, job.method, plain, job.seed),
+            job.method,
+            lambda steps: random_batches(session, vocabulary, max(steps, job.export.check_steps)),
+        )
+        return agreement.values | values, warnings
+
+    def open(self, folder: Path, manifest: Manifest) -> ExecutorchSession:
+        """A session in the ExecuTorch runtime."""
+        from ondevice.exporters.executorch.session import ExecutorchSession
+
+        return ExecutorchSession(folder, manifest)
+
+    def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
+        """Steps of the program and of eager, and how far they are apart."""
+        request.refuse_directions(manifest.target)
+        program, built = self.rebuild(manifest, request)
+        session = self.open(folder, manifest)
+        batches = request.batches(session, built.loaded.tokenizer, request.steps or DEFAULT_STEPS)
+        agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
+        session.close()
+        delegated = "-xnnpack" if built.kernels == "delegated" else ""
+        ok = not beyond(agreement, TOLERANCE[manifest.quantize])
+        return {**agreement.values, "backend": f"{session.backend}{delegated}", "ok": ok}
+
+
+def placement(
+    dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, evaluates: bool
+) -> WeightPlacement:
+    """ExecuTorch maps the file. XNNPACK packs each linear it runs into anonymous memory, once for each loaded
+    method, and does not read the file's copy again; this project's q4 op reads the mapped file itself."""
+    if export.quantize == "q4":
+        return WeightPlacement(sum(weights), 0, 0, sum(weights))
+    loaded = len(export.lengths_tokens) * (2 if evaluates else 1)
+    packed = weights.linears + (weights.head if export.quantize == "8da4w" else 0)
+    tiles = 1 if export.loss == "plain" else loss_tiles
+    fused = export.loss == "op" or export.quantize == "8da4w"
+    # A tile of the head is sliced out of the mapped table, and packed.
+    arena = 0 if fused else 2 * -(-dims.vocab // tiles) * dims.hidden * 4
+    notes = (f"XNNPACK packs the linears once for each of {loaded} loaded methods",) if packed and loaded > 1 else ()
+    return WeightPlacement(sum(weights) - packed, packed * loaded, arena, sum(weights), notes)

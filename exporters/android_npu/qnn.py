@@ -1,0 +1,122 @@
+"""Qualcomm's QNN libraries from the `qnn` extra, found and loaded here: nobody sets a variable.
+
+The wheel `onnxruntime-qnn` carries the compiler for Hexagon and its simulator for x86 Linux. Only one version of
+it takes what ExecuTorch 1.4 asks for, so the version is checked. Nothing is ever downloaded: ExecuTorch's own
+package would fetch an SDK when it is imported, unless `QNN_SDK_ROOT` is there, so it is set before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import io
+import logging
+import os
+import platform
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from ondevice.core.errors import MissingPackageError
+from ondevice.exporters.executorch.quiet import without_native_output
+from ondevice.models.cache import cache_root
+
+PACKAGE, VERSION = "onnxruntime-qnn", "2.5.0"
+INSTALL = "pip install 'ondevice-train[qnn]'"
+LICENCE = (
+    "the extra holds Qualcomm's libraries under the Qualcomm AI Stack License (Qualcomm_LICENSE.pdf in the package): "
+    "object code, inside your own application only"
+)
+HOST = "x86_64-linux-clang"
+LIBRARIES = ("libQnnHtp.so", "libQnnSystem.so")
+BACKEND = "qnn-htp-simulator"
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def problem() -> str | None:
+    """Why QNN cannot be used here, in one sentence; None if it can."""
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return f"QNN's compiler and simulator need Linux on x86-64; this is {platform.system()} {platform.machine()}"
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        return f"the `qnn` extra is not installed: {INSTALL}   ({LICENCE})"
+    if found != VERSION:
+        return f"{PACKAGE} is {found} and only {VERSION} compiles these programs: {INSTALL}"
+    absent = [name for name in ("executorch", "cpuinfo") if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(absent)} not installed: {INSTALL}" if absent else None
+
+
+def package_folder() -> Path:
+    """The folder with QNN's libraries.
+
+    Raises:
+        MissingPackageError: the extra is not installed, is of another version, or cannot run on this machine.
+    """
+    if reason := problem():
+        raise MissingPackageError("the NPU's tools cannot be used: " + reason, hint=INSTALL)
+    spec = importlib.util.find_spec("onnxruntime_qnn")
+    assert spec is not None and spec.submodule_search_locations  # noqa: S101  `problem` looked
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def sdk_root() -> Path:
+    """A folder in the cache that has the shape of Qualcomm's SDK; a link in it points to the package."""
+    package = package_folder()
+    root = cache_root() / "qnn" / VERSION
+    link = root / "lib" / HOST
+    if not (link.is_symlink() and link.resolve() == package.resolve()):
+        link.parent.mkdir(parents=True, exist_ok=True)
+        beside = link.with_name(f"{HOST}.{os.getpid()}")
+        beside.unlink(missing_ok=True)
+        beside.symlink_to(package, target_is_directory=True)
+        beside.replace(link)
+    return root
+
+
+def load() -> None:
+    """Make the simulator usable in this process; does nothing the second time.
+
+    The libraries are loaded by path, and after PyTorch (before it they crash), so that the later look-up by name
+    finds them without `LD_LIBRARY_PATH`.
+
+    Raises:
+        MissingPackageError: as `package_folder`.
+    """
+    if _loaded:
+        return
+    folder = package_folder()
+    import torch  # noqa: F401
+
+    with quiet():
+        _loaded.extend(ctypes.CDLL(str(folder / name)) for name in LIBRARIES)
+
+
+def load_compiler() -> None:
+    """`load`, and ExecuTorch's lowering to QNN, whose import wants an SDK.
+
+    Raises:
+        MissingPackageError: as `package_folder`.
+    """
+    os.environ["QNN_SDK_ROOT"] = str(sdk_root())
+    load()
+    with quiet(), redirect_stdout(io.StringIO()):
+        import executorch.backends.qualcomm.utils.utils  # noqa: F401
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within the block, QNN's and ExecuTorch's chatter is dropped, and no log handler of theirs stays."""
+    root = logging.getLogger()
+    handlers, disabled = list(root.handlers), root.manager.disable
+    logging.disable(logging.CRITICAL)
+    with without_native_output(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            root.handlers[:] = handlers
+            logging.disable(disabled)

@@ -1,0 +1,145 @@
+"""An export for a Qualcomm NPU: one delegate of all blocks; embedding, noise, loss and update around it on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.errors import ConfigError, VerificationError
+from ondevice.core.target import WeightBytes, WeightPlacement
+from ondevice.exporters.android_npu import qnn
+from ondevice.exporters.base import VerifyRequest, beyond, random_batches
+from ondevice.exporters.executorch.target import ExecutorchTarget, log
+
+if TYPE_CHECKING:
+    from ondevice.artifact.manifest import Manifest
+    from ondevice.core.config import ExportConfig
+    from ondevice.core.program import Agreement, BuiltProgram, GraphProgram
+    from ondevice.exporters.android_npu.session import NpuSession
+    from ondevice.exporters.base import ExportJob
+    from ondevice.exporters.executorch.lower import Lowered
+    from ondevice.exporters.executorch.session import ExecutorchSession
+    from ondevice.models import ModelDims
+
+SMALLEST_WIDTH = 64
+"""Below it QNN 2.49 compiles programs that give wrong numbers at some batch sizes, and says nothing (seen at 32)."""
+TOLERANCE = {"none": {"loss": 1e-2, "update": 1e-5}, "w8": {"loss": 5e-2, "update": 1e-5}}
+"""Largest errors by quantisation: of a loss, relative, with float16 in the blocks and with 8-bit weights; of the
+update, absolute, given the program's own projected gradients: float32 on the CPU."""
+LEAST = {"sign_agreement": 0.85, "correlation": 0.9}
+"""What eight directions must reach: one of them may be so close to zero that its sign is chance."""
+ENOUGH = 8
+"""Directions below which signs and correlation are reported and not judged."""
+DEFAULT_DIRECTIONS = 8
+
+
+class AndroidNpu(ExecutorchTarget):
+    """ExecuTorch programs with a part for one chip's NPU; QNN's simulator runs it here."""
+
+    def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
+        """Settings that only the NPU minds."""
+        config, problems = job.export, []
+        if reason := qnn.problem():
+            problems.append(reason)
+        if unknown := [soc for soc in config.soc if soc not in self.spec.socs]:
+            problems.append(f"soc {', '.join(unknown)} is not known; expected {', '.join(self.spec.socs)} or all")
+        if len(config.lengths_tokens) != 1:
+            problems.append("the NPU's program has one length: every bucket would store the model again")
+        if config.form != "functional":
+            problems.append(f"form {config.form} does not go with the NPU: use functional")
+        if config.quantize not in TOLERANCE:
+            problems.append(f"quantize {config.quantize} is for the CPU; expected none or w8")
+        if config.next_token:
+            problems.append("next_token is for the CPU: the NPU's program has one method")
+        if config.uses_ops:
+            problems.append("the NPU's program runs on a stock runtime: leave generator and loss at auto")
+        narrow = [name for name, (inputs, _) in dims.linear_shapes.items() if inputs < SMALLEST_WIDTH]
+        if narrow:
+            problems.append(f"the NPU needs linear layers of {SMALLEST_WIDTH} inputs or more: {', '.join(narrow)}")
+        if not dims.gated:
+            problems.append(f"family {dims.family} has layer norms, which are not lowered to the NPU here")
+        return problems
+
+    def lower(self, job: ExportJob, built: BuiltProgram) -> tuple[BuiltProgram, Lowered]:
+        """The blocks compiled for the chip, and the rest in XNNPACK's and the runtime's own kernels."""
+        qnn.load_compiler()
+        with qnn.quiet():
+            from ondevice.exporters.android_npu.compile import compile_blocks
+            from ondevice.exporters.executorch import lower as lowering
+            from ondevice.exporters.executorch.rewrite import rewritten
+
+        (soc,) = job.export.soc
+        assert built.blocks is not None and built.finish is not None  # noqa: S101 - a program of this kind has them
+        log.info("compiling %d blocks for the NPU of %s: two minutes for 30 blocks", built.loaded.dims.layers, soc)
+        module, inputs = built.blocks
+        delegate, seconds = compile_blocks(module, built.loaded.model, inputs, soc, int8=job.export.quantize == "w8")
+        log.info("compiled in %.0f s; lowering the rest", seconds)
+        built = replace(built, modules=built.finish(delegate))
+        with rewritten(built.loaded.model), qnn.quiet():
+            lowered = lowering.lower(built.modules)
+        lowered.seconds += seconds
+        return built, lowered
+
+    def check_program(
+        self, session: ExecutorchSession, program: GraphProgram, built: BuiltProgram, job: ExportJob
+    ) -> tuple[dict[str, Any], list[str]]:
+        """One step in the simulator, where it takes minutes, against float32 eager, and the update it made."""
+        batches = random_batches(session, session.manifest.model.dims["vocab"], 1)
+        agreement = program.compare(session, built, batches, job.method.learning_rate)
+        if wrong := self._wrong(agreement, session.manifest.quantize):
+            raise VerificationError(
+                "the NPU's program does not follow eager PyTorch; nothing was written",
+                expected="; ".join(expected for expected, _ in wrong),
+                received="; ".join(received for _, received in wrong),
+            )
+        return {**agreement.values, "backend": session.backend}, []
+
+    def _wrong(self, agreement: Agreement, quantize: str) -> list[Any]:
+        judged = agreement.values["directions"] >= ENOUGH
+        return beyond(agreement, TOLERANCE[quantize], LEAST if judged else None)
+
+    def open(self, folder: Path, manifest: Manifest) -> NpuSession:
+        """A session in the ExecuTorch runtime with QNN's simulator."""
+        from ondevice.exporters.android_npu.session import NpuSession
+
+        return NpuSession(folder, manifest)
+
+    def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
+        """Projected gradients in the simulator and in float32 eager; with several scales, `scales` lists them all."""
+        if request.steps is not None:
+            raise ConfigError(
+                "an NPU's program is checked by directions",
+                expected="--directions N",
+                received=f"--steps {request.steps}",
+            )
+        program, built = self.rebuild(manifest, request)
+        session, found = self.open(folder, manifest), []
+        ports = manifest.program_spec.methods["train_step"].outputs
+        (queries,) = (port.shape[0] for port in ports if port.role == "projected_gradients")
+        steps = -(-(request.directions or DEFAULT_DIRECTIONS) // queries)
+        scales = request.perturbation_scales or (session.constants["perturbation_scale"],)
+        for scale in scales:
+            session.restart()
+            session.constants["perturbation_scale"] = scale
+            batches = request.batches(session, built.loaded.tokenizer, steps)
+            agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
+            wrong = self._wrong(agreement, manifest.quantize)
+            broken = [f"expected {expected}, received {received}" for expected, received in wrong]
+            found.append({**agreement.values, "broken": broken, "ok": not broken})
+        answer = {**found[0], "quantize": manifest.quantize, "soc": manifest.soc, "backend": session.backend}
+        session.close()
+        if len(found) > 1:
+            answer |= {"scales": found, "ok": all(one["ok"] for one in found)}
+        return answer
+
+
+def placement(
+    dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, evaluates: bool
+) -> WeightPlacement:
+    """The blocks' linears are unpacked from the file into the NPU's memory, in float16 or int8, once: there is one
+    method. Embedding and head stay in the mapped file, in float32."""
+    linears = weights.linears if export.quantize == "w8" else weights.linears // 2
+    rest = sum(weights) - weights.linears
+    notes = ("packed weights are the NPU's own copy; its scratch memory is not counted",)
+    return WeightPlacement(rest, linears, 0, rest + linears, notes)

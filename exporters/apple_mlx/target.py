@@ -1,0 +1,243 @@
+"""An export for MLX: stage functions, their order as data, weights a block a file, and the check through them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.artifact.adapter import save_adapter
+from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.manifest import MANIFEST_NAME, GeneratorInfo, Manifest, ProgramSpec, write_manifest
+from ondevice.core.errors import ConfigError, OndeviceError, VerificationError
+from ondevice.core.registry import method_config, open_session, spec_of
+from ondevice.exporters.base import (
+    DEFAULT_STEPS,
+    Exporter,
+    ExportJob,
+    ExportReport,
+    VerifyRequest,
+    check_free,
+    check_model,
+    describe,
+)
+
+if TYPE_CHECKING:
+    from ondevice.core.program import StagesProgram
+    from ondevice.core.session import ProgramSession
+
+log = logging.getLogger("ondevice.exporters")
+LOSS_TOLERANCE, ADAPTER_TOLERANCE = 1e-5, 1e-4
+"""Relative error of a loss, and largest error of a trained number in units of the learning rate's steps."""
+
+
+class AppleMlx(Exporter):
+    """Programs of stage functions, with weights as their inputs."""
+
+    def check(self, job: ExportJob) -> list[str]:
+        """See `Exporter.check`."""
+        from ondevice.models import open_model
+
+        problems = []
+        if importlib.util.find_spec("mlx") is None:
+            problems.append("mlx is not installed: pip install 'ondevice-train[mlx]'")
+        if self.spec.kind not in spec_of(job.method).programs:
+            return [*problems, self.no_program(job.method)]
+        if problems:
+            return problems  # nothing of a program can be asked
+        program: StagesProgram = self.program(job.method)
+        problems += program.problems(None, job.method)
+        if job.export.quantize != "none":
+            problems.append(f"quantize {job.export.quantize} is not MLX's: --set method.bits=4 packs the weights")
+        if job.export.form != "functional":
+            problems.append(f"form {job.export.form}: MLX programs are functional")
+        try:
+            files = open_model(job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True)
+            if not problems:
+                program.problems(files, job.method)
+        except OndeviceError as error:
+            return [*problems, str(error)]
+        if max(job.export.lengths_tokens) > files.dims.max_positions:
+            longest = max(job.export.lengths_tokens)
+            problems.append(f"lengths_tokens {longest} exceeds the model's {files.dims.max_positions} positions")
+        return problems
+
+    def export(self, job: ExportJob, out: Path) -> ExportReport:
+        """Record, export, write, check through the imported functions; see `Exporter.export`."""
+        problems = self.check(job)
+        if problems:
+            raise ConfigError("cannot export: " + "; ".join(problems))
+        out = Path(out)
+        check_free(out, job.overwrite)
+        from ondevice.models import open_model
+
+        log.info("loading %s", job.model.source)
+        files = open_model(job.model.source, revision=job.model.revision, dtype=job.model.dtype, packed=True)
+        session: Any = open_session(files, job.method, job.seed, backend="mlx")
+        began = time.monotonic()
+        with atomic_directory(out, marker=MANIFEST_NAME) as folder:
+            manifest, made = self._write(job, files, session, folder)
+            seconds = time.monotonic() - began
+            write_manifest(manifest, folder)
+            log.info("exported in %.0f s; checking the functions against Python", seconds)
+            program = self.open(folder, manifest)
+            rate = job.method.learning_rate
+            check = compare(program, session, files.dims.vocab, job.export.check_steps, rate)
+            program.close()
+            if not check["ok"]:
+                raise VerificationError(
+                    "the exported functions do not do what Python's stages do; nothing was written",
+                    received=json.dumps(check),
+                )
+            manifest = manifest.model_copy(update={"check": check})
+            write_manifest(manifest, folder)
+            size = sum(path.stat().st_size for path in (folder / made).iterdir())
+        peak = _step_bytes(job, files.dims)
+        return ExportReport(
+            path=out, target=self.spec.name, program_bytes=size, lowering_s=seconds, planned_bytes={"train_step": peak},
+            custom_ops=(), check=check, warnings=manifest.caveats, partition={"train_step": ()},
+        )  # fmt: skip
+
+    def _write(self, job: ExportJob, files: Any, session: Any, folder: Path) -> tuple[Manifest, str]:
+        """Everything but `manifest.json`; gives the folder of the functions for this machine's device, too."""
+        from ondevice.exporters.apple_mlx import retarget
+        from ondevice.exporters.apple_mlx.functions import FUNCTIONS, device
+        from ondevice.models import save_tokenizer
+
+        caveats, made = (), FUNCTIONS[device()]
+        methods = self.program(job.method).write(session, files, job.method, job.export, folder, folder / made)
+        if made == FUNCTIONS["cpu"]:
+            (folder / FUNCTIONS["gpu"]).mkdir()
+            for path in (folder / made).iterdir():
+                (folder / FUNCTIONS["gpu"] / path.name).write_bytes(retarget.retarget(path.read_bytes()))
+            caveats = (retarget.CAVEAT,)
+        save_adapter(adapter := session.adapter(), folder / "adapter")
+        save_tokenizer(files, folder / "tokenizer")
+        bits = session.model.settings.bits
+        manifest = describe(
+            self.spec,
+            job,
+            files,
+            "mlx",
+            program="program.json",
+            program_spec=ProgramSpec(
+                shape="stages",
+                methods=methods,
+                adapter_size=sum(value.size for value in adapter.tensors.values()),
+                rank=adapter.rank,
+                alpha=adapter.alpha,
+            ),
+            quantize=f"q{bits}" if bits else "none",
+            loss="tiled",
+            eval_batch_size=job.export.batch_size,
+            generator=GeneratorInfo(distribution="none", lowering="none", seed=job.seed),
+            caveats=caveats,
+        )
+        (folder / "README.md").write_text(readme(manifest, made), encoding="utf-8")
+        return manifest, made
+
+    def open(self, folder: Path, manifest: Manifest, streamed: bool | None = None) -> ProgramSession:
+        """A session on MLX's default device.
+
+        Args:
+            streamed: read the weights block by block; None: as the method's settings say.
+        """
+        from ondevice.exporters.apple_mlx.functions import ImportedFunctions
+
+        listed = json.loads((Path(folder) / manifest.program).read_text(encoding="utf-8"))["functions"]
+        program: StagesProgram = self.program(method_config(manifest.method["name"], manifest.method))
+        return program.open(Path(folder), manifest, ImportedFunctions(Path(folder), listed), streamed)
+
+    def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
+        """The artifact's functions against Python's own stages over the model's own files."""
+        from ondevice.models import open_model
+
+        request.refuse_directions(manifest.target)
+        source, session = request.model or manifest.model.source, self.open(folder, manifest)
+        config = method_config(manifest.method["name"], manifest.method)
+        dtype = json.loads((folder / manifest.program).read_text(encoding="utf-8"))["dtype"]
+        files = open_model(source, revision=manifest.model.revision, dtype=dtype, packed=True)
+        check_model(files, source, manifest)
+        reference, steps = open_session(files, config, session.seed, backend="mlx"), request.steps or DEFAULT_STEPS
+        batches = None if request.rows is None else request.rows(session, files.tokenizer, steps)
+        result = compare(session, reference, files.dims.vocab, steps, config.learning_rate, batches)
+        session.close()
+        return {**result, "backend": session.backend}
+
+
+def random_batch(session: Any, vocab: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """A batch of the program's shape, buckets in turn; prompts are not trained on, rows end early."""
+    random = np.random.default_rng([session.seed, step])
+    length = session.lengths_tokens[step % len(session.lengths_tokens)]
+    ids = random.integers(0, vocab, (session.batch_size, length))
+    labels = ids.copy()
+    labels[:, : length // 4] = -100
+    for row in range(1, session.batch_size):
+        labels[row, length - row % (length // 2) :] = -100
+    return ids, labels
+
+
+def compare(session: Any, reference: Any, vocab: int, steps: int, rate: float, batches: Any = None) -> dict[str, Any]:
+    """Run the same steps on both sides.
+
+    Returns:
+        `steps`, `max_rel_loss_error`, `max_rel_loss_error_replayed` (the same: nothing is replayed),
+        `max_abs_adapter_error`, `evaluation_error`, and `ok`.
+    """
+    errors, given = [], batches or (random_batch(session, vocab, step) for step in range(steps))
+    batch = None
+    for step, batch in enumerate(given):
+        ours, theirs = session.step(*batch, step, rate).loss, reference.step(*batch, step, rate).loss
+        errors.append(abs(ours - theirs) / abs(theirs))
+    assert batch is not None  # noqa: S101 - at least one step
+    (ours, count), (theirs, same) = session.evaluate(*batch), reference.evaluate(*batch)
+    evaluation = float(np.abs(ours - theirs).max() / np.abs(theirs).max()) if np.array_equal(count, same) else np.inf
+    pairs = session.adapter().tensors, reference.adapter().tensors
+    adapter = max(float(np.abs(value - pairs[1][name]).max()) for name, value in pairs[0].items())
+    loss = max(errors)
+    return {
+        "steps": len(errors),
+        "max_rel_loss_error": loss,
+        "max_rel_loss_error_replayed": loss,
+        "max_abs_adapter_error": adapter,
+        "evaluation_error": evaluation,
+        "ok": bool(max(loss, evaluation) <= LOSS_TOLERANCE and adapter <= ADAPTER_TOLERANCE),
+    }
+
+
+def _step_bytes(job: ExportJob, dims: Any) -> int:
+    """What a step of the longest bucket needs beside weights and adapter."""
+    step = spec_of(job.method).memory_model.step
+    parts = step(dims, job.method, job.export.batch_size, max(job.export.lengths_tokens), 4)
+    return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
+
+
+def readme(manifest: Manifest, made: str) -> str:
+    """The artifact's README; `made` is the folder of the functions that MLX exported."""
+    places = {
+        "functions": "the CPU, shared by all layers, weights are inputs; `functions-gpu/`: for Metal.",
+        "functions-gpu": "Metal, shared by all layers, weights are inputs; for the CPU there is none.",
+    }[made]
+    lengths = ", ".join(map(str, manifest.lengths_tokens))
+    caveats = "".join(f"\n**{caveat}.**\n" for caveat in manifest.caveats)
+    return f"""# {manifest.model.source}, trained by {manifest.method["name"]} in MLX
+
+Exact LoRA gradients of batches of {manifest.batch_size} rows, padded on the right to {lengths} tokens.
+Runtime: {manifest.runtime}.
+{caveats}
+    ondevice run DIR --data rows.jsonl --out runs/mine     trains here
+    ondevice verify DIR                                    holds the functions against Python
+    exporters/apple_mlx/host                                     a C++ program that trains without Python
+    exporters/apple_mlx/swift                                    a Swift package for apps
+
+- `program.json`: functions, and the order in which they are called for a block, forward and backward, with what may be
+  freed after each call.
+- `{made}/`: one `.mlxfn` a stage for {places}
+- `weights/`: one file a block, so that weights can be read a block at a time; `table.safetensors` is the embedding.
+- `adapter/`: A and B as training starts, in PEFT's layout. `manifest.json`: what functions take and give, hashes.
+"""

@@ -1,0 +1,120 @@
+"""A session of an artifact for CUDA: its packed weights and its method in PyTorch, on a GPU or on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.errors import ArtifactError, MissingPackageError
+from ondevice.core.session import ProgramSession
+
+try:
+    import torch
+except ImportError:
+    raise MissingPackageError("torch is not installed", hint="pip install 'ondevice-train[cuda]'") from None
+
+from ondevice.core.registry import method_config, open_session, spec_of
+from ondevice.models.packed import load_packed
+from ondevice.models.source import SourceInfo
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.artifact.manifest import Manifest
+    from ondevice.core.session import StepResult
+
+FORMAT = 1
+
+
+class TorchProgramSession(ProgramSession):
+    """Runs an artifact; batches are int64 [batch_size, one of lengths_tokens], evaluations any number of rows.
+
+    Args:
+        folder: the artifact.
+        manifest: its checked manifest.
+        device: where to compute; None is CUDA where there is a device, else the CPU.
+
+    Raises:
+        ArtifactError: the program is of another version, or its weights are not whole.
+        MissingPackageError: bitsandbytes is needed and not installed.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, device: str | None = None) -> None:
+        from transformers import AutoTokenizer
+
+        folder = Path(folder)
+        program = json.loads((folder / manifest.program).read_text(encoding="utf-8"))
+        if program.get("format") != FORMAT:
+            raise ArtifactError(
+                f"{folder / manifest.program} is of another version", expected=FORMAT, received=program.get("format"),
+                hint="export the model again",
+            )  # fmt: skip
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.manifest, self.dtype, self.seed = manifest, program["dtype"], manifest.generator.seed
+        self.config = method_config(manifest.method["name"], manifest.method)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder / "tokenizer"), local_files_only=True)
+        info = SourceInfo(
+            manifest.model.source, folder / "model", manifest.model.revision, known_sha256=manifest.model.sha256
+        )
+        self.loaded = load_packed(folder / "model", self.device, tokenizer, info)
+        self.session = self._open()
+        self.backend, self.generator_backend = self.session.backend, self.session.generator_backend
+        self.batch_size, self.eval_batch_size = manifest.batch_size, manifest.eval_batch_size
+        self.lengths_tokens = tuple(sorted(manifest.lengths_tokens))
+
+    def _open(self) -> Any:
+        """The method's session; on a GPU the one for fixed shapes, where it has one."""
+        program = spec_of(self.config).program("torch")
+        if self.device.type == "cuda" and program is not None and program.open_fixed is not None:
+            return program.open_fixed(self.loaded, self.config, self.seed)
+        return open_session(self.loaded, self.config, self.seed, str(self.device))
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """One optimizer step; see `Session.step`."""
+        self._bucket(ids)
+        if ids.shape[0] != self.batch_size:
+            raise ArtifactError(
+                f"the program's train_step takes {self.batch_size} rows",
+                expected=self.batch_size,
+                received=ids.shape[0],
+            )
+        return self.session.step(ids, labels, step, learning_rate)
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        self._bucket(ids)
+        return self.session.evaluate(ids, labels)
+
+    def _bucket(self, ids: np.ndarray) -> None:
+        if ids.shape[1] not in self.lengths_tokens:
+            raise ArtifactError(
+                f"the program has no step for {ids.shape[1]} tokens",
+                expected=f"a length among {self.lengths_tokens}",
+                received=ids.shape[1],
+            )
+
+    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+        """The update alone; see `Session.apply_update`."""
+        self.session.apply_update(projected_gradients, step, learning_rate)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """What a resume needs; the same as the method's in memory."""
+        return self.session.state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` gave."""
+        self.session.load_state(state)
+
+    def adapter(self) -> Adapter:
+        """The trained adapter in PEFT's layout."""
+        return self.session.adapter()
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Start from `adapter`."""
+        self.session.load_adapter(adapter)
+
+    def close(self) -> None:
+        """Release the method."""
+        self.session.close()

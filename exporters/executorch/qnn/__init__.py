@@ -1,1 +1,0 @@
-"""The NPU's part of a program: the blocks as one delegate, and the step around it."""

@@ -1,0 +1,66 @@
+"""An artifact's README: what the program takes and gives, and how to run it."""
+
+from __future__ import annotations
+
+from ondevice.artifact.manifest import Manifest, TensorPort
+
+
+def readme(manifest: Manifest) -> str:
+    """Text for a person who has only the folder."""
+    step = manifest.program_spec.methods["train_step"]
+    ops = ", ".join(manifest.custom_ops) or "none: a stock runtime runs it"
+    return f"""# A training program for {manifest.model.source}
+
+`program.pte` holds whole {manifest.method["name"]} steps for {manifest.runtime}.
+Made by `ondevice export --target {manifest.target}`.
+
+- Train here: `ondevice run DIR --data train.jsonl --steps 100`
+- Check here: `ondevice verify DIR`
+- On a phone: `ondevice push DIR` puts it into the app. In an app of your own, load `program.pte` with the ExecuTorch
+  runtime and call `train_step` in a loop.
+
+`train_step` takes {_listed(step.inputs)} and gives {_listed(step.outputs)}. {_state(manifest)};
+{_counts(manifest)}. Labels are token ids, -100 where nothing is trained.
+{_copies(manifest)}
+Kernels of this project that the runtime must link: {ops}.
+`manifest.json` lists every method, tensor, kernel and checksum.
+"""
+
+
+def _listed(ports: tuple[TensorPort, ...]) -> str:
+    return ", ".join(f"`{port.name}` {port.dtype} {list(port.shape)}" for port in ports)
+
+
+def _state(manifest: Manifest) -> str:
+    """How the state is kept."""
+    state = manifest.program_spec.state
+    if any(tensor.kept == "program" for tensor in state):
+        return (
+            "The program keeps the adapter; `get_adapter` and `set_adapter` take it out and put it in.\n"
+            "Load every method before `set_adapter`: loading one writes zeros into the state"
+        )
+    names = " and ".join(f"`{tensor.name}`" for tensor in state)
+    starts = [f"`{tensor.name}` starts as the tensor in `{tensor.first}`" for tensor in state if tensor.first]
+    starts += [f"`{tensor.name}` starts as zeros" for tensor in state if not tensor.first]
+    return f"Feed {names} back in as they come out;\n{', '.join(starts)}"
+
+
+def _counts(manifest: Manifest) -> str:
+    counts = " and ".join(f"`{counter.name}`" for counter in manifest.program_spec.counters)
+    inputs = {port.role for port in manifest.program_spec.methods["train_step"].inputs}
+    return f"count {counts} up from 0" + ("; keep `seed` as it is" if "seed" in inputs else "")
+
+
+def _copies(manifest: Manifest) -> str:
+    """How a program that trains and evaluates with one method is called."""
+    program = manifest.program_spec
+    if program.evaluates_with != "train_step":
+        return ""
+    train = ", ".join(f"`{constant.name}` {constant.train:g}" for constant in program.constants)
+    evaluate = ", ".join(f"`{constant.name}` {constant.evaluate:g}" for constant in program.constants)
+    where = f"The blocks run on the NPU of {manifest.soc}, everything else on the CPU. " if manifest.soc else ""
+    return f"""
+{where}Training: repeat the batch of {manifest.batch_size} for each of the {program.batch_copies} copies, copy
+after copy, and pass {train}. Evaluation: other rows for every copy and {evaluate}; then `nll_sum` and `tokens` are
+those of the adapter itself; the rest means nothing.
+"""

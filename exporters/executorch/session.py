@@ -1,0 +1,365 @@
+"""A session that trains with the ExecuTorch runtime: the program does everything, this file only hands it tensors.
+
+It knows no training method. The manifest's `program_spec` says what goes in and comes out by role, what is kept from
+step to step, and where the trained matrices lie in the flat adapter vector.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.files import read_tensors
+from ondevice.artifact.manifest import Manifest
+from ondevice.core.errors import ArtifactError, CheckpointError, MissingPackageError
+from ondevice.core.registry import method_config
+from ondevice.core.session import ProgramSession, StepResult
+from ondevice.exporters.executorch.quiet import without_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ondevice.artifact.manifest import AdapterEntry, StateTensor
+
+CHATTER = "[cpuinfo_utils.cpp"
+"""What ExecuTorch says of a processor that it does not know."""
+KINDS = ("train_step", "evaluate", "next_token")
+"""Methods that run the model."""
+A_ERROR = 1e-6
+"""What the frozen A may differ by: another machine's logarithm and sine have other last bits."""
+
+
+def load_runtime() -> Any:
+    """The ExecuTorch runtime of this process.
+
+    Raises:
+        MissingPackageError: when the `executorch` extra is not installed.
+    """
+    os.environ.setdefault("ET_LOG_LEVEL", "error")
+    try:
+        with without_lines(CHATTER):
+            from executorch.runtime import Runtime
+    except ImportError:
+        raise MissingPackageError(
+            "the ExecuTorch runtime is not installed", hint="pip install 'ondevice-train[executorch]'"
+        ) from None
+    return Runtime.get()
+
+
+class ExecutorchSession(ProgramSession):
+    """Runs an artifact's program; batches are int64 [batch_size, one of lengths_tokens].
+
+    Args:
+        folder: the artifact.
+        manifest: its checked manifest.
+
+    Raises:
+        ArtifactError: the runtime cannot load the program, or a file of the state does not fit the manifest.
+    """
+
+    backend = "executorch"
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest, self.spec = Path(folder), manifest, manifest.program_spec
+        self.batch_size = manifest.batch_size
+        self.eval_batch_size = manifest.eval_batch_size
+        self.lengths_tokens = tuple(sorted(manifest.lengths_tokens))
+        lowering = manifest.generator.lowering
+        self.generator_backend = "none" if lowering == "none" else f"executorch-{lowering}"
+        self.constants = {constant.name: constant.train for constant in self.spec.constants}
+        runtime = load_runtime()
+        if manifest.custom_ops:
+            from ondevice.runtime_ops.build import load_executorch_ops
+
+            load_executorch_ops()
+        ops = {op for method in self.spec.methods.values() for op in method.ops}
+        if any(op.startswith("quantized_decomposed::") for op in ops):
+            import executorch.kernels.quantized  # noqa: F401  registers ExecuTorch's own quantised kernels
+        _check_kernels(runtime, ops)
+        try:
+            self.program = runtime.load_program(str(self.folder / manifest.program))
+        except RuntimeError as error:
+            raise ArtifactError(f"{folder}: the runtime cannot load {manifest.program}", received=str(error)) from None
+        self._methods: dict[str, Any] = {}
+        self.buffers = tuple(tensor.name for tensor in self.spec.state if tensor.kept == "program")
+        for name in self.buffers:
+            for access in (f"get_{name}", f"set_{name}"):
+                self._methods[access] = self._loaded(access)
+        self.restart()
+
+    @cached_property
+    def config(self) -> Any:
+        """The method's settings, where a method of that name is installed."""
+        return method_config(self.manifest.method["name"], self.manifest.method)
+
+    def restart(self) -> None:
+        """Go back to the state that a run starts from."""
+        self.seed = self.manifest.generator.seed
+        self.counts = {counter.name: 0 for counter in self.spec.counters if counter.counts == "updates"}
+        self._state = {tensor.name: self._first(tensor) for tensor in self.spec.state}
+        for name in self.buffers:
+            self._run(f"set_{name}", self._state[name])
+
+    def _first(self, tensor: StateTensor) -> np.ndarray:
+        if tensor.first is None:
+            return np.zeros(tensor.shape, dtype=tensor.dtype)
+        value = read_tensors(self.folder / tensor.first).get(tensor.name)
+        if value is None or value.shape != tensor.shape or str(value.dtype) != tensor.dtype:
+            raise ArtifactError(
+                f"{self.folder / tensor.first} does not fit the manifest",
+                expected=f"{tensor.name} {tensor.dtype} {list(tensor.shape)}",
+                received=None if value is None else f"{value.dtype} {list(value.shape)}",
+                hint="export the model again",
+            )
+        return value
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """One whole training step inside the program; see `Session.step`."""
+        name = self._bucket("train_step", self.batch_size, ids)
+        copies = (self.spec.batch_copies, 1)
+        given = {"ids": np.tile(ids, copies), "labels": np.tile(labels, copies)}
+        found = self._call(name, {**given, **self._scalars(step, learning_rate)}, keep=True)
+        for counter in self.counts:
+            self.counts[counter] += 1
+        losses, gradients = found["losses"], found.get("projected_gradients", np.empty(0))
+        return StepResult(float(losses.mean()), tuple(losses.tolist()), tuple(gradients.tolist()))
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        name = self._bucket(self.spec.evaluates_with, self.eval_batch_size, ids)
+        constants = {constant.name: constant.evaluate for constant in self.spec.constants}
+        found = self._call(name, {"ids": ids, "labels": labels, **self._scalars(0, 0.0, constants)})
+        return found["nll_sum"], found["tokens"].astype(np.int64)
+
+    def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
+        """Logits float32 [vocab] of the token behind the first `length_tokens` of `ids`, int64 [1, longest bucket].
+
+        Raises:
+            ArtifactError: the program was exported without `next_token`.
+        """
+        if "next_token" not in self.spec.methods:
+            raise ArtifactError("the program cannot write", hint="export it again with --set export.next_token=true")
+        given = {"ids": ids, "length": np.array([length_tokens])}
+        return self._call("next_token", given)["logits"]
+
+    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+        """The program's own update from logged projected gradients."""
+        if "apply_update" not in self.spec.methods:
+            return super().apply_update(projected_gradients, step, learning_rate)
+        gradients = np.array(projected_gradients, dtype=np.float32)
+        given = {"projected_gradients": gradients, **self._scalars(step, learning_rate)}
+        self._call("apply_update", given, keep=True)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Every state tensor, the seed, and how often the optimizer has updated."""
+        counts = {name: np.array([count], dtype=np.int64) for name, count in self.counts.items()}
+        tensors = {tensor.name: self._tensor(tensor.name).copy() for tensor in self.spec.state}
+        return {**tensors, "seed": np.array([self.seed], dtype=np.int64), **counts}
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Take back what `state` gave."""
+        for tensor in self.spec.state:
+            value = state.get(tensor.name)
+            if value is None or value.shape != tensor.shape or str(value.dtype) != tensor.dtype:
+                raise CheckpointError(
+                    f"the checkpoint is not of this program: {tensor.name}",
+                    expected=f"{tensor.dtype} {list(tensor.shape)}",
+                    received=None if value is None else f"{value.dtype} {list(value.shape)}",
+                )
+        for name in ("seed", *self.counts):
+            if name not in state:
+                raise CheckpointError(f"the checkpoint lacks {name}", hint="resume from an older checkpoint")
+        for tensor in self.spec.state:
+            self._set(tensor.name, state[tensor.name])
+        self.seed = int(state["seed"][0])
+        self.counts = {name: int(state[name][0]) for name in self.counts}
+
+    def flat(self) -> np.ndarray:
+        """The adapter vector, float32 [adapter_size]."""
+        return self._tensor(self._adapter_name)
+
+    @property
+    def _adapter_name(self) -> str:
+        if self.spec.adapter is None:
+            raise ArtifactError("the program trains no adapter", received=self.manifest.target)
+        return self.spec.adapter.name
+
+    def _tensor(self, name: str) -> np.ndarray:
+        return self._run(f"get_{name}")[0] if name in self.buffers else self._state[name]
+
+    def _set(self, name: str, value: np.ndarray) -> None:
+        self._state[name] = np.ascontiguousarray(value)
+        if name in self.buffers:
+            self._run(f"set_{name}", self._state[name])
+
+    def adapter(self) -> Adapter:
+        """The trained adapter in PEFT's layout."""
+        flat, tensors = self.flat(), {}
+        for entry in self.spec.layout:
+            a, b = f"{entry.linear}.lora_A.weight", f"{entry.linear}.lora_B.weight"
+            tensors[a] = self._frozen[a] if entry.a_offset is None else _a_of(entry, flat).copy()
+            tensors[b] = np.ascontiguousarray(_b_of(entry, flat).T)
+        targets = tuple(sorted({entry.target for entry in self.spec.layout}))
+        return Adapter(tensors, self.spec.rank, self.spec.alpha, targets, self.manifest.model.source)
+
+    @cached_property
+    def _frozen(self) -> dict[str, np.ndarray]:
+        """The A matrices that are not trained, by name."""
+        return {} if self.spec.frozen is None else read_tensors(self.folder / self.spec.frozen)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Start from an adapter of the same rank, alpha, linear layers and, where it is not trained, A.
+
+        Raises:
+            ArtifactError: it does not fit.
+        """
+        for field, wanted, found in (("rank", self.spec.rank, adapter.rank), ("alpha", self.spec.alpha, adapter.alpha)):
+            if wanted != found:
+                raise ArtifactError(
+                    f"the adapter has another {field}",
+                    expected=f"{field} {wanted:g}",
+                    received=f"{field} {found:g}",
+                    hint=f"`method.{field}` must be the one that the adapter was trained with",
+                )
+        if unknown := sorted(set(adapter.linears) - {entry.linear for entry in self.spec.layout}):
+            raise ArtifactError(
+                f"the adapter changes layers that this run does not: {', '.join(unknown[:4])}",
+                expected=f"{len(self.spec.layout)} linear layers",
+                received=f"{len(adapter.linears)} linear layers",
+                hint="export the model again with the layers that the adapter was trained with",
+            )
+        flat = np.zeros(self.spec.adapter_size, dtype=np.float32)
+        for entry in self.spec.layout:
+            names = f"{entry.linear}.lora_A.weight", f"{entry.linear}.lora_B.weight"
+            a, b = (adapter.tensors.get(name) for name in names)
+            if a is None or b is None or a.shape[1:] != (entry.inputs,) or b.shape[:1] != (entry.outputs,):
+                raise ArtifactError(
+                    f"the adapter does not fit: {entry.linear}",
+                    expected=f"lora_A [{entry.rank}, {entry.inputs}] and lora_B [{entry.outputs}, {entry.rank}]",
+                    received=None if a is None or b is None else f"lora_A {list(a.shape)}, lora_B {list(b.shape)}",
+                )
+            if entry.a_offset is not None:
+                _a_of(entry, flat)[:] = a
+            elif not np.allclose(a, self._frozen[names[0]], rtol=0, atol=A_ERROR):
+                raise ArtifactError(
+                    f"the adapter's frozen A differs from this run's: {entry.linear}",
+                    expected=f"the A that seed {self.manifest.generator.seed} draws",
+                    hint="use an adapter that this run, artifact or seed made",
+                )
+            _b_of(entry, flat)[:] = b.T
+        self._set(self._adapter_name, flat)
+
+    def close(self) -> None:
+        """Release the program's methods."""
+        self._methods.clear()
+
+    def _bucket(self, name: str, rows: int, ids: np.ndarray) -> str:
+        """The method for rows of this length."""
+        length_tokens = ids.shape[1]
+        if length_tokens not in self.lengths_tokens:
+            raise ArtifactError(
+                f"the program has no method for {length_tokens} tokens",
+                expected=f"a length among {self.lengths_tokens}",
+                received=length_tokens,
+            )
+        if ids.shape[0] != rows:
+            raise ArtifactError(f"the program's {name} takes {rows} rows", expected=rows, received=ids.shape[0])
+        return name if length_tokens == self.lengths_tokens[-1] else f"{name}_{length_tokens}"
+
+    def _scalars(
+        self, step: int, learning_rate: float, constants: dict[str, float] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Seed, learning rate, counters and constants; see `_call`."""
+        given = {"seed": np.array([self.seed]), "learning_rate": np.array([learning_rate], dtype=np.float32)}
+        for counter in self.spec.counters:
+            given[f"counter {counter.name}"] = np.array([self.counts.get(counter.name, step)])
+        for name, value in (self.constants if constants is None else constants).items():
+            given[f"constant {name}"] = np.array([value], dtype=np.float32)
+        return given
+
+    def _call(self, name: str, given: dict[str, np.ndarray], keep: bool = False) -> dict[str, np.ndarray]:
+        """Run a method with inputs by role; gives its outputs by role.
+
+        Args:
+            given: by role; counters and constants by role and name, as there may be several.
+            keep: take over the state that comes out.
+        """
+        method, inputs = self.spec.methods[name], []
+        for port in method.inputs:
+            if port.role == "state":
+                inputs.append(self._state[port.name])
+            else:
+                several = port.role in ("counter", "constant")
+                inputs.append(given[f"{port.role} {port.name}" if several else str(port.role)])
+        found: dict[str, np.ndarray] = {}
+        for port, value in zip(method.outputs, self._run(name, *inputs), strict=True):
+            if port.role != "state":
+                found[str(port.role)] = value
+            elif keep:
+                self._state[port.name] = value
+        return found
+
+    def _run(self, name: str, *inputs: np.ndarray) -> list[np.ndarray]:
+        import torch
+
+        first = name not in self._methods
+        if first:
+            self._unload_other_kind(name)
+            self._load(name)
+        tensors = [torch.from_numpy(value) for value in inputs]
+        if first:  # the runtime looks at the processor when it first computes
+            with without_lines(CHATTER):
+                outputs: Sequence[Any] = self._methods[name].execute(tensors)
+        else:
+            outputs = self._methods[name].execute(tensors)
+        return [value.numpy() for value in outputs]
+
+    def _unload_other_kind(self, name: str) -> None:
+        """Drop `evaluate` before `train_step`, the other way round, and so for `next_token`.
+
+        XNNPACK packs a copy of its weights for every loaded method (425 MB for SmolLM2-135M in float32), and
+        loading one again takes less than a second. Methods that share a buffer stay.
+        """
+        kind = next((kind for kind in KINDS if name.startswith(kind)), None)
+        if self.buffers or kind is None:
+            return
+        for loaded in [key for key in self._methods if key.startswith(KINDS) and not key.startswith(kind)]:
+            del self._methods[loaded]
+
+    def _loaded(self, name: str) -> Any:
+        with without_lines(CHATTER):  # XNNPACK looks at the processor when the first method is loaded
+            return self.program.load_method(name)
+
+    def _load(self, name: str) -> None:
+        """Load a method when it is first needed; loading writes the initial state into the shared buffers again."""
+        kept = {buffer: self._tensor(buffer).copy() for buffer in self.buffers}
+        self._methods[name] = self._loaded(name)
+        for buffer, value in kept.items():
+            self._set(buffer, value)
+
+
+def _check_kernels(runtime: Any, needed: set[str]) -> None:
+    """Name missing kernels before the runtime says only 0x14."""
+    known = {name.removesuffix(".") for name in runtime.operator_registry.operator_names}
+    if missing := sorted(needed - known):
+        raise ArtifactError(
+            "the runtime lacks kernels that the program needs",
+            expected=", ".join(missing),
+            hint="install the version of executorch in the manifest, and build the ops of runtime_ops/",
+        )
+
+
+def _a_of(entry: AdapterEntry, flat: np.ndarray) -> np.ndarray:
+    """View of an entry's A in the flat vector, [rank, inputs]."""
+    start = entry.a_offset or 0
+    return flat[start : start + entry.rank * entry.inputs].reshape(entry.rank, entry.inputs)
+
+
+def _b_of(entry: AdapterEntry, flat: np.ndarray) -> np.ndarray:
+    """View of an entry's B in the flat vector, transposed: [rank, outputs]."""
+    return flat[entry.offset : entry.offset + entry.rank * entry.outputs].reshape(entry.rank, entry.outputs)

@@ -1,1 +1,0 @@
-"""Targets that run MLX programs."""

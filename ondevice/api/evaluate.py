@@ -1,0 +1,159 @@
+"""Evaluate a model or an artifact, and rebuild a run's adapter from its log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.api.open import open_artifact
+from ondevice.artifact.adapter import load_adapter
+from ondevice.core.errors import ArtifactError, ConfigError, DataError
+from ondevice.core.registry import network_method, open_session
+from ondevice.core.session import Evaluator
+from ondevice.data import pad_id_of, read_dataset
+from ondevice.models.load import artifact_tokenizer
+from ondevice.planning.devices import resolve_device
+from ondevice.training.evaluate import EvalResult, evaluate_dataset
+from ondevice.training.fit import adapter_identity
+from ondevice.training.replay import read_run
+from ondevice.training.replay import replay as replay_log
+
+if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.models import LoadedModel
+
+ANSWER_TOKENS = 50
+"""Longest generated answer of question answering (MeZO's setting)."""
+
+
+def evaluate(
+    source: str | Path,
+    data: Path,
+    *,
+    task: str | None = None,
+    adapter: Path | None = None,
+    rows: int | None = None,
+    max_length_tokens: int = 128,
+    dtype: str = "float32",
+    device: str = "auto",
+) -> EvalResult:
+    """Evaluate a model, or an artifact in its runtime, with or without an adapter.
+
+    Question answering is scored by the F1 of generated answers, which an artifact's program does not make.
+    """
+    opened = open_source(source, adapter, dtype, device)
+    if opened.loaded is None:  # an artifact: its buckets are fixed, and it names the task it was exported for
+        task, max_length_tokens = task or opened.artifact_task, max(opened.session.lengths_tokens or (2,))
+    dataset = read_dataset(data, opened.tokenizer, task=task, max_length_tokens=max_length_tokens)
+    generate = None if opened.write is None else partial(opened.write, max_new_tokens=ANSWER_TOKENS)
+    result = evaluate_dataset(opened.session, dataset, pad_id_of(opened.tokenizer), rows=rows, generate=generate)
+    if result is None:
+        raise DataError("the evaluation was stopped")
+    return result
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened source: a model or an artifact that evaluates.
+
+    Attributes:
+        session: scores labelled rows.
+        tokenizer: of the model.
+        loaded: the model; None for an artifact.
+        write: token ids and `max_new_tokens` to greedy text; None for an artifact, whose program generates none.
+        artifact_task: the task that an artifact was made for; None for other sources and without a task.
+    """
+
+    session: Evaluator
+    tokenizer: Any
+    loaded: LoadedModel | None = None
+    write: Callable[..., str] | None = None
+    artifact_task: str | None = None
+
+
+def open_source(source: str | Path, adapter: Path | None, dtype: str, device: str) -> Opened:
+    """Open a model, a network of a method's own architecture, or an artifact, and apply the adapter.
+
+    Raises:
+        ConfigError: an adapter for a network that takes none, or an unknown device.
+        ArtifactError, ModelError: the source or the adapter cannot be read, or they do not fit.
+    """
+    folder = Path(source)
+    if (folder / "manifest.json").is_file():
+        program = open_artifact(folder)
+        if adapter is not None:
+            program.load_adapter(load_adapter(adapter))
+        return Opened(program, artifact_tokenizer(folder), artifact_task=program.manifest.task)
+    if (trained_by := network_method(folder)) is not None:
+        if adapter is not None:
+            raise ConfigError(f"a network that method {trained_by.name} trained takes no adapter")
+        network = trained_by.open_network(folder, resolve_device(device))
+        return Opened(network.session, network.loaded.tokenizer, network.loaded, network.write)
+    # Imported here, as an artifact's runtime may do without torch and transformers.
+    from ondevice.methods.model_loss import ModelSession
+    from ondevice.models import load_model
+    from ondevice.models.generate import continue_ids
+    from ondevice.training.fuse import apply_adapter
+
+    loaded = load_model(str(source), dtype=dtype, device=resolve_device(device))
+    if adapter is not None:
+        apply_adapter(loaded, load_adapter(adapter))
+    return Opened(ModelSession(loaded), loaded.tokenizer, loaded, partial(continue_ids, loaded))
+
+
+def replay(
+    log: Path,
+    *,
+    steps: int | None = None,
+    artifact: Path | None = None,
+    adapter: Path | None = None,
+    warn: Callable[[str], None] = lambda message: None,
+) -> Adapter | None:
+    """Rebuild the adapter of a zeroth-order run from its log: seed and one scalar a query.
+
+    Args:
+        log: a run's folder or its `events.jsonl`.
+        steps: only the first so many.
+        artifact: the program, for a run of `run_artifact`.
+        adapter: the adapter that the run started from, if it did.
+        warn: called with each reason why the bits may differ from the run's.
+    """
+    run = read_run(Path(log))
+    _check_start(run.header.identity.get("adapter"), adapter)
+    if "artifact" in run.header.identity:
+        if artifact is None:
+            raise ConfigError(
+                "the run was made by an exported program", expected="--artifact DIR", received="no artifact"
+            )
+        session = open_artifact(artifact)
+        if session.manifest.files[session.manifest.program] != run.header.identity.get("artifact"):
+            raise ConfigError("the artifact is not the one that made this run", hint="use the artifact that was run")
+    else:
+        from ondevice.api.runfile import RunConfig
+        from ondevice.models import load_model
+
+        # The head of the log has the whole run file; the device too is the run's, for the same bits.
+        config = RunConfig.parse(run.header.config, f"{log}: start event")
+        device = "cuda" if run.header.backend == "torch-cuda" else "cpu"
+        loaded = load_model(
+            config.model.source, revision=config.model.revision, dtype=config.model.dtype, device=resolve_device(device)
+        )
+        session = open_session(loaded, config.method, config.train.seed)
+    if adapter is not None:
+        session.load_adapter(load_adapter(adapter))
+    if run.header.generator_backend not in ("", session.generator_backend):
+        warn(f"the noise was made by {run.header.generator_backend}, here it is by {session.generator_backend}")
+    return replay_log(run, session, steps=steps, warn=warn)
+
+
+def _check_start(recorded: str | None, adapter: Path | None) -> None:
+    """Refuse a replay that does not start where the run started: its adapter would be another one."""
+    if recorded is None and adapter is not None:
+        raise ConfigError("the run started from no adapter", received=f"--adapter {adapter}")
+    if recorded is not None and adapter is None:
+        raise ConfigError("the run started from an adapter", expected="--adapter DIR, the adapter that it started from")
+    if recorded is not None and adapter_identity(adapter)["adapter"] != recorded:
+        raise ArtifactError(f"{adapter} is not the adapter that the run started from", expected=f"SHA-256 {recorded}")

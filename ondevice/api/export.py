@@ -1,0 +1,124 @@
+"""Export a training program, and hold an exported one against eager PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.artifact.manifest import read_manifest
+from ondevice.core.errors import ConfigError
+from ondevice.core.registry import target
+from ondevice.exporters.base import ExportJob, ExportReport
+
+if TYPE_CHECKING:
+    from ondevice.api.runfile import RunConfig
+
+
+def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob]:
+    """List the jobs that `config` asks an exporter for: one, or one for each chip of an NPU target."""
+    spec, sections, method = target(config.export.target), [config.export], config.method
+    if spec.perturbation_scale is not None and "perturbation_scale" in type(method).model_fields:
+        if "perturbation_scale" not in method.model_fields_set:
+            method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
+    if socs := spec.socs:
+        chosen = list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
+        sections = [config.export.model_copy(update={"soc": (soc,)}) for soc in chosen]
+    return [
+        ExportJob(
+            model=config.model,
+            method=method,
+            export=section,
+            seed=config.train.seed,
+            task=config.data.task,
+            overwrite=overwrite,
+            memory_limit_bytes=config.train.memory_limit_bytes,
+        )
+        for section in sections
+    ]
+
+
+def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> list[ExportReport]:
+    """Export the run's training step; several chips give one artifact each, in folders of `out` named after them.
+
+    Args:
+        config: model, method, `export` section, seed and task.
+        out: the artifact's folder.
+        overwrite: replace what is there.
+    """
+    jobs = export_jobs(config, overwrite=overwrite)
+    places = [Path(out)] if len(jobs) == 1 else [Path(out) / job.export.soc[0] for job in jobs]
+    spec = target(config.export.target)
+    if problems := list(dict.fromkeys(problem for job in jobs for problem in spec.check(job))):
+        raise ConfigError("cannot export: " + "; ".join(problems))
+    if config.train.memory_limit_bytes is not None:
+        _ensure_fits(config)
+    return [spec.export(job, place) for job, place in zip(jobs, places)]
+
+
+def _ensure_fits(config: RunConfig) -> None:
+    """Refuse an artifact whose runs would not fit the memory limit."""
+    from ondevice.planning.estimate import plan
+    from ondevice.planning.fits import ensure_fits
+
+    export, limit = config.export, config.train.memory_limit_bytes
+    spec = target(export.target)
+    estimate = plan(
+        config.model.source,
+        config.method,
+        batch_size=export.batch_size,
+        length_tokens=max(export.lengths_tokens),
+        dtype=spec.dtype(config.model),
+        export=export,
+        runtime=spec.runtime,
+        device="this-cpu",
+        memory_limit_bytes=limit,
+    )
+    ensure_fits(estimate)
+
+
+def export(config: RunConfig, out: Path, *, overwrite: bool = False) -> ExportReport:
+    """`export_each` for one artifact.
+
+    Raises:
+        ConfigError: the run asks for several chips.
+    """
+    if len(jobs := export_jobs(config)) != 1:
+        raise ConfigError(
+            "one artifact is asked for and several chips are named",
+            expected="one soc",
+            received=", ".join(job.export.soc[0] for job in jobs),
+            hint="use export_each",
+        )
+    return export_each(config, out, overwrite=overwrite)[0]
+
+
+def run_config(folder: Path, path: Path | None = None, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """Build the run file of an artifact: model, method and seed are the program's, the rest `path`'s and `overrides`'.
+
+    Of the method only the learning rate can be chosen: it is an input of the program.
+
+    Raises:
+        ArtifactError: if `folder` is no whole artifact.
+        ConfigError: for an unknown key, a wrong value, or an override of what the program fixes.
+    """
+    from ondevice.api.runfile import RunConfig, read_yaml
+
+    manifest, settings = read_manifest(folder), dict(overrides or {})
+    rate = settings.pop("method.learning_rate", None)
+    for key in settings:
+        if key.split(".")[0] in ("model", "method", "export") or key in ("train.seed", "train.batch_size"):
+            raise ConfigError(
+                f"'{key}' is fixed in the artifact",
+                expected="data.*, train.* or method.learning_rate",
+                hint="export the model again with this setting",
+            )
+    if rate is None and path is not None and isinstance(section := read_yaml(path).get("method"), dict):
+        rate = section.get("learning_rate")
+    fixed = {
+        "model.source": manifest.model.source,
+        "method": dict(manifest.method),
+        "train.seed": manifest.generator.seed,
+        "train.batch_size": manifest.batch_size,
+        "method.learning_rate": rate,
+    }
+    return RunConfig.load(path, {**settings, **fixed})

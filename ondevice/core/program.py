@@ -1,0 +1,151 @@
+"""A method's training step as a program: what a method registers in `MethodSpec.programs` for a kind of target.
+
+Methods build and compare programs and know no target; targets lower, write and run them and know no method. A kind has
+one contract: `GraphProgram` for `executorch` and `qnn`, `TorchProgram` for `torch`, `StagesProgram` for `mlx`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from torch import Tensor, nn
+
+    from ondevice.artifact.manifest import AdapterEntry, Constant, Counter, ProgramMethod, StateTensor, TensorPort
+    from ondevice.core.config import ExportConfig
+    from ondevice.core.session import ProgramSession, Session
+    from ondevice.models import LoadedModel, ModelDims, ModelFiles
+
+Batch = tuple["np.ndarray", "np.ndarray"]
+"""Token ids and labels, int64 [rows, tokens] each."""
+Batches = Callable[[int], Iterable[Batch]]
+"""So many batches, or more."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Comparison of a program in its runtime with the method in eager.
+
+    Attributes:
+        values: all that was measured, as `--json` and the manifest's `check` have it.
+        errors: those that a target holds against its tolerances, by kind of error: `loss` from the same state on both
+            sides, `loss_free` where each side follows its own updates, `update`, `gradient`.
+        shares: those that must be large: `sign_agreement`, `correlation`.
+    """
+
+    values: dict[str, Any]
+    errors: dict[str, float]
+    shares: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProgramModule:
+    """One method of a program: a module that torch.export takes, with its ports in the order of its arguments."""
+
+    name: str
+    module: nn.Module
+    inputs: tuple[TensorPort, ...]
+    outputs: tuple[TensorPort, ...]
+
+    def example_inputs(self) -> tuple[Tensor, ...]:
+        """Zeros of the ports' shapes and dtypes: torch.export reads nothing else."""
+        import torch
+
+        kinds = {"int64": torch.int64, "float32": torch.float32}
+        return tuple(torch.zeros(port.shape, dtype=kinds[port.dtype]) for port in self.inputs)
+
+
+@dataclass(frozen=True)
+class BuiltProgram:
+    """A step as graphs, and the state that a host keeps for it (`artifact.manifest.ProgramSpec` has the meanings).
+
+    Attributes:
+        eager: the method's own program, for `GraphProgram.compare`.
+        loaded: the model inside it.
+        first: by name, the values of state tensors that do not begin as zeros.
+        frozen: `<linear>.lora_A.weight` float32 [rank, inputs] of every entry without `a_offset`.
+        kernels: `delegated` hands matrix products to the target's backend. `portable` is for steps with a backward
+            pass: a backend would pack a copy of every weight, and one of it transposed.
+        blocks: for `qnn`, the module of all transformer blocks and its example inputs; `finish` takes it compiled and
+            gives the modules, which are empty before.
+    """
+
+    eager: Any
+    loaded: LoadedModel
+    modules: tuple[ProgramModule, ...]
+    state: tuple[StateTensor, ...]
+    layout: tuple[AdapterEntry, ...]
+    rank: int
+    alpha: float
+    counters: tuple[Counter, ...] = ()
+    constants: tuple[Constant, ...] = ()
+    first: Mapping[str, np.ndarray] = field(default_factory=dict)
+    frozen: Mapping[str, np.ndarray] = field(default_factory=dict)
+    batch_copies: int = 1
+    evaluates_with: Literal["evaluate", "train_step"] = "evaluate"
+    kernels: Literal["delegated", "portable"] = "delegated"
+    noise: str = "none"
+    """Distribution of the generator's numbers; `none` without a generator."""
+    blocks: tuple[nn.Module, tuple[Tensor, ...]] | None = None
+    finish: Callable[[nn.Module], tuple[ProgramModule, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class GraphProgram:
+    """A step that `torch.export` takes, for ExecuTorch.
+
+    Attributes:
+        problems: (config, export, dims) to every reason why there is no such program, before weights are loaded.
+        build: (loaded, config, export, seed) to the program; changes the model in place.
+        compare: (session, built, batches, learning_rate) to how the session agrees with eager; the session is
+            somewhere else afterwards.
+        rounding: (session, float32, config, batches) to measured values and warnings, for programs with rounded
+            activations: `float32` is the program built over the model as it was, `batches` gives so many.
+    """
+
+    problems: Callable[[Any, ExportConfig, ModelDims], list[str]]
+    build: Callable[[LoadedModel, Any, ExportConfig, int], BuiltProgram]
+    compare: Callable[[ProgramSession, BuiltProgram, Iterable[Batch], float], Agreement]
+    rounding: (
+        Callable[
+            [ProgramSession, BuiltProgram, Any, Callable[[int], Iterable[Batch]]], tuple[dict[str, Any], list[str]]
+        ]
+        | None
+    ) = None
+
+
+@dataclass(frozen=True)
+class TorchProgram:
+    """A step that stays PyTorch's, over weights that were packed beforehand.
+
+    Attributes:
+        problems: (config) to every setting that an artifact cannot have.
+        trains_a: (config) whether LoRA's A is trained, too.
+        open_fixed: (loaded, config, seed) to a session for fixed shapes on a GPU; None: the method's own session.
+    """
+
+    problems: Callable[[Any], list[str]] = lambda config: []
+    trains_a: Callable[[Any], bool] = lambda config: True
+    open_fixed: Callable[[LoadedModel, Any, int], Session] | None = None
+
+
+@dataclass(frozen=True)
+class StagesProgram:
+    """A step as stage functions that are called in an order which is data, for MLX.
+
+    Attributes:
+        problems: (files or None, config) to every setting that a program cannot have; with the model's files, those
+            that the model stands against, too.
+        write: (session, files, config, export, folder, functions) writes `program.json` and `weights/` into `folder`
+            and the stages into `functions`; gives the ports of every trace.
+        open: (folder, manifest, functions, streamed) to a session; `functions.call(stage, arrays)` runs a stage.
+    """
+
+    problems: Callable[[ModelFiles | None, Any], list[str]]
+    write: Callable[[Any, ModelFiles, Any, ExportConfig, Path, Path], dict[str, ProgramMethod]]
+    open: Callable[[Path, Any, Any, bool | None], ProgramSession]

@@ -1,0 +1,220 @@
+"""Methods and targets by name: folders of `ondevice/methods` and `exporters`, and entry points of other packages."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import pkgutil
+import sys
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, cast
+
+from ondevice.core.errors import ConfigError
+from ondevice.core.method import Backend, MethodSpec
+from ondevice.core.target import TargetSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from ondevice.core.session import Session
+    from ondevice.models import LoadedModel, ModelFiles
+
+log = logging.getLogger("ondevice.core")
+GROUP = "ondevice.methods"
+"""The package whose folders are methods, and the entry point group of methods elsewhere."""
+TARGET_GROUP = "ondevice.targets"
+"""The entry point group of targets outside `exporters`."""
+EXPORTERS = "ondevice.exporters"
+DEFAULT_METHOD = "prge"
+
+
+@cache
+def _places() -> dict[str, str | EntryPoint]:
+    """Map every method's name to the place of its spec; ours win over a foreign one of the same name."""
+    package = importlib.import_module(GROUP)
+    places: dict[str, str | EntryPoint] = {entry.name: entry for entry in entry_points(group=GROUP)}
+    # Ours are entered last: an installed package must not change what `--method prge` means.
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.ispkg:
+            places[module.name.replace("_", "-")] = f"{GROUP}.{module.name}"
+    return dict(sorted(places.items()))
+
+
+def method_names() -> tuple[str, ...]:
+    """List the names of all methods, in alphabetical order; nothing of a method is imported."""
+    return tuple(_places())
+
+
+def method(name: str) -> MethodSpec:
+    """The spec of method `name`, as a run file or a job says it: anything may stand there.
+
+    Raises:
+        ConfigError: there is none, or another package's cannot be imported.
+    """
+    if not isinstance(name, str) or name not in _places():
+        raise ConfigError(f"unknown method '{name}'", expected=", ".join(method_names()), received=name)
+    return _spec(name)
+
+
+@cache
+def _spec(name: str) -> MethodSpec:
+    place = _places()[name]
+    if isinstance(place, str):
+        return importlib.import_module(place).METHOD
+    return _foreign(place, MethodSpec)
+
+
+def methods() -> tuple[MethodSpec, ...]:
+    """All specs; one of another package that cannot be imported is left out, with a warning."""
+    places = _places()
+    return tuple(_all(method, places, {name for name, place in places.items() if isinstance(place, str)}))
+
+
+@cache
+def _target_places() -> dict[str, TargetSpec | EntryPoint]:
+    """Every target's name, and its spec or where that is; ours win over a foreign one of the same name.
+
+    A folder may hold several targets, so our packages are imported for their names; they import nothing themselves.
+    """
+    found: dict[str, TargetSpec | EntryPoint] = {entry.name: entry for entry in entry_points(group=TARGET_GROUP)}
+    package = importlib.import_module(EXPORTERS)
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.ispkg:
+            inside = importlib.import_module(f"{EXPORTERS}.{module.name}")
+            specs = [*getattr(inside, "TARGETS", ()), *([inside.TARGET] if hasattr(inside, "TARGET") else [])]
+            found |= {spec.name: spec for spec in specs}
+    return dict(sorted(found.items()))
+
+
+def target_names() -> tuple[str, ...]:
+    """The names of all targets, in alphabetical order."""
+    return tuple(_target_places())
+
+
+@cache
+def target(name: str) -> TargetSpec:
+    """The spec of target `name`.
+
+    Raises:
+        ConfigError: there is none, or another package's cannot be imported.
+    """
+    place = _target_places().get(name) if isinstance(name, str) else None
+    if place is None:
+        raise ConfigError(f"unknown target '{name}'", expected=", ".join(target_names()), received=name)
+    return place if isinstance(place, TargetSpec) else _foreign(place, TargetSpec)
+
+
+def targets() -> tuple[TargetSpec, ...]:
+    """All specs; one of another package that cannot be imported is left out, with a warning."""
+    places = _target_places()
+    return tuple(_all(target, places, {name for name, place in places.items() if isinstance(place, TargetSpec)}))
+
+
+def _foreign(place: EntryPoint, kind: type) -> Any:
+    """The spec at another package's entry point."""
+    what = "method" if kind is MethodSpec else "target"
+    try:
+        spec = place.load()
+    except Exception as error:  # whatever a foreign package does at import
+        raise ConfigError(
+            f"{what} '{place.name}' cannot be imported: {type(error).__name__}: {error}",
+            expected=f"a {kind.__name__} at {place.value}",
+            hint=f"repair or uninstall the package that offers it ({place.value.partition(':')[0]})",
+        ) from None
+    if not isinstance(spec, kind) or getattr(spec, "name", None) != place.name:
+        raise ConfigError(
+            f"{what} '{place.name}' is not what its package says",
+            expected=f"a {kind.__name__} named {place.name} at {place.value}",
+            received=getattr(spec, "name", type(spec).__name__),
+        )
+    return spec
+
+
+def _all(find: Any, names: Iterable[str], ours: set[str]) -> Iterator[Any]:
+    """Every spec that can be imported; ours must be."""
+    for name in names:
+        try:
+            yield find(name)
+        except ConfigError as error:
+            if name in ours:
+                raise
+            log.warning("%s", error)
+
+
+def network_method(folder: Path) -> MethodSpec | None:
+    """Find the method whose own architecture a folder's network has, by the `model_type` of its config.json."""
+    # Asked of any source that the user names: whatever is not a folder of ours is simply not one.
+    try:
+        name = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    spec = method(name) if name in _places() else None
+    return spec if spec is not None and spec.network is not None else None
+
+
+def spec_of(config: Any) -> MethodSpec:
+    """Return the spec of the method that `config` has the settings of."""
+    return method(config.name)
+
+
+def method_config(name: str, values: dict[str, Any] | None = None) -> Any:
+    """Build the settings of method `name`, with `values` over the defaults.
+
+    Raises:
+        ConfigError: for an unknown method, an unknown key or a wrong value.
+    """
+    return method(name).config.parse({**(values or {}), "name": name}, "method", elsewhere=_keys_elsewhere)
+
+
+def _keys_elsewhere() -> set[str]:
+    """Settings that any method has."""
+    return {key for spec in methods() for key in spec.config.model_fields}
+
+
+def backend_for(config: Any, backend: str) -> Backend:
+    """Resolve `train.backend` to `torch` or `mlx` for a method's settings; `auto` takes MLX on a Mac with Metal.
+
+    Raises:
+        ConfigError: the method has no part in the backend that is asked for.
+    """
+    sessions = spec_of(config).sessions
+    if backend == "auto":  # MLX computes on other systems too, but slowly: there only for a method that has no torch
+        return "mlx" if ("mlx" in sessions and metal()) or "torch" not in sessions else "torch"
+    if backend not in sessions:
+        capable = [spec.name for spec in methods() if backend in spec.sessions]
+        flags = " or ".join(f"--backend {name}" for name in sessions)
+        raise ConfigError(
+            f"method {config.name} does not run in {'MLX' if backend == 'mlx' else backend}",
+            expected=f"{flags}, or one of these methods: {', '.join(capable)}",
+            received=f"--backend {backend}",
+        )
+    return cast(Backend, backend)
+
+
+@cache
+def metal() -> bool:
+    """True on a Mac with MLX and Metal."""
+    if sys.platform != "darwin" or importlib.util.find_spec("mlx") is None:
+        return False
+    return bool(importlib.import_module("mlx.core").metal.is_available())
+
+
+def open_session(
+    loaded: LoadedModel | ModelFiles, config: Any, seed: int, device: str | None = None, backend: str = "torch"
+) -> Session:
+    """Open an eager session of the method that `config` names; changes `loaded.model` in place.
+
+    Args:
+        loaded: a model with its weights; `ModelFiles` for MLX, and for torch where the method reads files itself.
+        device: where torch computes, for methods that offload, stream or quantise; None is where the model is.
+            Other methods take the model's.
+        backend: `torch` or `mlx`, from `backend_for`.
+
+    Raises:
+        MissingPackageError: the framework is not installed.
+    """
+    return spec_of(config).open_session(loaded, config, seed, device, backend)

@@ -1,0 +1,134 @@
+"""What the other rooms may ask of a target: one `TargetSpec` in the target's folder answers all of it.
+
+A target is a folder of `exporters` whose package has a `TARGET` (or `TARGETS`, where several differ in data alone), or
+an entry point of the group `ondevice.targets` in any other package; `ondevice.core.registry` finds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ondevice.core.method import TargetKind, load_place
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ondevice.core.config import ExportConfig, ModelConfig
+    from ondevice.core.session import ProgramSession
+    from ondevice.models import ModelDims
+
+Runtime = Literal["torch", "mlx", "executorch"]
+
+
+class WeightBytes(NamedTuple):
+    """Bytes of each kind of weight; their sum is the model's.
+
+    Attributes:
+        linears: the matrices of all blocks.
+        embedding: the token embedding, which is the head too where they are tied and `head` is 0.
+        head: an output head of its own.
+        vectors: norms, biases and learned positions.
+    """
+
+    linears: int
+    embedding: int
+    head: int
+    vectors: int
+
+
+@dataclass(frozen=True)
+class WeightPlacement:
+    """Where the weights of a program are, in bytes.
+
+    Attributes:
+        resident: read by every step: in memory for PyTorch; for ExecuTorch the pages of the file that XNNPACK
+            does not copy (the embedding, and everything for q4).
+        packed: a backend's own copies of the linears: one for each method that is loaded.
+        arena: what a step copies for the tile of the head it is at.
+        file: the program's weights on disk; pages that are not read again cost nothing.
+        notes: sentences below the plan.
+    """
+
+    resident: int
+    packed: int
+    arena: int
+    file: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """Where an exported program runs. Places are `module:name`, relative to `package` where they begin with a dot, and
+    are imported when they are first needed.
+
+    Attributes:
+        name: as in `--target`.
+        package: the target's own package, `__name__` in its `__init__.py`.
+        summary: half a sentence for lists.
+        kind: key into `MethodSpec.programs`: which form of a method's step it takes.
+        runtime: what a plan of an artifact counts with.
+        exporter: place of its `Exporter` (`exporters.base`), a class that is called with this spec.
+        placement: place of (dims, weights, export, loss_tiles, evaluates) to `WeightPlacement`; None: all weights are
+            resident.
+        dtype: (model section) to the precision that the artifact computes in.
+        socs: chips that a program is compiled for, with their names; empty where one program runs on all.
+        perturbation_scale: the target's own default of zeroth-order methods, where theirs is too small for its
+            arithmetic; None for the method's.
+        needs: checks of `ondevice doctor` without which it does not work.
+        uses: checks of what it can use.
+        data: what only the target's own code reads, where one package has several targets.
+    """
+
+    name: str
+    package: str
+    summary: str
+    kind: TargetKind
+    runtime: Runtime
+    exporter: str
+    placement: str | None = None
+    dtype: Callable[[ModelConfig], str] = lambda model: "float32"
+    socs: Mapping[str, str] = field(default_factory=dict)
+    perturbation_scale: float | None = None
+    needs: tuple[str, ...] = ()
+    uses: tuple[str, ...] = ()
+    data: Any = None
+
+    def load(self, place: str) -> Any:
+        """Import the object at `place`, `module:name`."""
+        return load_place(place, self.package)
+
+    @cached_property
+    def _exporter(self) -> Any:
+        return self.load(self.exporter)(self)
+
+    def check(self, job: Any) -> list[str]:
+        """Every reason why an `ExportJob` cannot be exported; no weights are loaded."""
+        return self._exporter.check(job)
+
+    def export(self, job: Any, out: Path) -> Any:
+        """Write the artifact to `out`, whole or not at all; gives an `ExportReport`. See `Exporter.export`."""
+        return self._exporter.export(job, out)
+
+    def open(self, folder: Path, manifest: Any) -> ProgramSession:
+        """A session of an artifact.
+
+        Raises:
+            MissingPackageError: a package that the runtime needs is not installed.
+            ArtifactError: the runtime cannot load the program.
+        """
+        return self._exporter.open(folder, manifest)
+
+    def verify(self, folder: Path, manifest: Any, request: Any) -> dict[str, Any]:
+        """Hold an artifact against eager, as a `VerifyRequest` asks; see `Exporter.verify`."""
+        return self._exporter.verify(folder, manifest, request)
+
+    def place(
+        self, dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, evaluates: bool
+    ) -> WeightPlacement:
+        """Where a program's weights are; `evaluates` if runs evaluate, too."""
+        if self.placement is None:
+            return WeightPlacement(sum(weights), 0, 0, 0)
+        return self.load(self.placement)(dims, weights, export, loss_tiles, evaluates)

@@ -1,0 +1,84 @@
+"""Base of first-order sessions: backpropagation, torch's AdamW, and a state that resumes bit for bit."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ondevice.core.errors import CheckpointError
+from ondevice.core.session import Session, StepResult
+from ondevice.methods import model_loss
+from ondevice.models.save import save_loaded
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ondevice.models import LoadedModel
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamWSession(Session):
+    """AdamW over `parameters`; the model's own layers run, with the tiled cross-entropy."""
+
+    def __init__(self, loaded: LoadedModel, parameters: dict[str, torch.nn.Parameter], config: Any) -> None:
+        self.loaded, self.family, self.config, self.parameters = loaded, loaded.family, config, parameters
+        self.device = loaded.family.head_weight.device
+        self.backend = f"torch-{self.device.type}"
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        self.optimizer = torch.optim.AdamW(
+            list(parameters.values()), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
+        )
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """Forward, backward, AdamW; see `Session.step`."""
+        ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles)
+        loss = nll.sum() / count.sum()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        value = float(loss.detach())
+        return StepResult(value, (value,))
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Trained parameters and AdamW's moments, float32, and the optimizer's step."""
+        result: dict[str, np.ndarray] = {}
+        for name, parameter in self.parameters.items():
+            result[name] = parameter.detach().float().cpu().numpy().copy()
+            moments = self.optimizer.state.get(parameter, {})
+            for moment in MOMENTS:
+                if moment in moments:
+                    result[f"{moment}/{name}"] = moments[moment].float().cpu().numpy().copy()
+            if "step" in moments:
+                result["optimizer_step"] = np.array([int(moments["step"])], dtype=np.int64)
+        return result
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Restore what `state` gave."""
+        model_loss.load_parameters(self.parameters, state)
+        if "optimizer_step" not in state:
+            return
+        for name, parameter in self.parameters.items():
+            entry = self.optimizer.state[parameter]
+            entry["step"] = torch.tensor(float(state["optimizer_step"][0]), device=self.device)
+            for moment in MOMENTS:
+                value = state.get(f"{moment}/{name}")
+                if value is None:
+                    raise CheckpointError(
+                        f"the checkpoint lacks {moment} of {name}", hint="resume from an older checkpoint"
+                    )
+                entry[moment] = torch.from_numpy(value.copy()).to(parameter.device, parameter.dtype)
+
+    def save_model(self, folder: Path) -> None:
+        """The trained model as transformers loads it, with its tokenizer."""
+        save_loaded(self.loaded, folder)

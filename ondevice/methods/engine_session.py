@@ -1,0 +1,76 @@
+"""What the sessions of methods that offload share: an engine that steps, and a whole model as the result."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from ondevice.core.errors import CheckpointError
+from ondevice.core.session import Session, StepResult
+from ondevice.models.save import save_weights
+from ondevice.offload.device import memory_errors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+
+    from ondevice.models import LoadedModel
+
+
+class EngineSession(Session):
+    """AdamW over all parameters of a model by an engine that keeps optimizer states on the host; see `Session`."""
+
+    step_hint: ClassVar[str]
+    """What to try where the accelerator's memory does not suffice for a step."""
+
+    def __init__(self, loaded: LoadedModel, config: Any, engine: Any) -> None:
+        self.loaded, self.config, self.engine = loaded, config, engine
+        self.backend = f"torch-{engine.where.type}"
+        self.steps_done = 0
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """One AdamW step; its last updates run on while the next step begins."""
+        with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", self.step_hint):
+            loss = self.engine.step(ids, labels, self.steps_done, learning_rate)
+        self.steps_done += 1
+        return StepResult(loss, (loss,), overlap=self.report())
+
+    def report(self) -> dict[str, Any] | None:
+        """What ran beside what in the step before the last; None before the second."""
+        overlap = self.engine.overlap
+        return None if overlap is None else overlap.to_dict()
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        return self.engine.evaluate(ids, labels)
+
+    @abstractmethod
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained parameters by name, on the host."""
+
+    def save_model(self, folder: Path) -> None:
+        """The trained model as transformers loads it, with its tokenizer."""
+        save_weights(folder, self.weights(), self.loaded)
+
+    def close(self) -> None:
+        """End the engine's threads; host memory is unlocked."""
+        self.engine.close()
+
+
+def steps_of(value: np.ndarray | None) -> int:
+    """Steps that a checkpoint's `optimizer_step` tells.
+
+    Raises:
+        CheckpointError: the checkpoint lacks it.
+    """
+    if value is None:
+        raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
+    return int(value[0])
+
+
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory; bfloat16 as uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -1,0 +1,19 @@
+"""Work of a full step, from dimensions alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.core.method import StepCost
+from ondevice.methods.step_model import forward_flops, head_flops
+
+if TYPE_CHECKING:
+    from ondevice.methods.full.config import FullConfig
+    from ondevice.models import ModelDims
+
+
+def step_cost(dims: ModelDims, config: FullConfig, batch_size: int, length_tokens: int, weight_bytes: int) -> StepCost:
+    """See `MethodSpec.step_cost`."""
+    # The tiled loss computes the logits a second time in the backward pass. AdamW reads and writes two moments.
+    forward, head = forward_flops(dims, batch_size, length_tokens), head_flops(dims, batch_size, length_tokens)
+    return StepCost(3 * forward + 4 * head, 3 * weight_bytes + 8 * weight_bytes)

@@ -1,0 +1,16 @@
+"""Settings of first-order LoRA-FA with AdamW (P-RGE Table 8, FO-LoRA-FA)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from ondevice.methods.lora.config import LoraConfig
+
+
+class LoraFaConfig(LoraConfig):
+    """First-order LoRA-FA: A is frozen, B is trained (peft, AdamW)."""
+
+    trains_a: ClassVar[bool] = False
+
+    name: Literal["lora-fa"] = "lora-fa"  # type: ignore[assignment]
+    """Method name."""

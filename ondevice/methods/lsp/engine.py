@@ -1,0 +1,256 @@
+"""The engine of LSP-Offload: weights stay where they are, and P^T G Q goes to the host and comes back as a change.
+
+It runs `offload.passes` over a `ProjectedWeightCache`, with the gradients' way to the host and back in `Updates`.
+Every `check_every` steps the bias of each matrix' projectors is checked on its first gradient, and they are replaced
+where it is too large; the moments move into the new subspace, the change so far into the base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ondevice.methods.lsp.bases import Base, OnHost, Quantised, Resident
+from ondevice.methods.lsp.cache import ProjectedWeightCache, view
+from ondevice.methods.lsp.config import FOLDED
+from ondevice.methods.lsp.linear import attach, detach, is_linear
+from ondevice.methods.lsp.matrix import BiasCheck, Matrix, Plane, carried
+from ondevice.methods.lsp.part import Older, Part, split, widen
+from ondevice.methods.lsp.updates import Updates
+from ondevice.offload.activations import Activations
+from ondevice.offload.engine import OffloadEngine, host_threads
+from ondevice.offload.graphs import Graphs, recorder
+from ondevice.offload.host import DTYPES, HostStore, release
+from ondevice.offload.passes import Passes
+from ondevice.offload.transfers import Slot
+from ondevice.offload.units import Piece
+from ondevice.runtime_ops.generator import stream_key
+
+if TYPE_CHECKING:
+    from ondevice.methods.lsp.config import LspConfig
+    from ondevice.models import Family
+
+FOLD = 2
+"""The generator's query that a fold's chances are drawn from."""
+
+
+class LspEngine(OffloadEngine):
+    """AdamW steps in learned subspaces of a model whose optimizer states are on the host.
+
+    Args:
+        family: the model on the CPU; its parameters' values move into the engine.
+        config: of projectors, schedule and memory.
+        device: `cpu`, `cuda` or `cuda:N`.
+        seed: of the projectors.
+
+    Attributes:
+        bias_checks: the last check of each matrix's bias, by parameter name.
+
+    Raises:
+        DoesNotFitError: host memory cannot be locked.
+        MissingPackageError: bitsandbytes, liger-kernel or a compiler is asked for and not there.
+    """
+
+    config: LspConfig
+
+    def __init__(self, family: Family, config: LspConfig, device: str, seed: int = 0) -> None:
+        super().__init__(family, config, device)
+        self.family, self.seed, self.dtype = family, seed, DTYPES[config.compute]
+        self.attached: list[Any] = []
+        graphs = config.cuda_graphs
+        self.graphs = Graphs(recorder(self.where) if graphs else None)
+        self.plane = Plane(recorder(self.where) if graphs else None)
+        self.parts, self.bias_checks = self._parts(), dict[str, BiasCheck]()
+        self.base = self._base() if any(part.matrices for part in self.parts) else None
+        tables = tuple(part.unit for part in self.parts if part.matrices and part.unit.kind != "layer")
+        self.tables = Resident(tables, self.device, self.dtype, self.dtype)
+        self.exact = self._exact()
+        self.store = HostStore((part.exact for part in self.parts if part.exact.numel), config, self.device)
+        for unit in self.units.all:
+            release(unit, self.dtype)
+        threads, lanes = config.threads or host_threads(self.device.type), (self.device, self.timeline, self.watch)
+        self.updates = Updates(self.units, self.parts, self.store, config, *lanes, threads)
+        try:
+            self._assemble(family)
+        except BaseException:  # no thread stays where memory does not suffice
+            self.close()
+            raise
+
+    def _assemble(self, family: Family) -> None:
+        config, where = self.config, (self.device, self.dtype, self.updates)
+        memory = (self.base, self.tables.memory, self.exact)
+        self.cache = ProjectedWeightCache(self.units, self.parts, *memory, config, *where, self.graphs)
+        self.activations = Activations(self.device, self.timeline, config.activations, None)
+        ahead = (self.units, config, self.device, self.timeline, self.cache, self.activations)
+        self.passes = Passes(family, *ahead, self.where, self.liger)
+        self.total = self.device.pinned(1, torch.float32)
+        self._attach()
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
+        """One AdamW step on int64 [B, T]; gives the mean loss, nats a labelled token.
+
+        Returns before the last answers are there; what comes next waits for what it needs.
+
+        Raises:
+            DataError: no token of the batch is labelled.
+            TrainingError: a thread died or hangs; the message names the layer.
+        """
+        count = self._labelled(labels)
+        self._open(True)
+        if self.updates.after:
+            self.updates.flush()
+        self.updates.clipping.begin(step, learning_rate)
+        self._watch(step)
+        micro_batches = self._micro_batches(ids)
+        h = self.passes.forward(ids, micro_batches, keep=True, every=ids)
+        gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
+        known = self.cache.send_total(total.reshape(1), self.total)
+        self.passes.backward(gradients, ids, micro_batches)
+        self.updates.end_backward()
+        known().wait()
+        return float(self.total) / count
+
+    def flush(self) -> None:
+        """Wait for every answer and take it."""
+        self.updates.flush()
+        for part in self.parts:
+            self.cache.resolve(part)
+        self.device.synchronize()
+        self.watch.check()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the engine: moments, exact parameters, gradients and answers, and weights that slide."""
+        base = self.base.bytes if isinstance(self.base, OnHost) else 0
+        return self.store.bytes + self.updates.bytes + self.activations.bytes + base
+
+    @torch.no_grad()
+    def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+        """Every parameter by name, on the host; call `flush` before."""
+        found = {}
+        masters = self.store.masters()
+        for part in self.parts:
+            for piece in part.unit.pieces:
+                if piece.name in masters:
+                    found[piece.name] = masters[piece.name].to(dtype)
+            base = self._whole(part) if part.matrices else self.total
+            for piece, matrix, offset in part.matrices:
+                weight = view(base, piece).to(torch.float32, copy=True)
+                found[piece.name] = part.effective(matrix, part.changes(matrix, offset), weight, weight).to(dtype).cpu()
+        return found
+
+    def base_of(self, part: Part) -> Tensor:
+        """What a part's changes are added to, flat on the host, for a checkpoint."""
+        return self._base_for(part).flat(part.unit)
+
+    def put_base(self, part: Part, flat: Tensor) -> None:
+        """Take back what `base_of` gave, bfloat16 as uint16."""
+        part.folded = True
+        self._base_for(part).load(part.unit, flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16))
+
+    def put_exact(self, part: Part) -> None:
+        """Let the accelerator have what the host holds of the parameters that are trained as they are."""
+        if part.exact.numel:
+            self.exact[part.unit.index].copy_(self.store.outgoing(part.exact, slice(0, part.exact.numel)))
+
+    def close(self) -> None:
+        """End the threads and give the model's modules their own forward passes back."""
+        for module in self.attached:
+            detach(module)
+        if self.updates.close():
+            self.device.close()
+
+    def _parts(self) -> list[Part]:
+        config, plane = self.config if self.config.project else None, self.plane
+        numbers = {name: number for number, (name, _) in enumerate(self.family.model.named_parameters())}
+        where = (self.device, self.where)
+        return [split(unit, config, self.seed, numbers, *where, plane) for unit in self.units.all]
+
+    def _base(self) -> Base:
+        layers, kind = self.units.layers, self.config.weight_dtype
+        if self.config.weight_placement == "host":
+            return OnHost(layers, self.device, self.timeline, self.dtype)
+        if kind in ("int8", "nf4"):
+            return Quantised(layers, self.where, self.dtype, kind)
+        return Resident(layers, self.device, self.dtype, torch.float32 if kind == "float32" else self.dtype)
+
+    def _exact(self) -> dict[int, Tensor]:
+        """What is trained as it is, flat, on the accelerator in the compute dtype, by unit."""
+        exact = {}
+        for part in self.parts:
+            memory = exact[part.unit.index] = self.device.empty(part.exact.numel, self.dtype)
+            for piece in part.exact.pieces:
+                view(memory, piece).copy_(piece.parameter.detach())
+        return exact
+
+    def _base_for(self, part: Part) -> Base:
+        """What the changes of a part's matrices are added to."""
+        return self.tables if part.unit.kind != "layer" or self.base is None else self.base
+
+    def _whole(self, part: Part) -> Tensor:
+        """The unit's base, flat, in the compute dtype or in float32; where it stays, if that is on the accelerator."""
+        base = self._base_for(part)
+        if isinstance(base, Resident):
+            return base.memory[part.unit.index]
+        return base.source(part.unit, Slot(self.device.empty(part.unit.numel, self.dtype)))
+
+    def _attach(self) -> None:
+        """Let the layers' projected weights be seen by their matrices; tables are handled whole."""
+        matrices = {id(piece.parameter): matrix for part in self.parts for piece, matrix, _ in part.matrices}
+        layers = [m for i in range(len(self.units.layers)) for m in self.family.layer(i).modules() if is_linear(m)]
+        self.attached = [module for module in layers if id(module.weight) in matrices]
+        for module in self.attached:
+            attach(module, matrices[id(module.weight)])
+
+    def _watch(self, step: int) -> None:
+        """Let every matrix check its bias in this step, if it is one for it."""
+        self.graphs.paused = due = step % self.config.check_every == 0
+        for part in self.parts:
+            for piece, matrix, offset in part.matrices:
+                matrix.watch = partial(self._check_bias, part, piece, offset) if due else None
+
+    @torch.no_grad()
+    def _check_bias(self, part: Part, piece: Piece, offset: int, matrix: Matrix, gradient: Tensor) -> None:
+        """Check the bias on a gradient; with other projectors the change goes into the base, and moments are carried.
+        The host is at rest for this unit: its forward pass has waited for its last update."""
+        old = Older(matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone())
+        found = self.bias_checks[matrix.name] = matrix.refresh(gradient)
+        if found.carry is None:
+            return
+        change = part.changes(matrix, offset)
+        if change.any():
+            self._fold(part, piece, matrix, old)
+            change.zero_()
+        span = slice(offset, offset + matrix.numel)
+        m, v = (moment[span] for moment in (part.moments.m, part.moments.v))
+        moved = carried(m.view(matrix.sizes).to(self.where), v.view(matrix.sizes).to(self.where), found)
+        for moment, value in zip((m, v), moved, strict=True):
+            moment.copy_(value.reshape(-1))
+
+    def _fold(self, part: Part, piece: Piece, matrix: Matrix, old: Older) -> None:
+        """Let the base have what the old projectors gave, or keep them beside it."""
+        target = self._base_for(part)
+        if not target.folds:
+            part.older.setdefault(matrix.number, []).append(old)
+            return
+        base, seed = view(self._whole(part), piece), stream_key(self.seed, matrix.turn, FOLD, matrix.number) >> 1
+        part.folded, (height, width) = True, matrix.shape
+        rows = height if old.left.exact else max(1, FOLDED // width)
+        for low in range(0, height, rows):
+            weight = base[low : low + rows].float()
+            widen(replace(old, left=old.left.part(slice(low, low + rows))), weight, 1 / part.decay)
+            target.fold(part.unit, piece.offset + low * width, weight, seed ^ low)
+
+    def _open(self, step: bool) -> bool:
+        """Begin a pass, its schedule planned by the last step's times."""
+        seen = super()._open(step)
+        if seen and self.overlap is not None:
+            last, layers = self.overlap, len(self.units.layers)
+            lanes = {"offload": last.d2h_s, "upload": last.h2d_s, "update": last.update_s}
+            self.updates.plan(last.backward_s, {lane: s / layers for lane, s in lanes.items()}, layers)
+        return seen

@@ -1,0 +1,310 @@
+"""A weight matrix that is updated in a subspace: its projectors, what is known of its gradient there, and its refresh.
+
+The gradient itself is not made. Of G = dY^T X the subspace needs S = (dY P)^T (X Q): for T tokens T s (m + n + s)
+multiplications where G takes T m n, and no memory of G's size. Only a check of the bias, every `check_every` steps,
+makes G, of one matrix at a time. To multiply, the projectors of a layer's matrices are scattered into one dense memory
+that all layers share (`Plane`), for tensor cores; what is stored stays d values and positions a row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.methods.lsp.fit import Descents, fit, relative_bias
+from ondevice.methods.lsp.projector import Projector, draw
+
+if TYPE_CHECKING:
+    from ondevice.methods.lsp.config import ProjectorConfig
+    from ondevice.offload.graphs import Record
+
+Pair = tuple[Tensor | None, Tensor | None]
+"""Dense projectors of rows and columns, [rows, s]; None for the identity."""
+
+
+class Plane:
+    """Memory for the dense projectors of one group of matrices at a time, shared by all groups; one for each dtype.
+    And `descents`, memory that all are fitted in.
+
+    Args:
+        record: makes graphs of the fitting.
+    """
+
+    def __init__(self, record: Record | None = None) -> None:
+        self.descents = Descents(record)
+        self.memory: dict[torch.dtype, Tensor] = {}
+        self.shown: dict[torch.dtype, Group] = {}
+
+    def room(self, group: Group, dtype: torch.dtype) -> Tensor:
+        """Memory for the group's dense projectors."""
+        memory = self.memory.get(dtype)
+        if memory is None or memory.numel() < group.numel or memory.device != group.device:
+            memory = self.memory[dtype] = torch.empty(group.numel, dtype=dtype, device=group.device)
+        return memory
+
+    def show(self, group: Group, dtype: torch.dtype) -> Tensor:
+        """The group's dense projectors, flat, in `dtype`; made anew only if another group's were there."""
+        if self.shown.get(dtype) is not group or dtype not in self.memory:
+            self.fill(group, dtype)
+        return self.memory[dtype]
+
+    def fill(self, group: Group, dtype: torch.dtype) -> None:
+        """Make them."""
+        self.room(group, dtype)[: group.numel].zero_().scatter_(0, *group.flat(dtype))
+        self.shown[dtype] = group
+
+
+class Group:
+    """Matrices whose projectors are made dense together: those of a layer, for one kernel instead of many."""
+
+    def __init__(self, plane: Plane, device: torch.device | str) -> None:
+        self.plane, self.device = plane, torch.empty(0, device=device).device  # with its index, as tensors have
+        self.members: list[Matrix] = []
+        self.known: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        self.views: dict[torch.dtype, tuple[Tensor, list[Pair]]] = {}
+        self.numel = 0
+
+    def add(self, matrix: Matrix) -> tuple[int, int]:
+        """Where the matrix's dense projectors begin."""
+        self.members.append(matrix)
+        start, middle = self.numel, self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact)
+        self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
+        return start, middle
+
+    def pairs(self, dtype: torch.dtype) -> list[Pair]:
+        """The members' dense projectors, [rows, s], in memory that is shared; None for the identity."""
+        if not self.numel:
+            return [(None, None)] * len(self.members)
+        memory = self.plane.show(self, dtype)
+        if dtype not in self.views or self.views[dtype][0] is not memory:
+            found: list[Pair] = []
+            for matrix in self.members:
+                sides = zip(matrix.starts, (matrix.left, matrix.right), strict=True)
+                pair = [None if p.exact else memory[at : at + p.rows * p.size].view(p.rows, p.size) for at, p in sides]
+                found.append((pair[0], pair[1]))
+            self.views[dtype] = memory, found
+        return self.views[dtype][1]
+
+    def changed(self, matrix: Matrix) -> None:
+        """A member has other projectors of the same shape."""
+        low = 0
+        for member in self.members:
+            for start, side in zip(member.starts, (member.left, member.right), strict=True):
+                if side.positions is None or side.values is None:
+                    continue
+                span = slice(low, low := low + side.positions.numel())
+                for dtype, (positions, values) in self.known.items() if member is matrix else ():
+                    positions[span].copy_(self._places(start, side, side.positions))
+                    values[span].copy_(side.values.view(-1))
+                    if self.plane.shown.get(dtype) is self:
+                        own = self.plane.memory[dtype][start : start + side.rows * side.size]
+                        own.zero_().scatter_(0, positions[span] - start, values[span])
+
+    def flat(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions, int64, and values of all members in the plane."""
+        if dtype not in self.known:
+            positions, values = [], []
+            for matrix in self.members:
+                for start, side in zip(matrix.starts, (matrix.left, matrix.right), strict=True):
+                    if side.positions is not None and side.values is not None:
+                        positions.append(self._places(start, side, side.positions))
+                        values.append(side.values.to(dtype).view(-1))
+            self.known[dtype] = torch.cat(positions), torch.cat(values)
+        return self.known[dtype]
+
+    def _places(self, start: int, side: Projector, positions: Tensor) -> Tensor:
+        return (
+            torch.arange(start, start + side.rows * side.size, side.size, device=self.device)[:, None] + positions
+        ).view(-1)
+
+
+@dataclass(frozen=True)
+class BiasCheck:
+    """What a check of a matrix' projectors found.
+
+    Attributes:
+        before: relative bias of the projectors that were there (Theorem 1's alpha on this gradient).
+        after: that of the new ones; None where the old ones stay.
+        carry: P_new^T P_old and Q_old^T Q_new, both [s, s], for `carried`; None where the old ones stay.
+        energy: the squared norm of this gradient in the new subspace over what `carried` makes of its squares in the
+            old one.
+    """
+
+    before: float
+    after: float | None = None
+    carry: tuple[Tensor, Tensor] | None = None
+    energy: float = 1.0
+
+
+class Matrix:
+    """One weight of m x n.
+
+    Attributes:
+        name: the parameter's.
+        number: of the matrix in the model: its random numbers are its own.
+        left, right: projectors of rows and columns.
+        turn: how often they were drawn before.
+        gain: what makes P D Q^T as large as D is: learned values are smaller than drawn ones, and AdamW's steps
+            should not shrink with them.
+        gradient: [s, s], in the compute dtype or float32, to which gradients are added; set by who trains.
+        watch: called once with the whole gradient [m, n] before it is added; for a check of the bias.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, int], number: int, config: ProjectorConfig, seed: int, group: Group
+    ) -> None:
+        self.name, self.shape, self.number, self.config, self.seed = name, shape, number, config, seed
+        self.group, self.device, self.turn = group, group.device, 0
+        self.gradient: Tensor | None = None
+        self.watch: Callable[[Matrix, Tensor], None] | None = None
+        self.put(*self.drawn(0))
+        self.place, self.starts = len(group.members), group.add(self)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Of the subspace."""
+        return self.left.size, self.right.size
+
+    @property
+    def numel(self) -> int:
+        """Numbers that cross the bus in each direction."""
+        return self.left.size * self.right.size
+
+    def put(self, left: Projector, right: Projector) -> None:
+        """Take these projectors."""
+        self.left, self.right = left, right
+        squares = [1.0 if p.values is None else float(p.values.square().sum()) / p.rows for p in (left, right)]
+        self.gain = (squares[0] * squares[1]) ** -0.5
+        self.group.changed(self)
+
+    def drawn(self, turn: int) -> tuple[Projector, Projector]:
+        """The random pair of that turn."""
+        c = self.config
+        left, right = (
+            draw(side, c.subspace, c.nonzeros, self.seed, turn, 2 * self.number + i, self.device)
+            for i, side in enumerate(self.shape)
+        )
+        return left, right
+
+    def collect(self, rows: Tensor, columns: Tensor) -> None:
+        """Add what T tokens say: [T, m] and [T, n], of which the gradient is the product."""
+        self._show(lambda: rows.T @ columns)
+        self._add(self._narrow(0, rows).T, self._narrow(1, columns))
+
+    def collect_whole(self, gradient: Tensor) -> None:
+        """Add a gradient [m, n] that is there."""
+        self._show(lambda: gradient)
+        narrow = self._narrow(1, gradient)
+        left = self.dense_pair(gradient.dtype)[0]
+        if left is None:
+            self.gradient_there.add_(narrow)
+        else:
+            self._add(left.T, narrow)
+
+    def collect_rows(self, rows: Tensor, gradient: Tensor) -> None:
+        """Add a gradient that is zero but for `rows`, int64 [R]: [R, n]."""
+        self._show(lambda: gradient.new_zeros(self.shape).index_add_(0, rows, gradient))
+        self._add(self.left.rows_of(rows, gradient.dtype).T, self._narrow(1, gradient))
+
+    def effective(self, base: Tensor, change: Tensor, decay: float, out: Tensor) -> Tensor:
+        """decay * base + gain * P change Q^T.
+
+        Args:
+            base: [m, n]; `out` may be the same memory.
+            change: [s, s], both in the dtype of `out`.
+        """
+        return add_change(base, change, self.dense_pair(out.dtype), self.gain, decay, out)
+
+    def effective_rows(self, base: Tensor, rows: Tensor, change: Tensor, decay: float) -> Tensor:
+        """The same for some rows, int64 [R] of [R, n]."""
+        pair = self.left.rows_of(rows, base.dtype), self.dense_pair(base.dtype)[1]
+        return add_change(base, change, pair, self.gain, decay, torch.empty_like(base))
+
+    def dense_pair(self, dtype: torch.dtype) -> Pair:
+        """Both projectors, dense, in memory that is shared."""
+        return self.group.pairs(dtype)[self.place]
+
+    def refresh(self, gradient: Tensor) -> BiasCheck:
+        """Check the bias on a gradient [m, n], and draw and fit other projectors where it is too large."""
+        before = relative_bias(self.left, self.right, gradient)
+        if not before >= self.config.threshold or before == math.inf or (self.left.exact and self.right.exact):
+            return BiasCheck(before)
+        c, old = self.config, (self.left, self.right)
+        self.turn += 1
+        pair = self.drawn(self.turn)
+        if c.learned:
+            found = fit(*pair, gradient, c.learn_rounds, c.learn_steps, c.gamma, self.group.plane.descents)
+            pair, after = (found.left, found.right), found.bias
+            if not after < before:
+                return BiasCheck(before)
+        else:
+            after = relative_bias(*pair, gradient)
+        self.put(*pair)
+        carry = _between(self.left, old[0]), _between(self.right, old[1]).T
+        return BiasCheck(before, after, carry, _energy(gradient, pair, old, carry))
+
+    def _show(self, gradient: Callable[[], Tensor]) -> None:
+        if self.watch is not None:
+            watch, self.watch = self.watch, None
+            watch(self, gradient())
+
+    @property
+    def gradient_there(self) -> Tensor:
+        """The memory that gradients are added to."""
+        if self.gradient is None:
+            raise RuntimeError(f"{self.name}: no memory for its gradient")
+        return self.gradient
+
+    def _narrow(self, side: int, x: Tensor) -> Tensor:
+        dense = self.dense_pair(x.dtype)[side]
+        return x if dense is None else x @ dense
+
+    def _add(self, left: Tensor, right: Tensor) -> None:
+        gradient = self.gradient_there
+        if gradient.dtype == left.dtype:
+            gradient.addmm_(left, right)
+        else:
+            gradient += left @ right
+
+
+def add_change(base: Tensor, change: Tensor, pair: Pair, gain: float, decay: float, out: Tensor) -> Tensor:
+    """decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the identity."""
+    left, right = pair
+    wide = change if left is None else left @ change
+    if right is None:
+        return torch.add(base * decay, wide, alpha=gain, out=out)
+    return torch.addmm(base, wide, right.T, beta=decay, alpha=gain, out=out)
+
+
+def carried(m: Tensor, v: Tensor, check: BiasCheck) -> tuple[Tensor, Tensor]:
+    """Adam's moments [s, s] in the new subspace (Algorithm 2): A M B, and A^2 V B^2 with squares by element.
+
+    Of the gradients that made them only what the old subspace holds is known. The second moment is right where the old
+    coordinates are uncorrelated, which learned ones are not: it comes out several times too small or, between drawn
+    ones, too large. So it is multiplied by one factor, `BiasCheck.energy`, that makes it right on the checked gradient.
+    """
+    if check.carry is None:
+        return m, v
+    a, b = check.carry
+    return a @ m @ b, (a.square() @ v @ b.square()) * check.energy
+
+
+def _energy(
+    gradient: Tensor, new: tuple[Projector, Projector], old: tuple[Projector, Projector], carry: tuple[Tensor, Tensor]
+) -> float:
+    inside = []
+    for left, right in (new, old):
+        narrow = gradient @ right.dense(gradient.dtype)
+        inside.append((left.dense(gradient.dtype).T @ narrow).float().square())
+    known = float((carry[0].square() @ inside[1] @ carry[1].square()).sum())
+    return float(inside[0].sum()) / known if known else 1.0
+
+
+def _between(new: Projector, old: Projector) -> Tensor:
+    """P_new^T P_old, float32 [s, s]."""
+    return new.dense(torch.float32).T @ old.dense(torch.float32)

@@ -1,0 +1,117 @@
+"""What is trained of one unit: the changes of its projected matrices, and its other parameters as they are.
+
+Both lie in one flat run, the changes first, so that each unit sends one gradient and gets one answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.methods.lsp.matrix import Group, Matrix, Plane, add_change
+from ondevice.methods.lsp.projector import Projector
+from ondevice.offload.units import ALIGN, Piece, Unit
+from ondevice.runtime_ops.layer_adam import Moments
+
+if TYPE_CHECKING:
+    from ondevice.methods.lsp.config import ProjectorConfig
+    from ondevice.offload.device import Device
+
+
+@dataclass
+class Older:
+    """A change in a subspace that was left, beside a base that cannot take it."""
+
+    left: Projector
+    right: Projector
+    gain: float
+    change: Tensor
+
+
+@dataclass
+class Part:
+    """One unit.
+
+    Attributes:
+        matrices: each with its piece and where its s x s numbers begin.
+        exact: the unit of the other parameters, one after the other; the whole unit where nothing is projected.
+        narrow: numbers of all matrices together.
+        change: float32 [narrow] on the accelerator, D of every matrix.
+        decay: factor of the base, of weight decay.
+        older: by matrix number.
+        folded: whether the base is no longer what was loaded.
+        moments: AdamW's of the changes, on the host.
+    """
+
+    unit: Unit
+    matrices: list[tuple[Piece, Matrix, int]]
+    exact: Unit
+    narrow: int
+    change: Tensor
+    moments: Moments
+    decay: float = 1.0
+    older: dict[int, list[Older]] = field(default_factory=dict)
+    folded: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Numbers that leave in a step."""
+        return self.narrow + self.exact.numel
+
+    def changes(self, matrix: Matrix, offset: int, change: Tensor | None = None) -> Tensor:
+        """D of a matrix, [s, s], out of all of them or of a copy of these in another dtype."""
+        return (self.change if change is None else change)[offset : offset + matrix.numel].view(matrix.sizes)
+
+    def effective(self, matrix: Matrix, change: Tensor, base: Tensor, out: Tensor) -> Tensor:
+        """The weight itself: base [m, n] and its change [s, s], into `out` [m, n], all of one dtype."""
+        matrix.effective(base, change, self.decay, out)
+        for old in self.older.get(matrix.number, ()):
+            widen(old, out)
+        return out
+
+
+def widen(old: Older, out: Tensor, factor: float = 1.0) -> None:
+    """Add an older change to a weight [m, n]."""
+    pair = [None if side.exact else side.dense(out.dtype) for side in (old.left, old.right)]
+    add_change(out, old.change.to(out.dtype), (pair[0], pair[1]), old.gain * factor, 1.0, out)
+
+
+def is_projected(shape: tuple[int, ...], subspace: int) -> bool:
+    """True for a shape that is updated in a subspace: a matrix with a side longer than it. Norms, biases and small
+    matrices are updated as they are."""
+    return len(shape) == 2 and max(shape) > subspace
+
+
+def split(
+    unit: Unit, config: ProjectorConfig | None, seed: int, numbers: dict[str, int], device: Device, where: torch.device,
+    plane: Plane,
+) -> Part:  # fmt: skip
+    """Decide what of a unit is projected: matrices with a side longer than the subspace, of layers and tables.
+
+    Args:
+        config: None projects nothing.
+        numbers: of the model's parameters by name.
+    """
+    matrices, rest, narrow, group = [], [], 0, Group(plane, where)
+    for piece in unit.pieces:
+        if config is None or unit.kind == "rest" or not is_projected(piece.shape, config.subspace):
+            rest.append(piece)
+            continue
+        shape, number = (piece.shape[0], piece.shape[1]), numbers[piece.name]
+        matrix = Matrix(piece.name, shape, number, config, seed, group)
+        matrices.append((piece, matrix, narrow))
+        narrow += matrix.numel
+    exact = unit if not matrices else _packed(unit, rest)
+    return Part(unit, matrices, exact, narrow, device.empty(narrow, torch.float32), Moments.empty(narrow))
+
+
+def _packed(unit: Unit, pieces: list[Piece]) -> Unit:
+    """A unit of some of a unit's parameters."""
+    found, offset = [], 0
+    for piece in pieces:
+        found.append(replace(piece, offset=offset))
+        offset += -(-piece.numel // ALIGN) * ALIGN
+    return replace(unit, pieces=tuple(found), numel=found[-1].offset + found[-1].numel if found else 0)

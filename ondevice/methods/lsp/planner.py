@@ -1,0 +1,234 @@
+"""Subspace, projectors and batch for LSP-Offload on a device, and why.
+
+The rule: take the largest subspace of `SIZES` with which a step is at most `SLOWDOWN` longer than the same training
+without offloading, even if no transfer were hidden behind the computation. Where none is, take `USUAL` and the smallest
+batch for which it is. Projectors get the most values of `NONZEROS` a row that take at most `SHARE` of the weights'
+bytes; the largest from a subspace of `USUAL` on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.config import size_text
+from ondevice.methods.lsp.memory import FLAT_BYTES, PROJECTOR_BYTES
+from ondevice.methods.lsp.sizes import bus_bytes, exact, extra, narrow, projected
+from ondevice.methods.step_model import recomputed_flops
+
+if TYPE_CHECKING:
+    from ondevice.methods.lsp.config import LspConfig
+    from ondevice.offload.calibrate import Rates
+    from ondevice.planning.estimate import Plan, Request
+
+SIZES = (1024, 512, 256, 128)
+USUAL = 512
+NONZEROS = (16, 8, 4)
+SLOWDOWN = 1.1
+SHARE = 0.05
+LARGEST_BATCH = 1024
+SMALLER: tuple[dict[str, str], ...] = (
+    {"weight_dtype": "nf4", "weight_placement": "device"},
+    {"weight_dtype": "compute", "weight_placement": "host"},
+)
+"""Weights that need less of the accelerator's memory, the faster first."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Rates a second: operations, and bytes over the bus to the host and back; None where not known."""
+
+    flops: float | None
+    to_host: float | None
+    to_device: float | None
+    simulated: float | None = None
+
+    @property
+    def known(self) -> bool:
+        return None not in (self.flops, self.to_host, self.to_device)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One step.
+
+    Attributes:
+        to_host_bytes, to_device_bytes: over the bus; `to_host_s` and `to_device_s` the time of it.
+        making, collecting: multiplications for the projection; `saved` those of the weight gradients.
+        native_s: the same training without offloading; `compute_s` with the projection's work.
+        unhidden: compute and both directions one after the other, over `native_s`.
+    """
+
+    to_host_bytes: int
+    to_device_bytes: int
+    making: int
+    collecting: int
+    saved: int
+    native_s: float | None = None
+    compute_s: float | None = None
+    to_host_s: float | None = None
+    to_device_s: float | None = None
+    unhidden: float | None = None
+
+
+def speed(request: Request, rates: Rates | None = None) -> Speed:
+    """Measured rates, or those of the device table; a simulated bus is in both."""
+    limit = request.method.bus_limit_gb_per_s
+    if rates is not None:
+        return Speed(rates.flops_s, rates.d2h_bytes_s, rates.h2d_bytes_s, limit)
+    known = [rate for rate in (request.device.bus_bytes_s, limit and limit * 1e9) if rate]
+    bus = min(known, default=None)
+    return Speed(request.device.flops_s.get(request.method.compute), bus, bus, limit)
+
+
+def cost(request: Request, at: Speed) -> Cost:
+    """A step of the request with its method's settings."""
+    dims, method, rows, length = request.dims, request.method, request.batch_size, request.length_tokens
+    up, down = bus_bytes(dims, method, rows, length, 2 if method.compute == "bfloat16" else 4)
+    more = extra(dims, method, rows, length)
+    counts = Cost(up, down, more.making, more.collecting, more.saved)
+    native = recomputed_flops(dims, rows, length)
+    if at.flops is None:
+        return counts
+    seconds = {"native_s": native / at.flops, "compute_s": (native + more.flops) / at.flops}
+    if at.to_host is None or at.to_device is None:
+        return replace(counts, **seconds)
+    bus = {"to_host_s": up / at.to_host, "to_device_s": down / at.to_device}
+    unhidden = (seconds["compute_s"] + sum(bus.values())) / seconds["native_s"]
+    return replace(counts, **seconds, **bus, unhidden=unhidden)
+
+
+def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
+    """Seconds by lane of a step of that many rows, for `ondevice.offload.calibrate.predict`; see `MethodSpec.lanes`."""
+    found = cost(replace(request, batch_size=rows), speed(request, rates))
+    updated = narrow(request.dims, request.method) + exact(request.dims, request.method)
+    return {
+        "compute": found.compute_s or 0.0,
+        "h2d": found.to_device_s or 0.0,
+        "d2h": found.to_host_s or 0.0,
+        "update": updated / rates.parameters_s,
+        "disk": 0.0,
+    }
+
+
+def recommend(plan: Plan, rates: Rates | None, plan_of: Callable[[Request], Plan]) -> dict[str, Any]:
+    """What to set, with the costs of what is set, of whole gradients (ZeRO) and of the recommendation.
+
+    Args:
+        plan: of method lsp.
+        rates: measured here; None takes the device table's.
+        plan_of: gives the plan of another request.
+
+    Returns:
+        `given`, `zero` and `recommended`: each a `Cost`; `settings`: subspace, nonzeros, batch_size, weight_dtype and
+        weight_placement, None where rates are missing; `fits`; `sentences` for people.
+    """
+    request, at = plan.request, speed(plan.request, rates)
+    whole = _with(request, project=False, weight_dtype="compute", weight_placement="device")
+    found = {"given": cost(request, at), "zero": cost(whole, at)}
+    sentences = [_compared(request, found["given"], found["zero"], at)]
+    if not at.known:
+        missing = "the rate of matrix products" if at.flops is None else "the bus"
+        sentences.append(
+            f"{missing} of {request.device.name} is not known, so nothing is recommended: "
+            "--calibrate measures this machine, --bus-limit GB/s assumes a bus"
+        )
+        return {**_dicts(found), "recommended": None, "settings": None, "fits": plan.fits, "sentences": sentences}
+    chosen, why = _chosen(request, at)
+    found["recommended"] = cost(chosen, at)
+    best, fitting = _fitting(chosen, plan_of)
+    method, rows = best.request.method, best.request.batch_size
+    settings = {"subspace": method.subspace, "nonzeros": method.nonzeros}
+    settings |= {"batch_size": rows} | {key: getattr(method, key) for key in SMALLER[0]}
+    listed = f"subspace {method.subspace}, nonzeros {method.nonzeros}, batch {rows}, weights {_weights(method)}"
+    sentences += [f"recommended: {listed}; {why}", _values(chosen), fitting]
+    return {**_dicts(found), "settings": settings, "fits": best.fits, "sentences": sentences}
+
+
+def _chosen(request: Request, at: Speed) -> tuple[Request, str]:
+    for size in SIZES:
+        tried = _sized(request, size)
+        ratio = cost(tried, at).unhidden or 0.0
+        if ratio <= SLOWDOWN:
+            return tried, f"the largest of {', '.join(map(str, SIZES))} whose {_share(ratio)}"
+    usual = _sized(request, USUAL)
+    for rows in range(request.batch_size + 1, LARGEST_BATCH + 1):
+        tried = replace(usual, batch_size=rows)
+        ratio = cost(tried, at).unhidden or 0.0
+        if ratio <= SLOWDOWN:
+            least = f"no subspace stays within {SLOWDOWN - 1:.0%} at a batch of {request.batch_size}"
+            return tried, f"{least}; this is the smallest batch at which {USUAL} does: its {_share(ratio)}"
+    smallest = min(SIZES, key=lambda size: cost(_sized(request, size), at).unhidden or 0.0)
+    tried = _sized(request, smallest)
+    ratio = cost(tried, at).unhidden or 0.0
+    return tried, f"no batch up to {LARGEST_BATCH} brings {USUAL} within {SLOWDOWN - 1:.0%}; its {_share(ratio)}"
+
+
+def _sized(request: Request, size: int) -> Request:
+    """With that subspace, and as many values a row of the projectors as the rule gives it."""
+    tried = _with(request, project=True, subspace=size)
+    sides = sum(one.sides * one.count for one in projected(tried.dims, tried.method))
+    item = 2 if tried.method.compute == "bfloat16" else 4
+    limit, value = SHARE * tried.dims.parameters * item, PROJECTOR_BYTES + FLAT_BYTES + item
+    allowed = [d for d in NONZEROS if d * sides * value <= limit and (size >= USUAL or d < NONZEROS[0])]
+    return _with(tried, nonzeros=max(allowed, default=NONZEROS[-1]))
+
+
+def _fitting(request: Request, plan_of: Callable[[Request], Plan]) -> tuple[Plan, str]:
+    """The plan of the request, or of one with smaller weights that fits, and what to say of it."""
+    first = plan_of(request)
+    if first.fits:
+        return first, f"it fits, {size_text(first.margin_bytes)} to spare"
+    over = f"with weights {_weights(request.method)} it does not fit"
+    for smaller in SMALLER:
+        other = plan_of(_with(request, **smaller))
+        if other.fits:
+            which = _weights(other.request.method)
+            return other, f"{over}; with weights {which} it does, {size_text(other.margin_bytes)} to spare"
+    return first, f"{over}, nor with nf4 or host: shorter rows, method.micro_batch_size: 1, a smaller batch"
+
+
+def _weights(method: LspConfig) -> str:
+    return "host" if method.weight_placement == "host" else method.weight_dtype
+
+
+def _compared(request: Request, given: Cost, zero: Cost, at: Speed) -> str:
+    """What a step moves and computes, beside whole gradients."""
+    moved = f"{size_text(given.to_host_bytes)} to the host and {size_text(given.to_device_bytes)} back"
+    text = f"a step moves {moved} (whole gradients and weights, as ZeRO-Offload: {size_text(zero.to_host_bytes)} each)"
+    if not projected(request.dims, request.method) and request.method.project:
+        text += "; no matrix has a side longer than the subspace"
+    products = f"{given.making:.3g} multiplications make weights, {given.collecting:.3g} collect gradients"
+    text += f"; {products}, {given.saved:.3g} of weight gradients are saved"
+    if given.unhidden is None or zero.unhidden is None:
+        return text
+    bus = "a simulated bus" if at.simulated else "the bus"
+    speeds = f"{(at.to_host or 0) / 1e9:.3g} GB/s"
+    busy = f"{(given.to_host_s or 0) + (given.to_device_s or 0):.3g} s"
+    zeros = f"{(zero.to_host_s or 0) + (zero.to_device_s or 0):.3g} s"
+    return (
+        f"{text}; {given.compute_s:.3g} s of computation ({given.native_s:.3g} s without projection), and {busy} of "
+        + (f"{bus} of {speeds} (ZeRO: {zeros})")
+    )
+
+
+def _values(chosen: Request) -> str:
+    return (
+        f"nonzeros: {chosen.method.nonzeros} is the most of {', '.join(map(str, NONZEROS))} with projectors of at most "
+        f"{SHARE:.0%} of the weights ({NONZEROS[0]} from a subspace of {USUAL} on)"
+    )
+
+
+def _share(ratio: float) -> str:
+    if ratio <= 1:
+        return "extra work and transfers take less than the weight gradients that are saved, even if nothing is hidden"
+    return f"extra work and transfers make a step {ratio - 1:.0%} longer even if nothing is hidden"
+
+
+def _with(request: Request, **settings: Any) -> Request:
+    return replace(request, method=request.method.model_copy(update=settings))
+
+
+def _dicts(found: dict[str, Cost]) -> dict[str, Any]:
+    return {name: asdict(one) for name, one in found.items()}

@@ -1,0 +1,90 @@
+"""A d-sparse projector (LSP-Offload, Definition 1): rows x size, with d values other than zero in each row.
+
+The d positions of a row lie in d equal blocks of the columns, one in each (Kane and Nelson's block construction), so
+they are distinct without rejection. Values begin as N(0, 1 / d), by which E[P P^T] = I and P P^T G Q Q^T is an unbiased
+estimate of G; `fit.py` changes them. A side that is no longer than the subspace is not projected: P = I.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ondevice.runtime_ops import generator
+
+POSITIONS = 1
+"""The generator's query that positions are drawn from; values are query 0."""
+
+
+@dataclass
+class Projector:
+    """One side of a weight matrix.
+
+    Attributes:
+        rows: of the side; `size` of the subspace.
+        positions: int64 [rows, d]; None where the side is not projected.
+        values: float32 [rows, d].
+    """
+
+    rows: int
+    size: int
+    device: torch.device
+    positions: Tensor | None = None
+    values: Tensor | None = None
+
+    @property
+    def exact(self) -> bool:
+        """True for the identity."""
+        return self.positions is None
+
+    @property
+    def bytes(self) -> int:
+        """Of positions, as they are stored, and values."""
+        return sum(t.numel() * t.element_size() for t in (self.positions, self.values) if t is not None)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """[rows, size] in `dtype`."""
+        if self.positions is None or self.values is None:
+            return torch.eye(self.rows, dtype=dtype, device=self.device)
+        table = torch.zeros(self.rows, self.size, dtype=dtype, device=self.device)
+        return table.scatter_(1, self.positions, self.values.to(dtype))
+
+    def part(self, rows: slice) -> Projector:
+        """That of some of the rows; the identity stays whole."""
+        if self.positions is None or self.values is None:
+            return self
+        positions = self.positions[rows]
+        return Projector(len(positions), self.size, self.device, positions, self.values[rows])
+
+    def rows_of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows int64 [R] of it, dense: [R, size]."""
+        found = torch.zeros(rows.numel(), self.size, dtype=dtype, device=self.device)
+        if self.positions is None or self.values is None:
+            return found.scatter_(1, rows[:, None], 1.0)
+        return found.scatter_(1, self.positions[rows], self.values[rows].to(dtype))
+
+
+def draw(
+    rows: int, size: int, nonzeros: int, seed: int, turn: int, tensor: int, device: torch.device | str = "cpu"
+) -> Projector:
+    """A random projector, a pure function of its arguments; the identity where `rows` is at most `size`.
+
+    Args:
+        nonzeros: d, in each row; `size` where that is less.
+        turn: how often the subspace was drawn before.
+        tensor: number of the side, different for every one in a model.
+    """
+    where = torch.device(device)
+    if rows <= size:
+        return Projector(rows, rows, where)
+    nonzeros = min(nonzeros, size)
+    count = rows * nonzeros
+    words = generator.words(generator.stream_key(seed, turn, POSITIONS, tensor), 0, count).reshape(rows, nonzeros)
+    edges = np.arange(nonzeros + 1, dtype=np.int64) * size // nonzeros
+    width = np.diff(edges)
+    positions = edges[:-1] + ((words >> np.uint64(32)) * width.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
+    values = generator.normal(seed, turn, tensor, 1, 0, count).reshape(rows, nonzeros) / np.float32(nonzeros**0.5)
+    return Projector(rows, size, where, torch.from_numpy(positions).to(where), torch.from_numpy(values).to(where))

@@ -1,0 +1,210 @@
+"""What happens to a gradient that leaves: to the host, AdamW in the subspace, and the answer's way back (Algorithm 3).
+
+Three threads, one for each direction of the bus and one for the update, so that different layers are in all of them at
+once. Each takes the most urgent of what is ready. Schedules:
+
+- `layerwise`: first come, first served from the last layer down to the transition layer; below it the lowest layer
+  first, since the next forward pass needs it first, and before all that came earlier.
+- `zero`: ZeRO-Offload's (Algorithm 1): all updates and answers after the backward pass, in the order of arrival, and no
+  forward pass before the last of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.offload.clipping import Clipping, Step
+from ondevice.offload.ranks import SINGLE
+from ondevice.offload.transfers import Slot, Transfers
+from ondevice.offload.worker import Pool, Watch, Worker
+from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, torch_adam
+
+if TYPE_CHECKING:
+    from ondevice.methods.lsp.config import LspConfig
+    from ondevice.methods.lsp.part import Part
+    from ondevice.offload.device import Device, Event
+    from ondevice.offload.host import HostStore
+    from ondevice.offload.report import Timeline
+    from ondevice.offload.units import Units
+
+LATER = 1 << 20
+"""Added to the priority of what is served in the order of arrival: all that is urgent goes before it."""
+
+
+class Ticket:
+    """One gradient under way. `event` is when the answer is on the accelerator; set once `answered` is."""
+
+    def __init__(self, now: Step, doing: str) -> None:
+        self.now, self.doing = now, doing
+        self.answered = threading.Event()
+        self.event: Event | None = None
+
+
+class Updates:
+    """Host memory for gradients and answers, the three threads, and clipping."""
+
+    def __init__(
+        self, units: Units, parts: list[Part], store: HostStore, config: LspConfig, device: Device,
+        timeline: Timeline, watch: Watch, threads: int,
+    ) -> None:  # fmt: skip
+        self.units, self.parts, self.store, self.config = units, parts, store, config
+        self.device, self.timeline, self.watch, self.threads = device, timeline, watch, threads
+        self.transfers = Transfers(device, timeline, SINGLE)
+        self.clipping = Clipping(config, units, SINGLE)
+        narrow, exact = max(part.narrow for part in parts), max(part.exact.numel for part in parts)
+        layers = [part for part in parts if part.unit.kind == "layer"]
+        count, largest = min(config.gradient_buffers, len(layers)), max(part.numel for part in layers)
+        self.buffers = [device.pinned(largest, store.dtype) for _ in range(len(layers) if self.after else count)]
+        own = [part for part in parts if part.unit.kind != "layer"]
+        self.own = {part.unit.index: device.pinned(part.numel, store.dtype) for part in own}
+        self.pool = Pool(list(self.buffers), watch)
+        self.answers = {part.unit.index: device.pinned(part.narrow, store.dtype) for part in parts}
+        self.arrivals = {part.unit.index: device.empty(part.narrow, store.dtype) for part in parts}
+        self.steps = torch.zeros(narrow)
+        self.scratch = None if store.native else torch.empty(max(narrow, exact))
+        self.norms = device.pinned(len(units.all), torch.float32)
+        self.tickets: dict[int, Ticket] = {}
+        self.waiting: list[tuple[Part, Ticket, Tensor, Tensor]] = []
+        self.transition = 0
+        self.offload, self.update, self.upload = (Worker(name, watch) for name in ("offload", "update", "upload"))
+
+    @property
+    def bytes(self) -> int:
+        """Of host memory."""
+        moments = [t for part in self.parts for t in part.moments.tensors().values()]
+        held = [*self.buffers, *self.own.values(), *self.answers.values(), *moments, self.steps]
+        return sum(t.numel() * t.element_size() for t in held)
+
+    @property
+    def after(self) -> bool:
+        """True where updates wait for the end of the backward pass."""
+        return self.config.schedule == "zero" or self.clipping.exact
+
+    def send(self, part: Part, slot: Slot, exact: Tensor, norm: Tensor | None) -> None:
+        """Let a gradient leave.
+
+        Args:
+            slot: its memory on the accelerator, [numel]; `slot.task` is set to when it has left.
+            exact: where the answer for the exact parameters goes, flat, in the compute dtype.
+            norm: its squared norm, float32 [1].
+        """
+        unit, computed = part.unit, self.device.record("compute")
+        ticket = self.tickets[unit.index] = Ticket(self.clipping.now, f"the answer for {unit.name}")
+        host = self.norms[unit.index : unit.index + 1]
+
+        def run() -> Event:
+            buffer = self._buffer(part)
+            pair = None if norm is None else (norm, host)
+            event = self.transfers.to_host(unit, buffer[: part.numel], slot.memory[: part.numel], computed, pair)
+            event.wait()
+            if norm is not None:
+                ticket.now.squares[unit.index] = float(host)
+            if self.after:
+                self.waiting.append((part, ticket, buffer, exact))
+            else:
+                self._submit(part, ticket, buffer, exact)
+            return event
+
+        slot.task = self.offload.submit(unit.name, run, self._priority(part))
+
+    def end_backward(self) -> None:
+        """Every gradient of the step was sent."""
+        if not self.after:
+            return
+
+        def run() -> None:
+            waiting, self.waiting = self.waiting, []
+            for entry in waiting:
+                self._submit(*entry)
+
+        self.offload.submit("the end of the backward pass", run, 2 * LATER)
+
+    def wait(self, part: Part) -> tuple[Event, Step] | None:
+        """When the answer is there, and of which step; None where there is none that was not taken."""
+        ticket = self.tickets.pop(part.unit.index, None)
+        if ticket is None:
+            return None
+        self.watch.until(ticket.answered.wait, ticket.doing)
+        return (ticket.event, ticket.now) if ticket.event is not None else None
+
+    def plan(self, backward_s: float, layer_s: dict[str, float], layers: int) -> None:
+        """Set the transition layer (section 4.2) from the last step's times.
+
+        Args:
+            layer_s: seconds of a layer's offload, upload and update.
+        """
+        slowest, chain = max(layer_s.values()), sum(layer_s.values())
+        if slowest > 0:
+            self.transition = min(layers, max(0, round(layers - (backward_s - chain) / slowest)))
+
+    def flush(self) -> None:
+        """Until every answer is there."""
+        for ticket in list(self.tickets.values()):
+            self.watch.until(ticket.answered.wait, ticket.doing)
+
+    def close(self) -> bool:
+        """End the threads; False if one hangs."""
+        return all([worker.close() for worker in (self.offload, self.update, self.upload)])
+
+    def _priority(self, part: Part) -> int:
+        if self.config.schedule == "zero":
+            return 0
+        order = part.unit.order
+        return LATER if order >= self.transition else order
+
+    def _submit(self, part: Part, ticket: Ticket, buffer: Tensor, exact: Tensor) -> None:
+        unit, priority = part.unit, self._priority(part)
+
+        def update() -> None:
+            started = time.perf_counter()
+            self._step(part, ticket.now, buffer)
+            self.timeline.add("update", unit.name, started, time.perf_counter())
+            if unit.index not in self.own:
+                self.pool.give(buffer)
+            self.upload.submit(unit.name, upload, priority)
+
+        def upload() -> None:
+            copies: list[tuple[Tensor, Tensor]] = []
+            if part.narrow:
+                copies.append((self.arrivals[unit.index], self.answers[unit.index]))
+            if part.exact.numel:
+                copies.append((exact, self.store.outgoing(part.exact, slice(0, part.exact.numel))))
+            for target, source in copies:
+                ticket.event = self.transfers.to_device(unit, target, source, None)
+            if part.exact.numel and ticket.event is not None:
+                self.store.sent(ticket.event)
+            if ticket.event is not None:
+                ticket.event.wait()
+            ticket.answered.set()
+
+        self.update.submit(unit.name, update, priority)
+
+    def _step(self, part: Part, now: Step, buffer: Tensor) -> None:
+        """AdamW: of the changes a step of length one, which the accelerator multiplies by the learning rate. What the
+        memory held decays to nothing in it, so it is written once."""
+        adam = self.clipping.apply(now, part.unit)
+        if part.narrow:
+            answer = self.answers[part.unit.index]
+            half = answer.dtype != torch.float32
+            steps, high = (self.steps[: part.narrow], answer.view(torch.uint16)) if half else (answer, None)
+            state = HostState(steps, high, None, part.moments, part.unit.index)
+            self._adam(buffer[: part.narrow], state, replace(adam, learning_rate=1.0, weight_decay=1.0))
+        if part.exact.numel:
+            self._adam(buffer[part.narrow : part.numel], self.store.states[part.unit.index], adam)
+
+    def _adam(self, gradient: Tensor, state: HostState, adam: AdamStep) -> None:
+        if self.scratch is not None:
+            torch_adam(gradient, state, adam, self.scratch[: gradient.numel()])
+        else:
+            layer_adam(gradient, state, adam, threads=self.threads)
+
+    def _buffer(self, part: Part) -> Tensor:
+        """Host memory for a gradient: one of the layers' buffers, or the table's own, free since the forward pass."""
+        own = self.own.get(part.unit.index)
+        return self.pool.take(f"waiting for host memory for the gradients of {part.unit.name}") if own is None else own

@@ -1,0 +1,239 @@
+"""The trained LoRA matrices of a run: beside which linear layers, under which names, from which values, and where
+they lie in the flat vector of an exported program.
+
+The same numbers on every backend: A is drawn from the project's generator, B is zero. Names are PEFT's, for
+adapters and for checkpoints alike, so that a run may go on with another backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ondevice.core.errors import ArtifactError, CheckpointError, ModelError, TrainingError
+from ondevice.runtime_ops import generator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.methods.mesp.config import MespConfig
+    from ondevice.models import Family, ModelDims
+
+A_TENSOR = 1
+"""Stream of the initial A matrices; one step number for each linear layer."""
+ALIGNMENT = 64
+"""Elements: where a matrix begins in the flat vector."""
+
+
+@dataclass(frozen=True)
+class LoraParameters:
+    """A float32 [rank, inputs] and B float32 [outputs, rank] beside one linear layer.
+
+    Attributes:
+        target: the linear layer's name in its block, such as `q_proj`.
+        name: its full name, such as `model.layers.0.self_attn.q_proj`.
+        number: position among the run's, in order of layers and of `config.target_modules`.
+    """
+
+    layer: int
+    target: str
+    name: str
+    number: int
+    rank: int
+    inputs: int
+    outputs: int
+
+    @property
+    def a_name(self) -> str:
+        return f"{self.name}.lora_A.weight"
+
+    @property
+    def b_name(self) -> str:
+        return f"{self.name}.lora_B.weight"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of A and B by name."""
+        return {self.a_name: (self.rank, self.inputs), self.b_name: (self.outputs, self.rank)}
+
+    @property
+    def count(self) -> int:
+        """Trained numbers."""
+        return self.rank * (self.inputs + self.outputs)
+
+    def initial_a(self, seed: int) -> np.ndarray:
+        """Draw A, float32 [rank, inputs]: Gaussian with the variance of PEFT's initial A, 1 / (3 inputs)."""
+        values = generator.normal(seed, self.number, A_TENSOR, 1, 0, self.inputs * self.rank)[0]
+        scale = np.float32(1.0 / np.sqrt(3.0 * self.inputs))
+        return np.ascontiguousarray(values.reshape(self.inputs, self.rank).T * scale, dtype=np.float32)
+
+
+def check_family(dims: ModelDims) -> None:
+    """Refuse what the hand-written backward pass does not know.
+
+    Raises:
+        ModelError: the block has no gated MLP between RMS norms, or has experts.
+    """
+    if not dims.gated or dims.experts:
+        raise ModelError(
+            f"mesp has no backward pass for {dims.family}",
+            expected="llama, mistral or qwen2: RMS norms, rotary embedding, a gated MLP",
+            received=dims.family,
+            hint="--method lora trains an adapter by automatic differentiation",
+        )
+
+
+def lora_parameters(dims: ModelDims, family: type[Family], config: MespConfig) -> tuple[LoraParameters, ...]:
+    """List the parameters of a run, layer by layer.
+
+    Raises:
+        ModelError: see `check_family`.
+    """
+    check_family(dims)
+    listed: list[LoraParameters] = []
+    for layer in range(dims.layers):
+        for target in config.target_modules:
+            name = f"model.layers.{layer}.{family.linear_parents[target]}.{target}"
+            listed.append(LoraParameters(layer, target, name, len(listed), config.rank, *dims.linear_shape(target)))
+    return tuple(listed)
+
+
+def initial_tensors(parameters: tuple[LoraParameters, ...], seed: int) -> dict[str, np.ndarray]:
+    """Make A drawn and B zero, by PEFT's name: the adapter changes nothing."""
+    tensors: dict[str, np.ndarray] = {}
+    for one in parameters:
+        tensors[one.a_name] = one.initial_a(seed)
+        tensors[one.b_name] = np.zeros((one.outputs, one.rank), np.float32)
+    return tensors
+
+
+def check_not_partially_updated(partially_updated: bool) -> None:
+    """Refuse to go on from, or to keep, parameters of which a step that failed has updated some.
+
+    Raises:
+        TrainingError: `partially_updated`.
+    """
+    if partially_updated:
+        raise TrainingError(
+            "the step before ended half-way, with some LoRA parameters updated and others not",
+            hint="resume from the run's last checkpoint",
+        )
+
+
+def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a checkpoint that lacks one of these tensors.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing or of another shape.
+    """
+    for name, shape in shapes.items():
+        value = state.get(name)
+        if value is None or value.shape != shape:
+            raise CheckpointError(
+                f"the checkpoint is not of this run: {name}",
+                expected=list(shape),
+                received=None if value is None else list(value.shape),
+            )
+
+
+def check_adapter(
+    adapter: Adapter, parameters: tuple[LoraParameters, ...], config: MespConfig
+) -> dict[str, np.ndarray]:
+    """Give the tensors of an adapter that is exactly of this run's shape.
+
+    Raises:
+        ArtifactError: another rank or alpha, layers that are missing, or layers that this run does not change.
+    """
+    for field, wanted, received in (("rank", config.rank, adapter.rank), ("alpha", config.alpha, adapter.alpha)):
+        if wanted != received:
+            raise ArtifactError(
+                f"the adapter has another {field}",
+                expected=f"{field} {wanted:g}",
+                received=f"{field} {received:g}",
+                hint=f"--set method.{field}={received:g}, or another adapter",
+            )
+    known = {name: shape for one in parameters for name, shape in one.shapes.items()}
+    beyond = sorted(adapter.tensors.keys() - known.keys())
+    if beyond:
+        raise ArtifactError(
+            f"the adapter changes layers that this run does not: {', '.join(beyond[:4])}",
+            hint=f"--set 'method.target_modules=[{', '.join(adapter.target_modules)}]'",
+        )
+    for name, shape in known.items():
+        value = adapter.tensors.get(name)
+        if value is None or value.shape != shape:
+            received = "no such tensor" if value is None else list(value.shape)
+            raise ArtifactError(f"the adapter does not fit: {name}", expected=list(shape), received=received)
+    return {name: adapter.tensors[name] for name in known}
+
+
+@dataclass(frozen=True)
+class FlatEntry:
+    """First elements of one linear layer's A and B in the flat vector."""
+
+    parameters: LoraParameters
+    a: int
+    b: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """The flat vector that a program takes and gives; moments lie in vectors of the same layout.
+
+    Layer by layer, A float32 [rank, inputs] and then B transposed, [rank, outputs], so that no product of the program
+    needs another order.
+
+    Attributes:
+        entries: in order of the layers.
+        size: elements of the vector; what no matrix uses is zero and stays zero.
+    """
+
+    entries: tuple[FlatEntry, ...]
+    size: int
+
+    @classmethod
+    def build(cls, parameters: tuple[LoraParameters, ...]) -> FlatLayout:
+        """Lay out `parameters`, which are in order of the layers."""
+        entries, offset = [], 0
+        for one in parameters:
+            a = offset
+            b = a + _aligned(one.rank * one.inputs)
+            offset = b + _aligned(one.rank * one.outputs)
+            entries.append(FlatEntry(one, a, b))
+        return cls(tuple(entries), offset)
+
+    def of_layer(self, layer: int) -> tuple[FlatEntry, ...]:
+        return tuple(entry for entry in self.entries if entry.parameters.layer == layer)
+
+    def layer_range(self, layer: int) -> tuple[int, int]:
+        """First element and the one after the last."""
+        entries = self.of_layer(layer)
+        last = entries[-1]
+        return entries[0].a, last.b + _aligned(last.parameters.rank * last.parameters.outputs)
+
+    def to_flat(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
+        """Make float32 [size] of PEFT's names and shapes; the inverse of `to_tensors`."""
+        flat = np.zeros(self.size, np.float32)
+        for entry in self.entries:
+            a, b = tensors[entry.parameters.a_name], tensors[entry.parameters.b_name]
+            flat[entry.a : entry.a + a.size] = a.reshape(-1)
+            flat[entry.b : entry.b + b.size] = b.T.reshape(-1)
+        return flat
+
+    def to_tensors(self, flat: np.ndarray) -> dict[str, np.ndarray]:
+        """Make PEFT's `<linear>.lora_A.weight` [rank, inputs] and `<linear>.lora_B.weight` [outputs, rank] of it."""
+        tensors = {}
+        for entry in self.entries:
+            one = entry.parameters
+            a = flat[entry.a : entry.a + one.rank * one.inputs]
+            b = flat[entry.b : entry.b + one.rank * one.outputs]
+            tensors[one.a_name] = np.ascontiguousarray(a.reshape(one.rank, one.inputs))
+            tensors[one.b_name] = np.ascontiguousarray(b.reshape(one.rank, one.outputs).T)
+        return tensors
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

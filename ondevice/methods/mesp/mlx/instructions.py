@@ -1,0 +1,387 @@
+"""The order in which a block's stages run, what each takes, and what is dead after it, as instructions: data, not code.
+
+A backend that can run the stages needs nothing else: the Python session, an exported artifact's session and the C++
+host all interpret this list. A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimension), a
+chunk a part of the tokens (queries, or labelled tokens), a part one of the arrays of a packed matrix. Imports no MLX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from ondevice.core.errors import ConfigError
+from ondevice.methods.mesp.config import GROUP_SIZE
+
+if TYPE_CHECKING:
+    from ondevice.methods.mesp.config import MespConfig
+    from ondevice.models import ModelDims
+
+Product = Literal["quantized", "dequantized"]
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+KEPT = (".A", ".B")
+"""Ends of names that are never freed: the adapter."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: angle of pair i at position t is t * scale / wavelength_i.
+
+    Attributes:
+        theta: base of the wavelengths theta^(2i / head_dim).
+        scale: 1 / factor where positions are interpolated (`linear`).
+        wavelengths: one for each pair, where they are not powers of theta (`llama3`).
+    """
+
+    theta: float
+    scale: float = 1.0
+    wavelengths: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sizes of a model and the choices of a run, which the stages and their order depend on.
+
+    Attributes:
+        scale: LoRA's alpha / rank.
+        bits: of packed weights, in groups of `group_size`; None is dense.
+        dtype: of activations; sums over tiles and all of LoRA are float32.
+        product: `quantized` multiplies packed weights as they are; `dequantized` makes some rows dense at a time,
+            which is faster with a good BLAS.
+        mlp_tiles: parts of the MLP's inner dimension that are computed one after the other.
+        query_chunk_tokens: queries whose attention scores exist at once.
+        store_h: keep x A^T of q, k, v and o from a block's recomputation to its backward pass (Table 5).
+    """
+
+    dims: ModelDims
+    target_modules: tuple[str, ...]
+    scale: float
+    rope: Rope
+    bits: int | None = None
+    group_size: int = GROUP_SIZE
+    dtype: str = "float32"
+    product: Product = "quantized"
+    mlp_tiles: int = 8
+    query_chunk_tokens: int = 128
+    store_h: bool = False
+
+    @classmethod
+    def of(cls, dims: ModelDims, config: MespConfig, rope: Rope, **values: object) -> Settings:
+        """The settings of a run."""
+        return cls(
+            dims=dims,
+            target_modules=tuple(config.target_modules),
+            scale=config.scale,
+            rope=rope,
+            store_h=config.store_h,
+            **values,  # type: ignore[arg-type]
+        )
+
+    @property
+    def quantum(self) -> int:
+        """Tiles of packed columns begin at multiples of this."""
+        return self.group_size if self.bits else 1
+
+    def mlp_bounds(self) -> list[tuple[int, int]]:
+        """FlatEntry of the MLP's inner dimension, all but the last of equal size."""
+        return bounds(self.dims.intermediate, self.mlp_tiles, self.quantum)
+
+    def query_bounds(self, length_tokens: int) -> list[tuple[int, int]]:
+        """FlatEntry of queries of a sequence."""
+        size = min(self.query_chunk_tokens, length_tokens)
+        return [(low, min(low + size, length_tokens)) for low in range(0, length_tokens, size)]
+
+    def check(self) -> None:
+        """Refuse matrices that cannot be packed.
+
+        Raises:
+            ConfigError: a width is no multiple of the group size.
+        """
+        if not self.bits:
+            return
+        for target, (inputs, _) in self.dims.linear_shapes.items():
+            if inputs % self.group_size:
+                raise ConfigError(
+                    f"{target} cannot be kept in {self.bits} bits",
+                    expected=f"inputs a multiple of the group of {self.group_size}",
+                    received=f"{inputs} inputs",
+                    hint="--set method.bits=null keeps the weights as they are",
+                )
+
+
+def bounds(size: int, tiles: int, quantum: int = 1) -> list[tuple[int, int]]:
+    """Split `size` into at most `tiles` ranges that begin at multiples of `quantum`."""
+    step = -(-size // max(1, tiles))
+    step = -(-step // quantum) * quantum
+    return [(low, min(low + step, size)) for low in range(0, size, step)]
+
+
+def matrix_parts(bits: int | None) -> tuple[str, ...]:
+    """Names of the arrays that a matrix consists of."""
+    return ("weight", "scales", "biases") if bits else ("weight",)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array by its name in the block, or a range of it along one axis."""
+
+    name: str
+    axis: int = -1
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def whole(self) -> bool:
+        return self.axis < 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One stage to run, or an update of one layer's A and B where `stage` is `update`.
+
+    Attributes:
+        stage: method of `Stages`; several instructions share it.
+        inputs: the stage's name of each input, and what it is in the block.
+        outputs: the stage's name of each output, and its name in the block.
+        evaluate: compute here before anything else is asked for, so that what is in `free` can go.
+        free: names in the block that nothing uses after this one.
+    """
+
+    stage: str
+    inputs: dict[str, Operand]
+    outputs: dict[str, str] = field(default_factory=dict)
+    evaluate: bool = True
+    free: tuple[str, ...] = ()
+
+
+def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
+    """x -> the next block's x."""
+    listed = [*_attention(settings, length_tokens, False), _mlp_norm("mlp_norm", settings)]
+    for low, high in settings.mlp_bounds():
+        listed.append(_gate_up(settings, low, high))
+        listed.append(Instruction("act", _same("gate", "up"), _named("act"), evaluate=False))
+        down = _matrix(settings, "down_proj", low, high) | _lora(settings, "down_proj", low, high)
+        listed.append(Instruction("down", _same("act", "y") | down, _named("y")))
+    listed.append(Instruction("end", _same("y"), _named("x")))
+    return with_frees(listed, ("x",))
+
+
+def backward(settings: Settings, length_tokens: int) -> list[Instruction]:
+    """x and g, the gradient of the block's output -> g, that of its input; A and B are updated on the way."""
+    listed = [*_attention(settings, length_tokens, settings.store_h), _mlp_norm("mlp_norm_again", settings)]
+    listed += _mlp_backward(settings)
+    listed += _attention_backward(settings, length_tokens)
+    return with_frees(listed, ("g",))
+
+
+def _attention(settings: Settings, length_tokens: int, store_h: bool) -> list[Instruction]:
+    """x -> m, with q, k, v, o and n beside it."""
+    given = [f"{target}.h" for target in ATTENTION if target in settings.target_modules] if store_h else []
+    weights = {key: ref for target in ATTENTION for key, ref in _linear(settings, target).items()}
+    listed = [
+        Instruction("norm", _same("x", "input_norm.weight"), _named("n"), evaluate=False),
+        Instruction("project", _same("n") | weights, _named("q", "k", "v", *given), evaluate=False),
+        Instruction("rope", _same("q", "k"), _named("q", "k")),
+    ]
+    for i, (low, high) in enumerate(settings.query_bounds(length_tokens)):
+        seen = {"q": Operand("q", 2, low, high), "k": Operand("k", 2, 0, high), "v": Operand("v", 2, 0, high)}
+        listed.append(Instruction("attend", seen, {"o": f"o@{i}"}))
+    h = ["o_proj.h"] if store_h and "o_proj" in settings.target_modules else []
+    inputs = _same("x", *_numbered("o", len(settings.query_bounds(length_tokens))))
+    listed.append(Instruction("out", inputs | _linear(settings, "o_proj"), _named("m", *h)))
+    return listed
+
+
+def _mlp_norm(stage: str, settings: Settings) -> Instruction:
+    inputs, outputs = _same("m", "mlp_norm.weight"), _named("mn")
+    if stage == "mlp_norm":
+        outputs |= _named("y")
+        if settings.dims.linear_bias("down_proj"):
+            inputs |= _same("down_proj.bias")
+    for target in ("gate_proj", "up_proj"):
+        if target in settings.target_modules:
+            inputs |= _same(f"{target}.A")
+            outputs |= _named(f"{target}.h")
+    return Instruction(stage, inputs, outputs, evaluate=stage != "mlp_norm")
+
+
+def _gate_up(settings: Settings, low: int, high: int) -> Instruction:
+    inputs = _same("mn")
+    for target in ("gate_proj", "up_proj"):
+        inputs |= _matrix(settings, target, low, high) | _bias(settings, target, low, high)
+        if target in settings.target_modules:
+            inputs |= _same(f"{target}.h") | {f"{target}.B": Operand(f"{target}.B", 0, low, high)}
+    return Instruction("gate_up", inputs, _named("gate", "up"), evaluate=False)
+
+
+def _mlp_backward(settings: Settings) -> list[Instruction]:
+    listed, tiles = [], settings.mlp_bounds()
+    lora = {target for target in ("gate_proj", "up_proj", "down_proj") if target in settings.target_modules}
+    for i, (low, high) in enumerate(tiles):
+        listed.append(_gate_up(settings, low, high))
+        inputs = _same("g", "gate", "up") | _matrix(settings, "down_proj", low, high)
+        outputs = _named("gact")
+        if "down_proj" in lora:
+            inputs |= _lora(settings, "down_proj", low, high) | (_same("down_proj.h") if i else {})
+            outputs |= {"down_proj.dA": f"down_proj.dA@{i}", "down_proj.h": "down_proj.h"}
+        listed.append(Instruction("down_backward", inputs, outputs, evaluate=False))
+        listed.append(Instruction("act_backward", _same("gate", "up", "gact"), _named("ggate", "gup"), evaluate=False))
+        inputs, outputs = _same("ggate", "gup") | (_same("gn") if i else {}), _named("gn")
+        for target in ("gate_proj", "up_proj"):
+            inputs |= _matrix(settings, target, low, high)
+            if target in lora:
+                inputs |= _same(f"{target}.h", *([f"{target}.gh"] if i else []))
+                inputs |= {f"{target}.B": Operand(f"{target}.B", 0, low, high)}
+                outputs |= {f"{target}.dB": f"{target}.dB@{i}", f"{target}.gh": f"{target}.gh"}
+        listed.append(Instruction("gate_up_backward", inputs, outputs))
+    inputs, outputs = _same("m", "mlp_norm.weight", "g", "gn"), _named("gm")
+    for target in ("gate_proj", "up_proj"):
+        if target in lora:
+            names = (f"{target}.gh", f"{target}.A", *_numbered(f"{target}.dB", len(tiles)))
+            inputs |= _same("mn", *names)
+            outputs |= _gradients(target)
+    if "down_proj" in lora:
+        inputs |= _same("down_proj.h", *_numbered("down_proj.dA", len(tiles)))
+        outputs |= _gradients("down_proj")
+    return [
+        *listed,
+        Instruction("mlp_norm_backward", inputs, outputs),
+        *_updates(settings, "gate_proj", "up_proj", "down_proj"),
+    ]
+
+
+def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
+    chunks = settings.query_bounds(length_tokens)
+    inputs = _same("gm", *_numbered("o", len(chunks))) | _linear(settings, "o_proj", bias=False)
+    listed = [Instruction("out_backward", inputs | _h(settings, "o_proj"), _named("go") | _trained(settings, "o_proj"))]
+    listed += _updates(settings, "o_proj")
+    for i, (low, high) in reversed(list(enumerate(chunks))):
+        seen = {"q": Operand("q", 2, low, high), "k": Operand("k", 2, 0, high), "v": Operand("v", 2, 0, high)}
+        inputs = seen | {"go": Operand("go", 1, low, high)} | ({} if i == len(chunks) - 1 else _same("gk", "gv"))
+        listed.append(Instruction("attend_backward", inputs, {"gq": f"gq@{i}"} | _named("gk", "gv")))
+    listed.append(Instruction("rope_backward", _same("gk", *_numbered("gq", len(chunks))), _named("gq", "gk")))
+    inputs, outputs = _same("n", "gq", "gk", "gv"), _named("gn")
+    for target in ATTENTION:
+        inputs |= _linear(settings, target, bias=False) | _h(settings, target)
+        outputs |= _trained(settings, target)
+    listed += [Instruction("project_backward", inputs, outputs), *_updates(settings, *ATTENTION)]
+    return [*listed, Instruction("norm_backward", _same("x", "input_norm.weight", "gm", "gn"), _named("g"))]
+
+
+def _updates(settings: Settings, *targets: str) -> list[Instruction]:
+    """Gradients of A and B are used and dropped."""
+    return [
+        Instruction("update", {side: Operand(f"{target}.{side}") for side in ("dA", "dB")}, {"target": target})
+        for target in targets
+        if target in settings.target_modules
+    ]
+
+
+def _trained(settings: Settings, target: str) -> dict[str, str]:
+    return _gradients(target) if target in settings.target_modules else {}
+
+
+def _gradients(target: str) -> dict[str, str]:
+    return _named(f"{target}.dA", f"{target}.dB")
+
+
+def _h(settings: Settings, target: str) -> dict[str, Operand]:
+    return _same(f"{target}.h") if settings.store_h and target in settings.target_modules else {}
+
+
+def _linear(settings: Settings, target: str, bias: bool = True) -> dict[str, Operand]:
+    """All arrays of a linear layer, whole."""
+    found = _matrix(settings, target) | (_bias(settings, target) if bias else {})
+    return found | (_same(f"{target}.A", f"{target}.B") if target in settings.target_modules else {})
+
+
+def _lora(settings: Settings, target: str, low: int, high: int) -> dict[str, Operand]:
+    """A's columns of a tile of the inputs, and B."""
+    if target not in settings.target_modules:
+        return {}
+    return {f"{target}.A": Operand(f"{target}.A", 1, low, high), f"{target}.B": Operand(f"{target}.B")}
+
+
+def _bias(settings: Settings, target: str, low: int = 0, high: int = 0) -> dict[str, Operand]:
+    name = f"{target}.bias"
+    if not settings.dims.linear_bias(target):
+        return {}
+    return {name: Operand(name, 0, low, high) if high else Operand(name)}
+
+
+def _matrix(settings: Settings, target: str, low: int = 0, high: int = 0) -> dict[str, Operand]:
+    """A frozen matrix, or a tile of it: rows of gate and up, columns of down."""
+    axis = 1 if target == "down_proj" else 0
+    found = {}
+    for part in matrix_parts(settings.bits):
+        name, per = f"{target}.{part}", 1
+        if axis and settings.bits:
+            per = 32 // settings.bits if part == "weight" else settings.group_size
+        found[name] = Operand(name, axis, low // per, high // per) if high else Operand(name)
+    return found
+
+
+def _same(*names: str) -> dict[str, Operand]:
+    return {name: Operand(name) for name in names}
+
+
+def _named(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [f"{name}@{i}" for i in range(count)]
+
+
+def with_frees(listed: list[Instruction], results: tuple[str, ...]) -> list[Instruction]:
+    """`listed`, each with the names that nothing after it reads; an output that nothing reads goes at once."""
+    found, needed = [], set(results)
+    for one in reversed(listed):
+        made = set() if one.stage == "update" else set(one.outputs.values())
+        used = {operand.name for operand in one.inputs.values()}
+        free = {name for name in used | made if name not in needed and not name.endswith(KEPT)}
+        found.append(replace(one, free=tuple(sorted(free - (made & needed)))))
+        needed = (needed - made) | used
+    return found[::-1]
+
+
+def embed(settings: Settings) -> list[Instruction]:
+    """Gathered rows of the embedding -> x."""
+    return with_frees([Instruction("embed", _rows(settings), _named("x"))], ("x",))
+
+
+def final_norm() -> list[Instruction]:
+    """x -> hn; x stays for the backward pass."""
+    return with_frees([Instruction("final_norm", _same("x", "final_norm.weight"), _named("hn"))], ("hn",))
+
+
+def final_norm_backward() -> list[Instruction]:
+    """x and ghn -> g."""
+    one = Instruction("final_norm_backward", _same("x", "final_norm.weight", "ghn"), _named("g"))
+    return with_frees([one], ("g",))
+
+
+def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> list[Instruction]:
+    """hn of labelled tokens, the head's rows of their labels, each token's weight -> nll, and gh with `gradient`."""
+    listed = [
+        Instruction("loss_begin", _same("hn") | _rows(settings), _named("target", "maximum", "total"), evaluate=False)
+    ]
+    for low, high in tiles:
+        head = _head(settings, low, high)
+        listed.append(Instruction("loss_tile", _same("hn", "maximum", "total") | head, _named("maximum", "total")))
+    listed.append(Instruction("loss_end", _same("target", "maximum", "total"), _named("nll", "logsumexp")))
+    if not gradient:
+        return with_frees(listed, ("nll",))
+    listed.append(Instruction("loss_begin_backward", _rows(settings) | _same("weight"), _named("gh")))
+    for low, high in tiles:
+        head = _head(settings, low, high)
+        listed.append(Instruction("loss_tile_backward", _same("hn", "logsumexp", "weight", "gh") | head, _named("gh")))
+    return with_frees(listed, ("nll", "gh"))
+
+
+def _rows(settings: Settings) -> dict[str, Operand]:
+    return _same(*(f"rows.{part}" for part in matrix_parts(settings.bits)))
+
+
+def _head(settings: Settings, low: int, high: int) -> dict[str, Operand]:
+    return {f"head.{part}": Operand(f"head.{part}", 0, low, high) for part in matrix_parts(settings.bits)}

@@ -1,0 +1,185 @@
+"""MeSP's step as a program for MLX: stages as functions, and everything else that a host needs to train as data.
+
+The data is `program.json`, so that a host has no formula and no layer in it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.artifact.manifest import Manifest, ProgramMethod
+from ondevice.core.errors import ArtifactError
+from ondevice.core.program import StagesProgram
+from ondevice.core.session import ProgramSession
+from ondevice.methods.mesp.config import MespConfig
+from ondevice.methods.mesp.lora import LoraParameters, initial_tensors, lora_parameters
+from ondevice.methods.mesp.mlx import functions as recorded
+from ondevice.methods.mesp.mlx import instructions
+from ondevice.methods.mesp.mlx.instructions import Instruction, Rope, Settings, matrix_parts
+from ondevice.methods.mesp.mlx.model import Model
+from ondevice.methods.mesp.mlx.session import MlxSession, check_config, settings_of
+from ondevice.methods.mesp.mlx.weights import Source, Weights, write_weights
+from ondevice.models import ModelDims, ModelFiles, families
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ondevice.core.config import ExportConfig
+    from ondevice.core.session import StepResult
+
+WEIGHTS = "weights"
+FORMAT = 2
+
+
+def program(
+    model: Model, config: MespConfig, parameters: tuple[LoraParameters, ...], functions: dict[str, Any],
+    batch_size: int, lengths_tokens: tuple[int, ...], mlx_version: str,
+) -> dict[str, Any]:  # fmt: skip
+    """The program's whole description; see docs/methods/mesp.md for what a host does with it."""
+    settings = model.settings
+    return {
+        "format": FORMAT,
+        "mlx_version": mlx_version,
+        "layers": settings.dims.layers,
+        "hidden": settings.dims.hidden,
+        "tied": settings.dims.tied,
+        "parts": list(matrix_parts(settings.bits)),
+        "dtype": settings.dtype,
+        "settings": {name: value for name, value in asdict(settings).items() if name != "dims"},
+        "loss_tiles": [list(tile) for tile in model.tiles],
+        "batch_size": batch_size,
+        "optimizer": {
+            name: getattr(config, name) for name in ("beta1", "beta2", "eps", "weight_decay", "learning_rate")
+        }
+        | {"name": config.optimizer},
+        "lora_parameters": [
+            {"layer": one.layer, "target": one.target, "A": one.a_name, "B": one.b_name} for one in parameters
+        ],
+        "functions": functions,
+        "instructions": {
+            "embed": listed(instructions.embed(settings)),
+            "final_norm": listed(instructions.final_norm()),
+            "final_norm_backward": listed(instructions.final_norm_backward()),
+            "loss": listed(instructions.loss(settings, model.tiles, True)),
+            "loss_only": listed(instructions.loss(settings, model.tiles, False)),
+        },
+        "lengths": {
+            str(length): {
+                "loss_rows": recorded.chunk_tokens(config, batch_size, length),
+                "forward": listed(instructions.forward(settings, length)),
+                "backward": listed(instructions.backward(settings, length)),
+            }
+            for length in lengths_tokens
+        },
+    }
+
+
+def listed(instructions: list[Instruction]) -> list[dict[str, Any]]:
+    """Instructions as JSON: an input is [the function's name of it, its name in the block, axis, start, stop], axis -1
+    for all of it; `free` is dead after it."""
+    found: list[dict[str, Any]] = []
+    for one in instructions:
+        if one.stage == "update":
+            found.append({"update": one.outputs["target"]})
+            continue
+        inputs = [
+            [name, operand.name, operand.axis, operand.start, operand.stop] for name, operand in one.inputs.items()
+        ]
+        outputs = [[name, place] for name, place in one.outputs.items()]
+        found.append({"function": one.stage, "inputs": inputs, "outputs": outputs, "evaluate": one.evaluate,
+                      "free": list(one.free)})  # fmt: skip
+    return found
+
+
+def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
+    """Settings that a program does not have.
+
+    Raises:
+        OndeviceError: a setting that the model's files stand against.
+    """
+    found = []
+    if config.micro_batch_size is not None:
+        found.append("micro_batch_size: a program computes export.batch_size rows at once")
+    if files is not None:
+        check_config(config)
+        settings_of(files, config)
+    return found
+
+
+def write(
+    session: MlxSession, files: ModelFiles, config: MespConfig, export: ExportConfig, folder: Path, functions: Path
+) -> dict[str, ProgramMethod]:
+    """See `StagesProgram.write`."""
+    lengths = tuple(sorted(export.lengths_tokens))
+    recording = recorded.record(session.model, config, export.batch_size, lengths)
+    listed = recorded.export_functions(recording, functions)
+    (folder / WEIGHTS).mkdir()
+    source = Source(files.folder, session.model.settings, files.family.linear_parents)
+    write_weights(source, folder / WEIGHTS)
+    source.close()
+    described = program(session.model, config, session.parameters, listed, export.batch_size, lengths, version("mlx"))
+    (folder / "program.json").write_text(json.dumps(described) + "\n", encoding="utf-8")
+    return recorded.ports(recording)
+
+
+class MlxProgramSession(ProgramSession, MlxSession):
+    """Runs an artifact's program; batches are int64 [batch_size, one of lengths_tokens]. No stage is Python's own.
+
+    Args:
+        folder: the artifact.
+        manifest: its checked manifest.
+        functions: `call(stage, arrays)` runs a stage.
+        streamed: read the weights from their files block by block; None: as the method's settings say.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, functions: Any, streamed: bool | None = None) -> None:
+        folder = Path(folder)
+        self.program = json.loads((folder / manifest.program).read_text(encoding="utf-8"))
+        config = MespConfig.parse(manifest.method, "manifest.json: method")
+        dims, listed = ModelDims(**manifest.model.dims), dict(self.program["settings"])
+        rope = listed.pop("rope")
+        wavelengths = rope["wavelengths"] and tuple(rope["wavelengths"])
+        settings = Settings(
+            dims=dims,
+            target_modules=tuple(listed.pop("target_modules")),
+            rope=Rope(rope["theta"], rope["scale"], wavelengths),
+            **listed,
+        )
+        streamed = config.weight_placement == "streamed" if streamed is None else streamed
+        read = Weights.in_files if streamed else Weights.from_files
+        weights = read(folder / WEIGHTS, dims.layers, tied=dims.tied, bits=settings.bits)
+        model = Model(settings, weights, functions=functions, fixed_chunks=True)
+        model.tiles = [(low, high) for low, high in self.program["loss_tiles"]]
+        parameters = lora_parameters(dims, families()[dims.family], config)
+        super().__init__(model, parameters, config, manifest.model.source)
+        self.manifest, self.seed = manifest, manifest.generator.seed
+        self.batch_size = self.eval_batch_size = manifest.batch_size
+        self.lengths_tokens = tuple(sorted(manifest.lengths_tokens))
+        self._load_tensors(initial_tensors(parameters, self.seed))
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """One optimizer step; see `Session.step`."""
+        self._bucket(ids)
+        return super().step(ids, labels, step, learning_rate)
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        self._bucket(ids)
+        return super().evaluate(ids, labels)
+
+    def _bucket(self, ids: np.ndarray) -> None:
+        rows, length = ids.shape
+        if rows != self.batch_size or length not in self.lengths_tokens:
+            raise ArtifactError(
+                "the program has no functions for this batch",
+                expected=f"{self.batch_size} rows of {' or '.join(map(str, self.lengths_tokens))} tokens",
+                received=f"{rows} rows of {length} tokens",
+            )
+        self.model.chunk_tokens = self.program["lengths"][str(length)]["loss_rows"]
+
+
+STAGES = StagesProgram(problems, write, MlxProgramSession)

@@ -1,0 +1,224 @@
+"""A batch through all blocks: forward keeps block inputs, the head gives the loss and its gradient, backward goes down
+block by block.
+
+A block's forward pass keeps nothing; its backward pass computes it again stage by stage, the MLP first and attention
+after it, and each tensor goes at its last use. Of the MLP's wide tensors only a chunk of tokens exists at a time, so
+that attention's own and the residual stream bound long rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, MLP_CHUNK_TOKENS_GPU
+from ondevice.methods.mesp.torch.kernels import choose
+from ondevice.methods.mesp.torch.loss import Loss
+from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
+from ondevice.offload.activations import Activations
+from ondevice.offload.device import open_device
+from ondevice.offload.report import Timeline
+
+if TYPE_CHECKING:
+    from ondevice.methods.mesp.config import MespConfig
+    from ondevice.methods.mesp.torch.session import Optimizer
+    from ondevice.methods.mesp.torch.stages import OnGradient, Position
+    from ondevice.methods.mesp.torch.weights import Frozen, Weights
+
+
+class GradientSums:
+    """Gradients of the MLP's A and B over all chunks of tokens; with one chunk nothing is summed."""
+
+    def __init__(self, on_gradient: OnGradient, chunks: int) -> None:
+        self.on_gradient, self.several = on_gradient, chunks > 1
+        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, target: str, ga: Tensor, gb: Tensor) -> None:
+        if not self.several:
+            self.on_gradient(target, ga, gb)
+        elif target in self.sums:
+            self.sums[target][0].add_(ga)
+            self.sums[target][1].add_(gb)
+        else:
+            self.sums[target] = (ga, gb)
+
+    def finish(self) -> None:
+        """Pass the sums on; all chunks are through."""
+        while self.sums:
+            target, (ga, gb) = self.sums.popitem()
+            self.on_gradient(target, ga, gb)
+
+
+class Blocks:
+    """Forward and backward of one block over [N, D], N = rows * tokens.
+
+    Args:
+        chunk_tokens: tokens of the MLP at once; None is all, as in a graph, where a slice's memory is not its whole's.
+    """
+
+    def __init__(self, stages: Stages, chunk_tokens: int | None) -> None:
+        self.stages, self.chunk_tokens = stages, chunk_tokens
+
+    def forward(self, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
+        """The block's output, in new memory."""
+        s = self.stages
+        q, k, v = s.project(block, s.norm(block, x), rows)
+        q, k = s.rope(q, k, position)
+        o, _ = s.attend(q, k, v)
+        del q, k, v
+        m = s.out(block, x, o)
+        del o
+        chunks = self._chunks(m)
+        if len(chunks) == 1:
+            return self._mlp(block, m)
+        for chunk in chunks:
+            self._mlp(block, chunk)  # in m's memory
+        return m
+
+    def backward(
+        self,
+        block: Block,
+        x: Tensor,
+        g: Tensor,
+        position: Position,
+        rows: int,
+        on_gradient: OnGradient,
+        last: bool = False,
+    ) -> Tensor:
+        """The gradient of `x` from that of the block's output, in g's memory.
+
+        The block's output is not computed again: no gradient needs it. The MLP's backward pass is first, while q, k, v
+        and o wait; so when attention's begins, the MLP's wide tensors are gone.
+
+        Args:
+            last: nothing below is trained; what is given then is no gradient.
+        """
+        s = self.stages
+        n = s.norm(block, x)
+        q, k, v = s.project(block, n, rows, keep=True)
+        del n
+        q, k = s.rope(q, k, position)
+        o, kept = s.attend(q, k, v)
+        m = s.out(block, x, o, keep=True)
+        g = self._mlp_backward(block, m, g, on_gradient)
+        del m
+        go = s.out_backward(block, o, g, on_gradient)
+        del o
+        gq, gk, gv = s.attend_backward(go, q, k, v, kept)
+        del go, q, k, v, kept
+        gq, gk = s.rope_backward(gq, gk, position)
+        n = s.norm(block, x)  # a second time: it was let go while the MLP and attention had the memory
+        gn = s.project_backward(block, n, (gq, gk, gv), on_gradient, last)
+        del n, gq, gk, gv
+        return g if gn is None else s.norm_backward(block, x, gn, g)
+
+    def _mlp(self, block: Block, m: Tensor) -> Tensor:
+        """m + the MLP of it, in m's memory."""
+        s = self.stages
+        n = s.mlp_norm(block, m)
+        gate, up = s.gate_up(block, n)
+        del n
+        act = s.act(gate, up)
+        del gate, up
+        return s.down(block, m, act)
+
+    def _mlp_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
+        """The gradient of the block's middle `m`, in g's memory."""
+        chunks, gradients = self._chunks(m), self._chunks(g)
+        sums = GradientSums(on_gradient, len(chunks))
+        if len(chunks) == 1:
+            return self._mlp_chunk_backward(block, m, g, sums)
+        for chunk, gradient in zip(chunks, gradients):
+            self._mlp_chunk_backward(block, chunk, gradient, sums)
+        sums.finish()
+        return g
+
+    def _mlp_chunk_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
+        s = self.stages
+        n = s.mlp_norm(block, m)
+        gate, up = s.gate_up(block, n, keep=True)
+        gact = s.down_backward(block, gate, up, g, on_gradient)
+        ggate, gup = s.act_backward(gate, up, gact)
+        del gate, up, gact
+        gn = s.gate_up_backward(block, n, ggate, gup, on_gradient)
+        del ggate, gup, n
+        return s.mlp_norm_backward(block, m, gn, g)
+
+    def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Views of [N, D]."""
+        size = self.chunk_tokens or x.shape[0]
+        return (x,) if x.shape[0] <= size else x.split(size)
+
+
+class Model:
+    """A frozen model with its trained parameters; nothing here is kept from one call to the next."""
+
+    def __init__(self, weights: Weights, optimizer: Optimizer, config: MespConfig) -> None:
+        self.weights, self.optimizer, self.config, self.dims = weights, optimizer, config, weights.dims
+        kernels = choose(config.kernels, weights.device.type)
+        stages = Stages(weights.dims, kernels, config.store_h)
+        usual = MLP_CHUNK_TOKENS if weights.device.type == "cpu" else MLP_CHUNK_TOKENS_GPU
+        self.blocks = Blocks(stages, config.mlp_chunk_tokens or usual)
+        loss = (weights.norm, weights.dims.norm_eps, kernels, config.loss_tiles, config.loss_chunk_tokens)
+        self.loss = Loss(weights, *loss)
+        device = open_device(str(weights.device))
+        self.timeline = Timeline(device)
+        self.inputs = Activations(device, self.timeline, config.activations, None)
+
+    @torch.no_grad()
+    def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        """Each row's summed negative log likelihood, float32 [B]."""
+        x, position = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
+        for i in range(self.dims.layers):
+            with self.weights.block(i, self.above(i)) as frozen:
+                x = self.blocks.forward(self.block(i, frozen), x, position, ids_BT.shape[0])
+        return self.loss.row_nll(x, labels_BT)
+
+    @torch.no_grad()
+    def forward_backward(self, ids_BT: Tensor, labels_BT: Tensor, scale: float) -> Tensor:
+        """The summed loss, float32 []; `scale` times its gradients go to the optimizer as they arise.
+
+        Args:
+            ids_BT: int64 [rows, tokens], all of them computed at once.
+        """
+        x, position = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
+        layers, rows = self.dims.layers, ids_BT.shape[0]
+        self.inputs.begin(layers, 1, x)
+        for i in range(layers):
+            self.inputs.save(i, 0, x)
+            with self.weights.block(i, self.above(i)) as frozen:
+                x = self.blocks.forward(self.block(i, frozen), x, position, rows)
+        total, g = self.loss.backward(x, labels_BT, scale)
+        del x
+        for i in reversed(range(layers)):
+            x = self.inputs.load(i, 0, tuple(g.shape))
+            self.inputs.prefetch(i - 1, 0)
+            with self.weights.block(i, i - 1 if i else None) as frozen:
+                block = self.block(i, frozen)
+                g = self.blocks.backward(block, x, g, position, rows, self.on_gradient(i), last=i == 0)
+            self.optimizer.flush()
+            self.inputs.done(i, 0)
+            del x
+        self.timeline.take()
+        return total
+
+    def above(self, i: int) -> int | None:
+        """The block that is needed after block `i` in a forward pass."""
+        return i + 1 if i + 1 < self.dims.layers else None
+
+    def on_gradient(self, layer: int) -> OnGradient:
+        """A callback that gives gradients of one layer's A and B to the optimizer."""
+        parameters, apply = self.optimizer.parameters, self.optimizer.apply
+        return lambda target, ga, gb: apply(parameters[(layer, target)], ga, gb.t())
+
+    def block(self, i: int, frozen: Frozen) -> Block:
+        """A block's frozen tensors with its A and B."""
+        linears = {}
+        for target, (matrix, bias) in frozen.linears.items():
+            one, a, b = self.optimizer.parameters.get((i, target)), None, None
+            if one is not None:
+                a, b = self.optimizer.tensors[one.a_name], self.optimizer.tensors[one.b_name].t()
+            linears[target] = Linear(matrix, bias, a, b, self.config.scale)
+        return Block(frozen.norms, linears)

@@ -1,0 +1,112 @@
+"""The same steps by automatic differentiation: what the hand-written backward pass, and a program of it, are held
+against. Loss, weights and updates are the method's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ondevice.methods.mesp.torch.attention import cast, wide
+from ondevice.methods.mesp.torch.model import Model
+from ondevice.methods.mesp.torch.session import MespSession
+from ondevice.methods.mesp.torch.stages import QKV, Block, Linear
+
+if TYPE_CHECKING:
+    from ondevice.methods.mesp.config import MespConfig
+    from ondevice.methods.mesp.torch.stages import Position
+    from ondevice.methods.mesp.torch.weights import Frozen
+    from ondevice.models import LoadedModel, ModelDims
+
+
+def reference_session(
+    loaded: LoadedModel, config: MespConfig, seed: int, device: str | None = None, *, checkpointed: bool = True
+) -> MespSession:
+    """A session of mesp whose gradients are autograd's, by one graph of all blocks.
+
+    Args:
+        checkpointed: keep block inputs and compute each block again in the backward pass; else keep everything.
+    """
+    session = MespSession(loaded, config, seed, device)
+    session.model = AutogradModel(session.weights, session.optimizer, config, checkpointed)
+    return session
+
+
+class AutogradModel(Model):
+    """A model whose blocks are differentiated by autograd."""
+
+    def __init__(self, weights: Any, optimizer: Any, config: MespConfig, checkpointed: bool) -> None:
+        super().__init__(weights, optimizer, config)
+        self.checkpointed = checkpointed
+
+    @torch.no_grad()
+    def forward_backward(self, ids_BT: Tensor, labels_BT: Tensor, scale: float) -> Tensor:
+        """See `Model.forward_backward`."""
+        x, position = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
+        leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        with torch.enable_grad():
+            for i in range(self.dims.layers):
+                with self.weights.block(i, self.above(i)) as frozen:
+                    block = self.block(i, frozen)
+                for target, layer in block.linears.items():
+                    if layer.a is not None and layer.b is not None:
+                        leaves[i, target] = (layer.a, layer.b)
+                given = (self.dims, block, x, position, ids_BT.shape[0])
+                x = (
+                    checkpoint(block_forward, *given, use_reentrant=False)
+                    if self.checkpointed
+                    else block_forward(*given)
+                )
+                assert isinstance(x, Tensor)  # noqa: S101 - what `block_forward` gives
+        total, g = self.loss.backward(x.detach().clone(), labels_BT, scale)
+        gradients = iter(torch.autograd.grad(x, [leaf for pair in leaves.values() for leaf in pair], g))
+        for i, target in leaves:
+            self.on_gradient(i)(target, next(gradients).float(), next(gradients).float())
+        self.optimizer.flush()
+        return total
+
+    def block(self, i: int, frozen: Frozen) -> Block:
+        """See `Model.block`; A and B collect gradients."""
+        block = super().block(i, frozen)
+        return Block(block.norms, {target: _with_leaves(layer) for target, layer in block.linears.items()})
+
+
+def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
+    """A block in differentiable operations, [N, D] -> [N, D]: torch's attention, norms in float32."""
+    n = _norm(x, block.norms[0], dims.norm_eps)
+    q, k, v = (_linear(block, target, n).view(rows, -1, heads, dims.head_dim)
+               for target, heads in zip(QKV, (dims.heads, *[dims.kv_heads] * 2)))  # fmt: skip
+    q, k, v = (one.transpose(1, 2) for one in (_rotate(q, position), _rotate(k, position), v))
+    o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=dims.heads != dims.kv_heads)
+    m = x + _linear(block, "o_proj", o.transpose(1, 2).reshape(x.shape[0], -1))
+    n = _norm(m, block.norms[1], dims.norm_eps)
+    act = functional.silu(_linear(block, "gate_proj", n)) * _linear(block, "up_proj", n)
+    return m + _linear(block, "down_proj", act)
+
+
+def _with_leaves(layer: Linear) -> Linear:
+    if layer.a is None or layer.b is None:
+        return layer
+    return replace(layer, a=layer.a.detach().requires_grad_(True), b=layer.b.detach().requires_grad_(True))
+
+
+def _linear(block: Block, target: str, x: Tensor) -> Tensor:
+    layer = block.linears[target]
+    y = functional.linear(x, layer.matrix.dense(), layer.bias)
+    return y if layer.b is None else y + (layer.h(x) @ cast(layer.b, x.dtype)) * layer.scale
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = wide(x)
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * cast(x32, x.dtype)
+
+
+def _rotate(x: Tensor, position: Position) -> Tensor:
+    first, second = x.chunk(2, -1)
+    cos, sin = position
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

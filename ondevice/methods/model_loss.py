@@ -1,0 +1,83 @@
+"""Row losses and parameters of a whole model, for methods that keep the model's own layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ondevice.core.errors import CheckpointError
+from ondevice.models import forward_hidden
+from ondevice.models.load import quiet_transformers
+from ondevice.models.save import save_loaded
+from ondevice.nn.cross_entropy import shift, token_nll
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ondevice.models import Family
+
+
+def row_nll(family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
+    """Negative log likelihood of each row's labelled tokens and their count, float32 [rows] each."""
+    return evaluate_hidden(family, ids_RT, labels_RT, lambda h, y: token_nll(h, family.head_weight, y, tiles))
+
+
+def evaluate_hidden(
+    family: Family, ids_RT: Tensor, labels_RT: Tensor, token_loss: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`row_nll` with any loss of hidden states and labels, such as one of fixed shapes."""
+    rows = ids_RT.shape[0]
+    hidden_ND, labels_N = shift(forward_hidden(family, ids_RT), labels_RT)
+    nll = token_loss(hidden_ND, labels_N).reshape(rows, -1).sum(1)
+    return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
+
+
+def evaluate(family: Family, ids: np.ndarray, labels: np.ndarray, tiles: int) -> tuple[np.ndarray, np.ndarray]:
+    """`Session.evaluate` for a plain model."""
+    device = family.head_weight.device
+    with torch.inference_mode():
+        nll, count = row_nll(family, torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device), tiles)
+    return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
+
+
+@torch.no_grad()
+def load_parameters(parameters: dict[str, Any], state: dict[str, np.ndarray]) -> None:
+    """Copy arrays into parameters of the same names and shapes.
+
+    Raises:
+        CheckpointError: naming the first parameter that does not fit.
+    """
+    for name, parameter in parameters.items():
+        value = state.get(name)
+        if value is None or value.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"the checkpoint is not of this model: {name}",
+                expected=list(parameter.shape),
+                received=None if value is None else list(value.shape),
+            )
+        parameter.copy_(torch.from_numpy(value))
+
+
+class ModelSession:
+    """A plain model that only evaluates."""
+
+    batch_size: int | None = None
+    eval_batch_size: int | None = None
+    lengths_tokens: tuple[int, ...] | None = None
+
+    def __init__(self, loaded: Any, tiles: int = 8) -> None:
+        self.loaded, self.tiles = loaded, tiles
+        self.backend = f"torch-{loaded.family.head_weight.device.type}"
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        return evaluate(self.loaded.family, ids, labels, self.tiles)
+
+    def save_model(self, folder: Path) -> None:
+        """The model as transformers loads it, with its tokenizer."""
+        with quiet_transformers():
+            save_loaded(self.loaded, folder)

@@ -1,0 +1,195 @@
+"""P-RGE's step around an NPU's delegate: embedding, noise, loss, projected gradient and update, on the CPU in float32.
+
+One method does everything, because the compiled graph belongs to one method and a second one would store the
+weights again: with perturbation scale 0 all copies are the adapter itself, and the method evaluates as many rows as
+it has copies.
+
+The delegate ends at the hidden state. Inside its float16 the difference of two losses would be one rounding step
+(measured: half of the projected gradients were exactly zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ondevice.artifact.manifest import Constant, port, row_ports, token_ports
+from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule
+from ondevice.methods.prge.program import (
+    ApplyUpdate,
+    build_program,
+    built,
+    ports,
+)  # fmt: skip
+from ondevice.methods.prge.program import (
+    problems as graph_problems,
+)
+
+if TYPE_CHECKING:
+    from ondevice.core.config import ExportConfig
+    from ondevice.core.program import Batch
+    from ondevice.core.session import ProgramSession
+    from ondevice.methods.prge.config import PrgeConfig
+    from ondevice.methods.prge.torch import PrgeProgram
+    from ondevice.models import LoadedModel, ModelDims
+
+SCALE = "perturbation_scale"
+"""Name of the program's constant."""
+SMALLEST_SCALE = 1e-12
+"""Divisor in place of a perturbation scale of 0, whose projected gradients mean nothing."""
+
+
+def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
+    """Settings that a program does not have."""
+    return graph_problems(config, export.model_copy(update={"next_token": False}), dims)
+
+
+class Body(nn.Module):
+    """All blocks: hidden [copies * batch, T, D] and one B [copies, rank, outputs] for each linear to the new hidden.
+
+    Args:
+        program: the training program whose model and layout these are.
+        length_tokens: T.
+        unrolled: run row after row with shared weights instead of one batch.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+
+    def __init__(self, program: PrgeProgram, length_tokens: int, unrolled: bool = False) -> None:
+        super().__init__()
+        self.model, self.family, self.unrolled = program.model, program.family, unrolled
+        positions = {entry: index for index, entry in enumerate(program.layout.entries)}
+        self.slots = [
+            [(program.linears[entry].slot, positions[entry]) for entry in program.layout.of_layer(layer)]
+            for layer in range(program.family.dims.layers)
+        ]
+        cos, sin = program.family.positions(length_tokens, "cpu", torch.float32)
+        # Constants: the angles would be rounded to float16, which has steps of 1/32 at position 63.
+        self.register_buffer("cos", cos.detach().clone())
+        self.register_buffer("sin", sin.detach().clone())
+        self.register_buffer("mask", torch.full((1, 1, length_tokens, length_tokens), -1e4).triu(1))
+
+    def forward(self, hidden: Tensor, *b: Tensor) -> Tensor:
+        if not self.unrolled:
+            return self._rows(hidden, b)
+        rows, copies = hidden.shape[0], b[0].shape[0]
+        parts = []
+        for row in range(rows):
+            copy = row // (rows // copies)
+            parts.append(self._rows(hidden[row : row + 1], tuple(value[copy : copy + 1] for value in b)))
+        return torch.cat(parts)
+
+    def _rows(self, hidden: Tensor, b: tuple[Tensor, ...]) -> Tensor:
+        for layer, slots in enumerate(self.slots):
+            for slot, index in slots:
+                slot.copies = b[index]
+            hidden = self.family.block(layer, hidden, (self.cos, self.sin), self.mask)
+            for slot, _ in slots:
+                slot.copies = None
+        return hidden
+
+
+class NpuStep(nn.Module):
+    """One ZO-SGD step on rows that the host repeats: copies * batch of them, copy after copy."""
+
+    def __init__(self, program: PrgeProgram, body: nn.Module) -> None:
+        super().__init__()
+        self.program, self.body = program, body
+
+    def forward(
+        self,
+        ids_RT: Tensor,
+        labels_RT: Tensor,
+        adapter_P: Tensor,
+        seed: Tensor,
+        step: Tensor,
+        learning_rate: Tensor,
+        scale: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        program, layout, copies = self.program, self.program.layout, self.program.config.copies
+        copies_GP = program.perturbed(adapter_P, seed, step, scale)(0, layout.size)
+        b = [
+            copies_GP[:, entry.offset : entry.offset + entry.count].reshape(-1, entry.rank, entry.outputs)
+            for entry in layout.entries
+        ]
+        hidden = self.body(program.family.embed(ids_RT), *b)
+        hidden = program.family.final_norm(hidden[0] if isinstance(hidden, list | tuple) else hidden)
+        nll, tokens = program.row_nll(hidden, labels_RT)
+        losses = nll.reshape(copies, -1).sum(1) / tokens.reshape(copies, -1).sum(1)
+        gradients = program.projected_gradients(losses, scale.clamp(min=SMALLEST_SCALE))
+        adapter = program.apply_update(adapter_P, gradients, seed, step, learning_rate)
+        return losses, gradients, adapter, nll, tokens
+
+
+def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> BuiltProgram:
+    """`train_step` with the compiled blocks in it, and `apply_update`, which needs no model."""
+    program, (length,) = build_program(loaded, config, export, seed), export.lengths_tokens
+    rows = config.copies * export.batch_size
+    hidden = torch.zeros(rows, length, loaded.dims.hidden)
+    copies = (torch.zeros(config.copies, entry.rank, entry.outputs) for entry in program.layout.entries)
+    blocks = Body(program, length, export.rows == "unrolled"), (hidden, *copies)
+
+    def finish(body: nn.Module) -> tuple[ProgramModule, ...]:
+        adapter, scalars, gradients, losses = ports(program)
+        scale = port(SCALE, "constant", (1,))
+        inputs = (*token_ports(rows, length), adapter, *scalars, scale)
+        outputs = (losses, gradients, adapter, *row_ports(rows))
+        return (
+            ProgramModule("train_step", NpuStep(program, body), inputs, outputs),
+            ProgramModule("apply_update", ApplyUpdate(program), (adapter, gradients, *scalars), (adapter,)),
+        )
+
+    constants = (Constant(name=SCALE, train=config.perturbation_scale, evaluate=0.0),)
+    return built(
+        program, loaded, (), constants=constants, batch_copies=config.copies, evaluates_with="train_step",
+        blocks=blocks, finish=finish,
+    )  # fmt: skip
+
+
+def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float) -> Agreement:
+    """Run a step of the program on each batch, and the same in float32 eager from the same adapter, at the session's
+    perturbation scale.
+
+    Values: `directions`, projected gradients that were compared; `sign_agreement`, the share of them with the same
+    sign; `correlation` of the two lists (NaN below three directions); `loss_error`, the largest relative one;
+    `adapter_error`, the largest absolute one of the update from the program's own projected gradients.
+    """
+    program: PrgeProgram = built.eager
+    scale: float = getattr(session, "constants")[SCALE]  # noqa: B009 - not in its base class
+    seed, rate = torch.tensor([session.seed]), torch.tensor([learning_rate], dtype=torch.float32)
+    received: list[float] = []
+    expected: list[float] = []
+    loss_error = adapter_error = 0.0
+    for number, (ids, labels) in enumerate(batches):
+        before, step = torch.from_numpy(session.state()["adapter"]), torch.tensor([number])
+        result = session.step(ids, labels, number, learning_rate)
+        gradients = torch.tensor(result.projected_gradients, dtype=torch.float32)
+        tokens = torch.from_numpy(ids), torch.from_numpy(labels)
+        with torch.inference_mode():
+            losses = program.losses(*tokens, program.perturbed(before, seed, step, scale))
+            updated = program.apply_update(before, gradients, seed, step, rate)
+        reference = losses.double().numpy()
+        difference = np.abs(np.array(result.losses) - reference) / np.maximum(np.abs(reference), 1e-12)
+        loss_error = float(np.maximum(loss_error, difference.max()))  # NaN stays NaN
+        adapter_error = float(np.maximum(adapter_error, np.abs(session.state()["adapter"] - updated.numpy()).max()))
+        received += result.projected_gradients
+        expected += program.projected_gradients(losses, scale).tolist()
+    values: dict[str, Any] = {
+        "perturbation_scale": scale,
+        "directions": len(received),
+        "sign_agreement": float(np.mean(np.sign(received) == np.sign(expected))),
+        "correlation": float(np.corrcoef(received, expected)[0, 1]) if len(received) > 2 else float("nan"),
+        "loss_error": loss_error,
+        "adapter_error": adapter_error,
+    }
+    shares = {name: values[name] for name in ("sign_agreement", "correlation")}
+    return Agreement(values, {"loss": loss_error, "update": adapter_error}, shares)
+
+
+QNN = GraphProgram(problems, build, compare)

@@ -1,0 +1,341 @@
+"""The reversible network: forward without a graph, and a backward pass that rebuilds every block's inputs (section
+3.1).
+
+The backward pass goes through the steps in reverse. From (v, w) it evaluates the branch of v once, under autograd: its
+value gives u back, its graph gives the gradients. So an update in between may change the block's parameters at once.
+Gradients of the streams are float32. Rounding to fixed point or bfloat16 has gradient 1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ondevice.methods.revffn.couplings import Step, make_coupling
+from ondevice.methods.revffn.fixed_point import Iteration, not_inverted, solve, token_norms
+from ondevice.methods.revffn.streams import (
+    FixedStreams,
+    FloatStreams,
+    Mix,
+    StreamOverflow,
+    Streams,
+    calibration_ids,
+    check_overflow,
+    choose_bits,
+)
+
+if TYPE_CHECKING:
+    from ondevice.methods.revffn.config import RevffnConfig
+    from ondevice.models import Family
+
+_log = logging.getLogger(__name__)
+
+Gradients = dict[str, Tensor]
+OnStep = Callable[[Tensor, Tensor], None]
+OnBlock = Callable[[int, Gradients], None]
+BlockGradients = Generator[tuple[int, Gradients], None, Tensor]
+"""A block's number and the gradients of its parameters, from the last block to the first; the value at the end is the
+gradient of the embedding's output."""
+
+
+@dataclass
+class Saved:
+    """All that a forward pass saves for the backward pass: the final streams, and what a step's inverse needs besides.
+
+    Attributes:
+        u: older stream, `v`: newer stream, in the streams' own dtype.
+        length_tokens: T.
+        side: by step, the packed low bits that its sum does not hold; of a crossed step, its tokens' norms.
+        stored: by step, its older input, where that was kept instead of rebuilt.
+    """
+
+    u: Tensor
+    v: Tensor
+    length_tokens: int
+    side: dict[int, Tensor] = field(default_factory=dict)
+    stored: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes, on the host too."""
+        kept = (self.u, self.v, *self.side.values(), *self.stored.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+
+class Reversible:
+    """A family's blocks as a reversible network. Weights stay the model's own; `adapters` are new.
+
+    Args:
+        family: the model, on its device; what it computes in is the dtype of its embedding.
+        config: coupling, streams and scale.
+        device: moves the model there first; None leaves it.
+        seed: of the adapters' first values.
+    """
+
+    def __init__(
+        self, family: Family, config: RevffnConfig, device: torch.device | str | None = None, seed: int = 0
+    ) -> None:
+        if device is not None:
+            family.model.to(device)
+        self.family, self.config = family, config
+        self.coupling = make_coupling(family, config, seed)
+        self.steps = self.coupling.steps
+        self.adapters: dict[str, nn.Parameter] = self.coupling.adapters
+        self.blocks = family.dims.layers
+        self.iterations: dict[int, Iteration] = {}
+        """By step, how the last fixed-point iteration went (`coupling: paper`)."""
+        self.streams: Streams = FloatStreams(torch.bfloat16 if config.streams == "bfloat16" else torch.float64)
+        if config.streams == "int32":
+            self.fraction_bits = config.fraction_bits or self._calibrated()
+
+    @property
+    def fraction_bits(self) -> int | None:
+        """Bits after the point of int32 streams, else None. A resumed run sets what its first start chose."""
+        return self.streams.fraction_bits if isinstance(self.streams, FixedStreams) else None
+
+    @fraction_bits.setter
+    def fraction_bits(self, bits: int) -> None:
+        self.streams = FixedStreams(bits)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype of the branches."""
+        return self.family.embedding.weight.dtype
+
+    def block_parameters(self, block: int) -> dict[str, nn.Parameter]:
+        """Parameters of a block by name in the model, adapters included."""
+        parameters: dict[str, nn.Parameter] = {}
+        for step in self.steps:
+            if step.block == block:
+                parameters |= self.coupling.parameters(step)
+        return parameters
+
+    @torch.no_grad()
+    def forward(self, ids_BT: Tensor, on_step: OnStep | None = None) -> Saved:
+        """Embedding and all blocks, without a graph; with `not_converged: store`, each block is inverted at once.
+
+        Args:
+            ids_BT: int64 [B, T].
+            on_step: is given the streams (u, v) that each step reads.
+
+        Raises:
+            StreamOverflow: a fixed-point stream overflows; names the layer and a scale that would do.
+        """
+        peaks: list[Tensor] = []
+        saved = self._forward(ids_BT, peaks, on_step, self.config.not_converged == "store")
+        self._check(peaks)
+        return saved
+
+    @torch.no_grad()
+    def _forward(
+        self, ids_BT: Tensor, peaks: list[Tensor], on_step: OnStep | None = None, store: bool = False
+    ) -> Saved:
+        position = self.position(ids_BT.shape[1])
+        u, v = (self.streams.from_float(part) for part in self.coupling.split(self.family.embed(ids_BT)))
+        side: dict[int, Tensor] = {}
+        stored: dict[int, Tensor] = {}
+        for number, step in enumerate(self.steps):
+            if on_step is not None:
+                on_step(u, v)
+            branch = self._branch(step, position, v, u)
+            w, bits = self.streams.step(u, v, branch, step.mix)
+            peaks.append(self.streams.peaks(w, branch, step.mix))
+            if step.crossed:
+                bits = token_norms(self.streams, u)
+            if bits is not None:
+                side[number] = self._kept(bits, step)
+            if store and bits is not None and step.crossed:
+                iteration = self.iterations[number] = self._solve(step, position, v, w, bits)[1]
+                if not iteration.converged:
+                    stored[number] = u
+            u, v = v, w
+        return Saved(u, v, ids_BT.shape[1], side, stored)
+
+    def _check(self, peaks: list[Tensor]) -> None:
+        """Refuse a forward pass whose fixed-point streams overflow; see `streams.check_overflow`."""
+        if self.fraction_bits is not None:
+            check_overflow(peaks, [step.place for step in self.steps], self.fraction_bits)
+
+    def coarsen(self, error: StreamOverflow) -> None:
+        """Take the scale that would have done; raise `error` where the settings fix the scale."""
+        if self.config.fraction_bits is not None or error.bits >= (self.fraction_bits or 0):
+            raise error
+        _log.info("%s: fraction_bits %s becomes %d", error.message, self.fraction_bits, error.bits)
+        self.fraction_bits = error.bits
+
+    def hidden(self, saved: Saved) -> Tensor:
+        """The final norm's input: [B, T, hidden] in the compute dtype."""
+        return self.coupling.merge(*(self.streams.to_float(part) for part in (saved.u, saved.v))).to(self.dtype)
+
+    def backward(self, saved: Saved, grad_BTD: Tensor, on_block: OnBlock) -> Tensor:
+        """Gradients of all blocks, from the last to the first.
+
+        Args:
+            saved: from `forward`; its tensors are freed on the way.
+            grad_BTD: gradient of `hidden(saved)`.
+            on_block: is called with a block's number, from the last to the first, and the gradients of those of its
+                parameters that require one, in their dtypes. It may change that block's parameters.
+
+        Returns:
+            the gradient of the embedding's output, float32 [B, T, hidden].
+        """
+        blocks = self.backward_by_block(saved, grad_BTD)
+        while True:
+            try:
+                block, gradients = next(blocks)
+            except StopIteration as end:
+                return end.value
+            on_block(block, gradients)
+
+    def backward_by_block(self, saved: Saved, grad_BTD: Tensor) -> BlockGradients:
+        """`backward` one block at a time, so that micro-batches can go back through each block together."""
+        position = self.position(saved.length_tokens)
+        du, dv = self.coupling.merge_back(grad_BTD.float())
+        v, w = saved.u, saved.v
+        del saved.u, saved.v, grad_BTD  # the caller holds `saved` on: its tensors are to go as the streams go back
+        gradients: Gradients = {}
+        for number in reversed(range(len(self.steps))):
+            step, stored, side = self.steps[number], saved.stored.pop(number, None), saved.side.pop(number, None)
+            side = None if side is None else side.to(v.device, non_blocking=True)
+            if step.crossed and stored is None and side is not None:
+                with torch.no_grad():
+                    stored, iteration = self._solve(step, position, v, w, side)
+                self.iterations[number] = iteration
+                if not iteration.converged:
+                    raise not_inverted(step.block, iteration, self.config.tolerance)
+            u, du, dv, of_step = self._step_back(step, position, v, w, du, dv, side, stored)
+            gradients |= of_step
+            del of_step  # the consumer may free the gradients: no second reference here
+            v, w = u, v
+            if number == 0 or self.steps[number - 1].block != step.block:
+                yield step.block, gradients
+                gradients = {}
+        return self.coupling.split_back(du, dv)
+
+    def _step_back(
+        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, du: Tensor | None, dv: Tensor,
+        side: Tensor | None, u: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Gradients]:  # fmt: skip
+        """u, the gradients of (u, v), and those of the step's parameters, from those of (v, w).
+
+        Args:
+            u: given where the branch reads it; else it is rebuilt here.
+        """
+        mix = step.mix
+        parameters = {name: p for name, p in self.coupling.parameters(step).items() if p.requires_grad}
+        read = [v] if u is None else [v, u]
+        inputs = [self.streams.to_float(part, self.dtype).detach().requires_grad_() for part in read]
+        with torch.enable_grad():
+            branch = self.coupling.branch(step, position, *inputs)
+        if u is None:
+            u = self.streams.inverse_step(w, v, branch.detach(), mix, side)
+        grads = torch.autograd.grad(
+            branch, [*inputs, *parameters.values()], mix.branch_of(dv).to(branch.dtype), materialize_grads=True
+        )
+        # The order of the terms is autograd's: the later step's, this step's sum, this step's branch.
+        older, newer = mix.past_of(dv), du
+        if mix.present:
+            newer = mix.present * dv if newer is None else newer + mix.present * dv
+        newer = grads[0].float() if newer is None else newer + grads[0].float()
+        if len(inputs) == 2:
+            older = grads[1].float() if older is None else older + grads[1].float()
+        return u, older, newer, dict(zip(parameters, grads[len(inputs) :], strict=True))
+
+    def stored_hidden(self, ids_BT: Tensor) -> Tensor:
+        """`hidden` of the same network under autograd, every activation stored: the reference, [B, T, hidden].
+
+        Streams are what they are in `forward`, and beside each goes a float32 tensor that only carries its gradient. So
+        branches see the same numbers in the same shapes, and rounding has gradient 1.
+        """
+        streams, coupling = self.streams, self.coupling
+        position = self.position(ids_BT.shape[1])
+        first = coupling.split(self.family.embed(ids_BT))
+        u, v = (streams.from_float(part.detach()) for part in first)
+        old, new = (part.float() for part in first)
+
+        def value(carrier: Tensor, stream: Tensor, dtype: torch.dtype = self.dtype) -> Tensor:
+            return _Value.apply(carrier, streams.to_float(stream, dtype))
+
+        peaks: list[Tensor] = []
+        for step in self.steps:
+            older = value(old, u) if step.crossed else None
+            branch = coupling.branch(step, position, value(new, v), older)
+            with torch.no_grad():
+                w, _ = streams.step(u, v, branch.detach(), step.mix)
+                peaks.append(streams.peaks(w, branch.detach(), step.mix))
+            old, new = new, _Sum.apply(old, new, branch, step.mix)
+            u, v = v, w
+        self._check(peaks)
+        return coupling.merge(value(old, u, torch.float32), value(new, v, torch.float32)).to(self.dtype)
+
+    def invert(
+        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, side: Tensor | None
+    ) -> tuple[Tensor, Iteration | None]:
+        """Rebuild u from (v, w) without gradients; an iteration is given as it went, converged or not."""
+        side = None if side is None else side.to(v.device)
+        if step.crossed and side is not None:
+            return self._solve(step, position, v, w, side)
+        return self.streams.inverse_step(w, v, self._branch(step, position, v, w), step.mix, side), None
+
+    def _solve(
+        self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, norms: Tensor
+    ) -> tuple[Tensor, Iteration]:
+        limit, tolerance = self.config.max_iterations, self.config.tolerance
+        return solve(
+            self.streams, lambda u: self._branch(step, position, v, u), w, v, norms, step.mix, limit, tolerance
+        )
+
+    def _kept(self, bits: Tensor, step: Step) -> Tensor:
+        """`bits` where they wait for the backward pass: in pinned host memory where the settings say so."""
+        if not bits.is_cuda or step.crossed or self.config.gamma_bits_on == "device":
+            return bits
+        # The copies there and back are in the stream that computes, so neither is read too early.
+        return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits, non_blocking=True)
+
+    def position(self, length: int) -> tuple[Tensor, Tensor]:
+        """The family's position embeddings of positions 0 to `length` - 1."""
+        return self.family.positions(length, self.family.embedding.weight.device, self.dtype)
+
+    def _branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor) -> Tensor:
+        older = self.streams.to_float(u, self.dtype) if step.crossed else None
+        return self.coupling.branch(step, position, self.streams.to_float(v, self.dtype), older)
+
+    def _calibrated(self) -> int:
+        """Choose the scale for this model by a forward pass in float32 streams, which shows how large they become."""
+        table = self.family.embedding.weight
+        ids = calibration_ids(table.shape[0], self.family.dims.max_positions, table.device)
+        peaks: list[Tensor] = []
+        self._forward(ids, peaks)
+        return choose_bits(float(torch.stack(peaks).amax()))
+
+
+class _Value(torch.autograd.Function):
+    """The value of a stream, whose gradient goes to `carrier`."""
+
+    @staticmethod
+    def forward(ctx: Any, carrier: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.float(), None
+
+
+class _Sum(torch.autograd.Function):
+    """A step's sum as far as gradients go; its value is made by the streams."""
+
+    @staticmethod
+    def forward(ctx: Any, old: Tensor, new: Tensor, branch: Tensor, mix: Mix) -> Tensor:
+        ctx.mix, ctx.dtype = mix, branch.dtype
+        return new.new_zeros(()).expand(new.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, None]:
+        mix: Mix = ctx.mix
+        newer = mix.present * grad if mix.present else None
+        return mix.past_of(grad), newer, mix.branch_of(grad).to(ctx.dtype), None

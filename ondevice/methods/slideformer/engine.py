@@ -1,0 +1,143 @@
+"""The layer-sliding engine (SlideFormer section 3.1): the accelerator holds a window of layers, gradients leave as soon
+as they are there, and the host updates a layer while the accelerator computes the next.
+
+A step goes through the layers once, up and down. All micro-batches pass a layer while it is there, so accumulation
+costs no transfers, and gradients accumulate on the accelerator. Between two steps nothing waits but what must: the
+embedding's rows that the batch reads, and layer 0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ondevice.core.errors import ConfigError
+from ondevice.methods.slideformer.disk import open_disk
+from ondevice.methods.slideformer.store import TieredStore
+from ondevice.methods.slideformer.updater import Updater
+from ondevice.methods.slideformer.window import Window
+from ondevice.offload.activations import Activations
+from ondevice.offload.engine import OffloadEngine, host_threads
+from ondevice.offload.passes import Passes
+from ondevice.offload.ranks import SINGLE, Ranks
+from ondevice.offload.worker import Task, Worker
+
+if TYPE_CHECKING:
+    from ondevice.methods.slideformer.config import SlideformerConfig
+    from ondevice.models import Family
+
+
+class SlideformerEngine(OffloadEngine):
+    """Full-parameter AdamW steps of a model that is larger than the accelerator.
+
+    Args:
+        family: the model on the CPU; its parameters' values move into the engine.
+        config: sizes and precisions.
+        device: `cpu`, `cuda` or `cuda:N`.
+        ranks: those that train together. All make the same calls with the same batches; a step computes this rank's
+            rows of its batch, and an evaluation all rows on every rank.
+
+    Raises:
+        StorageError: host memory cannot be locked, or the disk tier does not fit.
+        MissingPackageError: the C++ update is asked for and cannot be compiled.
+    """
+
+    config: SlideformerConfig
+
+    def __init__(self, family: Family, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE) -> None:
+        self.ranks = ranks
+        _check(config, ranks)
+        super().__init__(family, config, device)
+        units = self.units
+        self.last: Task | None = None
+        self.disk = open_disk(units, config, self.timeline, ranks)
+        self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
+        try:
+            self._allocate(family)
+        except BaseException:  # no file and no thread stays where memory does not suffice
+            self.close()
+            raise
+
+    def _allocate(self, family: Family) -> None:
+        config, ranks = self.config, self.ranks
+        self.store = TieredStore(self.units, config, self.device, self.disk.moments, ranks)
+        if not ranks.single:
+            for worker in (self.transfers, self.updates):
+                worker.submit("its device", self.device.enter)
+        shared = (self.units, self.store, config, self.device, self.timeline)
+        threads = config.threads or host_threads(self.device.type, ranks.world)
+        self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
+        self.window = Window(*shared, self.transfers, self.updater)
+        self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
+        ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
+        self.passes = Passes(family, *ahead, self.where, self.liger)
+        self.total = self.device.pinned(1, torch.float32)
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
+        """One AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled token.
+
+        Returns before the last updates are done; the next call, `flush` and `evaluate` wait for what they need.
+
+        Raises:
+            DataError: no token of the batch is labelled.
+            ConfigError: the rows cannot be divided among the ranks.
+            TrainingError: a thread died or hangs; the message names the layer.
+        """
+        count = self._labelled(labels)
+        self._open(True)
+        self.updater.clipping.begin(step, learning_rate)
+        every, rows = ids, self.ranks.share(len(ids))
+        ids, labels = ids[rows], labels[rows]
+        micro_batches = self._micro_batches(ids)
+        h = self.passes.forward(ids, micro_batches, keep=True, every=every)
+        if not self.ranks.single:
+            self.transfers.submit("the norms of the last step", self.updater.clipping.share)
+        for unit in self.store.resident.units:  # no fetch waits for their norms, which clipping needs from here on
+            self.updater.wait(unit)
+        gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
+        summed = self.window.send_total(total.reshape(1), self.total)
+        self.passes.backward(gradients, ids, micro_batches)
+        known = summed()
+        self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
+        known.wait()
+        return float(self.total) / count
+
+    def flush(self) -> None:
+        """Wait until all updates are done; the host then holds the state after the last step."""
+        if self.last is not None:
+            self.last.wait()
+        self.updater.flush()
+        self.device.synchronize()
+        self.watch.check()
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the engine: states, gradient and conversion buffers, activations."""
+        return self.store.bytes + self.updater.bytes + self.activations.bytes + self.window.bytes
+
+    def close(self) -> None:
+        """End the threads and unlock the host memory; a hanging thread is left to die with the process."""
+        if all([worker.close() for worker in (self.transfers, self.updates)]):
+            self.disk.close()
+            self.device.close()
+
+    def _open(self, step: bool) -> bool:
+        """Begin a pass, once the last one has been put into the queues."""
+        self.watch.check()
+        if self.last is not None:
+            self.last.wait()
+            self.last = None
+        return super()._open(step)
+
+
+def _check(config: SlideformerConfig, ranks: Ranks) -> None:
+    """Settings that exclude each other."""
+    exact = config.max_grad_norm is not None and config.clip == "global"
+    if config.resident_layers and (exact or not ranks.single):
+        raise ConfigError(
+            "layers that stay on the accelerator are updated at once, before a global norm is known or summed",
+            expected="resident_layers: 0, or clip: previous or layer in one process",
+            received=f"resident_layers: {config.resident_layers}",
+        )

@@ -1,0 +1,189 @@
+"""Where SlideFormer keeps masters and moments: in host memory, some moments on a disk, and of the first layers all on
+the accelerator, which then updates them itself.
+
+The first layers are the ones: their gradients arrive last and they are needed first, so between two steps nothing has
+to come and go for them. Each also takes its share of the update off the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.offload.host import DTYPES, HostStore, is_split, parameters, release
+from ondevice.runtime_ops import rows as row_ops
+from ondevice.runtime_ops.layer_adam import HostState, Moments, merge, split_, torch_step
+
+if TYPE_CHECKING:
+    from ondevice.methods.slideformer.config import SlideformerConfig
+    from ondevice.methods.slideformer.disk import DiskMoments
+    from ondevice.offload.device import Device
+    from ondevice.offload.ranks import Arrays, Ranks
+    from ondevice.offload.units import Unit, Units
+    from ondevice.runtime_ops.layer_adam import AdamStep
+
+CHUNK = 1 << 25
+"""Elements whose gradients are there in float32 at once."""
+
+
+@dataclass
+class _State:
+    """Flat, on the accelerator: what is computed with, float32 master and moments."""
+
+    memory: Tensor
+    master: Tensor
+    m: Tensor
+    v: Tensor
+
+
+class Resident:
+    """States of the first layers; 14 bytes a parameter of the accelerator's memory with bfloat16 compute."""
+
+    def __init__(self, units: tuple[Unit, ...], device: Device, dtype: torch.dtype, split: bool) -> None:
+        self.units, self.device, self.dtype, self.split = units, device, dtype, split
+        self.states: dict[int, _State] = {}
+
+    def take(self, unit: Unit) -> None:
+        """Fill a unit's state from its parameters."""
+        master = self.device.empty(unit.numel, torch.float32)
+        for piece in unit.pieces:
+            flat = master[piece.offset : piece.offset + piece.numel]
+            flat.copy_(piece.parameter.detach().reshape(-1))
+        memory = self.device.empty(unit.numel, self.dtype)
+        moments = (self.device.empty(unit.numel, torch.float32) for _ in range(2))
+        self.states[unit.index] = _State(memory.copy_(master), master, *moments)
+
+    @torch.no_grad()
+    def update(self, unit: Unit, gradient: Tensor, adam: AdamStep, scale: Tensor | None) -> None:
+        """AdamW on the compute lane. `gradient` [numel] in the compute dtype, multiplied by `scale` first."""
+        state = self.states[unit.index]
+        for low in range(0, unit.numel, CHUNK):
+            part = slice(low, min(low + CHUNK, unit.numel))
+            wide = gradient[part].float()
+            if scale is not None:
+                wide = wide * scale
+            torch_step(state.master[part], wide, state.m[part], state.v[part], adam)
+        state.memory.copy_(state.master)
+
+    def master(self, unit: Unit) -> Tensor:
+        """float32 [numel] on the host."""
+        return self.states[unit.index].master.cpu()
+
+    def flat(self, unit: Unit) -> dict[str, Tensor]:
+        """What the unit's weights are made of, on the host, under the name that `arrays` has for it."""
+        return {"high": self.states[unit.index].memory.cpu()} if self.split else {"master": self.master(unit)}
+
+    def arrays(self, unit: Unit) -> dict[str, Tensor]:
+        """Everything a resume needs, on the host, in the form of units whose states are there."""
+        state = self.states[unit.index]
+        master, moments = state.master.cpu(), Moments("float32", state.m.cpu(), state.v.cpu())
+        if not self.split:
+            return {"master": master, **moments.tensors()}
+        high, low = torch.empty(unit.numel, dtype=torch.bfloat16), torch.empty(unit.numel, dtype=torch.uint16)
+        split_(master, high, low, moments)
+        return {"high": high, "low": low, **moments.tensors()}
+
+    def load(self, unit: Unit, parts: dict[str, Tensor]) -> None:
+        """Take back what `arrays` gave; float32, bfloat16 and uint16 on the host."""
+        state, moments = self.states[unit.index], Moments("float32", parts["m"], parts["v"])
+        master = merge(parts["high"], parts["low"], moments) if self.split else parts["master"]
+        state.memory.copy_(state.master.copy_(master))
+        state.m.copy_(moments.m)
+        state.v.copy_(moments.v.abs())
+
+
+class TieredStore(HostStore):
+    """Masters and moments of the units that this rank owns; those of `resident` stay on the accelerator."""
+
+    def __init__(
+        self, units: Units, config: SlideformerConfig, device: Device, disk: DiskMoments | None, ranks: Ranks
+    ) -> None:
+        self.units, self.disk, self.ranks = units, disk, ranks
+        kept = units.layers[: config.resident_layers]
+        self.resident = Resident(kept, device, DTYPES[config.compute], is_split(config))
+        for unit in kept:  # one after the other, so that no parameter is there twice for long
+            self.resident.take(unit)
+            release(unit, DTYPES[config.compute])
+        super().__init__([unit for unit in units.all if ranks.owns(unit) and unit not in kept], config, device)
+        for unit in units.all:
+            release(unit, self.dtype)
+
+    def _take(self, unit: Unit, moments: str) -> HostState:
+        state = super()._take(unit, moments)
+        if self.disk is not None and self.disk.holds(unit):
+            self.disk.put(unit, state.moments)
+            state.moments = Moments.empty(0, moments)
+        return state
+
+    def moments(self, unit: Unit) -> Moments:
+        """A unit's moments, in memory or as a map of the file: views."""
+        if self.disk is not None and self.disk.holds(unit):
+            return self.disk.stored(unit)
+        return super().moments(unit)
+
+    def rows(self, unit: Unit, rows: Tensor, out: Tensor) -> None:
+        """Rows of a table in the compute dtype: int64 [R] into `out` [R, width]."""
+        state = self.states[unit.index]
+        table = self._master(state) if state.high is None else state.high
+        piece = unit.pieces[0]
+        view = table[: piece.numel].view(piece.shape)
+        if view.dtype == out.dtype:
+            row_ops.gather(view, rows, out)
+        else:
+            out.copy_(view[rows])
+
+    def flats(self) -> dict[str, Tensor]:
+        """Those of `arrays` that `weights` is made of."""
+        part = "high" if self.split else "master"
+        states = ((unit, self.states[unit.index]) for unit in self.owned)
+        found = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
+        for unit in self.resident.units:
+            found |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
+        return found
+
+    def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Every parameter by name, out of the `flats` or `arrays` of all ranks: bfloat16 as computed with in split
+        form, else the float32 masters; no copies."""
+        found, part = {}, "high" if self.split else "master"
+        for unit in self.units.all:
+            found |= parameters(unit, arrays[f"{part}/{unit.key}"])
+        return found
+
+    def masters(self) -> dict[str, Tensor]:
+        """See `HostStore.masters`; of all units that are kept here."""
+        found = super().masters()
+        for unit in self.resident.units:
+            found |= parameters(unit, self.resident.master(unit))
+        return found
+
+    def arrays(self) -> dict[str, Tensor]:
+        """See `HostStore.arrays`; of units on the accelerator copies."""
+        found = {}
+        for unit in self.resident.units:
+            found |= {f"{part}/{unit.key}": tensor for part, tensor in self._parts(unit).items()}
+        return found | super().arrays()
+
+    def _parts(self, unit: Unit) -> dict[str, Tensor]:
+        return super()._parts(unit) if unit.index in self.states else self.resident.arrays(unit)
+
+    def load(self, arrays: Arrays) -> None:
+        """See `HostStore.load`."""
+        super().load(arrays)
+        for unit in self.resident.units:
+            self.resident.load(unit, self._load(unit, arrays))
+
+    def _load(self, unit: Unit, arrays: Arrays) -> dict[str, Tensor]:
+        parts = super()._load(unit, arrays)
+        if self.disk is not None and self.disk.holds(unit):  # `parts` is a private map of the file
+            fields = {name: tensor for name, tensor in parts.items() if name not in ("master", "high", "low")}
+            self.disk.put(unit, Moments(self.states[unit.index].moments.kind, **fields))
+        return parts
+
+    @property
+    def bytes(self) -> int:
+        """Of masters, moments, and buffers for conversion and for the disk."""
+        staging = [] if self.disk is None else self.disk.staging
+        return super().bytes + sum(memory.numel() * memory.element_size() for memory in staging)

@@ -1,0 +1,216 @@
+"""The update thread: gradients that arrived in host memory become AdamW steps, the layers needed first before others.
+
+Order: the next forward pass begins with the embedding and layer 0, whose gradients arrive last. So the thread takes the
+lowest layer among those that have arrived, and what waits longest in host memory is what is needed last. Of an
+embedding the rows that the next batch reads come first, all others when there is time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.offload.clipping import Clipping, Step
+from ondevice.offload.worker import Pool
+from ondevice.runtime_ops import rows as row_ops
+from ondevice.runtime_ops.layer_adam import TILE, AdamStep, layer_adam, torch_adam
+
+if TYPE_CHECKING:
+    from ondevice.methods.slideformer.config import SlideformerConfig
+    from ondevice.methods.slideformer.disk import DiskMoments
+    from ondevice.methods.slideformer.store import TieredStore
+    from ondevice.offload.device import Device, Event
+    from ondevice.offload.report import Timeline
+    from ondevice.offload.units import Unit, Units
+    from ondevice.offload.worker import Task, Watch, Worker
+
+FIRST = -3
+"""Priority of the rows that the next batch reads."""
+
+
+class Updater:
+    """Host gradient buffers, their updates, and clipping."""
+
+    def __init__(
+        self,
+        units: Units,
+        store: TieredStore,
+        config: SlideformerConfig,
+        device: Device,
+        timeline: Timeline,
+        worker: Worker,
+        watch: Watch,
+        threads: int,
+        disk: DiskMoments | None,
+    ) -> None:
+        self.units, self.store, self.config, self.device = units, store, config, device
+        self.worker, self.watch, self.timeline, self.threads, self.disk = worker, watch, timeline, threads, disk
+        self.clipping = Clipping(config, units, store.ranks)
+        self.ranks, largest = store.ranks, max(unit.numel for unit in units.layers)
+        layers = sum(unit.kind == "layer" for unit in store.owned)
+        held = layers if self.clipping.exact else min(config.gradient_buffers, layers)
+        self.buffers = [device.pinned(largest, store.dtype) for _ in range(held)]
+        self.pool = Pool(list(self.buffers), watch)
+        size = {unit.kind: unit.numel for unit in store.owned}
+        self.rest = device.pinned(size.get("rest", 0), store.dtype)
+        self.table = device.pinned(size.get(units.head.kind, 0), store.dtype)
+        self.embedding = self.table if units.tied else torch.zeros(size.get("embedding", 0), dtype=store.dtype)
+        self.scratch = None if store.native else torch.empty(max((unit.numel for unit in store.owned), default=0))
+        self.pending: dict[int, Task] = {}
+        self.kept: dict[str, threading.Event] = {}
+        self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
+        self.rows: tuple[Tensor, Tensor, Event, Step] | None = None
+        self.bytes = sum(t.numel() * t.element_size() for t in (*self.buffers, self.rest, self.table))
+        self.bytes += 0 if self.scratch is None else self.scratch.numel() * self.scratch.element_size()
+        self.bytes += 0 if units.tied else self.embedding.numel() * self.embedding.element_size()
+
+    def wait(self, unit: Unit) -> None:
+        """Until the unit's last submitted update is done."""
+        task = self.pending.get(unit.index)
+        if task is not None:
+            task.wait()
+
+    def submit(self, unit: Unit, gradient: Tensor, event: Event, square: Tensor | None, pooled: bool) -> None:
+        """Update `unit` once its gradient is here at `event`; `square` is its squared norm, on the host by then."""
+        now = self.clipping.now
+        if self.disk is not None:
+            self.disk.prefetch(unit)
+
+        def arrived() -> None:
+            if square is not None:
+                now.squares[unit.index] = float(square.sum())
+
+        def run() -> None:
+            arrived()
+            self._update(unit, gradient[: unit.numel], self.clipping.apply(now, unit))
+            if pooled:
+                self.pool.give(gradient)
+
+        def send() -> None:
+            self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
+
+        if self.clipping.exact:
+            self.waiting.append((event, arrived, send))
+        else:
+            send()
+
+    def submit_norm(self, unit: Unit, event: Event, square: Tensor) -> None:
+        """Note the squared norm of a unit that the accelerator updates, once it is here at `event`."""
+        now = self.clipping.now
+
+        def run() -> None:
+            now.squares[unit.index] = float(square)
+
+        self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
+
+    def submit_rows(self, rows: Tensor, gradient: Tensor, event: Event) -> None:
+        """The embedding's gradient: int64 [R] and [R, hidden]; held until the next batch says what it reads."""
+        self.rows = (rows, gradient, event, self.clipping.now)
+
+    def end_backward(self) -> None:
+        """Every gradient of the step is on its way; with exact clipping the updates begin here."""
+        if not self.clipping.exact:
+            return
+        waiting, self.waiting = self.waiting, []
+        if self.rows is not None:
+            self._merge(*self.rows)
+        for event, arrived, _ in waiting:
+            event.wait()
+            arrived()
+        if not self.ranks.single:
+            merged = self.ranks.all_reduce_values(self.clipping.now.squares, len(self.units.all))
+            self.clipping.now.squares.clear()  # the order of the sum is the same on all ranks
+            self.clipping.now.squares.update(merged)
+        for _, _, send in waiting:
+            send()
+
+    def read_rows(self, needed: Tensor | None) -> Task | None:
+        """Update the embedding: the rows `needed` (sorted) at once, the others later; None: all at once.
+
+        Returns:
+            The task after which those rows may be read.
+        """
+        if self.rows is None:
+            return self.pending.get(self.units.embedding.index)
+        held, unit = self.rows, self.units.embedding
+        rows, now = held[0], held[3]
+        merged = self.clipping.exact
+        width = unit.pieces[0].shape[1]
+        tiled = self.config.moments == "int8" and width % TILE != 0
+        if not self.store.native or tiled or (self.disk and self.disk.holds(unit)):
+            needed = None
+
+        def first() -> None:
+            if not merged:
+                self._merge(*held)
+            self._update(unit, self.embedding, self.clipping.apply(now, unit), needed, width)
+            if needed is None:
+                self._cleared(rows, width)
+
+        task = self.worker.submit(unit.name, first, FIRST)
+        self.pending[unit.index] = task
+        if needed is not None:
+            others = torch.ones(unit.pieces[0].shape[0], dtype=torch.bool)
+            others[needed] = False
+
+            def second() -> None:
+                self._update(unit, self.embedding, self.clipping.apply(now, unit), others.nonzero()[:, 0], width)
+                self._cleared(rows, width)
+
+            self.pending[unit.index] = self.worker.submit(
+                unit.name, second, len(self.units.layers) + 1, task.finished.is_set, lambda: task.wait()
+            )
+        self.rows = None
+        return task
+
+    def keep(self, keys: set[str]) -> None:
+        """Leave these units (`Unit.key`) as they are until `release` names them."""
+        self.kept = {key: threading.Event() for key in keys}
+
+    def release(self, key: str | None) -> None:
+        """Let a unit be updated again; None: all of them."""
+        for name, event in self.kept.items():
+            if key is None or name == key:
+                event.set()
+
+    def flush(self) -> None:
+        """Wait until every gradient that was sent is applied."""
+        self.read_rows(None)
+        for task in list(self.pending.values()):
+            task.wait()
+
+    def _merge(self, rows: Tensor, gradient: Tensor, event: Event, now: Step) -> None:
+        """Put the rows' gradient into the embedding's: added to the head's where they are tied."""
+        event.wait()
+        started, unit = time.perf_counter(), self.units.embedding
+        table = self.embedding[: unit.pieces[0].numel].view(unit.pieces[0].shape)
+        (row_ops.add if self.units.tied else row_ops.scatter)(table, rows, gradient, self.threads)
+        if self.config.max_grad_norm is not None:
+            whole = table if self.units.tied else gradient
+            now.squares[unit.index] = float(torch.linalg.vector_norm(whole, dtype=torch.float32)) ** 2
+        self.timeline.add("update", f"{unit.name} rows", started, time.perf_counter())
+
+    def _cleared(self, rows: Tensor, width: int) -> None:
+        if not self.units.tied:
+            row_ops.clear(self.embedding.view(-1, width), rows, self.threads)
+
+    def _update(self, unit: Unit, gradient: Tensor, adam: AdamStep, rows: Tensor | None = None, width: int = 0) -> None:
+        kept = self.kept.get(unit.key)
+        if kept is not None:
+            self.watch.until(kept.wait, f"waiting for the checkpoint of {unit.name}")
+        started = time.perf_counter()
+        state = self.store.states[unit.index]
+        if self.disk is not None:
+            state = self.disk.load(unit, state)
+        if self.scratch is not None:
+            torch_adam(gradient, state, adam, self.scratch[: unit.numel])
+        else:
+            layer_adam(gradient, state, adam, rows=rows, width=width, threads=self.threads)
+        if self.disk is not None:
+            self.disk.save(unit)
+        self.timeline.add("update", unit.name, started, time.perf_counter())

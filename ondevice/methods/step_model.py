@@ -1,0 +1,103 @@
+"""Bytes and operations of a training step that several methods' plans are made of, from dimensions alone.
+
+Held against measurements by `benchmarks.plan_accuracy`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.method import StepCost
+
+if TYPE_CHECKING:
+    from ondevice.models import ModelDims
+    from ondevice.offload.config import EngineConfig
+
+INPUTS_ON_THE_WAY = 3
+"""Inputs of layers that are on the accelerator at once where the others are on the host."""
+
+
+def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_bytes: int) -> int:
+    """The most that one block holds at once in a forward pass over [rows, length_tokens].
+
+    The MLP holds gate, up and their product beside the residual, its norm and two temporaries (without a gate,
+    four parts of a GELU); the attention holds queries, keys and values before and after the rotation, its output,
+    and the scores where it is not fused.
+    """
+    tokens = rows * length_tokens
+    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    mlp = tokens * ((3 if dims.gated else 4) * dims.intermediate + 4 * dims.hidden)
+    scores = rows * dims.heads * length_tokens**2
+    attention = tokens * (3 * dims.hidden + 3 * queries + 4 * keys) + scores
+    return max(mlp, attention) * activation_bytes
+
+
+def backward_bytes(dims: ModelDims, batch_size: int, length_tokens: int, activation_bytes: int) -> int:
+    """What backpropagation keeps of all blocks, without checkpointing.
+
+    A token and layer: each norm's input, its normalised form and its output (6 d); queries and the attention's
+    output, and keys and values (2 q + 2 kv); the MLP's gate, activation, up and product (4 ff). Where there is no
+    gate, a layer norm keeps its input and its output (4 d), and GPT-2's GELU four parts and its result (5 ff).
+    """
+    tokens = batch_size * length_tokens
+    attention = 2 * (dims.heads + dims.kv_heads) * dims.head_dim
+    norms, mlp = (6, 4) if dims.gated else (4, 5)
+    per_token = norms * dims.hidden + attention + mlp * dims.intermediate + dims.heads
+    return dims.layers * tokens * per_token * activation_bytes
+
+
+def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int) -> int:
+    """The tiled cross-entropy over `tokens` labelled tokens, float32.
+
+    A tile's logits are there three times (as they are, shifted, exponentiated), and the hidden states four times
+    (final norm, shifted by one token, the labelled rows, the rows of the head for the labels).
+    """
+    tile = -(-dims.vocab // loss_tiles)
+    return tokens * (3 * tile + 4 * dims.hidden) * 4
+
+
+def passes_bytes(
+    dims: ModelDims, config: EngineConfig, place: str, batch_size: int, length_tokens: int, vocab: int
+) -> dict[str, int]:
+    """What the passes of the offload engines hold on the accelerator, by part: inputs of the layers, one layer's
+    activations, logits.
+
+    Args:
+        place: where the inputs are; `device` keeps all of them there.
+        vocab: columns of the logits that exist at once.
+    """
+    item = 2 if config.compute == "bfloat16" else 4
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens = rows * length_tokens
+    kept = dims.layers * batch_size * length_tokens if place == "device" else INPUTS_ON_THE_WAY * tokens
+    residual = batch_size * length_tokens * dims.hidden * item
+    return {
+        "kept inputs": kept * dims.hidden * item,
+        "activations": backward_bytes(dims, rows, length_tokens, item) // dims.layers + 3 * residual,
+        "logits": min(tokens, config.loss_chunk_tokens) * vocab * (8 + item),
+    }
+
+
+def forward_flops(dims: ModelDims, rows: float, length_tokens: int, layers: int | None = None) -> float:
+    """Operations of `layers` blocks (None: all) over [rows, length_tokens], without the head; attention is causal."""
+    tokens = rows * length_tokens
+    matrices = dims.active_matrices / dims.layers
+    attention = 2 * tokens * length_tokens * dims.heads * dims.head_dim
+    return (dims.layers if layers is None else layers) * (2.0 * tokens * matrices + attention)
+
+
+def head_flops(dims: ModelDims, rows: float, length_tokens: int) -> float:
+    """Operations of the logits of [rows, length_tokens]."""
+    return 2.0 * rows * length_tokens * dims.vocab * dims.hidden
+
+
+def recomputed_flops(dims: ModelDims, batch_size: int, length_tokens: int) -> float:
+    """Operations of first-order training of all parameters where the backward pass computes each layer again."""
+    return 4 * forward_flops(dims, batch_size, length_tokens) + 3 * head_flops(dims, batch_size, length_tokens)
+
+
+def adapter_step_cost(dims: ModelDims, config: Any, batch_size: int, length_tokens: int, weight_bytes: int) -> StepCost:
+    """Work of a first-order step that trains an adapter alone; see `MethodSpec.step_cost`."""
+    # The tiled loss computes the logits a second time in the backward pass; frozen weights need no gradients.
+    forward, head = forward_flops(dims, batch_size, length_tokens), head_flops(dims, batch_size, length_tokens)
+    return StepCost(2 * forward + 3 * head, 2 * weight_bytes)

@@ -1,0 +1,220 @@
+"""Ways between host memory and the drive: aligned buffers, and files past the page cache."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ondevice.core.errors import DoesNotFitError, StorageError
+
+BLOCK_BYTES = 4096
+"""Direct I/O wants offsets, lengths and addresses at multiples of the drive's block; 4096 serves all of them."""
+Backend = Literal["auto", "direct", "buffered"]
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file would pass the size limit of this process or file system",
+    errno.EIO: "the disk reports an I/O error",
+}
+
+
+def round_up(size_bytes: int) -> int:
+    """`size_bytes` up to the next whole block."""
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def reason(error: OSError) -> str:
+    """What the system says, in words that a user knows."""
+    return _REASONS.get(error.errno or 0, error.strerror or str(error))
+
+
+class _Pages(mmap.mmap):
+    """Anonymous private memory that takes its page lock back before it is unmapped."""
+
+    locked_at = 0
+    """The address that CUDA page-locked; 0 if it did not."""
+
+    def __del__(self) -> None:
+        if self.locked_at:
+            _cudart().cudaHostUnregister(self.locked_at)
+
+
+def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
+    """A zeroed uint8 CPU tensor [`size_bytes` rounded up to 4096] whose address is a multiple of 4096.
+
+    Unlike torch's own pinned memory it is not rounded up to a power of two, and it goes back to the system
+    with the last tensor that views it. Finish the copies to and from the GPU before that.
+
+    Args:
+        size_bytes: at least 1.
+        pin: page-lock it, so that the GPU copies without a staging buffer. Ignored where there is no CUDA.
+
+    Raises:
+        DoesNotFitError: the system has not that much memory, or CUDA cannot lock it.
+    """
+    if size_bytes < 1:
+        raise ValueError(f"a buffer needs at least 1 byte, not {size_bytes}")
+    size_bytes = round_up(size_bytes)
+    try:
+        pages = _Pages(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _no_memory(size_bytes, reason(error)) from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without huge pages
+            pass
+    tensor = torch.frombuffer(pages, dtype=torch.uint8)
+    if pin and torch.cuda.is_available():
+        code = _cudart().cudaHostRegister(tensor.data_ptr(), size_bytes, 0)
+        if int(code) != 0:
+            raise _no_memory(size_bytes, f"cudaHostRegister: {code}")
+        pages.locked_at = tensor.data_ptr()
+    return tensor
+
+
+def checksum(piece: torch.Tensor) -> bytes:
+    """16 bytes from the sums (modulo 2^64) of a piece's 4096-byte rows and of its 512 columns of 8-byte words.
+
+    Runs at memory speed. Finds for certain (but for a collision of BLAKE2b)
+    every change inside one 4096-byte block, every change inside one column, and blocks that changed places
+    unless their sums are equal. What escapes changes at least four words, in two blocks and two columns at
+    once, such that every sum stays. No defence against somebody who forges.
+
+    Args:
+        piece: uint8 on the CPU, contiguous, a multiple of 4096 bytes.
+    """
+    table = piece.numpy().view(np.int64).reshape(-1, BLOCK_BYTES // 8)
+    digest = hashlib.blake2b(digest_size=16)
+    for axis in (1, 0):
+        digest.update(table.sum(axis).data)
+    return digest.digest()
+
+
+@dataclass
+class Meter:
+    """Bytes moved, and the seconds during which at least one transfer of the kind was under way."""
+
+    moved: int = 0
+    seconds: float = 0.0
+    running: int = 0
+    since: float = 0.0
+
+    def run(self, change: int) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self.since if self.running else 0.0
+        self.since, self.running = now, self.running + change
+
+
+def reserve(path: Path, size_bytes: int) -> None:
+    """Make a file of zeros with all of its blocks allocated, in place of one that is there.
+
+    Raises:
+        StorageError: the disk has no room, or the folder cannot be written. No partial file is left.
+    """
+    free, made = None, False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent).free
+        if free < size_bytes:  # rather than fill the disk to find out
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        made = True
+        try:
+            os.truncate(file, size_bytes)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file, 0, size_bytes)
+        finally:
+            os.close(file)
+    except OSError as error:
+        if made:
+            path.unlink(missing_ok=True)
+        raise StorageError(
+            f"{path}: the offload file cannot be made: {reason(error)}",
+            expected=f"room for {size_bytes} bytes ({size_bytes / 2**30:.2f} GiB)",
+            received=None if free is None else f"{free} bytes free ({free / 2**30:.2f} GiB)",
+            hint="free some space, choose a folder on another disk, or offload less",
+        ) from error
+
+
+class Drive:
+    """An open file, moved to and from tensors in whole blocks. Its methods may be called from several threads.
+
+    Attributes:
+        backend: "direct" (past the page cache), or "buffered" (the file system refused that, or it was asked for).
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, backend: Backend) -> None:
+        try:
+            self._file, self.backend = _open(path, direct=backend != "buffered")
+        except OSError as error:
+            raise StorageError(f"{path}: the offload file cannot be opened: {reason(error)}") from error
+
+    def move(self, piece: torch.Tensor, offset: int, *, write: bool) -> int:
+        """Move `piece` (uint8, contiguous, whole blocks) to or from byte `offset`, without a copy in Python.
+
+        Returns:
+            The bytes moved; fewer than the piece has at the end of the file, or where the drive stopped.
+
+        Raises:
+            OSError: what the system reports.
+        """
+        call = os.pwritev if write else os.preadv
+        view, done = piece.numpy().data, 0
+        while done < len(view):
+            count = call(self._file, [view[done:]], offset + done)
+            done += count
+            if count == 0 or done % BLOCK_BYTES:  # no disk stops inside a block unless it must
+                break
+        return done
+
+    def close(self) -> None:
+        """Close it; no transfer may be under way."""
+        os.close(self._file)
+
+
+def _open(path: Path, *, direct: bool) -> tuple[int, str]:
+    flags = os.O_RDWR | os.O_CLOEXEC
+    if direct and hasattr(os, "O_DIRECT"):
+        try:
+            file = os.open(path, flags | os.O_DIRECT)
+            try:
+                os.preadv(file, [mmap.mmap(-1, BLOCK_BYTES)], 0)  # some refuse only here
+                return file, "direct"
+            except OSError:
+                os.close(file)
+                raise
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    file = os.open(path, flags)
+    if direct and hasattr(fcntl, "F_NOCACHE"):  # macOS
+        fcntl.fcntl(file, getattr(fcntl, "F_NOCACHE"), 1)  # noqa: B009
+    return file, "buffered"
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def _no_memory(size_bytes: int, why: str) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"no memory for an offload buffer of {size_bytes / 2**20:.0f} MiB",
+        received=why,
+        hint="close other programs, or move more of the optimizer state to the disk",
+    )

@@ -1,0 +1,63 @@
+"""A method's advice for a machine: a step predicted from ten seconds of measurement here, and settings for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.errors import ConfigError
+from ondevice.core.registry import methods, spec_of
+from ondevice.planning.estimate import plan_request
+
+if TYPE_CHECKING:
+    from ondevice.offload.calibrate import Rates
+    from ondevice.planning.estimate import Plan
+
+
+def measure(plan: Plan) -> Rates:
+    """Measure the rates of this machine.
+
+    Raises:
+        ConfigError: the method does not offload, or the plan is for another machine.
+    """
+    request = plan.request
+    if not spec_of(request.method).offloads:
+        names = ", ".join(spec.name for spec in methods() if spec.offloads)
+        raise ConfigError("--calibrate is for methods that offload", expected=names)
+    if not request.device.name.startswith("this"):
+        raise ConfigError("--calibrate measures this machine", expected="--device this", received=request.device.name)
+    from ondevice.offload.calibrate import calibrate
+
+    return calibrate(request.method, request.device.torch_device)
+
+
+def predict_step(plan: Plan, rates: Rates) -> dict[str, Any]:
+    """Predict seconds a step by lane, and the smallest batch that hides the update, from measured rates."""
+    from ondevice.offload.calibrate import predict
+
+    request, flops_a_row = plan.request, plan.flops / plan.request.batch_size
+    spec = spec_of(request.method)
+    assert spec.lanes is not None  # noqa: S101  `measure` refuses methods that do not offload
+    lanes = spec.load(spec.lanes)
+    prediction = predict(lambda rows: lanes(request, rates, rows, flops_a_row * rows), request.batch_size)
+    return {"rates": asdict(rates), **prediction.to_dict()}
+
+
+def recommend(plan: Plan, rates: Rates | None = None) -> dict[str, Any] | None:
+    """Return the settings that the method recommends on the plan's device; None where it recommends none."""
+    spec = spec_of(plan.request.method)
+    if spec.advise is None:
+        return None
+    return spec.load(spec.advise)(plan, rates, partial(plan_request, plan.model))
+
+
+def describe(prediction: dict[str, Any]) -> list[str]:
+    """Describe the result of `predict_step` in sentences."""
+    lanes = ", ".join(f"{lane} {prediction[f'{lane}_s']:.3g} s" for lane in ("compute", "h2d", "d2h", "update", "disk"))
+    smallest = prediction["smallest_batch"]
+    hidden = f"a batch of {smallest} or more" if smallest else "no batch up to 1024"
+    return [
+        f"measured here: about {prediction['step_s']:.3g} s a step, bound by {prediction['bound']} ({lanes})",
+        f"hiding factor {prediction['hiding_factor']:.2f}; {hidden} hides the update",
+    ]

@@ -1,0 +1,402 @@
+"""Devices that a run can be planned for: a table that users can extend, and this machine, measured.
+
+Nothing here imports torch: memory, cores and GPUs are read from the system and the driver.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ConfigError
+from ondevice.core.method import Placement
+from ondevice.core.registry import backend_for, methods, spec_of
+
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device; the memory is None where the driver does not say, as on a Jetson that shares it."""
+
+    name: str
+    memory_bytes: int | None
+    free_bytes: int | None
+
+
+def total_bytes() -> int:
+    """Return the physical memory, or this container's limit where that is less."""
+    import psutil
+
+    limit, _ = _container()
+    return min(psutil.virtual_memory().total, limit or 1 << 62)
+
+
+def available_bytes() -> int:
+    """Return the memory that a new process can take without swapping, within this container's limit."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    limit, used = _container()
+    return free if limit is None else max(0, min(free, limit - used))
+
+
+def cores() -> int:
+    """Count the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def gpus() -> list[Gpu]:
+    """List the CUDA devices, by the driver's library or its tool; empty where neither is there."""
+    try:
+        return _from_library()
+    except Exception:  # the library is absent, or there is no driver behind it
+        return _from_tool()
+
+
+def _from_library() -> list[Gpu]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        listed = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name = pynvml.nvmlDeviceGetName(handle)
+            name = name.decode() if isinstance(name, bytes) else name
+            try:
+                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+                listed.append(Gpu(name, int(memory.total), int(memory.free)))
+            except pynvml.NVMLError:  # a Jetson shares its memory with the CPU, and the driver names none
+                listed.append(Gpu(name, None, None))
+        return listed
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _from_tool() -> list[Gpu]:
+    command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return parse_tool(done.stdout)
+
+
+def parse_tool(text: str) -> list[Gpu]:
+    """Parse the lines of `nvidia-smi --format=csv,noheader,nounits`: name, total and free MiB."""
+    listed = []
+    for line in text.splitlines():
+        words = [word.strip() for word in line.rsplit(",", 2)]
+        if len(words) == 3:
+            total, free = (int(word) << 20 if word.isdigit() else None for word in words[1:])
+            listed.append(Gpu(words[0], total, free))
+    return listed
+
+
+def _container(root: Path = _CGROUP) -> tuple[int | None, int]:
+    """Return the container's memory limit and the bytes that count against it; (None, 0) without one.
+
+    File pages that were not used lately count as free, as the kernel drops them first.
+    """
+    for limit_name, used_name in _LIMITS:
+        try:
+            limit = int((root / limit_name).read_text())
+            used = int((root / used_name).read_text())
+            lines = (root / used_name).with_name("memory.stat").read_text().splitlines()
+        except (OSError, ValueError):
+            continue
+        if limit < 1 << 60:  # cgroup v1 says a number near 2^63 where there is no limit
+            droppable = sum(int(line.split()[1]) for line in lines if line.startswith("inactive_file "))
+            return limit, max(0, used - droppable)
+    return None, 0
+
+
+GIB = 1 << 30
+THIS = ("this", "this-cpu", "this-cuda")
+"""`this` is the GPU where there is one, as `model.device: auto` is."""
+FREE_FRACTION = 0.9
+"""The fraction of the memory that is free now that a run on this machine may take."""
+
+Kind = Literal["phone", "board", "gpu", "computer"]
+
+
+class DeviceEntry(StrictConfig):
+    """One device of a table; see the head of `devices.yaml`."""
+
+    description: str = Field(min_length=1)
+    """Name and memory, for people."""
+
+    kind: Kind
+    """`phone`: one app among others. `board`: CPU and GPU share the memory. `gpu`: its own memory."""
+
+    memory_gib: float = Field(gt=0)
+    """Physical memory in GiB."""
+
+    usable_fraction: float = Field(gt=0, le=1)
+    """How much of it one training process may use."""
+
+    rule: str = Field(min_length=1)
+    """Why that fraction."""
+
+    torch_device: Literal["cpu", "cuda"] = "cpu"
+    """Where eager PyTorch runs on it."""
+
+    bandwidth_gb_s: float | None = Field(default=None, gt=0)
+    """Bandwidth of its memory, 1e9 bytes a second."""
+
+    bus_gb_s: float | None = Field(default=None, gt=0)
+    """Copies between host and accelerator in one direction, 1e9 bytes a second, as measured with pinned memory."""
+
+    tflops: dict[Literal["float32", "float16", "bfloat16"], float] = Field(default_factory=dict)
+    """Peak of dense matrix products by dtype, 1e12 operations a second."""
+
+    sustained: float = Field(default=0.5, gt=0, le=1)
+    """Fraction of the peaks that a real step reaches."""
+
+    gpu_name: str | None = None
+    """Text in the driver's name of this GPU."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device with its memory and rates.
+
+    Attributes:
+        memory_bytes: physical memory.
+        usable_bytes: what one training process may use, by `rule`.
+        bandwidth_bytes_s: bytes a second that a step reaches, None where not known; `bus_bytes_s` the same of copies
+            between host and accelerator, in one direction.
+        flops_s: operations a second that a step reaches, by dtype; empty where not known.
+        limited: `usable_bytes` is what the user allows.
+    """
+
+    name: str
+    description: str
+    kind: Kind
+    memory_bytes: int
+    usable_bytes: int
+    rule: str
+    torch_device: str = "cpu"
+    bandwidth_bytes_s: float | None = None
+    bus_bytes_s: float | None = None
+    flops_s: dict[str, float] = field(default_factory=dict)
+    cores: int | None = None
+    limited: bool = False
+
+    def within(self, limit_bytes: int | None) -> Device:
+        """Return this device for a run that may take at most `limit_bytes`."""
+        if limit_bytes is None or limit_bytes >= self.usable_bytes:
+            return self
+        rule = f"--memory-limit, of {self.usable_bytes / GIB:.1f} GiB that could be used"
+        return replace(self, usable_bytes=limit_bytes, rule=rule, limited=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields; bytes and operations a second."""
+        return {**self.__dict__, "flops_s": dict(self.flops_s)}
+
+
+def device_table(device_file: Path | str | None = None) -> dict[str, DeviceEntry]:
+    """Read the built-in devices and those of `device_file`, which win where a name is in both.
+
+    Raises:
+        ConfigError: if the file cannot be read or an entry has an unknown key or a wrong value.
+    """
+    table = _parse(resources.files("ondevice.planning").joinpath("devices.yaml").read_text(), "devices.yaml")
+    if device_file is not None:
+        path = Path(device_file)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"{path}: the device file cannot be read"
+            raise ConfigError(message, received=str(error), expected="a YAML file of devices") from None
+        table |= _parse(text, str(path))
+    return table
+
+
+def device_names(device_file: Path | str | None = None) -> list[str]:
+    """List every name that `find_device` takes."""
+    return [*THIS, *device_table(device_file)]
+
+
+def find_device(name: str = "this", device_file: Path | str | None = None) -> Device:
+    """Return the device called `name`.
+
+    Args:
+        name: a name of the table, `this`, `this-cpu` or `this-cuda`.
+        device_file: YAML with more devices.
+
+    Raises:
+        ConfigError: for a name that is not there, with the list and the nearest name.
+    """
+    table = device_table(device_file)
+    if name in THIS:
+        return _this(name, table.values())
+    if name not in table:
+        names = [*THIS, *table]
+        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"unknown device '{name}'" + (f", did you mean '{near[0]}'?" if near else ""),
+            expected=", ".join(names),
+            received=name,
+            hint="describe it in a YAML file and pass --device-file FILE",
+        )
+    entry = table[name]
+    memory = int(entry.memory_gib * GIB)
+    return Device(
+        name=name,
+        description=entry.description,
+        kind=entry.kind,
+        memory_bytes=memory,
+        usable_bytes=int(memory * entry.usable_fraction),
+        rule=f"{entry.usable_fraction:.0%} of {entry.memory_gib:g} GiB: {entry.rule}",
+        torch_device=entry.torch_device,
+        **_rates(entry),
+    )
+
+
+def _parse(text: str, where: str) -> dict[str, DeviceEntry]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML", received=" ".join(str(error).split())) from None
+    if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
+        raise ConfigError(
+            f"{where}: expected a device name with its settings",
+            expected="NAME: {description: ..., kind: ..., memory_gib: ..., usable_fraction: ..., rule: ...}",
+            received=type(values).__name__,
+        )
+    return {str(name): DeviceEntry.parse(value, f"{where}: {name}") for name, value in values.items()}
+
+
+def _rates(entry: DeviceEntry | None) -> dict[str, Any]:
+    if entry is None:
+        return {}
+    bandwidth = entry.bandwidth_gb_s and entry.bandwidth_gb_s * 1e9 * entry.sustained
+    flops = {dtype: rate * 1e12 * entry.sustained for dtype, rate in entry.tflops.items()}
+    return {"bandwidth_bytes_s": bandwidth, "bus_bytes_s": entry.bus_gb_s and entry.bus_gb_s * 1e9, "flops_s": flops}
+
+
+def _this(name: str, entries: Iterable[DeviceEntry]) -> Device:
+    listed = gpus() if name != "this-cpu" else []
+    if listed:
+        return _this_gpu(name, listed[0], entries)
+    if name == "this-cuda":
+        raise ConfigError(
+            "this machine has no CUDA device that the driver lists",
+            expected="an NVIDIA GPU",
+            received="none",
+            hint="--device this-cpu",
+        )
+    free, count = available_bytes(), cores()
+    flops, bandwidth = measured_rates()
+    return Device(
+        name=name,
+        description=f"this machine: {platform.machine()}, {count} cores",
+        kind="computer",
+        memory_bytes=total_bytes(),
+        usable_bytes=int(free * FREE_FRACTION),
+        rule=f"{FREE_FRACTION:.0%} of the {free / GIB:.1f} GiB that are free now",
+        flops_s={"float32": flops},
+        bandwidth_bytes_s=bandwidth,
+        cores=count,
+    )
+
+
+def _this_gpu(name: str, gpu: Gpu, entries: Iterable[DeviceEntry]) -> Device:
+    entry = next((e for e in entries if e.gpu_name and e.gpu_name.lower() in gpu.name.lower()), None)
+    shared = gpu.memory_bytes is None
+    free = available_bytes() if gpu.free_bytes is None else gpu.free_bytes
+    return Device(
+        name=name,
+        description=f"this machine: {gpu.name}" + (", memory shared with the CPU" if shared else ""),
+        kind="board" if shared else "gpu",
+        memory_bytes=total_bytes() if gpu.memory_bytes is None else gpu.memory_bytes,
+        usable_bytes=int(free * FREE_FRACTION),
+        rule=f"{FREE_FRACTION:.0%} of the {free / GIB:.1f} GiB that are free now",
+        torch_device="cuda",
+        cores=cores(),
+        **_rates(entry),
+    )
+
+
+@functools.cache
+def measured_rates() -> tuple[float, float]:
+    """Measure this CPU: float32 operations a second of a matrix product, and bytes a second read.
+
+    Takes a quarter of a second, once a process; the best of many, as other processes disturb it.
+    """
+    import numpy as np
+
+    size, count = 512, 1 << 23
+    a, source = np.ones((size, size), dtype=np.float32), np.ones(count, dtype=np.float32)
+    products = _fastest(lambda: a @ a, 0.15)
+    reads = _fastest(lambda: source.max(), 0.08)
+    return 2 * size**3 / products, source.nbytes / reads
+
+
+def _fastest(function: Any, budget_s: float) -> float:
+    best, end = float("inf"), time.perf_counter() + budget_s
+    while True:
+        start = time.perf_counter()
+        function()
+        now = time.perf_counter()
+        best = min(best, now - start)
+        if now > end:
+            return best
+
+
+def place(config: Any) -> Placement:
+    """Decide where the run of a `RunConfig` computes.
+
+    Raises:
+        ConfigError: the method has no part in the backend, there is no such device, or the method or the batch cannot
+            be divided by the ranks.
+    """
+    spec, backend = spec_of(config.method), backend_for(config.method, config.train.backend)
+    device = "cpu" if backend == "mlx" else resolve_device(config.model.device)
+    if "WORLD_SIZE" not in os.environ:  # and torch, which knows of ranks, is not imported for what does without it
+        return Placement(spec, backend, device)
+    from ondevice.offload.ranks import check_rows, launched
+
+    rank, world = launched()
+    if world > 1 and not spec.ranks:
+        raise ConfigError(
+            f"method {spec.name} trains in one process",
+            expected=f"under torchrun: {', '.join(other.name for other in methods() if other.ranks)}",
+            hint="run `ondevice train` without torchrun",
+        )
+    check_rows(config.train.batch_size, world)
+    return Placement(spec, backend, device, rank, world)
+
+
+def resolve_device(name: str) -> str:
+    """Resolve `auto` to `cuda` where there is one, else `cpu`.
+
+    Raises:
+        ConfigError: if CUDA is asked for and not there.
+    """
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "model.device is cuda and no CUDA device is there", hint="`ondevice doctor` says why; or use cpu"
+        )
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name

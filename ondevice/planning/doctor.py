@@ -1,0 +1,213 @@
+"""Does this machine work: a real kernel in every backend that is installed, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ondevice.core.errors import ConfigError, MissingPackageError
+from ondevice.core.registry import targets
+from ondevice.planning import jetson
+from ondevice.planning.devices import gpus
+from ondevice.planning.system import COMPILER_FIX, JETSON_CHECKS, SYSTEM_CHECKS, Outcome
+
+KERNEL_TIMEOUT_S = 180
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        name: of the check.
+        ok: True if it works, False if it is there and does not, None if it is not installed.
+        detail: version and result, or what went wrong.
+        fix: the command that would help, empty where nothing is to be done.
+        needed: the target cannot do without it.
+    """
+
+    name: str
+    ok: bool | None
+    detail: str
+    fix: str = ""
+    needed: bool = False
+    seconds: float = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Broken, or needed and absent."""
+        return self.ok is False or (self.needed and self.ok is not True)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """A check that `ondevice.planning.kernels` runs: the packages it needs, and how to get or repair them."""
+
+    packages: tuple[str, ...]
+    install: str
+    repair: str = ""
+
+
+ON_GPU = ("torch-cuda", "unified-memory")
+JETPACK_6_REPAIRS = {
+    "bitsandbytes": 'CMAKE_ARGS="-DCOMPUTE_BACKEND=cuda -DCOMPUTE_CAPABILITY=87" pip install --no-deps '
+    "--force-reinstall --no-binary bitsandbytes "
+    '"bitsandbytes @ git+https://github.com/bitsandbytes-foundation/bitsandbytes@0.50.2"   '
+    "(PyPI's wheel for ARM is built for servers and ends at its first kernel here)",
+    "torch-cuda": "use NVIDIA's container pytorch:25.06-py3-igpu from NGC   (PyPI's torch for ARM is for servers)",
+}
+_TORCH = "pip install 'ondevice-train[torch]'"
+_EXECUTORCH = "pip install 'ondevice-train[executorch]'"
+_REINSTALL = "pip install --force-reinstall --no-deps {}"
+KERNELS: dict[str, _Kernel] = {
+    "torch-cpu": _Kernel(("torch",), _TORCH, _REINSTALL.format("torch")),
+    "torch-cuda": _Kernel(
+        ("torch",), _TORCH, "nvidia-smi   (a driver that is older than torch's CUDA needs an update)"
+    ),
+    "transformers": _Kernel(("transformers", "torch"), _TORCH, "pip install --upgrade 'ondevice-train[torch]'"),
+    "peft": _Kernel(("peft", "torch"), _TORCH, "pip install --upgrade peft"),
+    "executorch": _Kernel(("executorch", "torch"), _EXECUTORCH, "pip install --upgrade 'ondevice-train[executorch]'"),
+    "runtime-ops": _Kernel(("torch",), _TORCH, COMPILER_FIX),
+    "executorch-ops": _Kernel(("executorch", "torch"), _EXECUTORCH, COMPILER_FIX),
+    "qnn": _Kernel(
+        ("onnxruntime_qnn", "executorch", "cpuinfo"),
+        "pip install 'ondevice-train[qnn]'   (Qualcomm's libraries, under the Qualcomm AI Stack License)",
+        "pip install --force-reinstall 'ondevice-train[qnn]'",
+    ),
+    "mlx": _Kernel(("mlx",), "pip install 'ondevice-train[mlx]'", _REINSTALL.format("mlx")),
+    "unified-memory": _Kernel(("torch",), _TORCH, "nvidia-smi"),
+    "bitsandbytes": _Kernel(
+        ("bitsandbytes", "torch"),
+        "pip install bitsandbytes",
+        "pip install --upgrade --force-reinstall --no-deps bitsandbytes",
+    ),
+}
+MACHINES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cpu": (("torch-cpu", "transformers"), ("runtime-ops", "peft", "compiler")),
+    "cuda": (("torch-cuda", "transformers"), ("peft", "bitsandbytes")),
+    "mlx": (("mlx",), ()),
+}
+"""Where training runs in eager: what it needs, and what it can use (this project's ops, 4-bit weights)."""
+ALWAYS = ("python", "memory", "disk", "model-cache")
+
+
+def checks_by_target() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Names for `doctor`, with the checks that each needs and those of what it can use."""
+    return MACHINES | {spec.name: (spec.needs, spec.uses) for spec in targets()}
+
+
+def doctor(
+    target: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    names: Sequence[str] | None = None,
+) -> list[Check]:
+    """Run every check, or those that concern `target`.
+
+    Never raises for what it finds: a backend that crashes, hangs or gives a wrong result is a failed check.
+
+    Args:
+        target: one of `checks_by_target()`; what it needs becomes mandatory.
+        progress: called with the name of each check before it runs; the slowest takes some 15 s.
+        names: these checks only.
+
+    Raises:
+        ConfigError: for a target or check that is not known.
+    """
+    by_target = checks_by_target()
+    if target is not None and target not in by_target:
+        raise ConfigError(f"unknown target '{target}'", expected=", ".join(by_target), received=target)
+    every = [*SYSTEM_CHECKS, *KERNELS]
+    needed, useful = by_target[target] if target else ((), ())
+    apart = () if jetson.model() else (*JETSON_CHECKS, "unified-memory")
+    wanted = (*ALWAYS, *needed, *useful) if target else [name for name in every if name not in apart]
+    chosen = [name for name in every if name in wanted]
+    if names is not None:
+        if unknown := [name for name in names if name not in every]:
+            raise ConfigError("unknown check", expected=", ".join(every), received=", ".join(unknown))
+        chosen = list(names)
+    checks = []
+    for name in chosen:
+        if progress is not None:
+            progress(name)
+        checks.append(_run(name, name in needed))
+    return checks
+
+
+def exit_code(checks: Sequence[Check]) -> int:
+    """Return 0, or 10 if something is broken, or needed and absent."""
+    return MissingPackageError.exit_code if any(check.failed for check in checks) else 0
+
+
+def _run(name: str, needed: bool) -> Check:
+    start = time.perf_counter()
+    try:
+        ok, detail, fix = SYSTEM_CHECKS[name]() if name in SYSTEM_CHECKS else _kernel(name)
+    except Exception as error:  # whatever happens inside is what the doctor is asked to report
+        ok, detail, fix = False, f"{type(error).__name__}: {error}", ""
+    return Check(name, ok, detail, "" if ok else fix, needed, round(time.perf_counter() - start, 2))
+
+
+def _kernel(name: str) -> Outcome:
+    kernel = KERNELS[name]
+    absent = [package for package in kernel.packages if importlib.util.find_spec(package) is None]
+    if absent:
+        return None, f"{' and '.join(absent)} not installed", kernel.install
+    if name in ON_GPU and not gpus() and not jetson.model():
+        return None, "no GPU that the driver lists", "install the NVIDIA driver, if this machine has a GPU"
+    # In a process: a package that imports may still crash at its first kernel, and the doctor must go on.
+    ok, detail, fix = run_kernel([sys.executable, "-m", "ondevice.planning.kernels", name])
+    if not ok:
+        detail = f"{_version(kernel.packages[0])}: {detail}"
+    release = jetson.release()
+    repair = JETPACK_6_REPAIRS.get(name, kernel.repair) if release and release[0] < 38 else kernel.repair
+    return ok, detail, fix or repair or kernel.install
+
+
+def run_kernel(command: Sequence[str], timeout_s: float = KERNEL_TIMEOUT_S) -> Outcome:
+    """Run a process that ends with `{"detail": ...}` or `{"error": ..., "fix": ...}`; it may crash."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return False, f"no answer in {timeout_s:g} s", ""
+    except OSError as error:
+        return False, str(error), ""
+    if done.returncode < 0:
+        try:
+            killer = signal.Signals(-done.returncode).name
+        except ValueError:
+            killer = f"signal {-done.returncode}"
+        return False, f"the kernel crashed: {killer}", ""
+    answer = _last_json(done.stdout)
+    if done.returncode == 0 and "detail" in answer:
+        return True, str(answer["detail"]), ""
+    if "error" in answer:
+        return False, str(answer["error"]), str(answer.get("fix") or "")
+    errors = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return False, errors[-1] if errors else f"exit status {done.returncode} and no message", ""
+
+
+def _last_json(text: str) -> dict[str, Any]:
+    lines = [line for line in text.splitlines() if line.strip()]
+    try:
+        answer = json.loads(lines[-1]) if lines else {}
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return package

@@ -1,0 +1,344 @@
+"""Will a run fit, and how long does a step take: from dimensions alone, before any weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.config import ExportConfig
+from ondevice.core.errors import ConfigError
+from ondevice.core.registry import spec_of, target
+from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
+from ondevice.planning.devices import Device, find_device
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ondevice.api.runfile import RunConfig
+    from ondevice.core.method import Placement, StepCost
+    from ondevice.models import ModelDims
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+Q4_BITS = 5.0
+"""4 bits a weight, and a float16 scale and minimum for each 32."""
+W4_BITS = 4.5
+"""8da4w: 4 bits a weight and a 16-bit scale for each 32."""
+NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+"""4 bits a weight, an 8-bit scale for each 64, and a float32 scale for each 256 of these."""
+PACKED = ("nf4", "int8")
+"""Weights that PyTorch makes dense a matrix at a time; the other tensors keep the model's precision."""
+
+
+def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none") -> WeightBytes:
+    """Count the bytes of a model's weights in `dtype`, or quantised as `ExportConfig.quantize` says.
+
+    Raises:
+        ConfigError: for a dtype or quantisation that is not known.
+    """
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError("unknown dtype", expected=", ".join(DTYPE_BYTES), received=dtype)
+    linears, table, item = dims.matrices, dims.vocab * dims.hidden, DTYPE_BYTES[dtype]
+    vectors = dims.parameters - linears - table * (1 if dims.tied else 2)
+    if quantize == "none":
+        return WeightBytes(linears * item, table * item, 0 if dims.tied else table * item, vectors * item)
+    if quantize in PACKED:
+        outputs = sum(outputs for _, outputs in dims.linear_shapes.values())
+        packed = int(linears * NF4_BITS / 8) if quantize == "nf4" else linears + dims.layers * outputs * 8
+        return WeightBytes(packed, table * item, 0 if dims.tied else table * item, vectors * item)
+    rows = table + dims.vocab * 4
+    if quantize == "q4":
+        return WeightBytes(int(linears * Q4_BITS / 8), rows, 0 if dims.tied else rows, vectors * 4)
+    if quantize == "8da4w":
+        return WeightBytes(int(linears * W4_BITS / 8), rows, int(table * W4_BITS / 8), vectors * 4)
+    if quantize == "w8":
+        scales = dims.layers * sum(outputs * 4 for _, outputs in dims.linear_shapes.values())
+        return WeightBytes(linears + scales, table * 4, 0 if dims.tied else table * 4, vectors * 4)
+    raise ConfigError("unknown quantisation", expected="none, q4, 8da4w, w8, nf4, int8", received=quantize)
+
+
+def in_torch(weights: WeightBytes) -> WeightPlacement:
+    """Place weights for eager PyTorch, which keeps one copy of everything."""
+    return WeightPlacement(sum(weights), 0, 0, 0)
+
+
+RUNTIMES = ("torch", "mlx", "executorch")
+MIB = 1 << 20
+TOKENIZER_BYTES = 1000
+"""A token of the vocabulary in the tokenizer (measured: 48 MB for SmolLM2's 49,152)."""
+RETAINED_BYTES = 64 * MIB
+"""Freed memory that glibc keeps at most (its trim threshold, once large blocks have been freed)."""
+
+BASELINE_BYTES = {
+    ("torch", "cpu"): 500 * MIB,
+    ("torch", "cuda"): 600 * MIB,
+    ("mlx", "cpu"): 150 * MIB,
+    ("executorch", "python"): 420 * MIB,
+    ("executorch", "app"): 150 * MIB,
+}
+"""The process before a model is loaded. Measured as anonymous memory on Linux x86-64: Python with torch 2.13,
+transformers and peft; Python with MLX, transformers' tokenizers and this package; Python with ExecuTorch 1.4. On CUDA:
+the context and the libraries' workspaces on the GPU. The app's is an assumption: a plain Android app."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of a plan, kept so that a variation can be planned too."""
+
+    dims: ModelDims
+    method: Any
+    batch_size: int
+    length_tokens: int
+    dtype: str
+    export: ExportConfig | None
+    runtime: Runtime
+    device: Device
+    evaluates: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory of a run by part, and the time of a step.
+
+    Attributes:
+        parts: bytes by part, in the order of the table; their sum is `total_bytes`.
+        usable_bytes: what the device lets one process use.
+        host_parts: the same of host memory, where a method keeps the model there beside an accelerator;
+            `host_usable_bytes` is None where the host is not this machine.
+        file_bytes: of the program on disk, 0 for eager PyTorch; its pages can be dropped and read again.
+        step_s: estimated seconds a step, None where the device's rates are not known; `step_basis` says how.
+        flops: floating-point operations a step.
+    """
+
+    model: str
+    parts: dict[str, int]
+    total_bytes: int
+    usable_bytes: int
+    file_bytes: int
+    flops: float
+    step_s: float | None
+    step_basis: str
+    notes: tuple[str, ...]
+    request: Request = field(repr=False)
+    host_parts: dict[str, int] = field(default_factory=dict)
+    host_usable_bytes: int | None = None
+
+    @property
+    def fits(self) -> bool:
+        host = self.host_usable_bytes is None or self.host_total_bytes <= self.host_usable_bytes
+        return host and self.total_bytes <= self.usable_bytes
+
+    @property
+    def host_total_bytes(self) -> int:
+        return sum(self.host_parts.values())
+
+    @property
+    def margin_bytes(self) -> int:
+        """Usable bytes that are left; negative where the plan does not fit."""
+        return self.usable_bytes - self.total_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as `ondevice plan --json` prints it."""
+        request = self.request
+        return {
+            "model": self.model,
+            "method": request.method.model_dump(mode="json"),
+            "batch_size": request.batch_size,
+            "length_tokens": request.length_tokens,
+            "dtype": request.dtype,
+            "runtime": request.runtime,
+            "quantize": request.export.quantize if request.export else "none",
+            "device": request.device.to_dict(),
+            "parts_bytes": dict(self.parts),
+            "total_bytes": self.total_bytes,
+            "usable_bytes": self.usable_bytes,
+            "margin_bytes": self.margin_bytes,
+            "host_parts_bytes": dict(self.host_parts),
+            "host_total_bytes": self.host_total_bytes,
+            "host_usable_bytes": self.host_usable_bytes,
+            "fits": self.fits,
+            "file_bytes": self.file_bytes,
+            "flops": self.flops,
+            "step_s_estimate": self.step_s,
+            "step_basis": self.step_basis,
+            "notes": list(self.notes),
+        }
+
+
+def plan(
+    model_source: str | ModelDims,
+    method_config: Any,
+    *,
+    batch_size: int,
+    length_tokens: int,
+    dtype: str = "float32",
+    export: ExportConfig | None = None,
+    runtime: Runtime = "torch",
+    device: str | Device = "this",
+    device_file: Path | str | None = None,
+    revision: str | None = None,
+    evaluates: bool = True,
+    memory_limit_bytes: int | None = None,
+) -> Plan:
+    """Estimate memory by part and time of a training step; no weights are loaded.
+
+    Args:
+        model_source: as for `ondevice.models.read_dims`, or dimensions.
+        method_config: settings of a method.
+        batch_size: rows of data a step.
+        length_tokens: tokens a row; for a program with several buckets, the longest.
+        dtype: precision of frozen weights and activations in eager PyTorch; programs are float32.
+        export: how the program is exported; its quantisation counts in both runtimes.
+        runtime: `torch`, `mlx` or `executorch`.
+        device: a name of the device table or a `Device`.
+        device_file: YAML with more devices.
+        evaluates: the run also evaluates; ExecuTorch then holds a second method's packed weights.
+        memory_limit_bytes: what the run may take at most, where that is less than the device allows.
+
+    Raises:
+        ConfigError: for an unknown device, dtype or runtime, or sizes below 1.
+        ModelError: if the model cannot be found or read.
+    """
+    if runtime not in RUNTIMES:
+        raise ConfigError("unknown runtime", expected=", ".join(RUNTIMES), received=runtime)
+    for name, value in (("batch_size", batch_size), ("length_tokens", length_tokens)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1", expected=">= 1", received=value)
+    if isinstance(model_source, str):
+        from ondevice.models import read_dims
+
+        name, dims = model_source, read_dims(model_source, revision)
+    else:
+        name, dims = model_source.family, model_source
+    target = find_device(device, device_file) if isinstance(device, str) else device
+    if runtime == "executorch":
+        export, dtype = export or ExportConfig(lengths_tokens=(max(8, length_tokens),)), "float32"
+        if target.torch_device == "cuda" and isinstance(device, str) and device == "this":
+            target = find_device("this-cpu")  # here it is PyTorch that uses the GPU; ExecuTorch computes on the CPU
+    target = target.within(memory_limit_bytes)
+    request = Request(dims, method_config, batch_size, length_tokens, dtype, export, runtime, target, evaluates)
+    return plan_request(name, request)
+
+
+def plan_run(config: RunConfig, placement: Placement) -> Plan:
+    """Estimate the run of a run file where it computes here; under `torchrun`, of each rank.
+
+    Raises:
+        ConfigError, ModelError: as `plan`.
+    """
+    return plan(
+        config.model.source,
+        config.method,
+        batch_size=config.train.batch_size // placement.world,
+        length_tokens=config.data.max_length_tokens,
+        dtype=config.model.dtype,
+        runtime=placement.backend,
+        device=f"this-{placement.device}",
+        revision=config.model.revision,
+        memory_limit_bytes=config.train.memory_limit_bytes,
+    )
+
+
+def plan_request(name: str, request: Request) -> Plan:
+    """Estimate memory and time of `request`; `name` is the model's."""
+    dims, method, device, export = request.dims, request.method, request.device, request.export
+    spec, rows, length = spec_of(method), request.batch_size, request.length_tokens
+    quantize = export.quantize if export else "none"
+    # What a step needs beside the weights, as the method says it.
+    weights = weight_bytes(dims, request.dtype, quantize)
+    memory, item = spec.memory_model, DTYPE_BYTES[request.dtype]
+    working = memory.step(dims, method, rows, length, item)
+    host: dict[str, int] = {}
+    host_usable, notes = None, []
+    # Where the weights are, and the process around them: by runtime.
+    if request.runtime == "executorch" and export is not None:
+        place, working, baseline = _as_program(request, weights, working, notes)
+    else:
+        place = in_torch(weights)
+        if quantize in PACKED:
+            largest = max(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
+            working = {**working, "dense matrix": largest * item}
+        elif memory.weights is not None:  # the method streams, quantises or moves them itself
+            place = WeightPlacement(memory.weights(dims, method, item, request.runtime), 0, 0, 0)
+        baseline = BASELINE_BYTES["mlx", "cpu"]
+        if request.runtime == "torch":
+            baseline = BASELINE_BYTES["torch", device.torch_device]
+        if memory.host is not None:
+            host = memory.host(dims, method, rows, length, item)
+            if device.torch_device == "cpu":  # host and device are one memory
+                working, host = working | host, {}
+            elif host:
+                notes.append(memory.host_note)
+                host_usable = find_device("this-cpu").usable_bytes if device.name.startswith("this") else None
+        if spec.offloads and host:
+            host["runtime"] = BASELINE_BYTES["torch", "cpu"]
+    if memory.notes is not None:
+        notes += memory.notes(dims, method)
+    # The parts, in the order of the table; empty ones are left out.
+    parts = {
+        "weights": place.resident,
+        "packed weights": place.packed,
+        **working,
+        "head tiles": place.arena,
+        "allocator": _retained(request, working),
+        "tokenizer": 0 if host and spec.offloads else dims.vocab * TOKENIZER_BYTES,
+        "runtime": baseline,
+    }
+    parts = {part: size for part, size in parts.items() if size}
+    # The time of a step, from the work that the method counts and the device's rates.
+    cost = spec.step_cost(dims, method, rows, length, sum(weights))
+    seconds, basis = step_seconds(cost, device, cost.dtype if cost.dtype in device.flops_s else request.dtype)
+    return Plan(
+        model=name,
+        parts=parts,
+        total_bytes=sum(parts.values()),
+        usable_bytes=device.usable_bytes,
+        file_bytes=place.file,
+        flops=cost.flops,
+        step_s=seconds,
+        step_basis=basis,
+        notes=tuple(notes),
+        request=request,
+        host_parts=host,
+        host_usable_bytes=host_usable,
+    )
+
+
+def _as_program(
+    request: Request, weights: WeightBytes, working: dict[str, int], notes: list[str]
+) -> tuple[WeightPlacement, dict[str, int], int]:
+    """Return weights, working memory and the process' bytes of an exported ExecuTorch program; adds to `notes`."""
+    dims, method, export = request.dims, request.method, request.export
+    assert export is not None  # noqa: S101  the caller looked
+    memory = spec_of(method).memory_model
+    if memory.program is not None:  # on the runtime's own kernels: the mapped file and the arena are all
+        place = WeightPlacement(sum(weights), 0, 0, sum(weights))
+        working = memory.program(dims, method, request.batch_size, request.length_tokens)
+    else:
+        place = target(export.target).place(dims, weights, export, method.loss_tiles, request.evaluates)
+    notes += place.notes
+    if export.quantize == "q4" or export.uses_ops:
+        notes.append("the program needs this project's ops in the runtime")
+    return place, working, BASELINE_BYTES["executorch", "app" if request.device.kind == "phone" else "python"]
+
+
+def _retained(request: Request, working: dict[str, int]) -> int:
+    """Estimate freed memory that the allocator keeps; a program's arena is planned and has none."""
+    if request.runtime != "torch":
+        return 0
+    return min(RETAINED_BYTES, sum(working.get(part, 0) for part in ("noise", "activations", "logits")))
+
+
+def step_seconds(cost: StepCost, device: Device, dtype: str) -> tuple[float | None, str]:
+    """Estimate a step's seconds, with the basis of the estimate; None where the device's rates are not known.
+
+    Compute and memory are taken to overlap, so the longer of the two counts.
+    """
+    flops_s = device.flops_s.get(dtype)
+    compute = None if flops_s is None else cost.flops / flops_s
+    memory = None if device.bandwidth_bytes_s is None else cost.moved_bytes / device.bandwidth_bytes_s
+    if compute is None:
+        # Bandwidth alone is a bound, not an estimate.
+        return None, "no rate of matrix products is known for this device and dtype"
+    if memory is not None and memory > compute:
+        return memory, "estimate: bound by memory bandwidth"
+    return compute, "estimate: bound by matrix products"

@@ -1,1 +1,0 @@
-"""Sessions that run a training program: ExecuTorch, MLX and PyTorch."""

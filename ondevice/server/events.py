@@ -1,0 +1,295 @@
+"""A job's events: from the run's log into the store, from there to live readers, and as a curve.
+
+The log is the truth, and it is on the disk before a checkpoint is. `follow` takes each line once, in order, whatever
+is killed when: how far it has read is written in the same transaction as what it read. When a worker resumes, it cuts
+the log back to its checkpoint and says in `attempt.json` where it goes on; events of the part that is cut off have
+happened, and stay in the stream before the `resume` event.
+
+`Hub` serves any number of readers: each event is read from the store once, and encoded once. A job with readers has
+one pump, which reads new events and keeps the newest frames. A reader at the end takes them from there; one that is
+behind reads the store at its own pace, and holds nobody up. All of it is on the event loop; only `changed` is called
+from other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+from anyio import to_thread
+
+from ondevice.server.queue import ENDED, Queue
+from ondevice.server.store import Store
+from ondevice.server.worker import ATTEMPT, RUN
+from ondevice.training.events import FILE_NAME
+
+CHUNK_BYTES = 1 << 20
+_FIGURES = ("loss", "tokens_per_s", "step_time_s", "eta_s", "learning_rate", "peak_memory_bytes", "peak_device_bytes")
+
+
+def follow(store: Store, queue: Queue, job: str, ran_s: float = 0.0) -> int:
+    """Read the new lines of a job's log into its stream in the store; return their number.
+
+    Args:
+        ran_s: seconds that its workers have run, in all; kept with the events, for a daemon that is killed.
+    """
+    taken = 0
+    while True:
+        # Not durable: what a power cut takes back is read again from the log, and an fsync for each step would cost
+        # more than the step.
+        with store.transaction(durable=False) as db:
+            row = queue.get(job)
+            folder = store.path("jobs", job)
+            offset, followed = row.offset, row.followed
+            if followed < row.attempt:
+                begun = _read_json(folder / ATTEMPT)
+                if begun.get("attempt") != row.attempt:
+                    break  # this attempt has written nothing yet
+                offset, followed = int(begun["offset"]), row.attempt
+            # Whole lines only: the last may still be written.
+            content = _read(folder / RUN / FILE_NAME, offset)
+            end = content.rfind(b"\n") + 1
+            if not end and followed == row.followed:
+                break
+            events, progress = [], dict(row.progress)
+            for line in content[:end].splitlines():
+                event = parse(line)
+                if event is not None:
+                    events.append(event)
+                    note(progress, event)
+            store.add_events(job, events)
+            db.execute(
+                "UPDATE jobs SET progress = ?, followed = ?, offset = ?, ran_s = MAX(ran_s, ?) WHERE id = ?",
+                (json.dumps(progress), followed, offset + end, ran_s, job),
+            )
+        taken += len(events)
+    if taken:
+        queue.changed(job)
+    return taken
+
+
+def parse(line: bytes) -> dict[str, Any] | None:
+    """Parse one line to an object with its kind under `event`; None for half a line that a power cut left."""
+    try:
+        values = json.loads(line)
+        json.dumps(values, allow_nan=False)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("event"), str) else None
+
+
+def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
+    """Update a job's newest figures by one event."""
+    match event["event"]:
+        case "start" | "resume":
+            progress["steps"] = event.get("steps", 0)
+            progress["step"] = event.get("step", 0)
+            progress["backend"] = event.get("backend", "")
+        case "step":
+            progress |= {name: event[name] for name in _FIGURES if event.get(name) is not None}
+            progress["step"] = event.get("step", 0) + 1
+            progress.setdefault("first_loss", event.get("loss"))
+        case "evaluate":
+            progress["evaluation"] = {
+                key: value for key, value in event.items() if key not in ("event", "time_s") and value is not None
+            }
+        case "checkpoint":
+            progress["checkpoint_step"] = event.get("step", 0)
+        case "finish":
+            progress |= {"final_loss": event.get("final_loss"), "eta_s": 0.0}
+
+
+def _read(path: Any, offset: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            content = file.read(CHUNK_BYTES)
+            while b"\n" not in content and (rest := file.read(CHUNK_BYTES)):  # a line of any length gets through
+                content += rest
+            return content
+    except FileNotFoundError:
+        return b""
+
+
+def _read_json(path: Any) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+KEPT_FRAMES = 4096
+PAGE_EVENTS = 500
+READERS_PER_S = 400
+"""Readers that are served a second: with more than some forty, frames come in larger pieces less often."""
+SHORTEST_S = 0.1
+RETRY_S = 1.0
+_log = logging.getLogger(__name__)
+
+
+def frame(number: int, kind: str, data: str) -> bytes:
+    """Encode one event as server-sent events have it; the JSON is on one line."""
+    return f"id: {number}\nevent: {kind}\ndata: {data}\n\n".encode()
+
+
+class Channel:
+    """The newest frames of one job, and its readers."""
+
+    def __init__(self, last: int) -> None:
+        self.frames: deque[bytes] = deque(maxlen=KEPT_FRAMES)
+        self.last = last
+        self.readers = 0
+        self.ended = False
+        self.fresh = asyncio.Event()
+        """Set, and replaced by another, when frames have come."""
+        self.dirty = asyncio.Event()
+
+    def after(self, last: int) -> bytes | None:
+        """Join the frames behind event `last`; None where some of them are no longer kept."""
+        missing = self.last - last
+        if missing > len(self.frames):
+            return None
+        return b"".join(self.frames[index] for index in range(len(self.frames) - missing, len(self.frames)))
+
+
+class Hub:
+    """The channels of all jobs that somebody reads."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.channels: dict[str, Channel] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pumps: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def readers(self) -> int:
+        """How many streams are open."""
+        return sum(channel.readers for channel in self.channels.values())
+
+    def open(self) -> None:
+        """Begin, on the loop that serves."""
+        self._loop = asyncio.get_running_loop()
+
+    def changed(self, job: str) -> None:
+        """Wake the pump of a job whose stream has something new; from any thread."""
+        if self._loop is not None and job in self.channels:
+            try:
+                self._loop.call_soon_threadsafe(self._mark, job)
+            except RuntimeError:  # the loop has ended
+                self._loop = None
+
+    async def read(self, job: str, last: int, *, follow: bool = True) -> AsyncIterator[bytes]:
+        """Frames of a job's events behind event `last`, in order and without gaps, until the job has ended.
+
+        Args:
+            follow: wait for more; without, the stream ends with the newest event.
+        """
+        channel = self._enter(job)
+        try:
+            while True:
+                # Taken before the frames are looked at: frames that come in between set this very event.
+                fresh, ended = channel.fresh, channel.ended
+                frames = channel.after(last) if last <= channel.last else b""
+                if frames is None or (not frames and not follow):
+                    rows = await to_thread.run_sync(self.store.events, job, last, PAGE_EVENTS)
+                    if rows:
+                        yield b"".join(frame(*row) for row in rows)
+                        last = rows[-1][0]
+                        continue
+                    frames = b""
+                if frames:
+                    last = channel.last
+                    yield frames
+                elif ended or not follow:
+                    return
+                else:
+                    await fresh.wait()
+        finally:
+            self._leave(job, channel)
+
+    def _enter(self, job: str) -> Channel:
+        channel = self.channels.get(job)
+        if channel is None:
+            channel = self.channels[job] = Channel(self.store.last_event(job))
+            channel.dirty.set()
+            self._pumps[job] = asyncio.get_running_loop().create_task(self._pump(job, channel))
+        channel.readers += 1
+        return channel
+
+    def _leave(self, job: str, channel: Channel) -> None:
+        channel.readers -= 1
+        if channel.readers == 0 and self.channels.get(job) is channel:
+            del self.channels[job]
+            self._pumps.pop(job).cancel()
+
+    def _mark(self, job: str) -> None:
+        if channel := self.channels.get(job):
+            channel.dirty.set()
+
+    async def _pump(self, job: str, channel: Channel) -> None:
+        while True:
+            await channel.dirty.wait()
+            channel.dirty.clear()
+            try:
+                await self._take(job, channel)
+            except Exception:  # such as a disk that fails: the readers wait
+                _log.exception("the events of job %s cannot be read, and are tried again", job)
+                channel.dirty.set()
+                await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(max(SHORTEST_S, channel.readers / READERS_PER_S))
+
+    async def _take(self, job: str, channel: Channel) -> None:
+        """Read new events from the store, and wake the readers that wait."""
+        rows = await to_thread.run_sync(self.store.events, job, channel.last, PAGE_EVENTS)
+        for row in rows:
+            channel.frames.append(frame(*row))
+            channel.last = row[0]
+        try:
+            if len(rows) == PAGE_EVENTS:
+                channel.dirty.set()
+            else:
+                channel.ended = await to_thread.run_sync(self._has_ended, job, channel.last)
+        finally:
+            if rows or channel.ended:
+                fresh, channel.fresh = channel.fresh, asyncio.Event()
+                fresh.set()
+
+    def _has_ended(self, job: str, last: int) -> bool:
+        """True if event `last` is the newest and says that the job has ended; a deleted job has ended too."""
+        row = self.store.row("SELECT id, kind, data FROM events WHERE job = ? ORDER BY id DESC LIMIT 1", job)
+        if row is None:
+            return True
+        return row["id"] == last and row["kind"] == "job" and json.loads(row["data"])["state"] in ENDED
+
+
+_STEP = ("step", "time_s", "loss", "learning_rate", "tokens_per_s", "peak_memory_bytes", "peak_device_bytes")
+_EVALUATE = ("step", "time_s", "loss", "accuracy", "f1", "exact_match", "best")
+
+
+def curve(store: Store, job: str, points: int) -> list[dict[str, Any]]:
+    """Return a job's curve: steps (at most `points`, the first and the last among them) and every evaluation, in order.
+
+    A resumed run does steps again; the ones that count are the later ones.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    evaluations: dict[int, dict[str, Any]] = {}
+    query = "SELECT data FROM events WHERE job = ? AND kind IN ('start', 'resume', 'step', 'evaluate') ORDER BY id"
+    for row in store.rows(query, job):
+        event = json.loads(row["data"])
+        number = int(event.get("step", 0))
+        if event["event"] == "step":
+            steps[number] = {"event": "step", **{key: event.get(key) for key in _STEP}}
+        elif event["event"] == "evaluate":
+            evaluations[number] = {"event": "evaluate", **{key: event.get(key) for key in _EVALUATE}}
+        else:
+            steps = {key: value for key, value in steps.items() if key < number}
+            evaluations = {key: value for key, value in evaluations.items() if key <= number}
+    kept = [steps[number] for number in sorted(steps)]
+    if len(kept) > points:
+        kept = [kept[round(index * (len(kept) - 1) / (points - 1))] for index in range(points)]
+    return sorted([*kept, *evaluations.values()], key=lambda event: (event["step"], event["event"] == "step"))

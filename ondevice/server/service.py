@@ -1,0 +1,207 @@
+"""The daemon as a service of its machine: logs, systemd's notifications, and a job's memory.
+
+Logs do not fill the disk, and say no secret. Without systemd its notifications do nothing. A job's memory is measured,
+and limited by a cgroup of its own where this daemon may make one: with cgroup v2 and a delegated subtree (the unit of
+`ondevice serve install` asks for it) the kernel keeps the limit. Elsewhere the supervisor measures the processes' own
+memory several times a second and ends the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+
+LOG_BYTES, LOG_FILES = 2 << 20, 5
+WORKER_LOG_BYTES = 4 << 20
+_SECRET = re.compile(r"odt_[A-Za-z0-9]+_[A-Za-z0-9_-]+|ods_[A-Za-z0-9]+_[A-Za-z0-9_-]+|(?i:bearer)\s+\S+")
+
+
+class Redact(logging.Filter):
+    """Takes everything that looks like a token out of a record, as the last line of defence."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if _SECRET.search(text):
+            record.msg, record.args = _SECRET.sub("[secret]", text), None
+        return True
+
+
+def start_log(folder: Path) -> logging.handlers.RotatingFileHandler:
+    """Write the daemon's log to `folder`/ondevice.log, some ten megabytes in all, and to standard error."""
+    layout = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    handler = logging.handlers.RotatingFileHandler(
+        folder / "ondevice.log", maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8"
+    )
+    console = logging.StreamHandler()
+    root = logging.getLogger()
+    for output in (handler, console):
+        output.setFormatter(layout)
+        output.addFilter(Redact())
+        root.addHandler(output)
+    root.setLevel(logging.INFO)
+    return handler
+
+
+def trim(path: Path, limit_bytes: int = WORKER_LOG_BYTES) -> None:
+    """Keep a log that another process appends to below twice `limit_bytes`: copy the old part, then cut it to nothing.
+
+    It cannot be renamed as the daemon's own log is: the worker holds it open and would go on writing to the old file.
+    """
+    try:
+        if path.stat().st_size > limit_bytes:
+            shutil.copyfile(path, path.with_name(path.name + ".1"))
+            os.truncate(path, 0)
+    except OSError:
+        return
+
+
+def tail(path: Path, count_bytes: int) -> str:
+    """Read the last bytes of a log and of its trimmed part, from the beginning of a line; secrets are taken out."""
+    content = b""
+    for source in (path, path.with_name(path.name + ".1")):
+        try:
+            with open(source, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - count_bytes))
+                content = file.read() + content
+        except FileNotFoundError:
+            continue
+    if len(content) > count_bytes:
+        content = content[-count_bytes:]
+        content = content[content.find(b"\n") + 1 :]
+    return _SECRET.sub("[secret]", content.decode(errors="replace"))
+
+
+def notify(*lines: str) -> bool:
+    """Send state lines such as `READY=1` to the service manager; False where there is none."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
+        return False
+    if address.startswith("@"):
+        address = "\0" + address[1:]  # a name in Linux's abstract namespace
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.connect(address)
+            sender.sendall("\n".join(lines).encode())
+    except OSError:
+        return False
+    return True
+
+
+def watchdog_s() -> float | None:
+    """Return the seconds within which the service manager wants a sign of life; None where it wants none."""
+    try:
+        micros = int(os.environ.get("WATCHDOG_USEC", ""))
+        watched = int(os.environ.get("WATCHDOG_PID", os.getpid()))
+    except ValueError:
+        return None
+    return micros / 1e6 if micros > 0 and watched == os.getpid() else None
+
+
+_ROOT = Path("/sys/fs/cgroup")
+_DAEMON = "daemon"
+
+
+def own_bytes(pid: int) -> int:
+    """Return the memory of a process and its descendants that nobody else has, in bytes: anonymous, shared memory and
+    swapped out pages.
+
+    Pages of files, such as libraries, can be dropped and do not count, as in the plan. Where the system does not
+    separate them it is the resident memory. 0 when the process is gone.
+    """
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        family = [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return 0
+    total = 0
+    for member in family:
+        try:
+            total += _own(member.pid) or member.memory_info().rss
+        except psutil.Error:
+            continue
+    return total
+
+
+def _own(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")))
+
+
+class Cgroup:
+    """A cgroup for one job at a time, or nothing where it cannot be made.
+
+    Args:
+        root: where cgroup v2 is mounted.
+        own: this process' line of /proc/self/cgroup.
+    """
+
+    def __init__(self, root: Path = _ROOT, own: str | None = None) -> None:
+        self.folder: Path | None = None
+        self._home: Path | None = None
+        try:
+            line = Path("/proc/self/cgroup").read_text() if own is None else own
+            names = [text[3:].strip("/") for text in line.splitlines() if text.startswith("0::")]
+            if names and (root / "cgroup.controllers").is_file():
+                self._home = self._delegated(root / names[0])
+        except OSError:
+            self._home = None
+
+    @property
+    def how(self) -> str:
+        """Name who keeps the memory limit, for the log and for GET /v1/system."""
+        return "cgroup" if self._home is not None else "watch"
+
+    def place(self, pid: int, job: str, limit_bytes: int) -> bool:
+        """Put a process under `limit_bytes`; False where the watch has to do."""
+        if self._home is None:
+            return False
+        try:
+            self.folder = self._home / job
+            self.folder.mkdir(exist_ok=True)
+            (self.folder / "memory.max").write_text(str(limit_bytes))
+            if (self.folder / "memory.swap.max").is_file():  # a job that swaps instead of failing would slow all else
+                (self.folder / "memory.swap.max").write_text("0")
+            (self.folder / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            self.remove()
+            return False
+        return True
+
+    def killed(self) -> bool:
+        """True if the kernel ended a process of the job for its memory."""
+        try:
+            lines = (self.folder / "memory.events").read_text().splitlines() if self.folder else []
+        except OSError:
+            return False
+        return any(line.startswith("oom_kill ") and int(line.split()[1]) > 0 for line in lines)
+
+    def remove(self) -> None:
+        """Forget the job's cgroup, once its processes are gone."""
+        folder, self.folder = self.folder, None
+        try:
+            if folder is not None:
+                folder.rmdir()
+        except OSError:
+            pass
+
+    def _delegated(self, home: Path) -> Path | None:
+        """This daemon's cgroup with the memory controller handed down, itself moved to a leaf."""
+        controllers = (home / "cgroup.controllers").read_text().split()
+        if "memory" not in controllers or not os.access(home / "cgroup.subtree_control", os.W_OK):
+            return None
+        # Only a cgroup without processes of its own may hand controllers down (cgroup v2's rule).
+        leaf = home / _DAEMON
+        leaf.mkdir(exist_ok=True)
+        (leaf / "cgroup.procs").write_text(str(os.getpid()))
+        (home / "cgroup.subtree_control").write_text("+memory")
+        return home

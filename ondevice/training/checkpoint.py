@@ -1,0 +1,309 @@
+"""Checkpoints: one directory a step, written beside and renamed, so that a name means a whole checkpoint.
+
+    checkpoint-00000100/
+        state.safetensors   what `Session.state()` gave after 100 steps
+        meta.json           schema version, step, identity, seed, backend, evaluation, SHA-256 of the state
+        model/              the weights as transformers loads them, for methods that train a model on the host
+
+The two newest and the best by evaluation are kept. The position in the data and in the schedule is the step. The lock
+keeps a second run out of the folder; the kernel releases it when its process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ondevice.artifact.files import DamagedError, atomic_directory, read_tensors, sha256_file, write_tensors
+from ondevice.core.errors import BusyError, CheckpointError, StorageError
+
+FILE_NAME = "run.lock"
+
+
+class RunLock:
+    """Holds `folder` while open; creates the folder. A context manager.
+
+    The file that a dead process leaves behind locks nothing: the lock is `flock`'s, and the number in the
+    file only says who holds it.
+
+    Raises:
+        BusyError: if another process, or another run of this process, holds the folder; it names the process.
+        StorageError: if the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE_NAME
+        self._file = -1
+
+    def __enter__(self) -> RunLock:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path.parent}: the run's folder cannot be written: {error.strerror}",
+                hint="choose another `train.out`",
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._holder()
+            os.close(self._file)
+            self._file = -1
+            raise BusyError(
+                f"{self.path.parent}: another run holds this folder (process {holder})",
+                hint=f"wait for it, stop it with `kill {holder}`, or choose another `train.out`",
+            ) from None
+        except OSError as error:
+            os.close(self._file)
+            self._file = -1
+            raise StorageError(
+                f"{self.path.parent}: this file system cannot lock files: {error.strerror}",
+                hint="choose a `train.out` on a local disk",
+            ) from None
+        # Written after the lock is taken, so that the number is never that of a process that was refused.
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file >= 0:  # the file stays: removing it would let two processes lock two files of one name
+            os.ftruncate(self._file, 0)
+            os.close(self._file)
+            self._file = -1
+
+    def _holder(self) -> str:
+        """Return the number in the file; the holder may be between taking the lock and writing it."""
+        for _ in range(20):
+            number = os.pread(self._file, 32, 0).decode(errors="replace").strip()
+            if number:
+                return number
+            time.sleep(0.01)
+        return "unknown"
+
+
+SCHEMA_VERSION = 1
+STATE_FILE, META_FILE = "state.safetensors", "meta.json"
+_NAME = re.compile(r"checkpoint-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The content of `meta.json`.
+
+    Attributes:
+        step: optimizer steps that are done; the next step has this number.
+        identity: the settings that make two runs the same run, as JSON values.
+        evaluation: the figures of the evaluation after this step, if there was one.
+        score: what is compared to find the best evaluation, element by element, higher is better.
+        state_sha256: of `state.safetensors`.
+    """
+
+    step: int
+    identity: dict[str, Any]
+    seed: int
+    backend: str
+    state_sha256: str
+    evaluation: dict[str, Any] | None = None
+    score: tuple[float, ...] | None = None
+    schema: int = SCHEMA_VERSION
+    identity_sha256: str = field(default="")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An intact checkpoint, read: its folder, `meta.json` and the arrays of `Session.state`."""
+
+    path: Path
+    meta: Meta
+    state: dict[str, np.ndarray]
+
+
+def identity_sha256(identity: dict[str, Any]) -> str:
+    """Hash an identity; the order of its keys does not matter."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_identity(stored: dict[str, Any], expected: dict[str, Any], where: str) -> None:
+    """Compare two identities, both as JSON values.
+
+    Raises:
+        CheckpointError: naming every setting that differs, with both values.
+    """
+    ours, theirs = _flatten(expected), _flatten(stored)
+    differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    if differing:
+        raise CheckpointError(
+            f"{where} belongs to another run: {', '.join(differing)}",
+            expected=", ".join(f"{key} = {ours.get(key, 'absent')}" for key in differing),
+            received=", ".join(f"{key} = {theirs.get(key, 'absent')}" for key in differing),
+            hint="resume with the settings that the run was started with, or choose another `train.out`",
+        )
+
+
+class CheckpointStore:
+    """The checkpoints in a run's folder, whose lock the caller holds.
+
+    Args:
+        folder: the run's folder.
+        identity: JSON values; a checkpoint with another identity is foreign.
+        keep: how many of the newest are kept, besides the best.
+    """
+
+    def __init__(self, folder: Path, identity: dict[str, Any], *, seed: int, backend: str, keep: int = 2) -> None:
+        self.folder, self.identity, self.seed, self.backend, self.keep = folder, identity, seed, backend, keep
+
+    def paths(self) -> list[Path]:
+        """List all checkpoints by name, oldest first, whole or not."""
+        if not self.folder.is_dir():
+            return []
+        numbered = [(int(match[1]), path) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(numbered)]
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, np.ndarray],
+        *,
+        evaluation: dict[str, Any] | None = None,
+        score: tuple[float, ...] | None = None,
+        written: Callable[[str], None] | None = None,
+        beside: Callable[[Path], None] | None = None,
+    ) -> Path:
+        """Write the checkpoint after `step` steps, then delete those that are no longer kept.
+
+        Args:
+            written: as for `write_tensors`.
+            beside: writes more into the checkpoint's folder, before the state.
+
+        Raises:
+            StorageError: if the disk is full; the checkpoints before are as they were.
+        """
+        path = self.folder / f"checkpoint-{step:08d}"
+        try:
+            with atomic_directory(path) as folder:
+                if beside is not None:
+                    beside(folder)
+                digest = write_tensors(folder / STATE_FILE, state, written=written)
+                meta = {
+                    "schema": SCHEMA_VERSION,
+                    "step": step,
+                    "identity": self.identity,
+                    "identity_sha256": identity_sha256(self.identity),
+                    "seed": self.seed,
+                    "backend": self.backend,
+                    "evaluation": evaluation,
+                    "score": score,
+                    "state_sha256": digest,
+                }
+                (folder / META_FILE).write_text(json.dumps(meta, indent=1) + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"{path}: the checkpoint cannot be written: {error.strerror or error}",
+                hint="free some space and resume: the checkpoint before is intact",
+            ) from None
+        self._prune(step)
+        return path
+
+    def newest(self, warn: Callable[[str], None]) -> Loaded | None:
+        """Read the newest intact checkpoint; None if there is none at all. `warn` is called for each damaged one.
+
+        Raises:
+            CheckpointError: if the newest intact one is of another run or a newer version, or all are damaged.
+        """
+        paths = self.paths()
+        for path in reversed(paths):
+            # A rename makes a whole folder, but a power cut or a copy can still damage what is in it: so the hash.
+            try:
+                meta = read_meta(path)
+                if sha256_file(path / STATE_FILE) != meta.state_sha256:
+                    raise DamagedError(f"{path.name} is damaged: {STATE_FILE} is not what was written")
+                state = read_tensors(path / STATE_FILE)
+            except (DamagedError, OSError) as error:
+                warn(f"{getattr(error, 'message', error)}; the checkpoint before it is used")
+                continue
+            check_identity(meta.identity, self.identity, f"{path}: the checkpoint")
+            return Loaded(path, meta, state)
+        if paths:
+            raise CheckpointError(
+                f"{self.folder}: none of the {len(paths)} checkpoints is whole",
+                hint="start again in another folder, or with `--overwrite`",
+            )
+        return None
+
+    def best(self) -> tuple[tuple[float, ...], Path] | None:
+        """Return score and path of the checkpoint with the best evaluation, the earliest of equals; None without."""
+        best = None
+        for path in self.paths():
+            try:
+                score = read_meta(path).score
+            except CheckpointError:
+                continue
+            if score is not None and (best is None or score > best[0]):
+                best = (score, path)
+        return best
+
+    def clear(self) -> None:
+        """Delete all checkpoints."""
+        for path in self.paths():
+            shutil.rmtree(path)
+        self.remove_leftovers()
+
+    def remove_leftovers(self) -> None:
+        """Delete what killed processes left half written; the lock says that nobody else writes here."""
+        for path in self.folder.glob(".checkpoint-*.partial-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _prune(self, step: int) -> None:
+        """Keep the newest up to `step` and the best. Later ones are damaged: a resume passed them over."""
+        paths = self.paths()
+        past = [path for path in paths if int(path.name.split("-")[1]) <= step]
+        best = self.best()
+        kept = {*past[-self.keep :], *([best[1]] if best else [])} & set(past)
+        for path in paths:
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def read_meta(path: Path) -> Meta:
+    """Read `meta.json` of a checkpoint.
+
+    Raises:
+        DamagedError: if it is not there or not whole.
+        CheckpointError: if it is of another version.
+    """
+    try:
+        values = json.loads((path / META_FILE).read_text())
+        schema = values["schema"]
+        if schema != SCHEMA_VERSION:  # not damaged: an older checkpoint would be taken in its place
+            raise CheckpointError(
+                f"{path.name} is of another version",
+                expected=f"schema {SCHEMA_VERSION}",
+                received=f"schema {schema}",
+                hint="resume with the version of ondevice that wrote it",
+            )
+        score = values.pop("score")
+        return Meta(score=None if score is None else tuple(score), **values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path.name} is damaged: {META_FILE} cannot be read ({type(error).__name__})") from None
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,229 @@
+"""Evaluate a data set: loss on the right answers, accuracy by label likelihood, F1 of generated answers."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.core.errors import DataError
+from ondevice.data.batching import pad_examples, round_up
+from ondevice.data.scoring import exact_match, f1_score, first_line, wilson_interval
+
+if TYPE_CHECKING:
+    from ondevice.core.session import Evaluator
+    from ondevice.data import Dataset, Example, Item
+
+Generate = Callable[[tuple[int, ...]], str]
+"""Prompt ids to the model's answer, decoded and without the prompt."""
+
+DEFAULT_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One row of data.
+
+    Attributes:
+        line: line of the data file, from 1.
+        loss: mean negative log likelihood of the right answer, nats a token; None without a labelled token.
+        gold, predicted: index of the right and of the most likely candidate; None without candidates.
+        scores: mean log likelihood a token of each candidate.
+        text: first line of the generated answer; None if none was generated.
+        f1, exact_match: of `text` against the nearest right answer, 0 to 1 (SQuAD).
+    """
+
+    line: int
+    loss: float | None
+    gold: int | None = None
+    predicted: int | None = None
+    scores: tuple[float, ...] = ()
+    text: str | None = None
+    f1: float | None = None
+    exact_match: float | None = None
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Figures over all rows.
+
+    Attributes:
+        loss: negative log likelihood of the right answers, nats a token, over all their tokens.
+        accuracy: share of rows whose right candidate is the most likely one; None without candidates.
+        f1, exact_match: means over the rows with generated answers; None without.
+        majority_share: accuracy of always giving the most frequent answer; None without candidates.
+        rows: rows evaluated.
+        tokens: labelled tokens of the right answers.
+        seconds_s: wall time.
+        predictions: one a row, in the order of the data.
+    """
+
+    loss: float
+    accuracy: float | None
+    f1: float | None
+    exact_match: float | None
+    majority_share: float | None
+    rows: int
+    tokens: int
+    seconds_s: float
+    predictions: tuple[Prediction, ...] = ()
+
+    @property
+    def correct(self) -> int | None:
+        """Rows whose right candidate is the most likely one; None without candidates."""
+        return None if self.accuracy is None else sum(row.gold == row.predicted for row in self._with_candidates)
+
+    @property
+    def accuracy_interval(self) -> tuple[float, float] | None:
+        """Wilson's 95% interval of the accuracy over the rows with candidates; None without any."""
+        return None if self.correct is None else wilson_interval(self.correct, len(self._with_candidates))
+
+    @property
+    def _with_candidates(self) -> list[Prediction]:
+        return _with_candidates(self.predictions)
+
+    @property
+    def score(self) -> tuple[float, ...]:
+        """For comparison, higher is better: F1 or accuracy first where there is one, then the loss."""
+        main = self.f1 if self.f1 is not None else self.accuracy
+        quality = -self.loss if math.isfinite(self.loss) else -sys.float_info.max  # JSON has no infinity
+        return (quality,) if main is None else (main, quality)
+
+    def figures(self) -> dict[str, Any]:
+        """All but the predictions, as JSON values."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "predictions"}
+
+
+def evaluate_dataset(
+    session: Evaluator,
+    dataset: Dataset,
+    pad_id: int,
+    *,
+    rows: int | None = None,
+    batch_size: int | None = None,
+    generate: Generate | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> EvalResult | None:
+    """Run `session.evaluate` over a data set.
+
+    A classification or multiple-choice row is scored once for each candidate; the candidate with the highest
+    mean log likelihood a token is the answer (MeZO's protocol, which P-RGE follows). The session's batch is
+    always filled; the last one is padded with copies that are not counted.
+
+    Args:
+        rows: evaluate only the first so many.
+        batch_size: rows at once where the session takes any number.
+        generate: answers questions; without it question-answering rows give only a loss.
+        should_stop: called before every batch and row; the evaluation is abandoned if it returns True.
+
+    Returns:
+        The figures, or None if it was abandoned.
+
+    Raises:
+        DataError: if there are no rows, or one is longer than the session takes.
+    """
+    started = time.perf_counter()
+    items = dataset.items[:rows]
+    if not items:
+        raise DataError("there are no rows to evaluate", hint="check `data.eval_path`")
+    # Score every example of every row. Longest first: neighbours are of about one length, so little is padding, and
+    # memory that does not suffice fails in the first batch.
+    jobs = [(index, slot, example) for index, item in enumerate(items) for slot, example in _examples(item)]
+    jobs.sort(key=lambda job: -len(job[2].ids))
+    totals: dict[tuple[int, int], tuple[float, int]] = {}
+    size = session.eval_batch_size or batch_size or DEFAULT_BATCH_SIZE
+    for start in range(0, len(jobs), size):
+        if should_stop is not None and should_stop():
+            return None
+        batch = jobs[start : start + size]
+        nll, counts = _run(session, [example for _, _, example in batch], items[batch[0][0]], size, pad_id)
+        for (index, slot, _), loss, count in zip(batch, nll, counts):
+            totals[index, slot] = float(loss), int(count)
+    # Predict row by row, in the order of the data; answers are generated here, one at a time.
+    predictions, gold_nll, gold_tokens = [], 0.0, 0
+    for index, item in enumerate(items):
+        if should_stop is not None and should_stop():
+            return None
+        nll, count = totals[index, -1 if item.gold is None else item.gold]
+        gold_nll, gold_tokens = gold_nll + nll, gold_tokens + count
+        scores = tuple(_score(*totals[index, slot]) for slot in range(len(item.candidates)))
+        predictions.append(_predict(item, nll / count if count else None, scores, generate))
+    return _summary(predictions, gold_nll, gold_tokens, time.perf_counter() - started)
+
+
+def _examples(item: Item) -> list[tuple[int, Example]]:
+    """List the candidates under their index, and the right answer under -1 where it is not one of them."""
+    slots = list(enumerate(item.candidates))
+    return slots if item.gold is not None else [(-1, item.example), *slots]
+
+
+def _run(
+    session: Evaluator, examples: list[Example], longest: Item, size: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    need = max(len(example.ids) for example in examples)
+    buckets = session.lengths_tokens
+    length = round_up(need) if buckets is None else next((bucket for bucket in buckets if bucket >= need), None)
+    if length is None:
+        raise DataError(
+            f"line {longest.line} of the evaluation data is longer than the program takes",
+            expected=f"at most {max(buckets or (0,))} tokens",
+            received=f"{need} tokens",
+            hint="export the program with a longer sequence, or lower `data.max_length_tokens`",
+        )
+    fill = size - len(examples) if session.eval_batch_size else 0  # an exported program takes full batches only
+    batch = pad_examples([*examples, *[examples[-1]] * fill], length, pad_id)
+    nll, counts = session.evaluate(batch.ids, batch.labels)
+    return np.asarray(nll)[: len(examples)], np.asarray(counts)[: len(examples)]
+
+
+def _score(nll: float, count: int) -> float:
+    """Mean log likelihood a token; a candidate that has none, or is not a number, is never the answer."""
+    return -nll / count if count and math.isfinite(nll) else -math.inf
+
+
+def _predict(item: Item, loss: float | None, scores: tuple[float, ...], generate: Generate | None) -> Prediction:
+    predicted = max(range(len(scores)), key=scores.__getitem__) if scores else None
+    if generate is None or not item.answers:
+        return Prediction(item.line, loss, item.gold, predicted, scores)
+    text = first_line(generate(item.example.ids[: item.prompt_tokens]))
+    return Prediction(
+        item.line,
+        loss,
+        item.gold,
+        predicted,
+        scores,
+        text,
+        f1_score(text, item.answers),
+        exact_match(text, item.answers),
+    )
+
+
+def _with_candidates(predictions: Sequence[Prediction]) -> list[Prediction]:
+    return [row for row in predictions if row.gold is not None and row.predicted is not None]
+
+
+def _summary(predictions: list[Prediction], nll: float, tokens: int, seconds: float) -> EvalResult:
+    chosen = _with_candidates(predictions)
+    answered = [row for row in predictions if row.f1 is not None]
+    golds = Counter(row.gold for row in chosen)
+    return EvalResult(
+        loss=nll / tokens if tokens else math.nan,
+        accuracy=_mean([float(row.gold == row.predicted) for row in chosen]),
+        f1=_mean([row.f1 for row in answered if row.f1 is not None]),
+        exact_match=_mean([row.exact_match for row in answered if row.exact_match is not None]),
+        majority_share=golds.most_common(1)[0][1] / len(chosen) if chosen else None,
+        rows=len(predictions),
+        tokens=tokens,
+        seconds_s=seconds,
+        predictions=tuple(predictions),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -1,0 +1,301 @@
+"""One run from its parts: load the model, read the rows, open the session, step through the loop, save the result.
+
+`train_model` does all of it in eager PyTorch or MLX, `fit` the part that an artifact's program has in common with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.artifact.adapter import (
+    MLX_LM_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    is_mlx_lm,
+    load_adapter,
+    save_adapter,
+)
+from ondevice.artifact.files import atomic_directory, read_tensors, sha256_file
+from ondevice.core.errors import TrainingError
+from ondevice.data import Batches, pad_id_of, read_dataset
+from ondevice.training import events
+from ondevice.training.checkpoint import STATE_FILE
+from ondevice.training.evaluate import EvalResult, evaluate_dataset
+from ondevice.training.loop import RunResult, StopRequest, run_loop
+from ondevice.training.schedule import WarmupDecay
+
+if TYPE_CHECKING:
+    from ondevice.api.runfile import RunConfig
+    from ondevice.core.method import Placement
+    from ondevice.core.session import Session
+    from ondevice.data import Dataset
+
+Sink = Callable[[events.Event], None]
+ADAPTER, BEST_ADAPTER, MODEL, ORDINARY = "adapter", "adapter-best", "model", "model-ordinary"
+"""Folders of a run for what it trained."""
+ORDINARY_ROWS = 64
+"""Rows on which a network and its conversion to the ordinary architecture are compared."""
+
+
+@dataclass(frozen=True)
+class Ordinary:
+    """Trained weights in the ordinary architecture, for a method that trains another one.
+
+    Attributes:
+        path: a folder that transformers loads without a modelling file.
+        trained_loss: of the network that was trained, nats a token; `loss` of the ordinary one on the same rows.
+        rows: how many.
+    """
+
+    path: Path
+    trained_loss: float
+    loss: float
+    rows: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `--json` prints it, in `Trained.to_dict`."""
+        return {
+            "ordinary_model": str(self.path),
+            "reversible_loss": self.trained_loss,
+            "ordinary_loss": self.loss,
+            "ordinary_loss_difference": self.loss - self.trained_loss,
+            "ordinary_rows": self.rows,
+        }
+
+
+FIGURES = (
+    "steps", "first_loss", "final_loss", "step_time_s", "tokens_per_s", "peak_memory_bytes", "peak_device_bytes",
+    "overlap", "interrupted",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished or interrupted run and what it wrote.
+
+    Attributes:
+        result: losses, times, memory, evaluation.
+        adapter: folder of the adapter after the last step, None for a full-parameter method.
+        best_adapter: folder of the adapter with the best evaluation, where there was more than one.
+        model: folder of the trained model, for a full-parameter method.
+        problems: rows that were not used.
+        ordinary: what came of the conversion back to the ordinary architecture, for a method that trains another.
+    """
+
+    result: RunResult
+    adapter: Path | None
+    best_adapter: Path | None
+    model: Path | None
+    problems: tuple[Any, ...]
+    ordinary: Ordinary | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
+        values = {name: getattr(self.result, name) for name in FIGURES}
+        values["evaluation"] = self.result.evaluation.figures() if self.result.evaluation else None
+        for name in ("adapter", "best_adapter", "model"):
+            path = getattr(self, name)
+            values[name] = str(path) if path else None
+        values |= {} if self.ordinary is None else self.ordinary.to_dict()
+        return {**values, "unused_rows": len(self.problems)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a run begins, and the sinks of its events.
+
+    Attributes:
+        resume: go on from the newest checkpoint in the run's folder.
+        overwrite: replace the run that is there.
+        adapter: start from this adapter.
+        sinks: called with every event.
+    """
+
+    resume: bool = False
+    overwrite: bool = False
+    adapter: Path | None = None
+    sinks: Iterable[Sink] = ()
+
+
+def train_model(config: RunConfig, placement: Placement, options: Options) -> Trained:
+    """Fine-tune in eager PyTorch or MLX, once it is known that it fits.
+
+    Under `torchrun` rank 0 reads the data and writes; the others compute with it, and return what it returns.
+    """
+    from ondevice.models import load_model, open_model
+
+    source, spec = config.model, placement.spec
+    wanted = {"revision": source.revision, "dtype": source.dtype}
+    if placement.backend == "mlx" or spec.reads_files(config.method):
+        loaded = open_model(source.source, **wanted, packed=placement.backend == "mlx")
+    else:
+        loaded = load_model(source.source, **wanted, device=spec.load_device(config.method, placement.device))
+
+    open_session = partial(
+        spec.open_session, loaded, config.method, config.train.seed, placement.device, placement.backend
+    )
+    if placement.rank:
+        session = open_session()
+        with StopRequest():  # a signal is for rank 0, which ends the running step and saves
+            return session.follow()
+    # The rows come before the session: a mistake in them is reported before memory is taken.
+    rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens)
+    session = open_session()
+    identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
+    trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
+    if placement.world > 1:
+        session.finish(trained)
+    return trained
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows of a run, encoded: those to train on, those to evaluate on (or None), and the padding token."""
+
+    train: Dataset
+    evaluation: Dataset | None
+    pad: int
+
+
+def read_rows_of(config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None = None) -> RunRows:
+    """Read and encode the rows that a run file names.
+
+    Raises:
+        DataError: a file has no row that can be used.
+    """
+    data = config.data
+    assert data.path is not None  # noqa: S101  the callers refuse a run without rows before anything is loaded
+
+    def read(path: Path) -> Dataset:
+        return read_dataset(
+            path,
+            tokenizer,
+            task=data.task or task,
+            max_length_tokens=max_length_tokens,
+            train_on_prompt=data.train_on_prompt,
+        )
+
+    return RunRows(read(data.path), read(data.eval_path) if data.eval_path else None, pad_id_of(tokenizer))
+
+
+def fit(
+    session: Session,
+    rows: RunRows,
+    config: RunConfig,
+    options: Options,
+    identity: dict[str, Any],
+    model: Any,
+    *,
+    seed: int | None = None,
+    saves_model: bool = False,
+) -> Trained:
+    """Train an open session on `rows`, and save the adapter or the model.
+
+    Args:
+        identity: what makes this run this run, beside data and adapter; a resume must have the same.
+        model: names the base model, by `source` and `sha256`.
+        seed: of the log's head; the run file's unless given.
+        saves_model: a model was loaded whole, so a method that trains all of it can write it.
+    """
+    # The head of the log names all that a resume must have in common with the run.
+    settings = config.train
+    if options.adapter is not None:
+        session.load_adapter(load_adapter(options.adapter))
+    start = events.Start(
+        config=config.model_dump(mode="json"),
+        identity={**identity, "data": _data_identity(config), **adapter_identity(options.adapter)},
+        seed=settings.seed if seed is None else seed,
+        backend=session.backend,
+        generator_backend=session.generator_backend,
+        model_source=model.source,
+        model_sha256=model.sha256,
+    )
+    evaluated = rows.evaluation or rows.train
+
+    def evaluate_now(should_stop: Callable[[], bool]) -> EvalResult | None:
+        return evaluate_dataset(session, evaluated, rows.pad, rows=settings.eval_rows, should_stop=should_stop)
+
+    # An exported program fixes the rows of a step; any other session takes what the run file says.
+    size = session.batch_size or settings.batch_size
+    result = run_loop(
+        session,
+        Batches(rows.train, size, session.lengths_tokens, settings.seed, rows.pad),
+        start=start,
+        steps=settings.steps,
+        learning_rate=WarmupDecay(
+            settings.schedule, config.method.learning_rate, settings.steps, settings.warmup_steps
+        ),
+        out=settings.out,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        checkpoint_every=settings.checkpoint_every,
+        eval_every=settings.eval_every,
+        evaluate_fn=None if rows.evaluation is None else evaluate_now,
+        sinks=options.sinks,
+    )
+    # The result: an adapter even where the run was interrupted, a whole model (gigabytes) only where it is finished.
+    adapter = best = folder = ordinary = None
+    if (trained := session.adapter()) is not None:
+        adapter = settings.out / ADAPTER
+        save_adapter(trained, adapter)
+        best = _save_best(session, result, settings.out)
+    elif saves_model and not result.interrupted:
+        folder = settings.out / MODEL
+        with atomic_directory(folder) as temporary:
+            session.save_model(temporary)
+        ordinary = _save_ordinary(session, evaluated, rows.pad, settings.out / ORDINARY)
+    session.close()
+    return Trained(result, adapter, best, folder, tuple(rows.train.problems), ordinary)
+
+
+def _data_identity(config: RunConfig) -> dict[str, Any]:
+    data = config.data
+    digest = sha256_file(data.path) if data.path is not None and Path(data.path).is_file() else None
+    return {
+        "sha256": digest,
+        "batch_size": config.train.batch_size,
+        **data.model_dump(mode="json", exclude={"path", "eval_path"}),
+    }
+
+
+def adapter_identity(adapter: Path | None) -> dict[str, Any]:
+    """Name the adapter that a run started from by its hash; empty where it started from none."""
+    if adapter is None:
+        return {}
+    name = MLX_LM_WEIGHTS_NAME if is_mlx_lm(Path(adapter)) else WEIGHTS_NAME
+    return {"adapter": sha256_file(Path(adapter) / name)}
+
+
+def _save_best(session: Session, result: RunResult, out: Path) -> Path | None:
+    """Save the adapter of the best evaluation, where that is not the last checkpoint."""
+    if result.best_checkpoint is None or result.best_checkpoint == result.checkpoint:
+        return None
+    session.load_state(read_tensors(result.best_checkpoint / STATE_FILE))
+    adapter = session.adapter()
+    if adapter is None:
+        return None
+    save_adapter(adapter, out / BEST_ADAPTER)
+    return out / BEST_ADAPTER
+
+
+def _save_ordinary(session: Session, dataset: Dataset, pad: int, out: Path) -> Ordinary | None:
+    """Write the weights as the ordinary model they came from, and evaluate both networks on the same rows.
+
+    Raises:
+        TrainingError: the evaluation was abandoned.
+    """
+    ordinary = session.ordinary_session
+    if ordinary is None:
+        return None
+    figures = []
+    for network in (session, ordinary):
+        result = evaluate_dataset(network, dataset, pad, rows=ORDINARY_ROWS)
+        if result is None:
+            raise TrainingError("the evaluation was abandoned")
+        figures.append(result)
+    with atomic_directory(out, marker="config.json") as folder:
+        ordinary.save_model(folder)
+    return Ordinary(out, figures[0].loss, figures[1].loss, figures[0].rows)

@@ -1,0 +1,225 @@
+"""An adapter applied to a model, and fused into its weights with proof that this is what was trained."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ondevice.artifact.adapter import Adapter, load_adapter
+from ondevice.artifact.files import atomic_directory
+from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
+from ondevice.core.errors import ArtifactError, StorageError, VerificationError
+from ondevice.models import LoadedModel, load_model, save_tokenizer
+from ondevice.models.load import DTYPES, quiet_transformers
+from ondevice.models.source import TINY_PREFIX, config_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROMPTS = (
+    "The capital of France is",
+    "Question: why is the sky blue?\nAnswer:",
+    "def add(a, b):\n    return",
+)
+"""Texts on which the fused model is compared with base plus adapter."""
+_TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
+"""Largest difference allowed, as a part of the largest logit: what rounding the weights once does."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FuseReport:
+    """Largest absolute differences of the logits on `PROMPTS`.
+
+    Attributes:
+        out: the folder that was written.
+        dtype: of its weights.
+        max_abs_difference_from_base: what fusing changed; never 0.
+        max_abs_difference_from_adapter: fused weights against base plus adapter: rounding only.
+        max_abs_logit: the scale of both.
+        ok: always True for a report that is returned; a failed check raises.
+    """
+
+    out: str
+    dtype: str
+    max_abs_difference_from_base: float
+    max_abs_difference_from_adapter: float
+    max_abs_logit: float
+    ok: bool
+
+
+def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
+    """Put `adapter` beside the linear layers it names, in place; nothing is changed when an error is raised.
+
+    Raises:
+        ArtifactError: a tensor of the adapter matches no linear layer of the model, or has another shape, or
+            the model has an adapter already.
+    """
+    from ondevice.nn.lora import LoRALinear
+
+    family, dims = loaded.family, loaded.dims
+    # Check every tensor first: a model with a part of an adapter is another model.
+    places = {
+        family.linear_name(layer, target): (layer, target)
+        for layer in range(dims.layers)
+        for target in family.linear_targets
+    }
+    for name in adapter.linears:
+        if name not in places:
+            raise ArtifactError(
+                f"the adapter's '{name}' is no linear layer of {loaded.source.source}",
+                expected=f"{dims.layers} layers with {', '.join(family.linear_targets)}",
+                received=name,
+                hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
+            )
+        layer, target = places[name]
+        (inputs, outputs), (a, b) = dims.linear_shape(target), adapter.pair(name)
+        expected = ((adapter.rank, inputs), (outputs, adapter.rank))
+        if (a.shape, b.shape) != expected:
+            raise ArtifactError(
+                f"the adapter does not fit '{name}' of {loaded.source.source}",
+                expected=f"A {expected[0]}, B {expected[1]}",
+                received=f"A {a.shape}, B {b.shape}",
+                hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
+            )
+        if isinstance(family.linear(layer, target), LoRALinear):
+            raise ArtifactError(f"'{name}' has an adapter already", hint="load the model again")
+    if adapter.base_model and adapter.base_model != loaded.source.source:
+        _log.warning("the adapter was trained on %s, not on %s", adapter.base_model, loaded.source.source)
+    for name in adapter.linears:
+        layer, target = places[name]
+        base = family.linear(layer, target)
+        family.set_linear(layer, target, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name)))
+
+
+def fuse_in_place(loaded: LoadedModel) -> int:
+    """Replace every layer that has an adapter by one linear layer; return how many there were."""
+    from ondevice.nn.lora import LoRALinear
+
+    family, count = loaded.family, 0
+    for layer in range(loaded.dims.layers):
+        for target in family.linear_targets:
+            module = family.linear(layer, target)
+            if isinstance(module, LoRALinear):
+                family.set_linear(layer, target, module.fuse())
+                count += 1
+    return count
+
+
+def fuse(
+    source: str,
+    adapter_folder: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    prompts: Sequence[str] = PROMPTS,
+) -> FuseReport:
+    """Write base plus adapter as a Hugging Face folder (safetensors, tokenizer), checked before it is there.
+
+    The written folder is loaded again; on `prompts` its logits must differ from the base's and equal those
+    of base plus adapter up to the rounding of the weights. Sums are in float32 and rounded once.
+
+    Args:
+        source: the base model, as for `load_model`; or an artifact, which says what it was made from. Packed weights
+            cannot take an adapter, so the sum is in the original's.
+        dtype: of the written weights; None keeps the base's.
+
+    Raises:
+        ArtifactError: the adapter is damaged or does not fit the model.
+        VerificationError: the adapter changes nothing, or the result is not base plus adapter; nothing is
+            written then.
+        ModelError, StorageError: as in `load_model`; `out` holds other files.
+    """
+    adapter, exported = load_adapter(adapter_folder), None
+    if (Path(source) / MANIFEST_NAME).is_file():
+        exported = read_manifest(Path(source), check_files=False).model
+        source, revision = exported.source, exported.revision
+    if adapter.changes_nothing:
+        raise VerificationError(
+            f"the adapter in {adapter_folder} changes nothing: every product B A is zero",
+            expected="at least one A and B that are both not zero",
+            received=f"{len(adapter.linears)} pairs, each with a zero side",
+            hint="train it for at least one step, or use the base model",
+        )
+    dtype = dtype or _stored_dtype(source, revision)
+    # The base is rounded as it will be written, then computed in float32: what remains is the adapter.
+    loaded = load_model(source, revision=revision, dtype=dtype)
+    if loaded.source.path is not None and os.path.realpath(out) == os.path.realpath(loaded.source.path):
+        raise StorageError(f"{out} is the base model itself", expected="another folder", hint="choose another name")
+    if exported is not None and loaded.source.sha256 != exported.sha256:
+        raise ArtifactError(
+            f"{source} is not the model that was exported",
+            expected=exported.sha256,
+            received=loaded.source.sha256,
+            hint="give the model itself instead of the artifact",
+        )
+    loaded.model.float()
+    base = _logits(loaded, prompts)
+    apply_adapter(loaded, adapter)
+    adapted = _logits(loaded, prompts)
+    fuse_in_place(loaded)
+    # What is checked is the written folder, loaded again: a fault of saving would not show in the model in memory.
+    with atomic_directory(out, marker="config.json") as partial:
+        _save(loaded, dtype, partial)
+        fused = _logits(load_model(str(partial), dtype="float32"), prompts)
+        return _check(Path(out), dtype, base, adapted, fused)
+
+
+def _stored_dtype(source: str, revision: str | None) -> str:
+    if source.startswith(TINY_PREFIX):
+        return "float32"
+    config, _ = config_of(source, revision)
+    stored = config.get("dtype") or config.get("torch_dtype")
+    return stored if stored in DTYPES else "float32"
+
+
+def _save(loaded: LoadedModel, dtype: str, folder: Path) -> None:
+    import torch
+
+    with quiet_transformers():
+        loaded.model.to(getattr(torch, dtype)).save_pretrained(folder)
+    save_tokenizer(loaded, folder)
+    for path in folder.iterdir():  # safetensors files come readable by their owner only
+        path.chmod((folder / "config.json").stat().st_mode)
+
+
+def _logits(loaded: LoadedModel, prompts: Sequence[str]) -> list[Tensor]:
+    """float32 [tokens, vocab] of each prompt."""
+    import torch
+
+    with torch.no_grad():
+        return [
+            loaded.model(torch.tensor([loaded.tokenizer(prompt)["input_ids"]]), use_cache=False).logits[0]
+            for prompt in prompts
+        ]
+
+
+def _check(out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fused: list[Tensor]) -> FuseReport:
+    effect, from_base = _distance(adapted, base), _distance(fused, base)
+    from_adapter, scale = _distance(fused, adapted), max(float(x.abs().max()) for x in adapted)
+    limit = _TOLERANCE[dtype] * max(1.0, scale)
+    if not from_adapter <= limit:
+        raise VerificationError(
+            f"the model fused for {out} is not base plus adapter; nothing was written",
+            expected=f"logits within {limit:.3g}",
+            received=f"{from_adapter:.3g}",
+            hint="please report this with the model and the adapter" if dtype == "float32" else "dtype float32",
+        )
+    if not from_base > 0 or not effect > from_adapter:
+        raise VerificationError(
+            f"the adapter changes nothing that {dtype} can hold; nothing was written",
+            expected=f"an effect on the logits above the rounding error, {from_adapter:.3g}",
+            received=f"{effect:.3g}",
+            hint="train longer, or fuse with dtype float32",
+        )
+    return FuseReport(str(out), dtype, from_base, from_adapter, scale, True)
+
+
+def _distance(left: list[Tensor], right: list[Tensor]) -> float:
+    """Largest absolute difference; NaN if there is one on either side."""
+    return max((float((a - b).abs().max()) for a, b in zip(left, right)), key=lambda x: float("inf") if x != x else x)

@@ -1,0 +1,240 @@
+"""The figures of a run: memory that the process takes, losses, times, and what they come to.
+
+On Linux the kernel keeps the high-water mark of memory (`VmHWM`) and lets a process reset its own through
+`/proc/self/clear_refs`. Elsewhere the mark cannot be reset: it counts once it rises above what it was.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ondevice.training import events
+
+if TYPE_CHECKING:
+    from ondevice.training.evaluate import EvalResult
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process now, files it has mapped included."""
+    return _status("VmRSS") or _psutil().memory_info().rss
+
+
+def anonymous_bytes() -> int:
+    """Return the memory that the system cannot drop and read again: RssAnon + VmSwap on Linux (what phones and
+    macOS count as the footprint), resident memory elsewhere."""
+    anonymous = _status("RssAnon")
+    return anonymous + _status("VmSwap") if anonymous else resident_bytes()
+
+
+def cuda_peak_bytes() -> int | None:
+    """Highest memory of CUDA tensors since the last reset; None unless torch is loaded and has used CUDA."""
+    cuda = _cuda()
+    return None if cuda is None else int(cuda.max_memory_allocated())
+
+
+class PeakMemory:
+    """The highest memory since this object was made.
+
+    `resident_bytes` is exact on Linux. Where the kernel's mark cannot be reset and has not risen, it is the
+    highest value at the calls of `resident_bytes`.
+    """
+
+    def __init__(self) -> None:
+        self._exact = reset_peak()
+        self._mark = _high_water_bytes()
+        self._sampled = resident_bytes()
+        cuda = _cuda()
+        if cuda is not None:
+            cuda.reset_peak_memory_stats()
+
+    def resident_bytes(self) -> int:
+        """Highest resident memory so far."""
+        mark = _high_water_bytes()
+        if self._exact or mark > self._mark:
+            return mark
+        self._sampled = max(self._sampled, resident_bytes())
+        return self._sampled
+
+    def device_bytes(self) -> int | None:
+        """Highest memory of CUDA tensors so far, or None without CUDA."""
+        return cuda_peak_bytes()
+
+
+class AnonymousPeak:
+    """Samples `anonymous_bytes` in a thread while open, for benchmarks; the kernel keeps no mark for it.
+
+    Args:
+        interval_s: seconds between two samples; a shorter peak may be missed.
+    """
+
+    def __init__(self, interval_s: float = 0.005) -> None:
+        self.interval_s = interval_s
+        self.start_bytes = self.peak_bytes = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> AnonymousPeak:
+        self.start_bytes = self.peak_bytes = anonymous_bytes()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
+
+    def _sample(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            self.peak_bytes = max(self.peak_bytes, anonymous_bytes())
+
+
+def reset_peak() -> bool:
+    """Set the kernel's high-water mark to what is resident now; False where that is not possible."""
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+    except OSError:
+        return False
+    return _status("VmHWM") > 0
+
+
+def _high_water_bytes() -> int:
+    mark = _status("VmHWM")
+    if mark:
+        return mark
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status(field: str) -> int:
+    """Read a field of /proc/self/status, in bytes; 0 where there is none."""
+    try:
+        text = _STATUS.read_text()
+    except OSError:
+        return 0
+    for line in text.splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _psutil() -> Any:
+    import psutil
+
+    return psutil.Process()
+
+
+def _cuda() -> Any | None:
+    """torch.cuda, if something else has loaded and initialised it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return None
+    return torch.cuda
+
+
+_RECENT = 20
+
+
+class History:
+    """Losses, times and memory of every step, from which come `RunResult` and the remaining time."""
+
+    def __init__(self, steps: Iterable[events.Step] = ()) -> None:
+        self.losses: list[float] = []
+        self.times_s: list[float] = []
+        self.tokens = 0
+        self.peak_memory_bytes = 0
+        self.peak_device_bytes: int | None = None
+        self.overlap: dict[str, Any] | None = None
+        for step in steps:
+            self.add(step)
+
+    def add(self, step: events.Step) -> None:
+        """Count one step."""
+        self.losses.append(step.loss)
+        self.times_s.append(step.step_time_s)
+        self.tokens += step.tokens
+        self.overlap = step.overlap or self.overlap
+        self.peak_memory_bytes = max(self.peak_memory_bytes, step.peak_memory_bytes)
+        if step.peak_device_bytes is not None:
+            self.peak_device_bytes = max(self.peak_device_bytes or 0, step.peak_device_bytes)
+
+    @property
+    def first_loss(self) -> float:
+        """Loss of the first step; not a number before it."""
+        return self.losses[0] if self.losses else math.nan
+
+    @property
+    def final_loss(self) -> float:
+        """Mean loss of the last tenth of the steps (at least one): single zeroth-order losses are noisy."""
+        last = self.losses[-max(1, len(self.losses) // 10) :]
+        return math.fsum(last) / len(last) if last else math.nan
+
+    @property
+    def step_time_s(self) -> float:
+        """Median time of a step."""
+        return median(self.times_s) if self.times_s else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all batches over the time of all steps."""
+        total = math.fsum(self.times_s)
+        return self.tokens / total if total else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures that a run's result and its `finish` event share."""
+        names = ("first_loss", "final_loss", "step_time_s", "tokens_per_s", "peak_memory_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    def eta_s(self, step_time_s: float, left: int) -> float:
+        """Time for `left` more steps, from the median of the last steps and the one that just ran."""
+        return median([*self.times_s[-_RECENT:], step_time_s]) * left
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The result of a run. Figures are over the whole run, the steps before a resume included.
+
+    Attributes:
+        steps: optimizer steps that are done.
+        first_loss: loss of the first step.
+        final_loss: mean loss of the last tenth of the steps, nats a token.
+        step_time_s: median time of a step.
+        tokens_per_s: tokens of all batches (padding included) over the time of all steps.
+        peak_memory_bytes: highest resident memory of the process.
+        peak_device_bytes: highest memory of CUDA tensors, None without CUDA.
+        evaluation: the last evaluation since the run was started or resumed.
+        best_score, best_checkpoint: of the best evaluation of the whole run.
+        checkpoint: the newest checkpoint.
+        interrupted: the run was asked to stop before its end; its state is saved.
+        overlap: of the last step but one, for methods that offload.
+        signal: why: `SIGINT`, `SIGTERM`, ... or the reason of `StopRequest.request`.
+    """
+
+    steps: int
+    first_loss: float
+    final_loss: float
+    step_time_s: float
+    tokens_per_s: float
+    peak_memory_bytes: int
+    peak_device_bytes: int | None
+    evaluation: EvalResult | None
+    best_score: tuple[float, ...] | None
+    best_checkpoint: Path | None
+    checkpoint: Path | None
+    interrupted: bool
+    signal: str = ""
+    overlap: dict[str, Any] | None = None

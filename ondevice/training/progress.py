@@ -1,0 +1,185 @@
+"""A run in the terminal, on stderr: a bar where there is a terminal, a line now and then where there is none.
+
+It reads events and nothing else, so it shows a live run and a log alike. Losing the terminal does not stop
+a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ondevice.training import events
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+LINES = 20
+"""About so many lines a run has without a terminal."""
+
+
+class ProgressSink:
+    """Shows events. A context manager and a callback.
+
+    Args:
+        silent: show nothing (`--json`, `--quiet`).
+        every: steps between two lines where stderr is no terminal; by default about 20 lines a run.
+        stream: stderr by default.
+    """
+
+    def __init__(self, *, silent: bool = False, every: int | None = None, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stderr
+        self.silent, self.every = silent, every
+        self.steps = 0
+        self._overlap: dict[str, Any] | None = None
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> ProgressSink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._stop()
+
+    def __call__(self, event: events.Event) -> None:
+        if self.silent:
+            return
+        try:
+            self._show(event)
+        except (OSError, ValueError):  # the terminal is gone, or the stream is closed
+            self.silent = True
+
+    def _show(self, event: events.Event) -> None:
+        match event:
+            case events.Start() | events.Resume():
+                self.steps = event.steps
+                if isinstance(event, events.Resume):
+                    self._say(f"resumed at step {event.step} of {event.steps}")
+                if self.stream.isatty():
+                    self._begin(event.step if isinstance(event, events.Resume) else 0)
+            case events.Step():
+                self._step(event)
+            case events.Evaluate():
+                self._say(f"step {event.step}: evaluation {describe(event)}")
+            case events.Warning():
+                self._say(f"warning: {event.message}")
+            case events.Interrupt():
+                self._say(f"stopped by {event.signal}; {event.step} steps are saved, `--resume` goes on")
+            case events.Finish():
+                self._stop()
+                if self._overlap:
+                    self._say(describe_overlap(self._overlap))
+                self._say(
+                    f"{event.steps} steps, loss {event.first_loss:.4f} -> {event.final_loss:.4f}, "
+                    f"{event.step_time_s:.3g} s a step, {mebibytes(event.peak_memory_bytes)} peak"
+                )
+
+    def _step(self, event: events.Step) -> None:
+        done, self._overlap = event.step + 1, event.overlap or self._overlap
+        figures = (
+            f"loss {event.loss:.4f}  {event.tokens_per_s:,.0f} tokens/s  {mebibytes(_memory(event))}  "
+            f"{duration(event.eta_s)} left"
+        )
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=done, figures=figures)
+            return
+        every = self.every or max(1, self.steps // LINES)
+        if done == 1 or done % every == 0 or done == self.steps:
+            self._say(f"step {done}/{self.steps}  {figures}")
+
+    def _begin(self, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._stop()
+        console = Console(file=self.stream, highlight=False)
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+        )
+        self._task = self._progress.add_task("", total=self.steps, completed=done, figures="")
+        self._progress.start()
+
+    def _stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _say(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False)
+        else:
+            print(text, file=self.stream, flush=True)
+
+
+class RowProgress:
+    """Rows of an evaluation with the time that is left, on stderr. A context manager; called with (done, all)."""
+
+    def __init__(self, *, silent: bool = False, stream: TextIO | None = None) -> None:
+        self.silent, self.stream = silent, stream or sys.stderr
+        self._started = time.perf_counter()
+
+    def __enter__(self) -> RowProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.silent and self.stream.isatty():
+            with contextlib.suppress(OSError):
+                print(file=self.stream)
+
+    def __call__(self, done: int, rows: int) -> None:
+        """One more row is done, of all `rows`; 0 rows are done when the first one begins."""
+        if done == 0:
+            self._started = time.perf_counter()
+        terminal = not self.silent and self.stream.isatty()
+        if self.silent or not done or not (terminal or done in (1, rows) or done % max(1, rows // LINES) == 0):
+            return
+        left = (time.perf_counter() - self._started) / done * (rows - done)
+        text = f"row {done}/{rows}  {duration(left)} left"
+        try:
+            print(f"\r{text}\x1b[K" if terminal else text, end="" if terminal else "\n", file=self.stream, flush=True)
+        except (OSError, ValueError):  # the terminal is gone, or the stream is closed
+            self.silent = True
+
+
+def describe(event: events.Evaluate) -> str:
+    """Describe an evaluation's figures in one line."""
+    parts = [f"loss {event.loss:.4f}"]
+    for name in ("accuracy", "f1", "exact_match"):
+        value = getattr(event, name)
+        if value is not None:
+            parts.append(f"{name.replace('_', ' ')} {value:.4f}")
+    if event.majority_share is not None:
+        parts.append(f"(majority class {event.majority_share:.4f})")
+    return ", ".join(parts) + (" (best so far)" if event.best else "")
+
+
+def describe_overlap(overlap: dict[str, Any]) -> str:
+    """Describe in one line what bounded a step of a method that offloads."""
+    lanes = ("forward", "backward", "h2d", "d2h", "update", "disk")
+    busy = ", ".join(f"{lane} {overlap[f'{lane}_s']:.3g}" for lane in lanes if overlap[f"{lane}_s"])
+    factor, idle = float(overlap["hiding_factor"]), overlap["idle_s"] / max(overlap["wall_s"], 1e-9)
+    text = f"bound by {overlap['bound']} (s: {busy}); hiding factor {factor:.2f}, no computation {idle:.0%} of the time"
+    limit = overlap.get("simulated_gb_per_s")  # logs of before have none
+    return text if limit is None else f"{text}; simulated bus of {limit:g} GB/s"
+
+
+def mebibytes(count: int) -> str:
+    """Format bytes for people, in MiB or GiB."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _memory(event: events.Step) -> int:
+    return event.peak_memory_bytes if event.peak_device_bytes is None else event.peak_device_bytes

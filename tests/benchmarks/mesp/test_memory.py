@@ -1,0 +1,70 @@
+"""The benchmark of MeSP's memory, run for real on one layer: every method's step, and the issue's bars."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+
+from benchmarks.common import result  # noqa: E402
+from benchmarks.mesp import memory  # noqa: E402
+from benchmarks.mesp.ways import Spec, measure  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_method_computes_the_same_step_and_the_bars_hold(tmp_path) -> None:
+    bench = memory.Bench(tmp_path / "kept.json", layers=1, vocab=1024, length=64)
+    rows = memory.methods(bench)
+    assert [row["method"] for row in rows] == list(memory.METHODS)
+    losses = [row["loss"] for row in rows if "MeZO" not in row["method"]]
+    assert max(losses) - min(losses) < 1e-4
+    by = {row["method"]: row for row in rows}
+    ours = by["manual"]["step_bytes"]
+    assert ours <= 0.43 * by["checkpoint a block"]["step_bytes"]
+    assert ours <= 0.70 * by["block-wise autodiff (MeBP)"]["step_bytes"]
+    for row in rows:
+        assert row["peak_bytes"] == row["resident_bytes"] + row["step_bytes"]
+        assert 0 < row["rss_anon_bytes"] < row["peak_bytes"] + (64 << 20) and row["time_s"][0] > 0
+        assert row["resident_bytes"] < by["manual"]["resident_bytes"] or "streamed" not in row["method"]
+    table = memory.ablation(rows)
+    total = sum(row["saved_bytes"] for row in table)
+    assert total == by["plain autodiff, all logits"]["peak_bytes"] - by["manual, streamed"]["peak_bytes"]
+    document = result("mesp/memory", rows, [memory.column("method"), *memory.SIZES], notes=memory.bars(rows))
+    jsonschema.validate({**document, "command": "python -m benchmarks.mesp.memory"}, SCHEMA)
+    again = memory.Bench(tmp_path / "kept.json", layers=1, vocab=1024, length=64)
+    assert memory.methods(again) == rows  # nothing is measured twice
+
+
+def test_tiles_hold_less_at_any_length(tmp_path) -> None:
+    before = mx.set_memory_limit(1)
+    found = {}
+    for length in (32, 96):
+        for tiles in (True, False):
+            spec = Spec("manual", layers=1, length=length, vocab=512, loss_tiles=4, tiles=tiles, product="dequantized")
+            found[length, tiles] = measure(spec)["step_bytes"]
+    mx.set_memory_limit(before)
+    assert found[32, True] < found[32, False] and found[96, True] < 0.7 * found[96, False]
+
+
+def test_the_command_line(tmp_path) -> None:
+    words = ["--part", "rank", "--layers", "1", "--vocab", "512", "--length", "16", "--values", "2", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.mesp.memory", *words, "--keep", str(tmp_path / "kept.json")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    jsonschema.validate(document, SCHEMA)
+    assert {row["method"] for row in document["rows"]} == set(memory.COMPARED)
+    assert replace(Spec("manual"), folder="x") == Spec("manual")  # where streamed weights lie names no other spec

@@ -1,0 +1,58 @@
+"""An old key or value of a run file is an error that says what became of it."""
+
+from typing import Annotated, ClassVar, Literal
+
+import pytest
+from pydantic import Field
+
+from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ConfigError
+
+
+class First(StrictConfig):
+    RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules", "loss=op": "loss=fused"}
+    REMOVED: ClassVar[dict[str, str]] = {"form": "there is one form of the state"}
+
+    name: Literal["first"] = "first"
+    target_modules: tuple[str, ...] = ()
+    loss: Literal["fused", "tiled"] = "tiled"
+
+
+class Second(StrictConfig):
+    name: Literal["second"] = "second"
+    rank: int = 1
+
+
+class Train(StrictConfig):
+    RENAMED: ClassVar[dict[str, str]] = {"eps": "method.epsilon"}
+
+    steps: int = 1
+
+
+class Run(StrictConfig):
+    method: Annotated[First | Second, Field(discriminator="name")] = First()
+    train: Train = Train()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"method": {"name": "first", "targets": ["q"]}}, "'method.targets' is now 'method.target_modules'"),
+        ({"method": {"name": "first", "loss": "op"}}, "'method.loss=op' is now 'method.loss=fused'"),
+        ({"method": {"name": "first", "form": 1}}, "'method.form' is no longer a setting: there is one form"),
+        ({"train": {"eps": 1e-3}}, "'train.eps' is now 'method.epsilon'"),
+        ({"method": {"name": "second", "targets": ["q"]}}, "unknown key 'method.second.targets'"),
+        ({"method": {"name": "first", "loss": "ops"}}, "Input should be 'fused' or 'tiled'"),
+        ({"train": {"stepz": 3}}, "did you mean 'steps'"),
+        ({"targets": 1}, "unknown key 'targets'"),
+    ],
+)
+def test_an_old_key_is_answered_with_the_new_one(values, words) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Run.parse(values, "run.yaml")
+    assert words in caught.value.message and caught.value.message.startswith("run.yaml: ")
+
+
+def test_a_section_that_is_parsed_alone_names_its_keys_alone() -> None:
+    with pytest.raises(ConfigError, match="manifest: 'targets' is now 'target_modules'"):
+        First.parse({"targets": ["q"]}, "manifest")

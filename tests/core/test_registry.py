@@ -1,0 +1,126 @@
+"""Methods are found in their folders and in other packages, and nowhere else is one named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ondevice.core.errors import ConfigError, MissingPackageError
+from ondevice.core.method import MethodSpec
+from ondevice.core.registry import method, method_config, method_names, methods, open_session
+from tests.core.foreign import METHOD, install
+from tests.core.names import named_in, offences
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_folder_is_a_method_and_its_spec_is_whole() -> None:
+    folders = {path.name for path in (ROOT / "ondevice" / "methods").iterdir() if (path / "__init__.py").is_file()}
+    assert {name.replace("-", "_") for name in method_names()} == folders
+    for spec in methods():
+        assert isinstance(spec, MethodSpec) and spec.summary and spec.config().name == spec.name
+        assert callable(spec.memory_model.step) and callable(spec.load(spec.cost))
+        assert (spec.lanes is not None) == spec.offloads, spec.name
+        assert spec.replayable == (spec.order == "zeroth"), spec.name
+        for option in spec.options:
+            assert option.key in spec.config.model_fields, (spec.name, option)
+        if spec.memory_model.host is not None:
+            assert spec.memory_model.host_note and spec.memory_model.host_hint, spec.name
+
+
+def test_an_unknown_method_and_a_key_of_another_are_said() -> None:
+    with pytest.raises(ConfigError, match="unknown method 'prgee'") as told:
+        method("prgee")
+    assert told.value.expected == ", ".join(method_names())
+    with pytest.raises(ConfigError, match="'queries', which others have"):
+        method_config("lora", {"queries": 2})
+
+
+def test_a_framework_that_is_missing_is_said_however_the_session_is_opened(monkeypatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "mlx" else find(name, *more))
+    spec = next(spec for spec in methods() if "mlx" in spec.sessions)
+    for opened in (spec.open_session, open_session):
+        with pytest.raises(MissingPackageError, match="mlx is not installed"):
+            opened(None, spec.config(), 0, backend="mlx")
+
+
+def test_no_line_outside_its_folder_names_a_method() -> None:
+    found = offences(ROOT)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if config.name == "prge":\n    pass',
+        'if manifest.method.get("name") != "mesp":\n    pass',
+        'KNOWN = ("lsp", "slideformer")',
+        'TABLE = {"mezo": 1}',
+        "from ondevice.methods.prge.config import PrgeConfig",
+        "def f():\n    import ondevice.methods.lora.torch",
+        'if kind in ("full", "lora"):\n    pass',
+        'if name == "mezo":\n    pass',
+    ],
+)
+def test_the_count_sees_a_name(line: str) -> None:
+    assert named_in(line)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return install(tmp_path_factory.mktemp("elsewhere"), "norm-sgd", "norm_sgd", METHOD)
+
+
+def run(elsewhere: Path, *arguments: str, cwd: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": f"{elsewhere}{os.pathsep}{ROOT}", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_method_of_another_package_does_what_ours_do(elsewhere: Path, tmp_path: Path) -> None:
+    """It plans, trains, resumes with the same bits, evaluates, and has its flag in --help and its page in the docs;
+    no file of the project is touched."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "number {i} is {i * i}"}}\n' for i in range(8)))
+    common = ["--model", "tiny:llama", "--method", "norm-sgd", "--momentum", "0.5"]
+
+    def ondevice(*arguments: str) -> dict:
+        return json.loads(run(elsewhere, "-m", "ondevice", *arguments, "--json", cwd=tmp_path).splitlines()[-1])
+
+    def train(out: str, *more: str) -> dict:
+        return ondevice("train", *common, "--data", str(rows), "--max-length", "16", "--out", out, *more)
+
+    assert ondevice("plan", *common)["method"]["momentum"] == 0.5
+    whole = train("whole", "--steps", "4")
+    assert whole["final_loss"] < whole["first_loss"]
+    train("parts", "--steps", "2")
+    train("parts", "--steps", "4", "--resume")
+    models = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "parts")]
+    assert models[0] == models[1]
+    assert ondevice("eval", "whole/model", "--data", str(rows))["loss"] > 0
+    shown = run(elsewhere, "-m", "ondevice", "train", "--help", cwd=tmp_path)
+    assert "norm-sgd" in shown and "--momentum" in shown
+    page = "import sys; sys.path.insert(0, 'docs'); import generate; print(generate.settings())"
+    assert "## method: norm-sgd" in run(elsewhere, "-c", page, cwd=ROOT)
+
+
+def test_a_broken_method_elsewhere_breaks_nothing_else(tmp_path: Path) -> None:
+    folder = install(tmp_path / "elsewhere", "torn", "torn_method", "raise RuntimeError('no such library')")
+    code = (
+        "from ondevice.core.registry import method, method_names, methods\n"
+        "from ondevice.core.errors import ConfigError, MissingPackageError\n"
+        "assert 'torn' in method_names() and 'torn' not in [spec.name for spec in methods()]\n"
+        "try:\n    method('torn')\nexcept ConfigError as error:\n    print(error.message, '|', error.hint)\n"
+    )
+    told = run(folder, "-c", code, cwd=tmp_path)
+    assert "RuntimeError: no such library" in told and "torn_method" in told

@@ -1,0 +1,193 @@
+"""The session of any program: what it binds by role, keeps, counts and refuses; the runtime here is a few lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.manifest import (
+    AdapterEntry,
+    Constant,
+    Counter,
+    GeneratorInfo,
+    Manifest,
+    ModelInfo,
+    ProgramMethod,
+    ProgramSpec,
+    StateTensor,
+    port,
+    read_manifest,
+    row_ports,
+    token_ports,
+    write_manifest,
+)
+from ondevice.core.errors import ArtifactError, CheckpointError
+from ondevice.exporters.executorch import session as sessions
+from ondevice.exporters.executorch.session import ExecutorchSession
+
+torch = pytest.importorskip("torch")
+save_file: Any = pytest.importorskip("safetensors.numpy").save_file
+ENTRY = AdapterEntry(
+    linear="model.layers.0.self_attn.q_proj", layer=0, target="q_proj", offset=4, rank=2, inputs=3, outputs=2
+)
+A = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+class Runtime:
+    """Gives what it is called with, so that a test can look: every call's inputs are in `calls`."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[np.ndarray]]] = []
+        self.operator_registry = type("Registry", (), {"operator_names": ["aten::add.out"]})
+
+    def load_program(self, path: str) -> Any:
+        return self
+
+    def load_method(self, name: str) -> Any:
+        def execute(tensors: list[Any]) -> list[Any]:
+            values = [tensor.numpy().copy() for tensor in tensors]
+            self.calls.append((name, values))
+            state, average, rate, rows = values[2], values[3], values[6], torch.zeros(len(values[0]))
+            return [torch.tensor([3.0, 5.0]), torch.from_numpy(state + rate), torch.from_numpy(average + 1), rows, rows]
+
+        return type("Method", (), {"execute": staticmethod(execute)})
+
+
+def manifest(folder: Path, **changes: Any) -> Manifest:
+    """One method for training and evaluation, four copies, a state of two tensors with names of its own."""
+    state = port("vector", "state", (8,)), port("average", "state", (8,))
+    inputs = (
+        *token_ports(4, 8),
+        *state,
+        port("position", "counter", (1,), "int64"),
+        port("done", "counter", (1,), "int64"),
+        port("learning_rate", "learning_rate", (1,)),
+        port("scale", "constant", (1,)),
+    )
+    outputs = (port("losses", "losses", (2,)), *state, *row_ports(4))
+    step = ProgramMethod(
+        inputs=inputs, outputs=outputs, planned_bytes=0, ops=("aten::add.out",), delegates=0, instructions=1
+    )
+    program = ProgramSpec(
+        methods={"train_step": step},
+        state=(
+            StateTensor(name="vector", dtype="float32", shape=(8,), role="adapter", first="first.safetensors"),
+            StateTensor(name="average", dtype="float32", shape=(8,), role="optimizer"),
+        ),
+        counters=(Counter(name="position", counts="run_steps"), Counter(name="done", counts="updates")),
+        constants=(Constant(name="scale", train=0.5, evaluate=0.0),),
+        batch_copies=4,
+        evaluates_with="train_step",
+        frozen="frozen.safetensors",
+        layout=(ENTRY,),
+        adapter_size=8,
+        rank=2,
+        alpha=8.0,
+    )
+    folder.mkdir(exist_ok=True)
+    save_file({"vector": np.full(8, 2.0, np.float32)}, folder / "first.safetensors")
+    save_file({f"{ENTRY.linear}.lora_A.weight": A}, folder / "frozen.safetensors")
+    (folder / "program.pte").write_bytes(b"")
+    values: dict[str, Any] = {
+        "ondevice_version": "0",
+        "runtime": "executorch 0",
+        "target": "android-cpu",
+        "method": {"name": "a method that nobody has"},
+        "model": ModelInfo(source="tiny:llama", sha256="0", dims={}),
+        "program_spec": program,
+        "quantize": "none",
+        "loss": "tiled",
+        "lengths_tokens": (8,),
+        "batch_size": 1,
+        "eval_batch_size": 4,
+        "generator": GeneratorInfo(distribution="none", lowering="none", seed=9),
+        "tokenizer_sha256": "0",
+    }
+    return Manifest(**{**values, **changes})
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    runtime = Runtime()
+    monkeypatch.setattr(sessions, "load_runtime", lambda: runtime)
+    return runtime
+
+
+def test_a_step_and_an_evaluation_are_bound_by_role(runtime: Runtime, tmp_path: Path) -> None:
+    session = ExecutorchSession(tmp_path, manifest(tmp_path))
+    ids = np.arange(8).reshape(1, 8)
+    result = session.step(ids, ids + 1, 7, 0.25)
+    (name, values) = runtime.calls.pop()
+    assert name == "train_step" and result.loss == 4.0 and result.projected_gradients == ()
+    assert values[0].tolist() == ids.tolist() * 4 and values[1].tolist() == (ids + 1).tolist() * 4
+    assert values[2].tolist() == [2.0] * 8 and values[3].tolist() == [0.0] * 8
+    assert [value.tolist() for value in values[4:]] == [[7], [0], [0.25], [0.5]]
+
+    session.step(ids, ids, 9, 0.5)
+    assert [value.tolist() for value in runtime.calls.pop()[1][4:6]] == [[9], [1]]
+    state = session.state()
+    assert state.keys() == {"vector", "average", "seed", "done"} and state["done"].tolist() == [2]
+    assert state["vector"].tolist() == [2.75] * 8 and state["average"].tolist() == [2.0] * 8
+
+    rows = np.zeros((4, 8), np.int64)
+    session.evaluate(rows, rows)
+    values = runtime.calls.pop()[1]
+    assert [value.tolist() for value in values[6:]] == [[0.0], [0.0]]  # the rate and the constant of an evaluation
+    assert session.state()["vector"].tolist() == state["vector"].tolist()
+
+
+def test_its_state_goes_out_and_in_and_another_s_is_refused(runtime: Runtime, tmp_path: Path) -> None:
+    session, ids = ExecutorchSession(tmp_path, manifest(tmp_path)), np.zeros((1, 8), np.int64)
+    session.step(ids, ids, 0, 0.25)
+    state = session.state()
+    session.restart()
+    assert session.state()["vector"].tolist() == [2.0] * 8 and session.state()["done"].tolist() == [0]
+    session.load_state(state)
+    assert all(value.tolist() == state[name].tolist() for name, value in session.state().items())
+    for lacking in state:
+        with pytest.raises(CheckpointError, match=lacking):
+            session.load_state({name: value for name, value in state.items() if name != lacking})
+
+
+def test_the_frozen_a_is_the_file_s(runtime: Runtime, tmp_path: Path) -> None:
+    session = ExecutorchSession(tmp_path, manifest(tmp_path))
+    given = session.adapter()
+    names = f"{ENTRY.linear}.lora_A.weight", f"{ENTRY.linear}.lora_B.weight"
+    assert given.tensors[names[0]].tolist() == A.tolist() and given.target_modules == ("q_proj",) and given.alpha == 8.0
+    b = np.array([[1.0, 2.0], [3.0, 4.0]], np.float32)
+
+    def changed(a: np.ndarray = A, **more: Any) -> Adapter:
+        values = {"rank": 2, "alpha": 8.0, "target_modules": ("q_proj",), "base_model": "", **more}
+        return Adapter({names[0]: a, names[1]: b}, **values)
+
+    session.load_adapter(changed(A + np.float32(5e-7)))
+    assert session.flat()[4:].tolist() == [1.0, 3.0, 2.0, 4.0]  # B is kept transposed
+    with pytest.raises(ArtifactError, match="frozen A differs"):
+        session.load_adapter(changed(A + np.float32(1e-5)))
+    for adapter, word in (
+        (changed(alpha=4.0), "alpha"),
+        (changed(rank=3), "rank"),
+        (changed(A[:, :2]), "does not fit"),
+    ):
+        with pytest.raises(ArtifactError, match=word):
+            session.load_adapter(adapter)
+
+
+def test_an_artifact_of_the_old_schema_says_what_to_do(tmp_path: Path) -> None:
+    write_manifest(manifest(tmp_path), tmp_path)
+    assert read_manifest(tmp_path).program_spec.layout == (ENTRY,)
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 1'))
+    with pytest.raises(ArtifactError, match="export the model again"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"counters": ()}, {"state": ()}, {"frozen": None}, {"adapter_size": 7}])
+def test_a_program_whose_ports_nobody_feeds_is_no_manifest(tmp_path: Path, change: dict[str, Any]) -> None:
+    values = manifest(tmp_path).program_spec.model_dump()
+    with pytest.raises(ValueError, match=r"no counter|no state|need a file|adapter_size"):
+        ProgramSpec.model_validate(values | change)

@@ -1,0 +1,287 @@
+"""The engine against the same method in memory, and against itself with other schedules and places for weights."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from benchmarks.lsp.adamw import LspAdamW  # noqa: E402
+from ondevice.core.errors import DataError, TrainingError  # noqa: E402
+from ondevice.methods.lsp import engine as lsp_engine  # noqa: E402
+from ondevice.methods.lsp import updates  # noqa: E402
+from ondevice.methods.lsp.config import LspConfig, ProjectorConfig  # noqa: E402
+from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
+from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.offload import engine as offload_engine  # noqa: E402
+from tests.methods.slideformer.reference import batches  # noqa: E402
+from tests.offload.faults import LateDevice  # noqa: E402
+
+PROJECTORS: dict[str, Any] = {
+    "learned": True,
+    "subspace": 24,
+    "nonzeros": 4,
+    "check_every": 5,
+    "learn_rounds": 1,
+    "learn_steps": 2,
+}
+ADAM: dict[str, Any] = {"weight_decay": 0.1, "eps": 1e-4}
+RATE, STEPS = 1e-2, 8
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"layers": 3, "tied": False}),
+    "tied": ("llama", {"layers": 3}),
+    "qwen2": ("qwen2", {"layers": 2, "tied": False}),
+    "gpt2": ("gpt2", {"layers": 2}),
+}
+SAME: list[dict[str, Any]] = [
+    {"schedule": "zero"}, {"weight_placement": "host", "window": 2}, {"weight_placement": "host", "window": 4},
+    {"weight_dtype": "float32"},
+    {"activations": "host"}, {"gradient_buffers": 2}, {"max_grad_norm": 1e9, "clip": "global"},
+    {"bus_limit_gb_per_s": 0.5},
+]  # fmt: skip
+"""Settings that change no bit."""
+
+
+def settings(**values: Any) -> LspConfig:
+    chosen = {"compute": "float32", "timeout_s": 20.0, "threads": 1, **PROJECTORS, **ADAM, **values}
+    return LspConfig(**chosen)
+
+
+def train(name: str, data: list[Any], device: str = "cpu", **values: Any) -> tuple[list[float], dict[str, Any], Any]:
+    """Losses, weights and overlap of an engine that is opened and closed for it."""
+    family, sizes = FAMILIES[name]
+    engine = LspEngine(tiny_model(family, **sizes).family, settings(**values), device)
+    try:
+        losses = [engine.step(ids, labels, step, RATE) for step, (ids, labels) in enumerate(data)]
+        engine.flush()
+        return losses, engine.weights(), engine.overlap
+    finally:
+        engine.close()
+
+
+def in_memory(name: str, data: list[Any], projectors: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    family, sizes = FAMILIES[name]
+    model = tiny_model(family, **sizes).model.float().requires_grad_(True)
+    optimizer = LspAdamW(model, ProjectorConfig(**projectors), **ADAM)
+    losses = []
+    for ids, labels in data:
+        loss = model(torch.from_numpy(ids), labels=torch.from_numpy(labels)).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step(RATE)
+    return losses, {key: value.detach() for key, value in model.named_parameters()}
+
+
+def kept_as(weights: str) -> dict[str, str]:
+    """Settings for weights in that type, or on the host."""
+    return {"weight_placement": "host"} if weights == "host" else {"weight_dtype": weights}
+
+
+def furthest(a: dict[str, Any], b: dict[str, Any]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "qwen2"])
+@pytest.mark.parametrize("optimizer", ["auto", "torch"])
+def test_the_engine_is_the_method_in_memory(name: str, optimizer: str) -> None:
+    """Across a refresh."""
+    data = batches(STEPS)
+    losses, weights = in_memory(name, data, PROJECTORS)
+    ours, trained, _ = train(name, data, optimizer=optimizer)
+    np.testing.assert_allclose(ours, losses, rtol=2e-5)
+    assert furthest(trained, weights) < 2e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+def test_schedules_and_places_change_no_bit(name: str) -> None:
+    data = batches(7)
+    losses, weights, _ = train(name, data)
+    for values in SAME:
+        ours, trained, _ = train(name, data, **values)
+        assert ours == losses and furthest(trained, weights) == 0, values
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"schedule": "zero"}, {"weight_placement": "host", "window": 2}, {"weight_dtype": "nf4"},
+     {"activations": "host"},
+     {"project": False}, {"project": False, "schedule": "zero"}, {"max_grad_norm": 0.1, "clip": "global"},
+     {"micro_batch_size": 2, "compute": "bfloat16"}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_late_copies_give_the_same_bits(name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The events between computation, copies and updates: every copy runs as late as it may, through a refresh."""
+    data = batches(7, rows=3)
+    losses, weights, _ = train(name, data, **values)
+    device = LateDevice()
+    monkeypatch.setattr(offload_engine, "open_device", lambda _: device)
+    ours, trained, _ = train(name, data, **values)
+    assert device.late > 7 * 2 * 3
+    assert ours == losses and furthest(trained, weights) == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2"])
+def test_without_projectors_it_is_adamw(name: str) -> None:
+    data = batches(STEPS)
+    losses, weights = in_memory(name, data, {**PROJECTORS, "subspace": 10_000})
+    results = [train(name, data, project=False, schedule=schedule) for schedule in ("zero", "layerwise")]
+    for ours, trained, _ in results:
+        np.testing.assert_allclose(ours, losses, rtol=2e-5)
+        assert furthest(trained, weights) < 2e-3
+    assert results[0][0] == results[1][0] and furthest(results[0][1], results[1][1]) == 0
+
+
+def test_micro_batches_add_up() -> None:
+    """Drawn projectors, so that no look at a part of the batch comes between."""
+    data, values = batches(4), {"learned": False, "check_every": 100, "threshold": 1e9}
+    whole, _, _ = train("llama", data, **values)
+    parts, _, _ = train("llama", data, micro_batch_size=2, **values)
+    np.testing.assert_allclose(parts, whole, rtol=1e-4)
+
+
+@pytest.mark.parametrize("weights", ["compute", "float32", "host", "int8", "nf4"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_new_projectors_leave_the_weights_as_they_are(weights: str, compute: str) -> None:
+    """A step with a learning rate of almost zero that looks: what was learned before is kept, up to a rounding."""
+    engine = LspEngine(tiny_model("llama", layers=2).family, settings(**kept_as(weights), compute=compute), "cpu")
+    data = batches(6)
+    for step in range(5):
+        engine.step(*data[step], step, RATE)
+    engine.flush()
+    before, turns = engine.weights(), [m.turn for part in engine.parts for _, m, _ in part.matrices]
+    engine.step(*data[5], 5, 1e-30)
+    engine.flush()
+    after = engine.weights()
+    assert all(m.turn == turn + 1 for turn, m in zip(turns, (m for p in engine.parts for _, m, _ in p.matrices)))
+    engine.close()
+    exact = compute == "float32" or weights == "float32"
+    table = {"model.embed_tokens.weight"} if compute == "bfloat16" else set()
+    for name, value in before.items():
+        allowed = 1e-6 if exact and name not in table else 2**-7
+        assert float((after[name] - value).abs().max()) <= allowed * float(value.abs().max()), name
+
+
+def test_a_fold_in_chunks_is_a_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = batches(7)
+    losses, weights, _ = train("llama", data)
+    monkeypatch.setattr(lsp_engine, "FOLDED", 64 * 7)
+    ours, trained, _ = train("llama", data)
+    np.testing.assert_allclose(ours, losses, rtol=1e-6)
+    assert furthest(trained, weights) < 1e-4
+
+
+@pytest.mark.parametrize("weights", ["int8", "nf4"])
+def test_a_quantised_base_learns_nearly_as_well(weights: str) -> None:
+    """One batch again and again: the loss falls nearly as far as over an exact base, through two refreshes."""
+    data = batches(1) * 14
+    exact, _, _ = train("llama", data, weight_dtype="compute")
+    ours, _, _ = train("llama", data, weight_dtype=weights)
+    assert exact[0] - exact[-1] > 0.5
+    assert ours[0] - ours[-1] > 0.8 * (exact[0] - exact[-1])
+
+
+def test_bfloat16_follows_float32() -> None:
+    data = batches(1) * 6
+    exact, _, _ = train("llama", data, check_every=100)
+    ours, _, _ = train("llama", data, check_every=100, compute="bfloat16")
+    np.testing.assert_allclose(ours, exact, rtol=0.05)
+
+
+def test_few_bytes_cross_the_bus() -> None:
+    """Both ways: s x s numbers a matrix, norms as they are."""
+    data = batches(4)
+    _, _, whole = train("llama", data, project=False, activations="device")
+    _, _, ours = train("llama", data)
+    assert ours.h2d_bytes + ours.d2h_bytes < 0.35 * (whole.h2d_bytes + whole.d2h_bytes)
+
+
+def test_the_transition_layer_is_the_paper_s() -> None:
+    engine = LspEngine(tiny_model("llama", layers=3).family, settings(), "cpu")
+    engine.updates.plan(0.030, {"offload": 0.002, "upload": 0.003, "update": 0.001}, 12)
+    assert engine.updates.transition == round(12 - (0.030 - 0.006) / 0.003)
+    engine.updates.plan(10.0, {"offload": 0.002, "upload": 0.003, "update": 0.001}, 12)
+    assert engine.updates.transition == 0
+    engine.updates.plan(0.0, {"offload": 0.002, "upload": 0.003, "update": 0.001}, 12)
+    assert engine.updates.transition == 12
+    engine.updates.transition = 2
+    order = sorted(engine.parts, key=engine.updates._priority)
+    assert [part.unit.name for part in order][:4] == ["embedding", "rest", "layer 0", "layer 1"]
+    assert engine.updates._priority(engine.parts[2]) == updates.LATER
+    engine.close()
+
+
+def test_a_thread_that_dies_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LspEngine(tiny_model("llama", layers=3).family, settings(), "cpu")
+    data = batches(3)
+    engine.step(*data[0], 0, RATE)
+    engine.flush()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such memory")
+
+    monkeypatch.setattr(updates, "layer_adam", fail)
+    monkeypatch.setattr(updates, "torch_adam", fail)
+    with pytest.raises(TrainingError, match=r"update of .*no such memory"):
+        for step in (1, 2):
+            engine.step(*data[step], step, RATE)
+    engine.close()
+
+
+def test_a_thread_that_hangs_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LspEngine(tiny_model("llama", layers=2).family, settings(timeout_s=1.0), "cpu")
+    monkeypatch.setattr(updates, "layer_adam", lambda *_, **__: time.sleep(4))
+    monkeypatch.setattr(updates, "torch_adam", lambda *_, **__: time.sleep(4))
+    began = time.monotonic()
+    with pytest.raises(TrainingError, match="did not end within 1 s"):
+        for step, batch in enumerate(batches(2)):
+            engine.step(*batch, step, RATE)
+    assert time.monotonic() - began < 10
+    engine.close()
+
+
+def test_a_batch_without_labels_is_refused() -> None:
+    engine = LspEngine(tiny_model("llama", layers=1).family, settings(), "cpu")
+    ids = np.ones((2, 5), dtype=np.int64)
+    with pytest.raises(DataError, match="no token to learn from"):
+        engine.step(ids, np.full_like(ids, -100), 0, RATE)
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "values", [{}, {"schedule": "zero"}, {"weight_placement": "host", "window": 2}, {"project": False}], ids=str
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_gpu_follows_the_cpu(name: str, values: dict[str, Any]) -> None:
+    """Drawn projectors: learned ones amplify a last bit. With graphs from the fourth step on, and without."""
+    data, fixed = batches(14, rows=3), {"learned": False, "check_every": 6, **values}
+    expected, _, _ = train(name, data, **fixed)
+    for graphs in (False, True):
+        ours, _, _ = train(name, data, device="cuda", cuda_graphs=graphs, **fixed)
+        np.testing.assert_allclose(ours, expected, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_graphs_on_a_gpu_change_little(compute: str) -> None:
+    """Through a refresh with learned projectors; kernels may be others in a graph."""
+    data, results = batches(14, rows=3), []
+    for graphs in (False, True):
+        family, sizes = FAMILIES["llama"]
+        engine = LspEngine(
+            tiny_model(family, **sizes).family, settings(compute=compute, check_every=6, cuda_graphs=graphs), "cuda"
+        )
+        try:
+            results.append([engine.step(ids, labels, step, RATE) for step, (ids, labels) in enumerate(data)])
+            assert bool(engine.graphs.made) == graphs
+        finally:
+            engine.close()
+    np.testing.assert_allclose(results[1][:7], results[0][:7], rtol=1e-3 if compute == "float32" else 2e-2)
+    np.testing.assert_allclose(results[1], results[0], rtol=5e-2)

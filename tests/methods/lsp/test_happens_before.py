@@ -1,0 +1,54 @@
+"""Each access to the engine's memory happens after those that conflict with it; see `tests.offload.happens_before`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ondevice.methods.lsp import updates  # noqa: E402
+from ondevice.methods.lsp.config import LspConfig  # noqa: E402
+from ondevice.methods.lsp.engine import LspEngine  # noqa: E402
+from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.offload import engine as offload_engine  # noqa: E402
+from tests.methods.slideformer.reference import batches, run  # noqa: E402
+from tests.offload.happens_before import checking, names  # noqa: E402
+
+PROJECTORS: dict[str, Any] = {"subspace": 24, "nonzeros": 4, "check_every": 2, "threshold": 0.0}
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"gradient_buffers": 2, "compute": "float32", "optimizer": "torch"},
+    {"optimizer": "torch"},
+    {"schedule": "zero"},
+    {"weight_placement": "host", "window": 2},
+    {"weight_dtype": "float32", "activations": "host", "micro_batch_size": 1},
+    {"project": False},
+    {"max_grad_norm": 0.1, "clip": "global"},
+]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_nothing_touches_memory_too_early(config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps with and without a check of the bias, an evaluation and another step, without a race."""
+    with checking(monkeypatch, updates) as (checker, device):
+        monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
+        model = tiny_model("llama", layers=5, tied=tied).family
+        settings = LspConfig(timeout_s=20.0, threads=1, **PROJECTORS, **config)
+        with checker.quiet():
+            engine = LspEngine(model, settings, "cpu")
+        for part in engine.parts:
+            checker.on_host(*part.moments.tensors().values())
+        names(checker, engine, "engine")
+        try:
+            data = batches(4, rows=2, length=6)
+            run(engine, data)
+            engine.evaluate(*data[0])
+            run(engine, data[:1])
+        finally:
+            engine.close()
+    assert checker.accesses > 2000
+    assert list(checker.races) == []

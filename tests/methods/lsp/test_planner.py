@@ -1,0 +1,141 @@
+"""What is recommended for LSP-Offload on devices of given rates, against counts made here once more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ondevice.core.errors import DoesNotFitError
+from ondevice.core.registry import method_config
+from ondevice.methods.lsp.planner import LARGEST_BATCH, SIZES
+from ondevice.methods.lsp.sizes import extra
+from ondevice.methods.step_model import recomputed_flops
+from ondevice.models import ModelDims
+from ondevice.planning.advice import recommend
+from ondevice.planning.devices import Device, DeviceEntry, find_device
+from ondevice.planning.estimate import Plan, plan
+from ondevice.planning.fits import alternatives, ensure_fits
+
+LLAMA_7B = ModelDims("llama", 32, 4096, 11008, 32, 32, 128, 32000, False, False, 1e4, 1e-5, 4096)
+SIDES = [(4096, 4096)] * 4 + [(4096, 11008)] * 2 + [(11008, 4096)]
+MATRICES = 32 * SIDES
+CARD = replace(
+    find_device("h200"), name="card", usable_bytes=int(22.5 * 2**30), flops_s={"bfloat16": 80e12}, bus_bytes_s=15e9
+)
+
+
+def planned(rows: int = 4, length: int = 512, device: Device = CARD, **settings: object) -> Plan:
+    method = method_config("lsp", settings)
+    return plan(LLAMA_7B, method, batch_size=rows, length_tokens=length, dtype="bfloat16", device=device)
+
+
+def test_bytes_over_the_bus_are_two_a_number_in_each_direction() -> None:
+    found = recommend(planned(subspace=512))
+    norms, tables = 65 * 4096, 2
+    assert found["given"]["to_host_bytes"] == 2 * ((len(MATRICES) + tables) * 512**2 + norms)
+    assert found["given"]["to_device_bytes"] == found["given"]["to_host_bytes"]
+    assert found["zero"]["to_host_bytes"] == found["zero"]["to_device_bytes"] == 2 * LLAMA_7B.parameters
+    assert found["given"]["to_host_s"] == pytest.approx(found["given"]["to_host_bytes"] / 15e9)
+    layers = 2 * 2 * 32 * LLAMA_7B.block_parameters
+    sliding = recommend(planned(subspace=512, weight_placement="host"))["given"]
+    assert sliding["to_device_bytes"] - sliding["to_host_bytes"] == layers
+
+
+def test_multiplications_of_the_projection() -> None:
+    s, tokens, hidden, vocab = 256, 4 * 512, 4096, 32000
+    found = extra(LLAMA_7B, method_config("lsp", {"subspace": s, "window": 2}), 4, 512)
+    collecting = sum(tokens * s * (m + n + s) for m, n in MATRICES)
+    head = vocab * hidden * s + vocab * s * s  # P^T G Q of a gradient that is there
+    embedding = tokens * hidden * s + tokens * s * s
+    assert found.collecting == collecting + head + embedding
+    once = sum(m * s * s + m * s * n for m, n in SIDES)  # of a layer; the last two are made in one pass alone
+    tables = (vocab + tokens) * (s * s + s * hidden)
+    assert found.making == (2 * 32 - 2) * once + tables
+    assert found.saved == sum(tokens * m * n for m, n in MATRICES)
+    assert found.flops == 2 * (found.making + found.collecting - found.saved)
+    none = extra(LLAMA_7B, method_config("lsp", {"project": False}), 4, 512)
+    assert (none.making, none.collecting, none.saved) == (0, 0, 0)
+    native = recomputed_flops(LLAMA_7B, 4, 512)
+    layers = sum(8 * tokens * m * n for m, n in MATRICES)  # forward twice, and gradients of inputs and weights
+    assert layers + 6 * tokens * vocab * hidden <= native <= 1.05 * (layers + 6 * tokens * vocab * hidden)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+def test_the_largest_subspace_within_a_tenth_is_taken(rows: int) -> None:
+    found = recommend(planned(rows))
+    size = found["settings"]["subspace"]
+    ratios = {s: recommend(planned(rows, subspace=s))["given"]["unhidden"] for s in SIZES}
+    allowed = [s for s, ratio in ratios.items() if ratio <= 1.1]
+    assert size == max(allowed) and found["settings"]["batch_size"] == rows
+    assert found["recommended"]["unhidden"] == pytest.approx(ratios[size])
+    assert f"subspace {size}" in " ".join(found["sentences"])
+    given = found["given"]
+    parts = given["compute_s"] + given["to_host_s"] + given["to_device_s"]
+    assert given["unhidden"] == pytest.approx(parts / given["native_s"])
+
+
+def test_a_bus_that_is_too_slow_wants_a_larger_batch() -> None:
+    found = recommend(planned(1, bus_limit_gb_per_s=0.1))
+    rows = found["settings"]["batch_size"]
+    assert found["settings"]["subspace"] == 512 and 1 < rows <= LARGEST_BATCH
+    assert found["recommended"]["unhidden"] <= 1.1
+    assert recommend(planned(rows - 1, bus_limit_gb_per_s=0.1, subspace=512))["given"]["unhidden"] > 1.1
+    text = " ".join(found["sentences"])
+    assert "simulated bus of 0.1 GB/s" in text and "smallest batch at which 512 does" in text
+    never = recommend(planned(1, 16, bus_limit_gb_per_s=1e-5))
+    assert "no batch up to 1024" in " ".join(never["sentences"]) and never["settings"]["batch_size"] == 1
+
+
+def test_projectors_take_at_most_a_twentieth_of_the_weights() -> None:
+    for rows, bus in ((1, 50.0), (16, 50.0)):
+        found = recommend(planned(rows, bus_limit_gb_per_s=bus))["settings"]
+        used = planned(rows, subspace=found["subspace"], nonzeros=found["nonzeros"]).parts["projectors"]
+        assert used <= 0.05 * 2 * LLAMA_7B.parameters or found["nonzeros"] == 4
+        if found["nonzeros"] < 16 and found["subspace"] >= 512:
+            more = planned(rows, subspace=found["subspace"], nonzeros=2 * found["nonzeros"]).parts["projectors"]
+            assert more > 0.05 * 2 * LLAMA_7B.parameters
+    few = recommend(planned(1, bus_limit_gb_per_s=15.0))["settings"]
+    assert few["subspace"] >= 512 or few["nonzeros"] <= 8
+
+
+def test_what_does_not_fit_gets_smaller_weights() -> None:
+    roomy = recommend(planned())
+    assert roomy["fits"] and roomy["settings"]["weight_dtype"] == "compute"
+    tight = recommend(planned(device=replace(CARD, usable_bytes=12 << 30)))
+    assert tight["fits"] and tight["settings"]["weight_dtype"] == "nf4" and "with weights nf4" in tight["sentences"][-1]
+    tighter = recommend(planned(1, device=replace(CARD, usable_bytes=7 << 30)))
+    assert tighter["settings"]["weight_placement"] == "host" and tighter["fits"]
+    none = recommend(planned(device=replace(CARD, usable_bytes=1 << 30)))
+    assert not none["fits"] and "nf4 or host" in none["sentences"][-1]
+
+
+def test_without_rates_nothing_is_recommended() -> None:
+    found = recommend(planned(device=replace(CARD, bus_bytes_s=None)))
+    assert found["settings"] is None and "the bus of card is not known" in found["sentences"][-1]
+    assert found["given"]["compute_s"] > 0 and found["given"]["to_host_s"] is None
+    found = recommend(planned(device=replace(CARD, flops_s={})))
+    assert found["recommended"] is None and "matrix products" in found["sentences"][-1]
+
+
+def test_a_plan_that_does_not_fit_offers_other_weights() -> None:
+    found = planned(device=replace(CARD, usable_bytes=12 << 30))
+    words = {words: other for words, other in alternatives(found)}
+    assert words["method.weight_dtype: nf4"].fits and words["method.weight_placement: host"].fits
+    assert words["method.weight_dtype: nf4"].parts["weights"] < 0.3 * found.parts["weights"]
+    with pytest.raises(DoesNotFitError) as caught:
+        ensure_fits(found)
+    assert "method.weight_dtype" in str(caught.value.hint)
+    assert not any("moments" in words for words in words)
+    noted = planned(weight_dtype="nf4").notes
+    assert any("stay on the accelerator" in note for note in noted)
+
+
+def test_a_table_s_bus_is_bytes_a_second(tmp_path) -> None:
+    file = tmp_path / "devices.yaml"
+    file.write_text(
+        "card:\n  description: a card\n  kind: gpu\n  torch_device: cuda\n  memory_gib: 24\n"
+        "  usable_fraction: 0.9\n  rule: r\n  bus_gb_s: 12.5\n  tflops: {bfloat16: 100}\n"
+    )
+    assert find_device("card", file).bus_bytes_s == 12.5e9
+    assert "bus_gb_s" in DeviceEntry.model_fields and find_device("oneplus-12").bus_bytes_s is None

@@ -1,0 +1,110 @@
+"""Sparse projectors against dense matrices, their random numbers, and that the estimate begins without bias."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+
+from ondevice.methods.lsp.projector import Projector, draw  # noqa: E402
+from tests.methods.lsp.dense import normal, pair, table  # noqa: E402
+
+SIZES = [(33, 32, 4), (101, 37, 5), (64, 7, 3), (50, 9, 9), (13, 1, 1), (29, 8, 20), (5, 2, 1)]
+"""Rows, size, nonzeros; d divides s in few of them, and is larger than s in one."""
+
+
+def parts(side: Projector) -> tuple[Tensor, Tensor]:
+    assert side.positions is not None and side.values is not None
+    return side.positions, side.values
+
+
+@pytest.mark.parametrize(("rows", "size", "nonzeros"), SIZES)
+def test_a_row_has_one_value_in_each_block(rows: int, size: int, nonzeros: int) -> None:
+    positions, values = parts(draw(rows, size, nonzeros, 3, 1, 4))
+    d = min(nonzeros, size)
+    assert positions.shape == values.shape == (rows, d)
+    assert (positions.dtype, values.dtype) == (torch.int64, torch.float32)
+    for block in range(d):
+        low, high = block * size // d, (block + 1) * size // d
+        assert high - low in (size // d, size // d + 1)
+        assert bool(((positions[:, block] >= low) & (positions[:, block] < high)).all())
+    assert all(len(set(row)) == d for row in positions.tolist())
+    assert bool((values != 0).all())
+
+
+@pytest.mark.parametrize(("size", "nonzeros"), [(10, 3), (16, 4), (7, 1)])
+def test_every_position_is_as_likely_as_the_others_of_its_block(size: int, nonzeros: int) -> None:
+    rows = 40_000
+    positions, _ = parts(draw(rows, size, nonzeros, 0, 0, 0))
+    counts = torch.bincount(positions.flatten(), minlength=size).double()
+    for block in range(nonzeros):
+        low, high = block * size // nonzeros, (block + 1) * size // nonzeros
+        share = 1 / (high - low)
+        assert bool(((counts[low:high] / rows - share).abs() <= 5 * (share * (1 - share) / rows) ** 0.5).all())
+
+
+@pytest.mark.parametrize("nonzeros", [1, 4, 7])
+def test_values_are_normal_with_variance_one_in_d(nonzeros: int) -> None:
+    values = parts(draw(30_000, 16, nonzeros, 1, 0, 0))[1].double() * nonzeros**0.5
+    count = values.numel()
+    for power, (mean, variance) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96)], start=1):
+        assert abs(float((values**power).mean()) - mean) <= 5 * (variance / count) ** 0.5
+
+
+def test_values_of_neighbours_are_not_correlated() -> None:
+    values = parts(draw(30_000, 16, 4, 1, 0, 0))[1].double() * 2
+    flat = values.flatten()
+    for shift in (1, 2, 3, 4):
+        products = flat[shift:] * flat[:-shift]
+        assert abs(float(products.mean())) <= 5 * len(products) ** -0.5
+
+
+def test_it_is_a_pure_function_of_seed_turn_and_tensor() -> None:
+    first = parts(draw(40, 15, 4, 7, 2, 5))
+    again = parts(draw(40, 15, 4, 7, 2, 5))
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    for other in [(8, 2, 5), (7, 3, 5), (7, 2, 6), (7, 5, 2), (2, 7, 5)]:
+        positions, values = parts(draw(40, 15, 4, *other))
+        assert not torch.equal(first[0], positions)
+        assert not bool((first[1] == values).any())
+
+
+@pytest.mark.parametrize(("rows", "size", "nonzeros"), SIZES)
+def test_it_is_made_dense(rows: int, size: int, nonzeros: int) -> None:
+    side = draw(rows, size, nonzeros, 1, 0, 0)
+    dense = table(side)
+    assert torch.equal(side.dense(torch.float64), dense)
+    assert torch.equal(side.dense(torch.bfloat16), dense.bfloat16())
+    some = torch.tensor([rows - 1, 0, rows // 2, 0])
+    assert torch.equal(side.rows_of(some, torch.float64), dense[some])
+    assert torch.equal(side.rows_of(some, torch.bfloat16), dense[some].bfloat16())
+    assert side.bytes == rows * min(nonzeros, size) * (8 + 4)
+
+
+@pytest.mark.parametrize("rows", [1, 12, 13])
+def test_a_side_no_longer_than_the_subspace_is_the_identity(rows: int) -> None:
+    side = draw(rows, 13, 4, 0, 0, 0)
+    assert (side.exact, side.rows, side.size, side.bytes) == (True, rows, rows, 0)
+    assert torch.equal(side.dense(torch.float32), torch.eye(rows))
+    some = torch.tensor([rows - 1, 0])
+    assert torch.equal(side.rows_of(some, torch.float32), torch.eye(rows)[some])
+    assert not draw(14, 13, 4, 0, 0, 0).exact
+
+
+@pytest.mark.parametrize(("m", "n", "size", "nonzeros"), [(7, 6, 3, 2), (9, 4, 5, 3), (5, 8, 2, 1)])
+def test_the_estimate_begins_without_bias(m: int, n: int, size: int, nonzeros: int) -> None:
+    """The mean over 3000 pairs, of every element and along the gradient and 30 other directions, by 5 standard errors.
+    Its standard error along the gradient is 0.03 of it."""
+    count, gradient = 3000, normal(m, n).double()
+    found = []
+    for seed in range(count):
+        p, q = (side.dense(torch.float64) for side in pair(m, n, size, nonzeros, seed))
+        found.append((p @ (p.T @ gradient @ q) @ q.T).flatten())
+    estimates, wanted = torch.stack(found), gradient.flatten()
+    directions = torch.cat([torch.eye(m * n), wanted[None].float(), normal(30, m * n, seed=1)]).double()
+    along = estimates @ directions.T
+    error = along.std(0) / count**0.5
+    assert bool(((along.mean(0) - directions @ wanted).abs() <= 5 * error).all())
+    assert float(error[m * n] / wanted.square().sum()) < 0.05

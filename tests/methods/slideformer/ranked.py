@@ -1,0 +1,135 @@
+"""What one of several ranks does in test_ranks.py: `... -m tests.methods.slideformer.ranked CASE FOLDER [DEVICE]`.
+
+One group of processes does all that a case asks for, so that torch is imported once a rank. Rank r leaves what it
+found in FOLDER/CASE-r.pt.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ondevice.core.errors import CheckpointError, OndeviceError
+from ondevice.core.registry import method_config
+from ondevice.methods.slideformer.config import SlideformerConfig
+from ondevice.methods.slideformer.engine import SlideformerEngine
+from ondevice.methods.slideformer.torch import Follower, Leader
+from ondevice.models.tiny import tiny_model
+from ondevice.offload.ranks import SINGLE, Ranks, join
+from tests.methods.slideformer.reference import batches, run
+
+STEPS, ROWS = 10, 4
+EXACT = {"compute": "float32", "optimizer": "torch", "eps": 1e-4}
+"""Where a gradient is nothing but rounding (the bias of keys), a smaller epsilon would make steps of it."""
+SMALL = {"max_grad_norm": 0.05}
+LIMIT_S = 4.0
+"""Longest wait for a rank that dies or hangs."""
+RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "tied": (EXACT, "llama", {"layers": 3}),
+    "untied": (EXACT, "llama", {"layers": 4, "tied": False}),
+    "gpt2": ({**EXACT, "micro_batch_size": 1}, "gpt2", {"layers": 2}),
+    "previous": ({**EXACT, **SMALL, "clip": "previous"}, "llama", {"layers": 3, "tied": False}),
+    "layer": ({**EXACT, **SMALL, "clip": "layer"}, "llama", {"layers": 2}),
+    "global": ({**EXACT, **SMALL, "clip": "global"}, "llama", {"layers": 3}),
+    "global untied": ({**EXACT, **SMALL, "clip": "global"}, "gpt2", {"layers": 1, "tied": False}),
+    "parts": ({**EXACT, "vocabulary_chunks": 3, "window": 2}, "qwen2", {"layers": 4, "tied": False}),
+    "disk": ({**EXACT, "disk_fraction": 0.5, "activations": "disk"}, "llama", {"layers": 4}),
+    "bfloat16": ({}, "llama", {"layers": 4, "tied": False}),
+}
+"""Settings, family and sizes of each comparison with one process."""
+
+
+def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, Any]:
+    """Losses, this rank's masters, an evaluation, what the accelerator holds, and host bytes."""
+    settings, family, sizes = RUNS[name]
+    config = SlideformerConfig(timeout_s=30.0, threads=1, **settings)
+    engine = SlideformerEngine(tiny_model(family, **sizes).family, config, device, ranks)
+    losses = run(engine, batches(STEPS, rows=ROWS), 1e-3)
+    ids, labels = batches(1, rows=3, seed=7)[0]
+    nll, _ = engine.evaluate(ids, labels)
+    found = {
+        "losses": losses,
+        "masters": engine.store.masters(),
+        "nll": torch.from_numpy(nll),
+        "window": [slot.memory.cpu().clone() for slot in (*engine.window.layers, *engine.window.head)],
+        "bytes": engine.store.bytes,
+        "segments": engine.device.segments(),
+    }
+    engine.close()
+    return found
+
+
+def session(ranks: Ranks, device: str) -> dict[str, Any]:
+    """State out of three steps and into another session, which goes on with the same bits; errors on every rank."""
+    config = method_config("slideformer", {"timeout_s": 30.0, "threads": 1})
+    kind = Follower if ranks.rank else Leader
+    first, second = (kind(tiny_model("llama", seed, layers=3), config, device, ranks) for seed in (0, 1))
+    if ranks.rank:
+        assert [first.follow(), second.follow()] == ["first", "second"]
+        third = Follower(tiny_model("llama", layers=2), config, device, ranks)
+        return {"refused": _refused(third.follow)}
+    data = batches(6, rows=ROWS)
+    for step, batch in enumerate(data[:3]):
+        first.step(*batch, step, 1e-3)
+    state = {name: value.copy() for name, value in first.state().items()}
+    first.written(None)
+    straight = [first.step(*batch, 3 + step, 1e-3).loss for step, batch in enumerate(data[3:])]
+    end = first.weights()
+    first.finish("first")
+    second.load_state(state)
+    resumed = [second.step(*batch, 3 + step, 1e-3).loss for step, batch in enumerate(data[3:])]
+    same = all(torch.equal(value, end[name]) for name, value in second.weights().items())
+    second.finish("second")
+    third = Leader(tiny_model("llama", layers=2), config, device, ranks)
+    missing = {name: value for name, value in state.items() if "layer.1" not in name}
+    refused = _refused(lambda: third.load_state(missing))
+    return {"straight": straight, "resumed": resumed, "same": same, "state": state, "refused": refused}
+
+
+def _refused(call: Any) -> str:
+    try:
+        call()
+    except CheckpointError as error:
+        return error.message
+    return "not refused"
+
+
+def left_alone(ranks: Ranks, device: str, dies: bool) -> dict[str, Any]:
+    """Rank 1 is killed between two steps, or stops to do anything."""
+    engine = SlideformerEngine(
+        tiny_model("llama").family, SlideformerConfig(timeout_s=LIMIT_S, threads=1), device, ranks
+    )
+    began = 0.0
+    try:
+        for step, batch in enumerate(batches(3, rows=ROWS)):
+            if step == 1 and ranks.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL if dies else signal.SIGSTOP)
+            began = time.monotonic()
+            engine.step(*batch, step, 1e-3)
+    except OndeviceError as error:
+        return {"message": error.message, "seconds": time.monotonic() - began}
+    return {"message": "no error", "seconds": 0.0}
+
+
+def main(case: str, folder: Path, device: str) -> None:
+    torch.set_num_threads(1)
+    ranks, device = join(device, 30.0 if case == "runs" else LIMIT_S)
+    found: Any
+    if case == "runs":
+        found = {name: compute(name, ranks, device) for name in RUNS}
+        found["session"] = session(ranks, device)
+    else:
+        found = left_alone(ranks, device, case == "dies")
+    torch.save(found, folder / f"{case}-{ranks.rank}.pt")
+
+
+if __name__ == "__main__":
+    np.seterr(all="raise")
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "cpu")

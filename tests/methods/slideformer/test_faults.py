@@ -1,0 +1,251 @@
+"""What breaks surfaces at the step, with the name of what broke, soon; and the engine can still be closed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ondevice.core.errors import DataError, DoesNotFitError, OndeviceError, StorageError, TrainingError  # noqa: E402
+from ondevice.methods.slideformer import updater  # noqa: E402
+from ondevice.methods.slideformer.store import TieredStore  # noqa: E402
+from ondevice.offload import drive  # noqa: E402
+from ondevice.offload.drive import BLOCK_BYTES  # noqa: E402
+from ondevice.offload.host import HostStore  # noqa: E402
+from ondevice.runtime_ops import layer_adam  # noqa: E402
+from tests.methods.slideformer.reference import batches, open_engine, run  # noqa: E402
+
+SOON_S = 5.0
+LAYERS = 4
+
+
+@pytest.fixture(params=["native", "torch"])
+def broken_update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """`broken_update(index, call)` lets the update of that unit make `call` first; gives the optimizer's name."""
+    if request.param == "native" and not layer_adam.available():
+        pytest.skip("no C++ compiler")
+
+    def breaks(index: int, call: Callable[[], None]) -> str:
+        name = {"native": "layer_adam", "torch": "torch_adam"}[request.param]
+        update = getattr(updater, name)
+
+        def broken(gradient: Any, state: Any, *rest: Any, **options: Any) -> None:
+            if state.seed == index:
+                call()
+            update(gradient, state, *rest, **options)
+
+        monkeypatch.setattr(updater, name, broken)
+        return request.param
+
+    return breaks
+
+
+def raises_soon(engine: Any, kind: type[OndeviceError], steps: int = 2, within_s: float = SOON_S) -> OndeviceError:
+    """What one of the next steps raises, and every one after it."""
+    started = time.monotonic()
+    with pytest.raises(OndeviceError) as caught:
+        for step, batch in enumerate(batches(steps)):
+            engine.step(*batch, step, 1e-3)
+        engine.flush()
+    assert time.monotonic() - started < within_s
+    assert type(caught.value) is kind
+    with pytest.raises(OndeviceError):  # it stays broken, and says so at once
+        engine.step(*batches(1)[0], steps, 1e-3)
+    return caught.value
+
+
+def closes_soon(engine: Any) -> None:
+    started = time.monotonic()
+    engine.close()
+    assert time.monotonic() - started < SOON_S
+    assert not any(worker.thread.is_alive() for worker in (engine.transfers, engine.updates))
+
+
+@pytest.mark.parametrize("index", [0, LAYERS - 1, LAYERS, LAYERS + 1])
+def test_an_update_that_fails_names_its_unit(index: int, broken_update: Any) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("seventeen")
+
+    engine = open_engine({"optimizer": broken_update(index, fail)}, layers=LAYERS)
+    name = engine.units.all[index].name
+    error = raises_soon(engine, TrainingError)
+    assert f"update of {name} failed: ZeroDivisionError: seventeen" in str(error)
+    assert "resume" in str(error)
+    closes_soon(engine)
+
+
+def test_an_error_of_ours_keeps_its_kind_and_its_hint(broken_update: Any) -> None:
+    def fail() -> None:
+        raise StorageError("the drive is on fire", expected="no fire", received="fire", hint="water")
+
+    engine = open_engine({"optimizer": broken_update(2, fail)}, layers=LAYERS)
+    error = raises_soon(engine, StorageError)
+    assert str(error).splitlines() == [
+        "update of layer 2: the drive is on fire", "  expected: no fire", "  received: fire", "  try: water",
+    ]  # fmt: skip
+    closes_soon(engine)
+
+
+def test_a_transfer_that_fails_names_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    outgoing = HostStore.outgoing
+
+    def broken(self: Any, unit: Any, span: slice) -> Any:
+        if unit.name == "layer 1":
+            raise RuntimeError("out of wires")
+        return outgoing(self, unit, span)
+
+    monkeypatch.setattr(HostStore, "outgoing", broken)
+    engine = open_engine({}, layers=LAYERS)
+    assert "transfer of layer 1 failed: RuntimeError: out of wires" in str(raises_soon(engine, TrainingError))
+    closes_soon(engine)
+
+
+@pytest.mark.parametrize("index", [1, LAYERS + 1])
+def test_an_update_that_hangs_is_given_up(index: int, broken_update: Any) -> None:
+    """The next step waits `timeout_s`, for that unit or for one behind it, and then names what hangs. Should that go on
+    after all, the engine closes."""
+    released = threading.Event()
+    hangs = {"optimizer": broken_update(index, released.wait), "timeout_s": 0.3}
+    engine = open_engine(hangs, layers=LAYERS)
+    try:
+        error = raises_soon(engine, TrainingError)
+        assert "did not end within 0.3 s" in error.message
+        assert f"update of {engine.units.all[index].name} running for" in str(error.received)
+        assert not engine.updates.close(timeout_s=0.1)
+    finally:
+        released.set()
+    closes_soon(engine)
+
+
+def test_a_hanging_thread_does_not_hold_the_process() -> None:
+    code = """
+import threading
+from ondevice.core.errors import TrainingError
+from ondevice.methods.slideformer import updater
+from tests.methods.slideformer.reference import batches, open_engine
+
+updater.layer_adam = updater.torch_adam = lambda *_, **__: threading.Event().wait()
+engine = open_engine({"timeout_s": 0.3}, layers=2)
+try:
+    for step, batch in enumerate(batches(2)):
+        engine.step(*batch, step, 1e-3)
+except TrainingError as error:
+    print(error)
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert "did not end within 0.3 s" in ended.stdout
+    assert "update of " in ended.stdout
+
+
+def test_moments_that_change_on_the_disk_name_the_record(tmp_path: Path) -> None:
+    engine = open_engine({"disk_fraction": 1.0, "disk_folder": tmp_path}, layers=LAYERS)
+    run(engine, batches(2))
+    moments = engine.disk.moments
+    moments.flush()
+    (path,) = [file for file in tmp_path.rglob("*") if file.is_file()]
+    record = moments.records[2]
+    with open(path, "r+b") as file:
+        file.seek(moments.file._starts[record] + BLOCK_BYTES)
+        file.write(b"\x5a" * 64)
+    error = raises_soon(engine, StorageError, steps=3)
+    assert f"record {record} " in error.message and "update of layer 2" in error.message
+    closes_soon(engine)
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("config", [{"disk_fraction": 1.0}, {"activations": "disk"}], ids=str)
+def test_a_disk_that_refuses_writes_during_training(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine({**config, "disk_folder": tmp_path}, layers=12)
+    run(engine, batches(1))
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(drive.os, "pwritev", full)
+    error = raises_soon(engine, StorageError, steps=3)
+    assert "the disk is full" in error.message and "record" in error.message
+    closes_soon(engine)
+    assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_full_disk_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread, no file and no folder is left."""
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    threads, (_, hard) = threading.active_count(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(StorageError) as caught:
+            open_engine({"disk_fraction": 1.0}, layers=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert "offload file" in str(caught.value) and "room for" in str(caught.value.expected)
+    assert threading.active_count() == threads
+    assert list(tmp_path.glob("ondevice*")) == []
+
+
+@pytest.mark.parametrize("place", [TieredStore, updater.Updater])
+def test_memory_that_does_not_suffice_leaves_nothing(
+    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: Any, **__: Any) -> None:
+        raise DoesNotFitError("no memory")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(place, "__init__", none)
+    threads = threading.active_count()
+    with pytest.raises(DoesNotFitError):
+        open_engine({"disk_fraction": 1.0, "activations": "disk"}, layers=2)
+    assert threading.active_count() == threads
+    assert list(tmp_path.glob("ondevice*")) == []
+
+
+def test_no_label_is_a_data_error_and_does_no_harm(engine: Any) -> None:
+    opened, other = engine(layers=2), engine(layers=2)
+    first, second = batches(2)
+    empty = first[1].copy()
+    empty[:, 1:] = -100  # the first token has no predecessor
+    losses = [opened.step(*first, 0, 1e-3)]
+    with pytest.raises(DataError, match="no token"):
+        opened.step(first[0], empty, 1, 1e-3)
+    losses.append(opened.step(*second, 1, 1e-3))
+    assert losses == [other.step(*first, 0, 1e-3), other.step(*second, 1, 1e-3)]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    deadline = time.monotonic() + 10
+    while (left := [t for t in threading.enumerate() if t not in before and "ondevice" in t.name]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    assert left == []
+
+
+def test_closing_twice_and_without_a_step(engine: Any) -> None:
+    opened = engine({"disk_fraction": 0.5, "activations": "disk"}, layers=2)
+    folder = opened.disk.temporary
+    assert folder.exists()
+    opened.close()
+    opened.close()
+    assert not folder.exists()
+    assert np.isfinite(opened.host_bytes)

@@ -1,0 +1,66 @@
+"""Every access to the engine's memory happens after those that conflict with it; see `tests.offload.happens_before`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ondevice.methods.slideformer import disk, store, updater  # noqa: E402
+from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
+from ondevice.methods.slideformer.engine import SlideformerEngine  # noqa: E402
+from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.offload import engine as offload_engine  # noqa: E402
+from ondevice.offload.ranks import SINGLE  # noqa: E402
+from tests.methods.slideformer.reference import batches, run  # noqa: E402
+from tests.offload.happens_before import CheckedRanks, checking, names  # noqa: E402
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"window": 2, "gradient_buffers": 2, "micro_batch_size": 2},
+    {"optimizer": "torch", "window": 2},
+    {"compute": "float32", "vocabulary_chunks": 3},
+    {"vocabulary_chunks": 4, "micro_batch_size": 1, "window": 2},
+    {"activations": "disk", "micro_batch_size": 2, "disk_fraction": 0.5},
+    {"activations": "device", "disk_fraction": 1.0, "moments": "int8"},
+    {"max_grad_norm": 0.1, "clip": "previous", "resident_layers": 2},
+    {"max_grad_norm": 0.1, "clip": "global", "vocabulary_chunks": 2},
+]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_nothing_touches_memory_too_early(config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(config, tied, False, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "config", [{"window": 2}, {"max_grad_norm": 0.1, "clip": "layer", "vocabulary_chunks": 2}], ids=str
+)
+def test_ranks_do_one_thing_after_the_other(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Broadcasts and sums are in lanes, too, and share one communicator."""
+    check(config, False, True, monkeypatch)
+
+
+def check(config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some steps, an evaluation and another step without a race."""
+    with checking(monkeypatch, updater, store, disk) as (checker, device):
+        monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
+        ranks = CheckedRanks(checker) if ranked else SINGLE
+        model = tiny_model("llama", layers=5, tied=tied).family
+        settings = SlideformerConfig(timeout_s=20.0, threads=1, **config)
+        with checker.quiet():
+            engine = SlideformerEngine(model, settings, "cpu", ranks)
+        names(checker, engine, "engine")
+        try:
+            data = batches(3, rows=2, length=6)
+            run(engine, data)
+            engine.evaluate(*data[0])
+            run(engine, data[:1])
+        finally:
+            engine.close()
+    assert checker.accesses > 2000
+    assert list(checker.races) == []

@@ -1,0 +1,59 @@
+"""Host memory of the engine: what it says is what is there, and it is 12 bytes a parameter and a constant."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ondevice.offload.drive import BLOCK_BYTES  # noqa: E402
+from tests.methods.slideformer.reference import batches, run  # noqa: E402
+
+
+def live() -> dict[int, Any]:
+    """Every tensor memory that Python can see, by address. As long as it is held, no other takes its address."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors if t.device.type == "cpu"}
+
+
+CASES: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"compute": "float32"}, False),
+    ({"optimizer": "torch"}, True),
+    ({"disk_fraction": 1.0}, False),
+    ({"activations": "disk"}, False),
+]
+
+
+@pytest.mark.parametrize(("config", "tied"), CASES, ids=str)
+def test_host_memory_is_12_bytes_a_parameter(config: dict[str, Any], tied: bool, engine: Any) -> None:
+    """And a constant: gradient buffers of 4 layers, one of the rest and one of each table, in the compute dtype; two of
+    the largest unit to convert, and its gradient in float32, where there is no fused update. What the engine says is
+    what is there."""
+    before = live()
+    opened = engine(config, layers=8, intermediate=256, tied=tied)
+    run(opened, batches(2))
+    units, item = opened.units, opened.store.dtype.itemsize
+    largest = max(unit.numel for unit in units.all)
+    buffers = 4 * max(unit.numel for unit in units.layers) + units.rest.numel + units.head.numel
+    buffers = item * (buffers + (0 if tied else units.embedding.numel))
+    buffers += 2 * item * largest if opened.store.converted else 0
+    buffers += 0 if opened.store.native else 4 * largest
+    staged = 3 * 8 * (largest + 2 * BLOCK_BYTES) if opened.disk.moments else 0
+    steps = opened.activations.bytes + opened.window.bytes
+    per_parameter = 4 if opened.disk.moments else 12
+    limit = per_parameter * units.parameters + buffers + staged + steps
+    assert opened.host_bytes <= limit + 12 * 128 * sum(len(unit.pieces) for unit in units.all)
+    assert opened.host_bytes >= 0.9 * limit
+    window = opened.window
+    slots = [*window.layers, *window.gradients, *window.head, *window.head_gradient, window.rest]
+    slots += [window.rest_gradient, window.entering]
+    device = sum(slot.memory.numel() * item for slot in slots)
+    device += sum(memory.numel() * item for memory, _ in opened.activations.ring)
+    found = sum(memory.nbytes() for address, memory in live().items() if address not in before)
+    assert found - device == pytest.approx(opened.host_bytes, rel=0.03)

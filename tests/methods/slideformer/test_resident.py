@@ -1,0 +1,75 @@
+"""Layers that stay on the accelerator: the same bits as on the host, resume, clipping, and what excludes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from ondevice.core.errors import ConfigError  # noqa: E402
+from tests.methods.slideformer.reference import batches, differing, open_engine, outcome, run  # noqa: E402
+
+SIZES = {"layers": 5, "intermediate": 77}
+TORCH = {"optimizer": "torch", "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("family", "tied"), [("llama", False), ("gpt2", True)])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_the_bits_are_those_of_layers_on_the_host(family: str, tied: bool, compute: str, count: int) -> None:
+    config = {**TORCH, "compute": compute, "micro_batch_size": 2}
+    sizes = {**SIZES, "tied": tied}
+    on_host = outcome(config, family, sizes, batches(5))
+    here = outcome({**config, "resident_layers": count}, family, sizes, batches(5))
+    assert here[0] == on_host[0] and differing(here[1], on_host[1]) == []
+
+
+@pytest.mark.parametrize("clip", ["previous", "layer"])
+def test_clipping_is_the_same_but_for_the_last_bits(clip: str) -> None:
+    config = {**TORCH, "compute": "float32", "eps": 1e-4, "max_grad_norm": 0.1, "clip": clip}
+    on_host, free = outcome(config, "llama", SIZES, batches(4)), outcome(TORCH, "llama", SIZES, batches(4))
+    here = outcome({**config, "resident_layers": 3}, "llama", SIZES, batches(4))
+    for name, value in on_host[1].items():
+        torch.testing.assert_close(here[1][name], value, rtol=1e-4, atol=1e-5)
+    assert differing(here[1], free[1])
+
+
+@pytest.mark.parametrize("config", [{}, TORCH, {"max_grad_norm": 0.1}], ids=["split", "plain", "clipped"])
+def test_a_state_goes_through_arrays(config: dict[str, Any], request: Any) -> None:
+    """Three steps, the state into another engine, three steps: the bits of six steps."""
+    config, data = {"resident_layers": 2, **config}, batches(6)
+    straight, first, second = (open_engine(config, **SIZES) for _ in range(3))
+    for engine in (straight, first, second):
+        request.addfinalizer(engine.close)
+    expected = run(straight, data)
+    losses = run(first, data[:3])
+    arrays = first.store.arrays() | first.updater.clipping.norms()
+    held = {name: (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).numpy() for name, t in arrays.items()}
+    second.store.load(held)
+    second.updater.clipping.restore(held)
+    losses += [second.step(*batch, step, 1e-2 / (1 + step / 10)) for step, batch in enumerate(data) if step >= 3]
+    second.flush()
+    assert losses == expected
+    assert differing(second.store.masters(), straight.store.masters()) == []
+    weights = second.store.weights(second.store.flats())
+    dtype = torch.bfloat16 if second.store.split else torch.float32
+    assert all(torch.equal(weights[name], value.to(dtype)) for name, value in second.store.masters().items())
+
+
+def test_less_host_memory_is_taken(request: Any) -> None:
+    host = []
+    for count in (0, 3):
+        config = {"resident_layers": count, "activations": "device", "gradient_buffers": 2}
+        engine = open_engine(config, **SIZES)
+        request.addfinalizer(engine.close)
+        host.append(engine.host_bytes)
+    layers = sum(unit.numel for unit in engine.units.layers[:3])
+    assert host[0] - host[1] == pytest.approx(12 * layers, rel=0.05)
+
+
+def test_an_exact_norm_excludes_them() -> None:
+    with pytest.raises(ConfigError, match="global norm"):
+        open_engine({"resident_layers": 1, "max_grad_norm": 1.0, "clip": "global"}, **SIZES)

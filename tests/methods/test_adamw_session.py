@@ -1,0 +1,62 @@
+"""What LoRA, LoRA-FA and full fine-tuning share: AdamW, resume, refusals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ondevice.core.errors import CheckpointError, ConfigError
+from tests.methods.reference import batch, open_tiny
+
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+
+
+def adamw(value: np.ndarray, gradients: list[np.ndarray], rate: float, decay: float) -> np.ndarray:
+    """Loshchilov and Hutter's update, float64."""
+    value, m, v = value.astype(np.float64), 0.0, 0.0
+    for t, g in enumerate(gradients, 1):
+        m, v = BETAS[0] * m + (1 - BETAS[0]) * g, BETAS[1] * v + (1 - BETAS[1]) * g**2
+        value = value * (1 - rate * decay)
+        value = value - rate * (m / (1 - BETAS[0] ** t)) / (np.sqrt(v / (1 - BETAS[1] ** t)) + EPSILON)
+    return value
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_optimizer_is_adamw_at_the_loop_s_learning_rate(decay) -> None:
+    target = open_tiny("lora", weight_decay=decay, learning_rate=123.0)
+    key = "model.layers.0.self_attn.q_proj.lora_B.weight"
+    start, gradients, m = target.state()[key], [], 0.0
+    for step in range(3):
+        target.step(*batch(2, seed=step), step, 1e-2)
+        moment = target.state()[f"exp_avg/{key}"].astype(np.float64)
+        gradients.append((moment - BETAS[0] * m) / (1 - BETAS[0]))
+        m = moment
+    np.testing.assert_allclose(target.state()[key], adamw(start, gradients, 1e-2, decay), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-fa", "full"])
+def test_resumed_it_has_the_same_bits(name) -> None:
+    straight, first = open_tiny(name), open_tiny(name)
+    batches = [batch(2, seed=step) for step in range(5)]
+    results = [straight.step(*batches[step], step, 1e-3) for step in range(5)]
+    for step in range(2):
+        first.step(*batches[step], step, 1e-3)
+    second = open_tiny(name, sizes={"seed": 0})
+    second.load_state({key: value.copy() for key, value in first.state().items()})
+    for step in range(2, 5):
+        assert second.step(*batches[step], step, 1e-3) == results[step]
+    ours, theirs = straight.state(), second.state()
+    assert ours.keys() == theirs.keys() and all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
+
+
+def test_what_is_not_for_it_is_refused() -> None:
+    target = open_tiny("full")
+    with pytest.raises(ConfigError, match="replay"):
+        target.apply_update((1.0,), 0, 1e-3)
+    with pytest.raises(ConfigError, match="takes no adapter"):
+        target.load_adapter(open_tiny("lora").adapter())
+    other = open_tiny("lora")
+    other.step(*batch(2), 0, 1e-3)
+    state = other.state()
+    with pytest.raises(CheckpointError, match="exp_avg"):
+        open_tiny("lora").load_state({k: v for k, v in state.items() if not k.startswith("exp_avg/")})

@@ -1,0 +1,125 @@
+"""The device table, devices of the user's own, and this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ondevice.core.errors import ConfigError
+from ondevice.planning import devices
+from ondevice.planning import devices as machine
+from ondevice.planning.devices import GIB, device_names, find_device
+
+MINE = """
+my-phone:
+  description: a phone
+  kind: phone
+  memory_gib: 6
+  usable_fraction: 0.4
+  rule: measured with my app
+  bandwidth_gb_s: 30
+  tflops: {float32: 0.1}
+  sustained: 0.5
+"""
+
+
+def test_a_phone_lends_one_app_half_of_its_memory() -> None:
+    phone = find_device("oneplus-12")
+    assert (phone.kind, phone.torch_device) == ("phone", "cpu")
+    assert phone.memory_bytes == 12 * GIB and phone.usable_bytes == 6 * GIB
+    assert "50% of 12 GiB" in phone.rule
+
+
+@pytest.mark.parametrize("name", [name for name in device_names() if not name.startswith("this")])
+def test_every_device_says_how_much_is_usable_and_why(name: str) -> None:
+    device = find_device(name)
+    assert 0 < device.usable_bytes <= device.memory_bytes
+    assert device.bandwidth_bytes_s and len(device.rule) > 20
+    assert device.to_dict()["usable_bytes"] == device.usable_bytes
+
+
+def test_an_unknown_device_is_named_with_the_list_and_the_nearest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_device("oneplus12")
+    assert "did you mean 'oneplus-12'" in caught.value.message
+    assert "orin-nano-8gb" in str(caught.value.expected)
+    with pytest.raises(ConfigError) as caught:
+        find_device("zzz")
+    assert "did you mean" not in caught.value.message
+
+
+def test_a_device_file_adds_and_replaces(tmp_path: Path) -> None:
+    file = tmp_path / "devices.yaml"
+    file.write_text(MINE + MINE.replace("my-phone", "oneplus-12"))
+    device = find_device("my-phone", file)
+    assert device.usable_bytes == int(6 * GIB * 0.4)
+    assert device.flops_s == {"float32": pytest.approx(0.05e12)}
+    assert device.bandwidth_bytes_s == pytest.approx(15e9)
+    assert find_device("oneplus-12", file).memory_bytes == 6 * GIB
+    assert "my-phone" in device_names(file) and "my-phone" not in device_names()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not YAML"),
+        ("- a\n- b", "expected a device name"),
+        (MINE.replace("memory_gib", "memory_gb"), "did you mean 'memory_gib'"),
+        (MINE.replace("0.4", "1.4"), "my-phone: 'usable_fraction'"),
+    ],
+)
+def test_a_wrong_device_file_is_explained(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "devices.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        find_device("my-phone", file)
+    assert "devices.yaml" in caught.value.message
+
+
+def test_a_missing_device_file_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        find_device("this", tmp_path / "absent.yaml")
+
+
+def test_this_machine_is_measured() -> None:
+    import psutil
+
+    device = find_device("this-cpu")
+    assert 0 < device.usable_bytes < device.memory_bytes <= psutil.virtual_memory().total
+    assert device.flops_s["float32"] > 1e8 and device.bandwidth_bytes_s and device.bandwidth_bytes_s > 1e8
+    assert device.cores == machine.cores() >= 1
+
+
+def test_a_gpu_of_the_table_brings_its_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = machine.parse_tool("NVIDIA H200, 143771, 143000\n")
+    monkeypatch.setattr(devices, "gpus", lambda: found)
+    device = find_device("this")
+    assert device.torch_device == "cuda" and device.memory_bytes == 143771 << 20
+    assert device.usable_bytes == pytest.approx((143000 << 20) * 0.9, abs=1)
+    assert device.flops_s == find_device("h200").flops_s
+    assert find_device("this-cpu").torch_device == "cpu"
+
+
+def test_a_jetson_shares_the_memory_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    (gpu,) = machine.parse_tool("Orin (nvgpu), [N/A], [N/A]\n")
+    assert gpu.memory_bytes is None
+    monkeypatch.setattr(devices, "gpus", lambda: [gpu])
+    device = find_device("this-cuda")
+    assert device.kind == "board" and device.memory_bytes == machine.total_bytes()
+    assert device.flops_s == find_device("orin-nano-8gb").flops_s
+
+
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "gpus", list)
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        find_device("this-cuda")
+    assert find_device("this").torch_device == "cpu"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("2000", (2000, 500)), ("max", (None, 0)), (str(1 << 62), (None, 0))])
+def test_a_containers_limit_counts(tmp_path: Path, limit: str, expected: tuple[int | None, int]) -> None:
+    (tmp_path / "memory.max").write_text(limit + "\n")
+    (tmp_path / "memory.current").write_text("900\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 400\n")
+    assert machine._container(tmp_path) == expected

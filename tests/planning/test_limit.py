@@ -1,0 +1,235 @@
+"""--memory-limit: sizes as text, plans of packed weights, and a limit that holds, in a cgroup where one can be made."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ondevice.core.config import ExportConfig, TrainConfig, parse_bytes
+from ondevice.core.errors import ConfigError, DoesNotFitError
+from ondevice.core.registry import method_config
+from ondevice.offload.device import memory_errors
+from ondevice.planning.devices import find_device
+from ondevice.planning.estimate import plan, weight_bytes
+from ondevice.planning.fits import memory_limit
+
+LIMIT = 1200 << 20
+ROWS = '{"text": "a b c d", "label": "yes"}\n{"text": "c d e", "label": "no"}\n'
+
+
+@given(st.integers(1, 10**6), st.sampled_from(["", "B", "K", "KB", "KiB", "MiB", "GiB", "gib", "TB", " MiB"]))
+def test_a_size_is_a_number_with_a_unit(number, unit) -> None:
+    scale = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tb": 10**12}
+    assert parse_bytes(f"{number}{unit}") == number * scale[unit.strip().lower()]
+
+
+@pytest.mark.parametrize("text", ["", "6 cows", "GiB", "-1GiB", "1iB", "1.GiB", "1e9"])
+def test_what_is_no_size_is_refused(text) -> None:
+    with pytest.raises(ConfigError, match=r"memory_limit_bytes(.|\n)*6GiB"):
+        TrainConfig.parse({"memory_limit_bytes": text})
+
+
+def test_a_run_file_takes_text_and_numbers() -> None:
+    assert TrainConfig.parse({"memory_limit_bytes": "1.5GiB"}).memory_limit_bytes == 3 << 29
+    assert TrainConfig.parse({"memory_limit_bytes": 3 << 29}).memory_limit_bytes == 3 << 29
+    assert TrainConfig().memory_limit_bytes is None
+    with pytest.raises(ConfigError):
+        TrainConfig.parse({"memory_limit_bytes": "100"})
+
+
+def test_a_device_within_a_limit() -> None:
+    board = find_device("orin-nano-8gb")
+    assert board.within(None) is board and board.within(64 << 30) is board
+    found = board.within(4 << 30)
+    assert found.usable_bytes == 4 << 30 and found.limited and "--memory-limit" in found.rule
+
+
+@pytest.mark.parametrize(("quantize", "gib"), [("nf4", 3.60), ("int8", 6.5), ("none", 12.55)])
+def test_llama2_7b_s_weights_are_what_the_paper_says(quantize, gib) -> None:
+    """P-RGE, Table 9 (in GiB): NF4 3.50, INT8 6.52, FP16 12.56."""
+    dims = llama2_7b()
+    assert sum(weight_bytes(dims, "bfloat16", quantize)) / 2**30 == pytest.approx(gib, rel=0.02)
+
+
+def llama2_7b():
+    from ondevice.models import ModelDims
+
+    return ModelDims("llama", 32, 4096, 11008, 32, 32, 128, 32000, False, False, 1e4, 1e-5, 4096)
+
+
+def test_an_nf4_plan_of_7b_fits_a_board_and_a_step_within_4_5_gb() -> None:
+    export = ExportConfig(target="jetson", quantize="nf4", lengths_tokens=(128,), batch_size=2)
+    settings = {"batch_size": 2, "length_tokens": 128, "dtype": "bfloat16", "export": export, "runtime": "torch"}
+    found = plan(llama2_7b(), method_config("prge", {"queries": 1}), device="orin-nano-8gb", **settings)
+    on_the_gpu = sum(size for part, size in found.parts.items() if part not in ("runtime", "tokenizer"))
+    assert found.fits and on_the_gpu < 4.5e9 and found.parts["dense matrix"] == 4096 * 11008 * 2
+
+
+def test_packed_weights_are_planned_as_they_are() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("bitsandbytes")
+    from ondevice.models.tiny import tiny_model
+    from ondevice.nn.packed import pack_model
+
+    for quantize in ("nf4", "int8"):
+        loaded = tiny_model("llama", hidden=256, intermediate=512)
+        pack_model(loaded.family, quantize)
+        tables = sum(p.nbytes for name, p in loaded.model.named_parameters() if "_proj" not in name)
+        matrices = [loaded.family.linear(i, t).matrix for i in range(2) for t in loaded.family.linear_targets]
+        held = [
+            tensor for one in matrices for name, tensor in one.tensors().items() if not name.startswith("quant_state")
+        ]
+        held += [one.scale for one in matrices if quantize == "int8"]
+        kept = sum(tensor.nbytes for tensor in held if tensor.numel() not in (16, 256) or tensor.dtype != torch.float32)
+        planned = sum(weight_bytes(loaded.dims, "float32", quantize))
+        assert planned == pytest.approx(tables + kept, rel=0.01), quantize
+
+
+def test_nothing_is_loaded_where_the_plan_does_not_fit(tmp_path, monkeypatch) -> None:
+    from ondevice import models
+    from ondevice.api.runfile import RunConfig
+    from ondevice.api.train import train
+
+    monkeypatch.setattr(models, "load_model", lambda *a, **k: pytest.fail("the model was loaded"))
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    values = {
+        "model.source": "tiny:llama",
+        "data.path": str(tmp_path / "rows.jsonl"),
+        "train.memory_limit_bytes": "64MiB",
+    }
+    with pytest.raises(DoesNotFitError) as caught:
+        train(RunConfig.load(None, values))
+    text = str(caught.value)
+    assert "does not fit the memory limit; parts: runtime 500 MiB" in text and "at most 64.0 MiB" in text
+    assert all(part in text for part in ("weights", "adapter", "activations", "logits", "a higher --memory-limit"))
+
+
+def test_other_errors_pass_and_the_limit_is_taken_back() -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    found = plan("tiny:llama", method_config("prge"), batch_size=1, length_tokens=16, device="this-cpu")
+    with pytest.raises(RuntimeError, match="shapes"), memory_limit(64 << 30, found):
+        assert resource.getrlimit(resource.RLIMIT_DATA) != before
+        raise RuntimeError("shapes do not match")
+    with pytest.raises(DoesNotFitError, match=r"refused; planned: runtime"), memory_limit(64 << 30, found):
+        raise MemoryError
+    said = pytest.raises(DoesNotFitError, match=r"refused; planned: runtime")  # where a method says it first, too
+    with said, memory_limit(64 << 30, found), memory_errors("a step", "less"):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+    with pytest.raises(DoesNotFitError, match="by hand"), memory_limit(64 << 30, found):
+        raise DoesNotFitError("by hand")
+    with memory_limit(None, found):
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_in_mlx_the_plan_is_held_to_the_limit_and_the_run_is_not(tmp_path, capsys, caplog, monkeypatch) -> None:
+    pytest.importorskip("mlx.core")
+    from ondevice.models import save_tiny
+    from ondevice.planning import fits as limit
+    from tests.cli.command import CommandLine
+
+    monkeypatch.setattr(limit, "_limit_data", lambda _: pytest.fail("MLX would end by a signal"))
+    (tmp_path / "rows.jsonl").write_text(ROWS)
+    model, ondevice = save_tiny(tmp_path / "model", "qwen2", 1), CommandLine(capsys)
+    words = ["train", "--method", "mesp", "--backend", "mlx", "--model", model, "--data", tmp_path / "rows.jsonl"]
+    words += ["--steps", 1, "--batch-size", 2, "--max-length", 32]
+    done = ondevice(*words, "--out", tmp_path / "one", "--memory-limit", "64MiB")
+    assert done.code == DoesNotFitError.exit_code and "does not fit the memory limit" in done.err
+    assert not caplog.messages and not (tmp_path / "one").exists()
+    done = ondevice(*words, "--out", tmp_path / "two", "--memory-limit", "900MiB")
+    assert done.code == 0, done.err
+    assert any("nothing holds MLX" in message for message in caplog.messages)
+
+
+class Cgroup:
+    """A group of this test's own, version 2 or 1, with a limit that the kernel keeps by killing."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder = folder
+        two = (folder / "memory.max").exists()
+        (folder / ("memory.max" if two else "memory.limit_in_bytes")).write_text(str(limit_bytes))
+        for name in ("memory.swap.max", "memory.swappiness"):
+            if (folder / name).exists():
+                (folder / name).write_text("0")
+        self.peak = folder / ("memory.peak" if two else "memory.max_usage_in_bytes")
+
+    def killed(self) -> int:
+        """Processes that the kernel ended in it."""
+        for name in ("memory.events", "memory.oom_control"):
+            if (self.folder / name).exists():
+                lines = (self.folder / name).read_text().splitlines()
+                return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+        return 0
+
+
+@pytest.fixture
+def cgroup():
+    """A group of our own at the top of either version's tree, if its memory can be limited there."""
+    for base in ("/sys/fs/cgroup", "/sys/fs/cgroup/memory"):
+        if not any((Path(base) / name).exists() for name in ("cgroup.controllers", "memory.limit_in_bytes")):
+            continue  # no tree of groups
+        folder = Path(base) / f"ondevice-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        try:
+            found = Cgroup(folder, LIMIT + (300 << 20))
+        except OSError:
+            folder.rmdir()
+            continue
+        yield found
+        folder.rmdir()
+        return
+    pytest.skip("no cgroup can be made here; test_the_limit_holds_by_rlimit_alone does without")
+
+
+def limited_run(tmp_path: Path, *words: str, group: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """`ondevice train` of the tiny model in a process that enters the group first."""
+    (tmp_path / "rows.jsonl").write_text(ROWS * 2048)
+    enter = f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')\n" if group else ""
+    code = f"{enter}import sys; sys.argv[0] = 'ondevice'\nfrom ondevice.cli.app import run\nrun(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "train", "--model", "tiny:llama", "--method", "lora", "--steps", "2"]
+    command += ["--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "run"), "--overwrite"]
+    command += ["--memory-limit", str(LIMIT)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*command, *words], capture_output=True, text=True, env=environment, check=False)
+
+
+TOO_MUCH = ("--batch-size", "4096", "--max-length", "512", "--force")
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == DoesNotFitError.exit_code, done.stderr
+    assert "an allocation beyond the memory limit was refused; planned: activations" in done.stderr
+    assert "at most 1.17 GiB (--memory-limit)" in done.stderr and "runtime 500 MiB" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA counts mappings on Linux alone")
+def test_the_limit_holds_by_rlimit_alone(tmp_path: Path) -> None:
+    refused(limited_run(tmp_path, *TOO_MUCH))
+
+
+@pytest.mark.slow
+def test_in_a_cgroup_the_kernel_has_nothing_to_end(tmp_path: Path, cgroup: Cgroup) -> None:
+    """A run that fits ends well below the group's limit; one that does not ends by its own error, not by a kill."""
+    done = limited_run(tmp_path, "--batch-size", "2", group=cgroup.folder)
+    assert done.returncode == 0, done.stderr
+    refused(limited_run(tmp_path, *TOO_MUCH, group=cgroup.folder))
+    assert cgroup.killed() == 0
+    assert int(cgroup.peak.read_text()) <= LIMIT + (300 << 20)
+
+
+@pytest.mark.slow
+def test_without_the_limit_the_kernel_would_have_ended_it(tmp_path: Path, cgroup: Cgroup) -> None:
+    """The group's limit is a real one."""
+    done = limited_run(tmp_path, *TOO_MUCH, "--memory-limit", "900GiB", group=cgroup.folder)
+    assert done.returncode == -9 and cgroup.killed() >= 1

@@ -1,0 +1,75 @@
+"""Weights of MeSP in MLX and inputs in host memory, as they are planned and as they are."""
+
+from __future__ import annotations
+
+import pytest
+
+from ondevice.core.registry import method_config, open_session
+from ondevice.methods.mesp.memory import host_memory, memory, trained_numbers, weights
+from ondevice.models import ModelDims, open_model, save_tiny
+from ondevice.models.tiny import tiny_model
+from ondevice.planning.devices import find_device
+from ondevice.planning.estimate import plan
+
+QWEN = ModelDims("qwen2", 24, 896, 4864, 14, 2, 64, 151936, True, True, 1e6, 1e-6, 32768)
+LLAMA_8B = ModelDims("llama", 32, 4096, 14336, 32, 8, 128, 128256, False, False, 5e5, 1e-5, 1 << 20)
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("bfloat16", 2)])
+@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_in_mlx_are_planned_as_they_are_packed(tmp_path, dtype, item, bits, tied) -> None:
+    pytest.importorskip("mlx.core")
+    folder = save_tiny(tmp_path / "model", "qwen2", 1, tied=tied, hidden=128, intermediate=384, vocab=4000)
+    files = open_model(str(folder), dtype=dtype)
+    session = open_session(files, method_config("mesp", {"bits": bits}), 3, backend="mlx")
+    held = session.model.weights
+    made = sum(array.nbytes for part in (*held.blocks, held.table, held.final) for array in part.arrays.values())
+    assert weights(files.dims, session.config, item, "mlx") == pytest.approx(made, rel=1e-3)
+    session.close()
+
+
+def test_weights_and_pairs_in_mlx_are_what_a_step_of_qwen_s_shape_keeps() -> None:
+    """311.5 MiB (`benchmarks/results/mesp/memory`); torch on a GPU leaves the table as it is."""
+    config = method_config("mesp", {"bits": 4})
+    pairs = 4 * trained_numbers(QWEN, config)
+    assert weights(QWEN, config, 4, "mlx") + pairs == pytest.approx(311.5 * 2**20, rel=0.01)
+    table = QWEN.vocab * QWEN.hidden
+    assert weights(QWEN, config, 4) - weights(QWEN, config, 4, "mlx") == pytest.approx(table * (4 - 5 / 8), rel=0.1)
+
+
+@pytest.mark.parametrize("micro", [None, 1])
+def test_inputs_on_the_host_are_the_buffers_that_a_step_takes(micro) -> None:
+    from tests.methods.mesp.reference import rows, session
+
+    settings = {"activations": "host", "micro_batch_size": micro}
+    opened = session(tiny_model("qwen2", layers=5), **settings)
+    opened.step(*rows(3, 40, 0), 0, 1e-3)
+    planned = host_memory(opened.loaded.dims, opened.config, 3, 40)
+    assert sum(planned.values()) == opened.model.inputs.bytes
+
+
+def test_a_row_of_524288_tokens_waits_in_137_gb_of_host_memory() -> None:
+    config = method_config("mesp", {"bits": 4, "activations": "host"})
+    assert host_memory(LLAMA_8B, config, 1, 524_288, 2) == {"inputs on the host": 32 * 524_288 * 4096 * 2}
+    assert memory(LLAMA_8B, config, 1, 524_288, 2)["block inputs"] == 3 * 524_288 * 4096 * 2
+    assert host_memory(LLAMA_8B, method_config("mesp", {}), 1, 524_288, 2) == {}
+
+
+def test_a_plan_counts_mlx_s_weights_as_they_are_packed() -> None:
+    config = method_config("mesp", {"bits": 4})
+    found = plan(QWEN, config, batch_size=1, length_tokens=256, runtime="mlx", device="this-cpu")
+    kept = found.parts["weights"] + found.parts["adapter"]
+    assert kept == pytest.approx(311.5 * 2**20, rel=0.01)
+
+
+def test_a_plan_lists_the_inputs_on_the_host_beside_the_accelerator_s_parts() -> None:
+    options = {"batch_size": 1, "length_tokens": 524_288, "dtype": "bfloat16"}
+    config = method_config("mesp", {"bits": 4, "activations": "host"})
+    found = plan(LLAMA_8B, config, device="h200", **options)
+    assert found.host_parts["inputs on the host"] == 32 * 524_288 * 4096 * 2 and "inputs on the host" not in found.parts
+    assert "pinned host memory" in " ".join(found.notes) and found.host_usable_bytes is None
+    on_cpu = plan(LLAMA_8B, config, device=find_device("this-cpu"), **options)
+    assert on_cpu.parts["inputs on the host"] == found.host_parts["inputs on the host"] and not on_cpu.host_parts
+    usual = plan(LLAMA_8B, method_config("mesp", {"bits": 4}), device="h200", **options)
+    assert usual.host_parts == {} and "tokenizer" in usual.parts

@@ -1,0 +1,42 @@
+"""Schedules at their corners."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ondevice.core.errors import ConfigError
+from ondevice.training.schedule import WarmupDecay, constant
+
+
+def test_shapes() -> None:
+    linear = WarmupDecay("linear", 1.0, 11)
+    assert [linear(step) for step in (0, 5, 10)] == [1.0, 0.5, 0.0]
+    cosine = WarmupDecay("cosine", 2.0, 21, final_fraction=0.5)
+    assert cosine(0) == 2.0 and math.isclose(cosine(10), 1.5) and math.isclose(cosine(20), 1.0)
+    warm = WarmupDecay("constant", 0.3, 100, warmup_steps=2)
+    assert [warm(step) for step in (0, 1, 2, 99)] == pytest.approx([0.1, 0.2, 0.3, 0.3])
+    assert constant(1e-3)(12345) == 1e-3
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant"])
+def test_never_above_the_peak_never_negative_and_the_same_when_asked_again(kind) -> None:
+    schedule = WarmupDecay(kind, 0.7, 50, warmup_steps=7, final_fraction=0.1)
+    rates = [schedule(step) for step in range(80)]  # past the end: an extended run
+    assert max(rates) == schedule(7) == 0.7 and min(rates) > 0
+    assert rates[:7] == sorted(rates[:7])
+    assert rates == [schedule(step) for step in range(80)]
+
+
+def test_one_step_runs() -> None:
+    assert WarmupDecay("linear", 1.0, 1)(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("exponential", 1.0, 10), ("linear", 0.0, 10), ("linear", math.nan, 10), ("linear", 1.0, 10, 10)],
+)
+def test_wrong_numbers(arguments) -> None:
+    with pytest.raises(ConfigError):
+        WarmupDecay(*arguments)
