@@ -56,6 +56,8 @@ class AndroidCpu(ExecutorchTarget):
         from ondevice.exporters.executorch.rewrite import rewritten
 
         log.info("lowering %s: some minutes for 30 layers", ", ".join(module.name for module in built.modules))
+        if built.shape == "blocks":
+            return built, lowering.lower_blocks(built.modules)
         if built.kernels == "portable":
             return built, lowering.lower_portable(built.modules)
         buffers = [tensor.name for tensor in built.state if tensor.kept == "program"]
@@ -92,9 +94,11 @@ class AndroidCpu(ExecutorchTarget):
 
     def open(self, folder: Path, manifest: Manifest) -> ExecutorchSession:
         """A session in the ExecuTorch runtime."""
+        from ondevice.exporters.executorch.blocks import BlocksSession
         from ondevice.exporters.executorch.session import ExecutorchSession
 
-        return ExecutorchSession(folder, manifest)
+        form = BlocksSession if manifest.program_spec.shape == "blocks" else ExecutorchSession
+        return form(folder, manifest)
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
         """Steps of the program and of eager, and how far they are apart."""

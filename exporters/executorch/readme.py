@@ -7,7 +7,6 @@ from ondevice.artifact.manifest import Manifest, TensorPort
 
 def readme(manifest: Manifest) -> str:
     """Text for a person who has only the folder."""
-    step = manifest.program_spec.methods["train_step"]
     ops = ", ".join(manifest.custom_ops) or "none: a stock runtime runs it"
     return f"""# A training program for {manifest.model.source}
 
@@ -16,14 +15,31 @@ Made by `ondevice export --target {manifest.target}`.
 
 - Train here: `ondevice run DIR --data train.jsonl --steps 100`
 - Check here: `ondevice verify DIR`
-- On a phone: `ondevice push DIR` puts it into the app. In an app of your own, load `program.pte` with the ExecuTorch
+{_blocks(manifest) if manifest.program_spec.shape == "blocks" else _step(manifest)}
+Kernels of this project that the runtime must link: {ops}.
+`manifest.json` lists every method, tensor, kernel and checksum.
+"""
+
+
+def _step(manifest: Manifest) -> str:
+    step = manifest.program_spec.methods["train_step"]
+    return f"""- On a phone: `ondevice push DIR` puts it into the app. In an app of your own, load `program.pte` with the ExecuTorch
   runtime and call `train_step` in a loop.
 
 `train_step` takes {_listed(step.inputs)} and gives {_listed(step.outputs)}. {_state(manifest)};
 {_counts(manifest)}. Labels are token ids, -100 where nothing is trained.
-{_copies(manifest)}
-Kernels of this project that the runtime must link: {ops}.
-`manifest.json` lists every method, tensor, kernel and checksum.
+{_copies(manifest)}"""
+
+
+def _blocks(manifest: Manifest) -> str:
+    """How a host calls functions of one block."""
+    program = manifest.program_spec
+    return f"""
+A step calls `embed`, `block_forward` for layers 0 to {program.layers - 1}, `head_sums` and then `head_gradient` for
+each tile of the vocabulary's {program.vocab} rows, and `block_backward` from the last layer to the first. Inputs of role
+`frozen` lie in `{program.weights}`, aligned to 64 bytes: map the file and hand them in where they are, with the layer's
+number for `{{layer}}`. A layer's part of a state tensor is one of {program.layers} equal ranges; put it back as it comes
+out. {_starts(manifest)}; {_counts(manifest)}.
 """
 
 
@@ -40,14 +56,19 @@ def _state(manifest: Manifest) -> str:
             "Load every method before `set_adapter`: loading one writes zeros into the state"
         )
     names = " and ".join(f"`{tensor.name}`" for tensor in state)
+    return f"Feed {names} back in as they come out;\n{_starts(manifest)}"
+
+
+def _starts(manifest: Manifest) -> str:
+    state = manifest.program_spec.state
     starts = [f"`{tensor.name}` starts as the tensor in `{tensor.first}`" for tensor in state if tensor.first]
     starts += [f"`{tensor.name}` starts as zeros" for tensor in state if not tensor.first]
-    return f"Feed {names} back in as they come out;\n{', '.join(starts)}"
+    return ", ".join(starts)
 
 
 def _counts(manifest: Manifest) -> str:
     counts = " and ".join(f"`{counter.name}`" for counter in manifest.program_spec.counters)
-    inputs = {port.role for port in manifest.program_spec.methods["train_step"].inputs}
+    inputs = {port.role for method in manifest.program_spec.methods.values() for port in method.inputs}
     return f"count {counts} up from 0" + ("; keep `seed` as it is" if "seed" in inputs else "")
 
 

@@ -21,6 +21,7 @@ from ondevice.artifact.manifest import (
     ProgramSpec,
     write_manifest,
 )
+from ondevice.artifact.weights import WEIGHTS_NAME, write_weights
 from ondevice.core.config import ExportConfig
 from ondevice.core.errors import ConfigError, OndeviceError, VerificationError
 from ondevice.core.registry import method_config
@@ -113,6 +114,8 @@ class ExecutorchTarget(Exporter):
             (folder / "program.pte").write_bytes(lowered.buffer)
             save_tokenizer(loaded, folder / "tokenizer")
             _save_state(built, folder)
+            if built.weights:
+                write_weights(folder / WEIGHTS_NAME, built.weights)
             manifest = self._describe(job, loaded, built, lowered)
             (folder / "README.md").write_text(readme(manifest), encoding="utf-8")
             log.info("lowered in %.0f s; checking the program against eager", lowered.seconds)
@@ -141,6 +144,10 @@ class ExecutorchTarget(Exporter):
         step = built.modules[0]
         (adapter,) = (tensor for tensor in built.state if tensor.role == "adapter")
         program = ProgramSpec(
+            shape=built.shape,
+            layers=built.layers,
+            weights=WEIGHTS_NAME if built.weights else None,
+            vocab=loaded.dims.vocab if built.shape == "blocks" else 0,
             methods={
                 module.name: ProgramMethod(
                     inputs=module.inputs,
@@ -202,6 +209,8 @@ class ExecutorchTarget(Exporter):
                 "generator": "auto" if lowering == "none" else lowering,
                 "lengths_tokens": manifest.lengths_tokens,
                 "batch_size": manifest.batch_size,
+                "eval_batch_size": manifest.eval_batch_size,
+                "program": "blocks" if manifest.program_spec.shape == "blocks" else "whole",
             },
             "manifest.json",
         )

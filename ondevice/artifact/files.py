@@ -267,6 +267,7 @@ _NAMES = {
     "bool": "BOOL",
 }
 _CHUNK_BYTES = 1 << 24
+PADDING = "__padding"
 
 
 def write_tensors(
@@ -275,6 +276,7 @@ def write_tensors(
     *,
     written: Callable[[str], None] | None = None,
     bfloat16: bool = False,
+    alignment: int = 8,
 ) -> str:
     """Write `tensors` to `path` and return the SHA-256 of the file; the caller waits for the disk.
 
@@ -282,6 +284,8 @@ def write_tensors(
         written: called with the name of each array that has been read and may change again; the arrays are then
             written in the order of `tensors`.
         bfloat16: uint16 arrays are bfloat16 numbers, and the file is one of transformers' weights.
+        alignment: bytes, at multiples of which every tensor begins; the format has no holes, so that unused bytes are
+            tensors named `PADDING` and a number.
 
     Raises:
         CheckpointError: if an array is of a type that safetensors has no name for.
@@ -292,7 +296,7 @@ def write_tensors(
     items = list(tensors.items())
     if written is None:
         items.sort(key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    for name, array in items:
+    for name, array in _padded(items, alignment):
         kind = "BF16" if bfloat16 and array.dtype.name == "uint16" else _NAMES.get(array.dtype.name)
         if kind is None:
             raise CheckpointError(
@@ -308,7 +312,7 @@ def write_tensors(
         offset += array.nbytes
         arrays.append((name, array))
     head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
+    head += b" " * (-(len(head) + 8) % alignment)
     digest = hashlib.sha256()
     with path.open("wb") as file:
         for head_bytes in (len(head).to_bytes(8, "little"), head):
@@ -324,6 +328,13 @@ def write_tensors(
             if written is not None:
                 written(name)
     return digest.hexdigest()
+
+
+def _padded(items: list[tuple[str, np.ndarray]], alignment: int) -> Iterator[tuple[str, np.ndarray]]:
+    for number, (name, array) in enumerate(items):
+        yield name, array
+        if alignment > 8 and (unused := -array.nbytes % alignment):
+            yield f"{PADDING}{number}", np.zeros(unused, np.uint8)
 
 
 def read_tensors(path: Path) -> dict[str, np.ndarray]:

@@ -17,9 +17,12 @@ MANIFEST_NAME = "manifest.json"
 
 
 InputRole = Literal[
-    "ids", "labels", "state", "counter", "seed", "learning_rate", "constant", "projected_gradients", "length"
+    "ids", "labels", "state", "counter", "seed", "learning_rate", "constant", "projected_gradients", "length",
+    "frozen", "hidden", "gradient", "targets", "token_scale", "tile_first", "tile_skip", "tile_sums",
+]  # fmt: skip
+OutputRole = Literal[
+    "losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum", "hidden", "gradient", "tile_sums"
 ]
-OutputRole = Literal["losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum"]
 
 
 class TensorPort(StrictConfig):
@@ -124,9 +127,11 @@ class AdapterEntry(StrictConfig):
 class ProgramSpec(StrictConfig):
     """The program's methods and its state: all that a session needs to run it without knowing the training method."""
 
-    shape: Literal["step", "stages"] = "step"
+    shape: Literal["step", "stages", "blocks"] = "step"
     """`step`: one method is a whole training step. `stages`: methods are parts of one, which the file `program` puts
-    in order."""
+    in order. `blocks`: methods are functions of a block's shape, which the host calls once a layer with that layer's
+    weights (role `frozen`, from the mapped file `weights`) and its range of each state tensor; see
+    `docs/block-programs.md`."""
     methods: dict[str, ProgramMethod]
     """`train_step` and `evaluate` are for the longest of `lengths_tokens`; `<name>_<tokens>` for the others."""
     state: tuple[StateTensor, ...] = ()
@@ -137,6 +142,13 @@ class ProgramSpec(StrictConfig):
     evaluates_with: Literal["evaluate", "train_step"] = "evaluate"
     """The method whose `nll_sum` and `tokens` are an evaluation's; `train_step` runs with the constants' values of
     evaluation and learning rate 0."""
+    layers: int = Field(default=0, ge=0)
+    """Of `blocks`: how often the block's methods are called. `{layer}` in a frozen port's name stands for the number,
+    and each state tensor is as many equal ranges."""
+    weights: str | None = None
+    """Of `blocks`: the safetensors file of the frozen weights, each aligned to 64 bytes."""
+    vocab: int = Field(default=0, ge=0)
+    """Of `blocks`: rows of the head, which its methods take tile by tile."""
     frozen: str | None = None
     """A safetensors file with `<linear>.lora_A.weight` float32 [rank, inputs] for every entry without `a_offset`."""
     layout: tuple[AdapterEntry, ...] = ()
@@ -157,6 +169,10 @@ class ProgramSpec(StrictConfig):
             for port in (*method.inputs, *method.outputs):
                 if port.name not in known.get(str(port.role), {port.name}):
                     raise ValueError(f"{name}: port '{port.name}' has no {port.role} of that name")
+        if self.shape == "blocks" and not (self.layers and self.vocab and self.weights):
+            raise ValueError("shape blocks: layers, vocab and weights are needed")
+        if self.layers and any(tensor.shape[0] % self.layers for tensor in self.state):
+            raise ValueError(f"state tensors are no {self.layers} equal ranges")
         if self.frozen is None and any(entry.a_offset is None for entry in self.layout):
             raise ValueError("frozen: entries of the layout without a_offset need a file")
         if self.adapter is not None and self.adapter.shape != (self.adapter_size,):

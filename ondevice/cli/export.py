@@ -106,13 +106,13 @@ def _show(reports: list[Any], json: bool) -> None:
             {
                 "artifact": str(report.path),
                 "program": mebibytes(report.program_bytes),
-                "planned memory": mebibytes(report.planned_bytes["train_step"]),
+                "planned memory": mebibytes(max(report.planned_bytes.values())),
                 "lowering": f"{report.lowering_s:.0f} s",
                 "kernels of this project": ", ".join(report.custom_ops) or "none: a stock runtime runs it",
                 **{
                     f"train_step on {share.backend}": f"{share.operators} operators in {share.calls} calls, "
                     f"{mebibytes(share.bytes)}"
-                    for share in report.partition["train_step"]
+                    for share in report.partition[max(report.planned_bytes, key=report.planned_bytes.__getitem__)]
                 },
                 **_against_eager(report.check),
             }

@@ -91,6 +91,12 @@ class BuiltProgram:
     kernels: Literal["delegated", "portable"] = "delegated"
     noise: str = "none"
     """Distribution of the generator's numbers; `none` without a generator."""
+    shape: Literal["step", "blocks"] = "step"
+    """`blocks`: the modules are functions of one block, and frozen weights are inputs; see `ProgramSpec.shape`."""
+    layers: int = 0
+    """Of `blocks`."""
+    weights: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Of `blocks`: the frozen weights by the names of the `frozen` ports, in the order in which a step reads them."""
     blocks: tuple[nn.Module, tuple[Tensor, ...]] | None = None
     finish: Callable[[nn.Module], tuple[ProgramModule, ...]] | None = None
 

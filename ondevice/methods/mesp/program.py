@@ -9,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ondevice.artifact.manifest import AdapterEntry, Counter, StateTensor, port, row_ports, token_ports
+from ondevice.artifact.manifest import Counter, StateTensor, port, row_ports, token_ports
 from ondevice.core.errors import OndeviceError
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
-from ondevice.methods.mesp.lora import FlatEntry, check_family
+from ondevice.methods.mesp import blocks
+from ondevice.methods.mesp.blocks import STEP
+from ondevice.methods.mesp.lora import check_family
 from ondevice.methods.mesp.torch.program import MespProgram
 from ondevice.methods.mesp.torch.reference import reference_session
 
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.session import MespSession
     from ondevice.models import LoadedModel, ModelDims
 
-STEP = "optimizer_step"
-"""The optimizer's count of its own updates; eager sessions have it under the same name."""
 PROBE_SCALE = 0.02
 """Of the B matrices at which gradients are compared: at zero, those of A are zero."""
 
@@ -53,7 +53,13 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
 
 
 def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: int) -> BuiltProgram:
-    """See `GraphProgram.build`; the longest bucket has the plain names, others carry their length."""
+    """See `GraphProgram.build`: functions of one block, or the whole step in one."""
+    form = blocks.build if export.program in ("auto", "blocks") else build_whole
+    return form(loaded, config, export, seed)
+
+
+def build_whole(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: int) -> BuiltProgram:
+    """One method is a whole step; the longest bucket has the plain names, others carry their length."""
     program = MespProgram(loaded, config, export.lengths_tokens)
     vectors = ("adapter", *program.moments)
     state = tuple(port(name, "state", (program.layout.size,)) for name in vectors)
@@ -85,18 +91,12 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
             for number, one in enumerate(state)
         ),
         counters=(Counter(name=STEP, counts="updates"),),
-        layout=tuple(map(_layout_entry, program.layout.entries)),
+        layout=tuple(map(blocks.layout_entry, program.layout.entries)),
         first={"adapter": program.initial(seed)},
         rank=config.rank,
         alpha=config.alpha,
         kernels="portable",
     )  # fmt: skip
-
-
-def _layout_entry(entry: FlatEntry) -> AdapterEntry:
-    one = entry.parameters
-    shape = {"rank": one.rank, "inputs": one.inputs, "outputs": one.outputs}
-    return AdapterEntry(linear=one.name, layer=one.layer, target=one.target, offset=entry.b, a_offset=entry.a, **shape)
 
 
 def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float) -> Agreement:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ondevice.methods.mesp.lora import FlatLayout, initial_tensors, lora_parameters
+from ondevice.methods.mesp.lora import FlatEntry, FlatLayout, initial_tensors, lora_parameters
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.loss import Loss, next_labels
 from ondevice.methods.mesp.torch.model import Blocks
@@ -115,7 +115,7 @@ class MespProgram(nn.Module):
             inputs.append(x)
             x = blocks.forward(self._block(i, adapter), x, position, rows)
         total, g = self._loss_and_gradient(loss, x, labels_BT, 1.0 / count)
-        updated: list[tuple[Tensor, ...]] = []
+        ranges: list[tuple[Tensor, ...]] = []
         for i in reversed(range(self.dims.layers)):
             gradients: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -123,8 +123,10 @@ class MespProgram(nn.Module):
                 gradients[target] = (ga, gb)
 
             g = blocks.backward(self._block(i, adapter), inputs.pop(), g, position, rows, keep, last=i == 0)
-            updated.insert(0, self._updated(i, gradients, (adapter, *moments), step, rate))
-        vectors = (torch.cat([one[number] for one in updated]) for number in range(1 + len(moments)))
+            bounds, vectors = self.layout.layer_range(i), (adapter, *moments)
+            entries = self.layout.of_layer(i)
+            ranges.insert(0, updated(self.config, entries, bounds, gradients, vectors, step, rate))
+        vectors = (torch.cat([values[number] for values in ranges]) for number in range(1 + len(moments)))
         return (total / count, *vectors)
 
     def evaluate(self, ids_BT: Tensor, labels_BT: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,31 +184,6 @@ class MespProgram(nn.Module):
         norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)  # type: ignore[union-attr]
         return Block(norms, linears)  # type: ignore[arg-type]
 
-    def _updated(
-        self, layer: int, gradients: dict, vectors: tuple[Tensor, ...], step: Tensor, rate: Tensor
-    ) -> tuple[Tensor, ...]:
-        """The layer's range of the adapter and of the moments, after SGD or AdamW."""
-        config, ranges, at = self.config, [], self.layout.layer_range(layer)[0]
-        low, high = self.layout.layer_range(layer)
-        for entry in self.layout.of_layer(layer):
-            for start, gradient in zip((entry.a, entry.b), gradients[entry.parameters.target]):
-                if start > at:
-                    ranges.append(gradient.new_zeros(start - at))
-                ranges.append(gradient.reshape(-1))
-                at = start + gradient.numel()
-        if high > at:
-            ranges.append(vectors[0].new_zeros(high - at))
-        g, value = torch.cat(ranges), vectors[0][low:high]
-        if config.weight_decay:
-            value = value * (1.0 - rate * config.weight_decay)
-        if config.optimizer == "sgd":
-            return (value - rate * g,)
-        number = step.to(torch.float32) + 1.0
-        m = vectors[1][low:high] * config.beta1 + g * (1.0 - config.beta1)
-        v = vectors[2][low:high] * config.beta2 + g * g * (1.0 - config.beta2)
-        first, second = (1.0 - torch.pow(beta, number) for beta in (config.beta1, config.beta2))
-        return value - rate / first * m / (torch.sqrt(v / second) + config.eps), m, v
-
     def _count(self, labels_BT: Tensor) -> Tensor:
         return (labels_BT[:, 1:] != IGNORE).to(torch.float32).sum().clamp(min=1.0).view(1)
 
@@ -220,3 +197,41 @@ class MespProgram(nn.Module):
         active = (targets != IGNORE).to(torch.float32)
         gradient = loss.hidden_gradient(hidden, targets, lse, active * scale)
         return ((lse - wanted) * active).sum().view(1), loss.norm_backward(x, gradient)
+
+
+def updated(
+    config: MespConfig,
+    entries: tuple[FlatEntry, ...],
+    bounds: tuple[int, int],
+    gradients: dict[str, tuple[Tensor, Tensor]],
+    vectors: tuple[Tensor, ...],
+    step: Tensor,
+    rate: Tensor,
+) -> tuple[Tensor, ...]:
+    """A layer's range of the adapter and of the moments, after SGD or AdamW.
+
+    Args:
+        entries: the layer's; `bounds` is its range of `vectors`.
+        gradients: of A and B by target.
+        step: int64 [1], updates so far.
+    """
+    ranges, (low, high) = [], bounds
+    at = low
+    for entry in entries:
+        for start, gradient in zip((entry.a, entry.b), gradients[entry.parameters.target]):
+            if start > at:
+                ranges.append(gradient.new_zeros(start - at))
+            ranges.append(gradient.reshape(-1))
+            at = start + gradient.numel()
+    if high > at:
+        ranges.append(vectors[0].new_zeros(high - at))
+    g, value = torch.cat(ranges), vectors[0][low:high]
+    if config.weight_decay:
+        value = value * (1.0 - rate * config.weight_decay)
+    if config.optimizer == "sgd":
+        return (value - rate * g,)
+    number = step.to(torch.float32) + 1.0
+    m = vectors[1][low:high] * config.beta1 + g * (1.0 - config.beta1)
+    v = vectors[2][low:high] * config.beta2 + g * g * (1.0 - config.beta2)
+    first, second = (1.0 - torch.pow(beta, number) for beta in (config.beta1, config.beta2))
+    return value - rate / first * m / (torch.sqrt(v / second) + config.eps), m, v

@@ -1,0 +1,225 @@
+"""A session over functions of one block: the host walks the layers, and hands in weights where the file is mapped.
+
+A step is embedding, every block forward, the head tile by tile over labelled positions, and every block backward with
+its update (MeSP, section 4.2). Only block inputs, the adapter and the optimizer's vectors are this session's memory.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.artifact.weights import MappedWeights
+from ondevice.core.errors import ArtifactError, TrainingError
+from ondevice.core.session import StepResult
+from ondevice.exporters.executorch.session import ExecutorchSession
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ondevice.artifact.manifest import Manifest, TensorPort
+
+LOWEST = -1e30
+"""The largest logit before the first tile."""
+IGNORE = -100
+
+
+class BlocksSession(ExecutorchSession):
+    """Runs a block program; see `ExecutorchSession`.
+
+    Raises:
+        ArtifactError: the weights file is damaged or of another model.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__(folder, manifest)
+        import torch
+
+        self.weights = MappedWeights(self.folder / str(self.spec.weights))
+        self._partially_updated = False
+        self._frozen_tensors: dict[str, Tensor] = {}
+        for method in self.spec.methods.values():
+            for port in method.inputs:
+                if port.role == "frozen":
+                    for layer in range(self.spec.layers if "{layer}" in port.name else 1):
+                        name = port.name.format(layer=layer)
+                        array = self.weights.tensor(name, port.shape, port.dtype)
+                        self._frozen_tensors[name] = torch.from_numpy(array)
+        tile = self.spec.methods["head_sums"].inputs[-1].shape[0]
+        starts = range(0, self.spec.vocab, tile)
+        self.tiles = [(min(start, self.spec.vocab - tile), start) for start in starts]
+        """(first row, first row that no tile before had) of each tile; all have the same number of rows."""
+        self.head_rows = self.spec.methods["head_sums"].inputs[0].shape[0]
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """One training step; see `Session.step`.
+
+        Raises:
+            TrainingError: a loss or gradient is not finite; nothing has changed if it is the loss or the head's.
+        """
+        self._check_whole()
+        size = self._size(self.batch_size, ids)
+        inputs, x = self._forward(ids, size, keep=True)
+        nll, counts, g = self._head(x, labels, gradient=True)
+        loss = float(nll.sum() / max(1, counts.sum()))
+        if not (np.isfinite(loss) and bool(g.isfinite().all())):
+            hint = "resume from the last checkpoint with a lower learning rate"
+            raise TrainingError(f"step {step}: the loss is not finite; nothing was updated", received=loss, hint=hint)
+        scalars, name = self._scalars(step, learning_rate), f"block_backward_{size}"
+        tensors = {key: _tensor(value) for key, value in scalars.items()}
+        self._partially_updated = True
+        for layer in reversed(range(self.spec.layers)):
+            given = {**tensors, "hidden": inputs.pop(), "gradient": g}
+            outputs = self._call_block(name, given, layer)
+            g = outputs["gradient"]
+            for tensor in self.spec.state:
+                new = outputs[f"state {tensor.name}"]
+                if tensor.role == "adapter" and not bool(new.isfinite().all()):
+                    raise TrainingError(
+                        f"step {step}: the gradient of layer {layer} is not finite",
+                        hint="resume from the last checkpoint with a lower learning rate",
+                    )
+                self._range(tensor.name, layer)[:] = new.numpy()
+        self._partially_updated = False
+        for counter in self.counts:
+            self.counts[counter] += 1
+        return StepResult(loss, (loss,))
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Row losses and token counts; see `Session.evaluate`."""
+        self._check_whole()
+        _, x = self._forward(ids, self._size(self.eval_batch_size, ids), keep=False)
+        nll, counts, _ = self._head(x, labels, gradient=False)
+        return nll, counts
+
+    def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
+        """Logits float32 [vocab]; see `ExecutorchSession.next_token`."""
+        self._check_whole()
+        if "head_logits" not in self.spec.methods:
+            raise ArtifactError("the program cannot write", hint="export it again with --set export.next_token=true")
+        _, x = self._forward(ids, self._size(1, ids), keep=False)
+        hidden, logits = x[length_tokens - 1 : length_tokens].contiguous(), np.empty(self.spec.vocab, np.float32)
+        for low, _ in self.tiles:
+            values = self._call_block("head_logits", {"hidden": hidden}, first=low)["logits"].numpy()[0]
+            logits[low : low + values.size] = values
+        return logits
+
+    def state(self) -> dict[str, np.ndarray]:
+        """See `Session.state`."""
+        self._check_whole()
+        return super().state()
+
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """See `Session.load_state`."""
+        super().load_state({name: value.copy() for name, value in state.items()})  # a step writes into it
+        self._partially_updated = False
+
+    def close(self) -> None:
+        """Release the program's methods and the mapped file."""
+        super().close()
+        self._frozen_tensors.clear()
+
+    def _check_whole(self) -> None:
+        if self._partially_updated:
+            raise TrainingError(
+                "the step before ended half-way, with some layers updated and others not",
+                hint="resume from the run's last checkpoint",
+            )
+
+    def _size(self, rows: int, ids: np.ndarray) -> str:
+        self._bucket("program", rows, ids)
+        return f"{rows}x{ids.shape[1]}"
+
+    def _forward(self, ids: np.ndarray, size: str, keep: bool) -> tuple[list[Tensor], Tensor]:
+        """The input of every block if it is to be kept, and the last block's output, [N, D]."""
+        x, inputs = self._call_block(f"embed_{size}", {"ids": _tensor(ids)})["hidden"], []
+        for layer in range(self.spec.layers):
+            if keep:
+                inputs.append(x)
+            x = self._call_block(f"block_forward_{size}", {"hidden": x}, layer)["hidden"]
+        return inputs, x
+
+    def _head(self, x: Tensor, labels: np.ndarray, gradient: bool) -> tuple[np.ndarray, np.ndarray, Tensor]:
+        """Each row's summed negative log likelihood and labelled tokens, and the mean loss's gradient of x.
+
+        Only positions with a label go through the head, `head_rows` at a time; the last of them are filled up with
+        rows of weight 0.
+        """
+        import torch
+
+        targets = np.full(labels.shape, IGNORE, np.int64)
+        targets[:, :-1] = labels[:, 1:]
+        counts = (targets != IGNORE).sum(1)
+        nll, g = np.zeros(labels.shape[0], np.float32), torch.zeros_like(x)
+        (where,) = np.nonzero(targets.reshape(-1) != IGNORE)
+        for start in range(0, where.size, self.head_rows):
+            places = where[start : start + self.head_rows]
+            wanted, scale = np.full(self.head_rows, -1, np.int64), np.zeros(self.head_rows, np.float32)
+            wanted[: places.size] = targets.reshape(-1)[places]
+            scale[: places.size] = 1.0 / where.size
+            hidden = torch.zeros(self.head_rows, x.shape[1])
+            hidden[: places.size] = x[places]
+            given = {"hidden": hidden, "targets": _tensor(wanted), "token_scale": _tensor(scale)}
+            sums = [torch.full((self.head_rows,), LOWEST), torch.zeros(self.head_rows), torch.zeros(self.head_rows)]
+            for tile in self.tiles:
+                sums = list(self._tile("head_sums", given, sums, tile).values())
+            maximum, total, logit = (value.numpy() for value in sums)
+            rows = (maximum + np.log(total) - logit)[: places.size]
+            np.add.at(nll, places // labels.shape[1], rows)
+            if gradient:
+                given["gradient"] = torch.zeros_like(hidden)
+                for tile in self.tiles:
+                    given["gradient"] = self._tile("head_gradient", given, sums, tile)["gradient"]
+                g[places] = given["gradient"][: places.size]
+        return nll, counts, g
+
+    def _tile(
+        self, name: str, given: dict[str, Tensor], sums: list[Tensor], tile: tuple[int, int]
+    ) -> dict[str, Tensor]:
+        first, start = tile
+        names = [port.name for port in self.spec.methods["head_sums"].outputs]
+        places = {"tile_first": _tensor(np.array([first])), "tile_skip": _tensor(np.array([start - first]))}
+        return self._call_block(
+            name, {**given, **places, **{f"tile_sums {key}": value for key, value in zip(names, sums)}}, first=first
+        )
+
+    def _call_block(
+        self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0
+    ) -> dict[str, Tensor]:
+        """Run a function with inputs by role; gives outputs by role, and by name where a role has several.
+
+        Args:
+            layer: whose weights and ranges of the state go in.
+            first: row of a table at which the tile begins.
+        """
+        method, inputs = self.spec.methods[name], []
+        for port in method.inputs:
+            if port.role == "frozen":
+                tensor = self._frozen_tensors[port.name.format(layer=layer)]
+                inputs.append(tensor if tensor.shape == port.shape else tensor[first : first + port.shape[0]])
+            elif port.role == "state":
+                inputs.append(_tensor(self._range(port.name, layer)))
+            else:
+                inputs.append(given[_key(port)])
+        if name not in self._methods:
+            self._load(name)
+        return dict(zip(map(_key, method.outputs), self._methods[name].execute(inputs), strict=True))
+
+    def _range(self, name: str, layer: int) -> np.ndarray:
+        """A layer's part of a state tensor, in its memory."""
+        value = self._state[name]
+        size = value.size // self.spec.layers
+        return value[layer * size : (layer + 1) * size]
+
+
+def _key(port: TensorPort) -> str:
+    several = port.role in ("state", "counter", "constant", "tile_sums")
+    return f"{port.role} {port.name}" if several else str(port.role)
+
+
+def _tensor(value: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(value)

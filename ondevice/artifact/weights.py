@@ -1,0 +1,90 @@
+"""The frozen weights of a block program: one safetensors file that a host maps, and hands to a program without a copy.
+
+Every tensor begins at a multiple of `ALIGNMENT_BYTES`, so that a runtime may use it where it lies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ondevice.artifact.files import write_tensors
+from ondevice.core.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+WEIGHTS_NAME = "weights.safetensors"
+ALIGNMENT_BYTES = 64
+DTYPES = {"F32": np.dtype(np.float32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)}
+_HINT = "copy the artifact again, or export it again"
+
+
+def write_weights(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write float32, int8 or uint8 tensors, aligned, in the order of `tensors`."""
+    write_tensors(path, dict(tensors), written=lambda name: None, alignment=ALIGNMENT_BYTES)
+
+
+class MappedWeights:
+    """The tensors of a weights file, mapped: their memory is the file's, and the system may drop and read it again.
+
+    Raises:
+        ArtifactError: the file is missing, truncated, not aligned, or holds what is no weight.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._places = Path(path), {}
+        try:
+            size = self.path.stat().st_size
+            with self.path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if not 0 < length <= size - 8:
+                    raise ValueError(f"a header of {length} bytes in a file of {size}")
+                header = json.loads(file.read(length))
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            start = 8 + length
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    first, last = (start + offset for offset in entry["data_offsets"])
+                    self._places[name] = (DTYPES[entry["dtype"]], tuple(entry["shape"]), first, last)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(f"{self.path}: no whole safetensors file: {error}", hint=_HINT) from None
+        for name, (dtype, shape, first, last) in self._places.items():
+            if last > size:
+                raise ArtifactError(
+                    f"{self.path} is truncated at '{name}'", expected=f"{last} bytes", received=f"{size}", hint=_HINT
+                )
+            if first % ALIGNMENT_BYTES and dtype != np.uint8:
+                expected = f"a multiple of {ALIGNMENT_BYTES} bytes"
+                raise ArtifactError(f"{self.path}: '{name}' is not aligned", expected=expected, received=first)
+            if last - first != math.prod(shape) * dtype.itemsize:
+                raise ArtifactError(f"{self.path}: '{name}' has another size than its shape {list(shape)}", hint=_HINT)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        """The tensor in the file's memory; not to be written to.
+
+        Args:
+            shape: what the program wants; of the first dimension the file may have more, for tables taken in tiles.
+            dtype: numpy's name.
+
+        Raises:
+            ArtifactError: there is none of that name, shape and dtype: weights of another model.
+        """
+        place = self._places.get(name)
+        if place is None or place[0] != dtype or place[1][1:] != shape[1:] or place[1][0] < shape[0]:
+            raise ArtifactError(
+                f"{self.path} holds the weights of another model: {name}",
+                expected=f"{dtype} {list(shape)}",
+                received=None if place is None else f"{place[0]} {list(place[1])}",
+                hint=_HINT,
+            )
+        kind, whole, first, _ = place
+        return np.frombuffer(self._map, kind, math.prod(whole), first).reshape(whole)
