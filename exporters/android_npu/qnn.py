@@ -41,11 +41,11 @@ def problem() -> str | None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"QNN's compiler and simulator need Linux on x86-64; this is {platform.system()} {platform.machine()}"
     try:
-        found = version(PACKAGE)
+        installed = version(PACKAGE)
     except PackageNotFoundError:
         return f"the `qnn` extra is not installed: {INSTALL}   ({LICENCE})"
-    if found != VERSION:
-        return f"{PACKAGE} is {found} and only {VERSION} compiles these programs: {INSTALL}"
+    if installed != VERSION:
+        return f"{PACKAGE} is {installed} and only {VERSION} compiles these programs: {INSTALL}"
     absent = [name for name in ("executorch", "cpuinfo") if importlib.util.find_spec(name) is None]
     return f"{' and '.join(absent)} not installed: {INSTALL}" if absent else None
 

@@ -114,7 +114,7 @@ class AndroidNpu(ExecutorchTarget):
                 received=f"--steps {request.steps}",
             )
         program, built = self.rebuild(manifest, request)
-        session, found = self.open(folder, manifest), []
+        session, results = self.open(folder, manifest), []
         ports = manifest.program_spec.methods["train_step"].outputs
         (queries,) = (port.shape[0] for port in ports if port.role == "projected_gradients")
         steps = -(-(request.directions or DEFAULT_DIRECTIONS) // queries)
@@ -126,11 +126,11 @@ class AndroidNpu(ExecutorchTarget):
             agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
             wrong = self._wrong(agreement, manifest.quantize)
             broken = [f"expected {expected}, received {received}" for expected, received in wrong]
-            found.append({**agreement.values, "broken": broken, "ok": not broken})
-        answer = {**found[0], "quantize": manifest.quantize, "soc": manifest.soc, "backend": session.backend}
+            results.append({**agreement.values, "broken": broken, "ok": not broken})
+        answer = {**results[0], "quantize": manifest.quantize, "soc": manifest.soc, "backend": session.backend}
         session.close()
-        if len(found) > 1:
-            answer |= {"scales": found, "ok": all(one["ok"] for one in found)}
+        if len(results) > 1:
+            answer |= {"scales": results, "ok": all(result["ok"] for result in results)}
         return answer
 
 

@@ -52,12 +52,12 @@ class ImportedFunctions:
         """
         entry = self.listed[stage]
         try:
-            found = self.loaded[stage](**arrays)
+            outputs = self.loaded[stage](**arrays)
         except (ValueError, RuntimeError) as error:
             raise ArtifactError(
                 f"{self.folder / entry['file']}: the function cannot be called", received=str(error).splitlines()[0]
             ) from None
-        return dict(zip(entry["outputs"], found))
+        return dict(zip(entry["outputs"], outputs))
 
 
 def import_function(path: Path) -> Any:

@@ -70,14 +70,14 @@ def shared_records() -> Iterator[None]:
     torch.fx copies both, deeply, in every one of some four hundred passes of a lowering; one is as good as its copy
     (measured: the provenance alone is a fifth of the time of a lowering).
     """
-    whole = LoweredBackendModule.__deepcopy__
+    original_deepcopy = LoweredBackendModule.__deepcopy__
     NodeSource.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
     LoweredBackendModule.__deepcopy__ = lambda self, memo: self
     try:
         yield
     finally:
         del NodeSource.__deepcopy__  # type: ignore[attr-defined]
-        LoweredBackendModule.__deepcopy__ = whole
+        LoweredBackendModule.__deepcopy__ = original_deepcopy
 
 
 def xnnpack_partitioner() -> XnnpackPartitioner:
