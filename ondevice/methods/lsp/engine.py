@@ -132,17 +132,19 @@ class LspEngine(OffloadEngine):
     @torch.no_grad()
     def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Every parameter by name, on the host; call `flush` before."""
-        found = {}
+        weights = {}
         masters = self.store.masters()
         for part in self.parts:
             for piece in part.unit.pieces:
                 if piece.name in masters:
-                    found[piece.name] = masters[piece.name].to(dtype)
+                    weights[piece.name] = masters[piece.name].to(dtype)
             base = self._whole(part) if part.matrices else self.total
             for piece, matrix, offset in part.matrices:
                 weight = view(base, piece).to(torch.float32, copy=True)
-                found[piece.name] = part.effective(matrix, part.changes(matrix, offset), weight, weight).to(dtype).cpu()
-        return found
+                weights[piece.name] = (
+                    part.effective(matrix, part.changes(matrix, offset), weight, weight).to(dtype).cpu()
+                )
+        return weights
 
     def base_of(self, part: Part) -> Tensor:
         """What a part's changes are added to, flat on the host, for a checkpoint."""
@@ -219,8 +221,8 @@ class LspEngine(OffloadEngine):
         """Check the bias on a gradient; with other projectors the change goes into the base, and moments are carried.
         The host is at rest for this unit: its forward pass has waited for its last update."""
         old = Older(matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone())
-        found = self.bias_checks[matrix.name] = matrix.refresh(gradient)
-        if found.carry is None:
+        check = self.bias_checks[matrix.name] = matrix.refresh(gradient)
+        if check.carry is None:
             return
         change = part.changes(matrix, offset)
         if change.any():
@@ -228,7 +230,7 @@ class LspEngine(OffloadEngine):
             change.zero_()
         span = slice(offset, offset + matrix.numel)
         m, v = (moment[span] for moment in (part.moments.m, part.moments.v))
-        moved = carried(m.view(matrix.sizes).to(self.where), v.view(matrix.sizes).to(self.where), found)
+        moved = carried(m.view(matrix.sizes).to(self.where), v.view(matrix.sizes).to(self.where), check)
         for moment, value in zip((m, v), moved, strict=True):
             moment.copy_(value.reshape(-1))
 

@@ -110,8 +110,8 @@ def split(
 
 def _packed(unit: Unit, pieces: list[Piece]) -> Unit:
     """A unit of some of a unit's parameters."""
-    found, offset = [], 0
+    packed, offset = [], 0
     for piece in pieces:
-        found.append(replace(piece, offset=offset))
+        packed.append(replace(piece, offset=offset))
         offset += -(-piece.numel // ALIGN) * ALIGN
-    return replace(unit, pieces=tuple(found), numel=found[-1].offset + found[-1].numel if found else 0)
+    return replace(unit, pieces=tuple(packed), numel=packed[-1].offset + packed[-1].numel if packed else 0)
