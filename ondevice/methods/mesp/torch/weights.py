@@ -146,7 +146,7 @@ class Resident:
 
 def halves(position: tuple[Tensor, Tensor]) -> Position:
     """transformers' cos and sin [1, T, head_dim] repeat their first half."""
-    cos, sin = (one[:, :, None, : one.shape[-1] // 2].contiguous() for one in position)
+    cos, sin = (tensor[:, :, None, : tensor.shape[-1] // 2].contiguous() for tensor in position)
     return cos, sin
 
 
@@ -307,10 +307,10 @@ class Streamed:
     def _take(self, request: Request, then: Request | None) -> Any:
         if request not in self.coming:
             self._ask(request)
-        found = self.coming.pop(request).result()
+        weights = self.coming.pop(request).result()
         if then is not None:
             self._ask(then)
-        return found
+        return weights
 
     def _ask(self, request: Request) -> None:
         """Let the thread read into the slot whose content is no longer needed."""
@@ -327,12 +327,12 @@ class Streamed:
         slot.used = 0
         with torch.no_grad(), torch.cuda.stream(self.stream):
             if kind == "tile":
-                found: Any = slot.fetch(self.head, first, last - first)
+                weights: Any = slot.fetch(self.head, first, last - first)
             else:
-                found = self._block(first, slot)
+                weights = self._block(first, slot)
             if self.stream is not None:
                 self.stream.synchronize()
-        return found
+        return weights
 
     def _block(self, i: int, slot: Slot) -> Frozen:
         def fetch(name: str) -> Tensor:
