@@ -36,12 +36,12 @@ ROUGH_SCALE = 3e-2
 
 def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Settings that a program does not have."""
-    found = []
+    problems = []
     if not (config.batch_signs and config.batch_queries):
-        found.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
+        problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
     if export.next_token and (export.form != "functional" or export.quantize != "none"):
-        found.append("next_token goes with form functional and float32 weights")
-    return found
+        problems.append("next_token goes with form functional and float32 weights")
+    return problems
 
 
 def build_program(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> PrgeProgram:
