@@ -288,7 +288,7 @@ class _SlowCudaBus(_SlowBus):
 def _measured(index: int) -> tuple[dict[Lane, float], float]:
     """Bytes a second of the real bus by lane, and cycles a second of a spinning kernel; once a process and GPU."""
     device = CudaDevice(index)
-    host, there = device.pinned(MEASURED_BYTES, torch.uint8), device.empty(MEASURED_BYTES, torch.uint8)
+    host, device_buffer = device.pinned(MEASURED_BYTES, torch.uint8), device.empty(MEASURED_BYTES, torch.uint8)
 
     def seconds(lane: Lane, run: Callable[[], None]) -> float:
         run()  # the clock rises, and the bus wakes up
@@ -301,8 +301,8 @@ def _measured(index: int) -> tuple[dict[Lane, float], float]:
     with device.on("h2d"):
         cycles_s = SPIN_CYCLES / seconds("h2d", lambda: torch.cuda._sleep(SPIN_CYCLES))
     device.synchronize()
-    h2d_s = seconds("h2d", lambda: device.copy("h2d", there, host))
-    d2h_s = seconds("d2h", lambda: device.copy("d2h", host, there))
+    h2d_s = seconds("h2d", lambda: device.copy("h2d", device_buffer, host))
+    d2h_s = seconds("d2h", lambda: device.copy("d2h", host, device_buffer))
     return {"h2d": MEASURED_BYTES / h2d_s, "d2h": MEASURED_BYTES / d2h_s}, cycles_s
 
 
