@@ -1,7 +1,7 @@
 """The disk tier: a scratch file of fixed-size records, one a unit, read and written beside the computation.
 
 A record is its payload, padded to whole 4096-byte blocks, and one trailer block that says which record it is,
-which write of it, and the payload's checksum. So a lost, torn, misplaced or older write is an error that names
+which write of it, and the payload's checksum. So a lost, partial, misplaced or older write is an error that names
 the record, never wrong weights. Page caches are bypassed where the file system allows it.
 """
 

@@ -195,7 +195,7 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str |
 
     Raises:
         ConfigError: a setting that is for another backend, or sizes that cannot be packed.
-        ModelError: the files are torn, or the rotary embedding is of another kind.
+        ModelError: the files are damaged, or the rotary embedding is of another kind.
         StorageError: no space for the files of streamed weights.
     """
     check_config(config)

@@ -133,7 +133,7 @@ class Weights:
         """Streamed from a folder.
 
         Raises:
-            ModelError: a file is missing or torn.
+            ModelError: a file is missing or damaged.
         """
         blocks = [StreamedBlock(folder / block_file(i)) for i in range(layers)]
         table, final = StreamedBlock(folder / TABLE), StreamedBlock(folder / FINAL)
@@ -187,7 +187,7 @@ class TensorFile:
     """An open safetensors file.
 
     Raises:
-        ModelError: it is missing, torn, or of another format.
+        ModelError: it is missing, damaged, or of another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -201,14 +201,14 @@ class TensorFile:
             self.entries: dict[str, Any] = json.loads(self.file.read(length))
             self.start = 8 + length
         except (OSError, ValueError) as error:
-            raise self._torn(str(error)) from None
+            raise self._error("damaged", str(error)) from None
         self.entries.pop("__metadata__", None)
         ends = [entry["data_offsets"][1] for entry in self.entries.values()]
         if self.start + max(ends, default=0) > size:
-            raise self._torn(f"{size} bytes, of {self.start + max(ends, default=0)}")
+            raise self._error("truncated", f"{size} bytes, of {self.start + max(ends, default=0)}")
 
-    def _torn(self, received: str) -> ModelError:
-        return ModelError(f"{self.path} is torn", expected="a whole safetensors file", received=received,
+    def _error(self, state: str, received: str) -> ModelError:
+        return ModelError(f"{self.path} is {state}", expected="a whole safetensors file", received=received,
                           hint="copy the model again, or delete the folder where it was converted")  # fmt: skip
 
     def __contains__(self, name: str) -> bool:

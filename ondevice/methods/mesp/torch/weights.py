@@ -184,7 +184,9 @@ class Files:
             first, last = (start + offset for offset in entry["data_offsets"])
             if last > size:
                 received, hint = f"{size} bytes", "copy the model again"
-                raise ModelError(f"{path} is torn: '{name}'", expected=f"{last} bytes", received=received, hint=hint)
+                raise ModelError(
+                    f"{path} is truncated: '{name}'", expected=f"{last} bytes", received=received, hint=hint
+                )
             if entry["dtype"] not in DTYPES:
                 raise ModelError(f"{path}: tensor '{name}'", expected=", ".join(DTYPES), received=entry["dtype"])
             place = Place(path, first, tuple(entry["shape"]), DTYPES[entry["dtype"]])
@@ -257,7 +259,7 @@ class Streamed:
 
     Raises:
         ConfigError: 4 bits are asked for.
-        ModelError: the files lack a tensor or are torn.
+        ModelError: the files lack a tensor or are truncated.
     """
 
     def __init__(self, files: ModelFiles, device: torch.device, tiles: int, bits: int | None = None) -> None:
