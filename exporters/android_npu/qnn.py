@@ -37,7 +37,7 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def problem() -> str | None:
-    """Why QNN cannot be used here, in one sentence; None if it can."""
+    """Return why QNN cannot be used here, in one sentence; None if it can."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"QNN's compiler and simulator need Linux on x86-64; this is {platform.system()} {platform.machine()}"
     try:

@@ -28,7 +28,7 @@ TOLERANCE = {"none": {"loss": 1e-2, "update": 1e-5}, "w8": {"loss": 5e-2, "updat
 """Largest errors by quantisation: of a loss, relative, with float16 in the blocks and with 8-bit weights; of the
 update, absolute, given the program's own projected gradients: float32 on the CPU."""
 LEAST = {"sign_agreement": 0.85, "correlation": 0.9}
-"""What eight directions must reach: one of them may be so close to zero that its sign is chance."""
+"""Agreement that eight directions must reach: one of them may be so close to zero that its sign is chance."""
 ENOUGH = 8
 """Directions below which signs and correlation are reported and not judged."""
 DEFAULT_DIRECTIONS = 8

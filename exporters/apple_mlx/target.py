@@ -213,7 +213,7 @@ def compare(session: Any, reference: Any, vocab: int, steps: int, rate: float, b
 
 
 def _step_bytes(job: ExportJob, dims: Any) -> int:
-    """What a step of the longest bucket needs beside weights and adapter."""
+    """Return the bytes that a step of the longest bucket needs beside weights and adapter."""
     step = spec_of(job.method).memory_model.step
     parts = step(dims, job.method, job.export.batch_size, max(job.export.lengths_tokens), 4)
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))

@@ -59,7 +59,7 @@ class Lowered:
     """Delegate calls in each method."""
     seconds: float
     partition: dict[str, tuple[Share, ...]]
-    """Which backend runs how much of each method."""
+    """Shares of each method by backend."""
     graph_sizes: dict[str, int] = field(default_factory=dict)
 
 
@@ -141,7 +141,7 @@ def lower_portable(methods: Sequence[ProgramModule]) -> Lowered:
 
 
 def lowered(edge: Any, program: Any, methods: Sequence[ProgramModule], started: float) -> Lowered:
-    """What a program came to; `started` is of `time.perf_counter`."""
+    """Collect the results of lowering a program; `started` is of `time.perf_counter`."""
     plans = {plan.name: plan for plan in program.executorch_program.execution_plan}
     names = [method.name for method in methods]
     return Lowered(

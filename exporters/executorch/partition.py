@@ -1,4 +1,4 @@
-"""Which backend runs how much of a program."""
+"""Shares of a program by backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PORTABLE = "portable"
 
 
 def shares(edge: Any, program: Any, names: list[str]) -> dict[str, tuple[Share, ...]]:
-    """What each backend runs of each method, delegates first.
+    """Return what each backend runs of each method, delegates first.
 
     Args:
         edge: the lowered `EdgeProgramManager`.

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from ondevice.artifact.manifest import AdapterEntry, StateTensor
 
 CHATTER = "[cpuinfo_utils.cpp"
-"""What ExecuTorch says of a processor that it does not know."""
+"""ExecuTorch's message about a processor that it does not know."""
 KINDS = ("train_step", "evaluate", "next_token")
 """Methods that run the model."""
 A_ERROR = 1e-6
-"""What the frozen A may differ by: another machine's logarithm and sine have other last bits."""
+"""Tolerance for the frozen A: another machine's logarithm and sine have other last bits."""
 
 
 def load_runtime() -> Any:

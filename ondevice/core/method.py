@@ -223,7 +223,7 @@ class MethodSpec:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run computes, decided once from its run file and this machine.
+    """Backend, device and rank of a run, decided once from its run file and this machine.
 
     Attributes:
         spec: of its method.

@@ -34,7 +34,7 @@ LARGEST_BATCH = 1024
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine does: operations, bytes and parameters a second; a rate that is not needed is None.
+    """Rates of this machine: operations, bytes and parameters a second; a rate that is not needed is None.
 
     A simulated bus (`bus_limit_gb_per_s`) is in those of the copies.
     """

@@ -41,20 +41,20 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """Where the engine computes. All calls but `Event.wait` return at once."""
+    """The device that the engine computes on. All calls but `Event.wait` return at once."""
 
     type: str
 
     def record(self, lane: Lane) -> Event: ...
 
     def hold(self, lane: Lane, event: Event) -> None:
-        """What is put into `lane` from now on starts after `event`."""
+        """Let all work that is put into `lane` from now on start after `event`."""
         ...
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None: ...
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """What this thread computes inside goes into `lane`."""
+        """Put the work of this thread inside the context into `lane`."""
         ...
 
     def enter(self) -> None:
@@ -68,11 +68,11 @@ class Device(Protocol):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
     def seconds(self, event: Event) -> float:
-        """When a reached event was reached, on `time.perf_counter`'s clock."""
+        """Return the time at which a reached event was reached, on `time.perf_counter`'s clock."""
         ...
 
     def segments(self) -> int:
-        """How often the allocator has taken memory from the device and still holds it."""
+        """Return how many segments of the device's memory the allocator holds."""
         ...
 
     def peak_bytes(self) -> int: ...

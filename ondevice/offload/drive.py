@@ -35,7 +35,7 @@ def round_up(size_bytes: int) -> int:
 
 
 def reason(error: OSError) -> str:
-    """What the system says, in words that a user knows."""
+    """Return the system's reason in words that a user knows."""
     return _REASONS.get(error.errno or 0, error.strerror or str(error))
 
 

@@ -50,7 +50,7 @@ class CudaRecord:
 
 
 def recorder(device: torch.device) -> Record | None:
-    """What makes graphs of that device; None where there are none."""
+    """Return the recorder of graphs for a device; None where it has none."""
     return CudaRecord(device) if device.type == "cuda" else None
 
 

@@ -70,7 +70,7 @@ def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
 
 
 def moments_bytes(numel: int, kind: str) -> int:
-    """What `moments_in` needs."""
+    """Return the bytes that `moments_in` needs."""
     each = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1)}[kind]
     scales = 2 * 4 * -(-numel // 128) if kind == "int8" else 0
     return sum(-(-numel * size // FIELD_BYTES) * FIELD_BYTES for size in each) + scales + 2 * FIELD_BYTES

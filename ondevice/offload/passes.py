@@ -1,4 +1,4 @@
-"""What the accelerator computes in a step: forward, head, backward, one layer after the other."""
+"""The accelerator's computation in a step: forward, head, backward, one layer after the other."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ LENGTHS = 8
 
 
 class WeightCache(Protocol):
-    """Where the passes find weights and leave gradients on the accelerator. Nothing here waits for it; what is given is
-    there for computations that follow, and a unit's gradient is taken away after those that came before.
+    """Memory on the accelerator where the passes find weights and leave gradients.
+
+    Nothing here waits for the accelerator: what is given is there for computations that follow, and a unit's gradient
+    is taken away after those that came before.
 
     Attributes:
         layers: memory for as many layers as are there at once.

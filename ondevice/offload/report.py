@@ -1,4 +1,4 @@
-"""What a step did and when: spans by lane, the overlap report, and a Chrome trace."""
+"""Record of a step: spans by lane, the overlap report, and a Chrome trace."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Job:
         return fields.ljust(BLOCK_BYTES, b"\0")
 
     def compare(self, block: bytes) -> tuple[Any, ...] | None:
-        """What is wrong with the trailer that was read, which should be `block`: words, expected and received."""
+        """Compare the trailer that was read with `block`; return what differs: words, expected and received."""
         trailer = self.trailer.numpy().tobytes()
         for name, expected, received in zip(_FIELDS, _TRAILER.unpack_from(block), _TRAILER.unpack_from(trailer)):
             if expected != received:

@@ -1,4 +1,4 @@
-"""What the passes compute with where weights stay and changes come: see `offload.passes.WeightCache`.
+"""The weight cache of the passes where weights stay and changes come: see `offload.passes.WeightCache`.
 
 A layer's weights are made in one of a few slots, base and changes together, when the layer is computed; its gradient in
 the subspace is collected while the layer's backward pass runs, and leaves in one piece with the gradients of its norms

@@ -147,7 +147,7 @@ class LspEngine(OffloadEngine):
         return weights
 
     def base_of(self, part: Part) -> Tensor:
-        """What a part's changes are added to, flat on the host, for a checkpoint."""
+        """Return the weights that a part's changes are added to, flat on the host, for a checkpoint."""
         return self._base_for(part).flat(part.unit)
 
     def put_base(self, part: Part, flat: Tensor) -> None:
@@ -182,7 +182,7 @@ class LspEngine(OffloadEngine):
         return Resident(layers, self.device, self.dtype, torch.float32 if kind == "float32" else self.dtype)
 
     def _exact(self) -> dict[int, Tensor]:
-        """What is trained as it is, flat, on the accelerator in the compute dtype, by unit."""
+        """Copy the parameters that are trained as they are to the accelerator: flat, in the compute dtype, by unit."""
         exact = {}
         for part in self.parts:
             memory = exact[part.unit.index] = self.device.empty(part.exact.numel, self.dtype)
@@ -191,7 +191,7 @@ class LspEngine(OffloadEngine):
         return exact
 
     def _base_for(self, part: Part) -> Base:
-        """What the changes of a part's matrices are added to."""
+        """Return the base that the changes of a part's matrices are added to."""
         return self.tables if part.unit.kind != "layer" or self.base is None else self.base
 
     def _whole(self, part: Part) -> Tensor:

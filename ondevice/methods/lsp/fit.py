@@ -231,8 +231,9 @@ def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tens
 
 
 def lowest(poly: Tensor) -> tuple[Tensor, Tensor]:
-    """Where x >= 0 makes a polynomial of degree four lowest, and how low; float64 coefficients [5] from the constant
-    up. Where no such x is lower, or the coefficients are not finite, x is 0.
+    """Find the x >= 0 where a polynomial of degree four is lowest, and its value there.
+
+    Coefficients are float64 [5] from the constant up. Where no such x is lower, or they are not finite, x is 0.
 
     The slope is a cubic: its roots are known in closed form, and two steps of Newton's method make them exact.
     """

@@ -70,7 +70,7 @@ class Group:
         self.numel = 0
 
     def add(self, matrix: Matrix) -> tuple[int, int]:
-        """Where the matrix's dense projectors begin."""
+        """Add a matrix; return where its dense projectors begin."""
         self.members.append(matrix)
         start, middle = self.numel, self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact)
         self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
@@ -125,7 +125,7 @@ class Group:
 
 @dataclass(frozen=True)
 class BiasCheck:
-    """What a check of a matrix' projectors found.
+    """Result of a check of a matrix' projectors.
 
     Attributes:
         before: relative bias of the projectors that were there (Theorem 1's alpha on this gradient).

@@ -56,8 +56,8 @@ def memory(
 
 
 def kept_bytes(dims: ModelDims, config: LspConfig) -> int:
-    """What stays on the accelerator each time that all projectors are replaced: with quantised weights, which take no
-    changes, the old ones and theirs."""
+    """Return the bytes that stay on the accelerator each time that all projectors are replaced: with quantised weights,
+    which take no changes, the old projectors and their changes."""
     if config.weight_dtype not in QUANTISED_BYTES:
         return 0
     values = min(config.nonzeros, config.subspace) * PROJECTOR_BYTES

@@ -1,4 +1,4 @@
-"""What is trained of one unit: the changes of its projected matrices, and its other parameters as they are.
+"""Trained parameters of one unit: the changes of its projected matrices, and its other parameters as they are.
 
 Both lie in one flat run, the changes first, so that each unit sends one gradient and gets one answer.
 """

@@ -113,7 +113,7 @@ def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, 
 
 
 def recommend(plan: Plan, rates: Rates | None, plan_of: Callable[[Request], Plan]) -> dict[str, Any]:
-    """What to set, with the costs of what is set, of whole gradients (ZeRO) and of the recommendation.
+    """Recommend settings, with the costs of what is set, of whole gradients (ZeRO) and of the recommendation.
 
     Args:
         plan: of method lsp.
@@ -194,7 +194,7 @@ def _weights(method: LspConfig) -> str:
 
 
 def _compared(request: Request, current: Cost, zero: Cost, at: Speed) -> str:
-    """What a step moves and computes, beside whole gradients."""
+    """Compare what a step moves and computes with a step of whole gradients."""
     moved = f"{size_text(current.to_host_bytes)} to the host and {size_text(current.to_device_bytes)} back"
     text = f"a step moves {moved} (whole gradients and weights, as ZeRO-Offload: {size_text(zero.to_host_bytes)} each)"
     if not projected(request.dims, request.method) and request.method.project:

@@ -1,4 +1,4 @@
-"""What a subspace costs, from dimensions alone: numbers over the bus, and multiplications beside training's own."""
+"""Costs of a subspace, from dimensions alone: numbers over the bus, and multiplications beside training's own."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Extra:
 
 
 def extra(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int) -> Extra:
-    """What a step of [batch_size, length_tokens] computes for the projection."""
+    """Count what a step of [batch_size, length_tokens] computes for the projection."""
     tokens = batch_size * length_tokens
     layer_builds = 2 * dims.layers - min(config.window, dims.layers)
     making = collecting = saved = 0

@@ -58,9 +58,10 @@ class LspSession(EngineSession):
         return result
 
     def report(self) -> dict[str, Any] | None:
-        """What ran beside what in the step before the last, and what that found where it checked the bias:
-        `bias_checks` by parameter, each [before, after], and the means of both. After is before where projectors
-        stay."""
+        """Return the overlap report of the step before the last, with the biases if that step checked them.
+
+        `bias_checks` holds them by parameter, each [before, after]; the means of both stand beside it. Where projectors
+        stay, after equals before."""
         overlap = super().report()
         return (
             None

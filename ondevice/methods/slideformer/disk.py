@@ -1,4 +1,4 @@
-"""What goes to a local disk: moments of some units, and layers' inputs (SlideFormer sections 3.3 and 4.4)."""
+"""The tier on a local disk: moments of some units, and layers' inputs (SlideFormer sections 3.3 and 4.4)."""
 
 from __future__ import annotations
 

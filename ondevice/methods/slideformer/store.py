@@ -1,4 +1,4 @@
-"""Where SlideFormer keeps masters and moments: in host memory, some moments on a disk, and of the first layers all on
+"""SlideFormer's masters and moments: in host memory, some moments on a disk, and of the first layers all on
 the accelerator, which then updates them itself.
 
 The first layers are the ones: their gradients arrive last and they are needed first, so between two steps nothing has
@@ -73,7 +73,7 @@ class Resident:
         return self.states[unit.index].master.cpu()
 
     def flat(self, unit: Unit) -> dict[str, Tensor]:
-        """What the unit's weights are made of, on the host, under the name that `arrays` has for it."""
+        """Return the tensor that holds the unit's weights, on the host, under the name that `arrays` has for it."""
         return {"high": self.states[unit.index].memory.cpu()} if self.split else {"master": self.master(unit)}
 
     def arrays(self, unit: Unit) -> dict[str, Tensor]:

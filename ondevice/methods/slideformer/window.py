@@ -90,7 +90,7 @@ class Window:
             self._fetch(self.units.layers[i], self.layers[at], slice(0, self.units.layers[i].numel))
 
     def forget_layers(self) -> None:
-        """What the units hold is out of date: the layers are updated between two steps."""
+        """Forget which layers the slots hold: the layers are updated between two steps."""
         self.held = [None] * len(self.layers)
 
     def layer(self, i: int) -> Slot:
