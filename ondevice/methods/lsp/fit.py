@@ -205,7 +205,7 @@ class Descents:
         return self.known[key]
 
     def run(self, descent: Descent) -> None:
-        """All its steps."""
+        """Run all steps of a descent."""
         self.graphs.run((id(descent),), (), (), descent.run)
 
 

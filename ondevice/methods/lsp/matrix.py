@@ -167,7 +167,7 @@ class Matrix:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Of the subspace."""
+        """Sides of the subspace, left and right."""
         return self.left.size, self.right.size
 
     @property

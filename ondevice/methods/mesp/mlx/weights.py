@@ -326,7 +326,6 @@ class Source:
         }
 
     def final(self) -> dict[str, Any]:
-        """The final norm."""
         return {"final_norm.weight": self.vector("model.norm.weight")}
 
     def matrix(self, name: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ Sums = tuple[Tensor, Tensor, Tensor]
 
 
 class Head(Protocol):
-    """The output head."""
+    """The output head, read in tiles of rows."""
 
     vocab: int
 

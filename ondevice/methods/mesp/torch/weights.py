@@ -214,7 +214,6 @@ class Files:
             done += count
 
     def close(self) -> None:
-        """Close all files."""
         for descriptor in self.open.values():
             os.close(descriptor)
         self.open = {}
