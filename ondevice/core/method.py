@@ -1,4 +1,4 @@
-"""The interface of a training method: one `MethodSpec` in the method's folder answers all that other rooms ask.
+"""The interface of a training method: one `MethodSpec` in its folder answers everything that other packages ask.
 
 `training`, `planning`, `api`, `cli`, `server` and the exporters know a method through its spec alone. A method is a
 folder of `ondevice/methods` whose package has a `METHOD`, or an entry point of the group `ondevice.methods` in any
