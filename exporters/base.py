@@ -209,11 +209,11 @@ def beyond(agreement: Agreement, largest: Mapping[str, float], least: Mapping[st
         least: of `agreement.shares`.
     """
     wanted = [(f"{kind} error", value, largest[kind]) for kind, value in agreement.errors.items() if kind in largest]
-    found = [(f"{what} <= {limit:g}", f"{value:.3g}") for what, value, limit in wanted if not value <= limit]
+    violations = [(f"{what} <= {limit:g}", f"{value:.3g}") for what, value, limit in wanted if not value <= limit]
     for kind, limit in (least or {}).items():
         if not (value := agreement.shares[kind]) >= limit:
-            found.append((f"{kind} >= {limit:g}", f"{value:.3g}"))
-    return found
+            violations.append((f"{kind} >= {limit:g}", f"{value:.3g}"))
+    return violations
 
 
 def check_model(model: LoadedModel | ModelFiles, source: str, manifest: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""How an op of the `ondevice` namespace is declared to PyTorch; every op of this folder goes through here."""
+"""Declaration of the ops of the `ondevice` namespace to PyTorch; every op of this folder goes through here."""
 
 from __future__ import annotations
 

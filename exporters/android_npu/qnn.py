@@ -37,15 +37,15 @@ _loaded: list[ctypes.CDLL] = []
 
 
 def problem() -> str | None:
-    """Why QNN cannot be used here, in one sentence; None if it can."""
+    """Return why QNN cannot be used here, in one sentence; None if it can."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"QNN's compiler and simulator need Linux on x86-64; this is {platform.system()} {platform.machine()}"
     try:
-        found = version(PACKAGE)
+        installed = version(PACKAGE)
     except PackageNotFoundError:
         return f"the `qnn` extra is not installed: {INSTALL}   ({LICENCE})"
-    if found != VERSION:
-        return f"{PACKAGE} is {found} and only {VERSION} compiles these programs: {INSTALL}"
+    if installed != VERSION:
+        return f"{PACKAGE} is {installed} and only {VERSION} compiles these programs: {INSTALL}"
     absent = [name for name in ("executorch", "cpuinfo") if importlib.util.find_spec(name) is None]
     return f"{' and '.join(absent)} not installed: {INSTALL}" if absent else None
 

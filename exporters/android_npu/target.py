@@ -28,7 +28,7 @@ TOLERANCE = {"none": {"loss": 1e-2, "update": 1e-5}, "w8": {"loss": 5e-2, "updat
 """Largest errors by quantisation: of a loss, relative, with float16 in the blocks and with 8-bit weights; of the
 update, absolute, given the program's own projected gradients: float32 on the CPU."""
 LEAST = {"sign_agreement": 0.85, "correlation": 0.9}
-"""What eight directions must reach: one of them may be so close to zero that its sign is chance."""
+"""Agreement that eight directions must reach: one of them may be so close to zero that its sign is chance."""
 ENOUGH = 8
 """Directions below which signs and correlation are reported and not judged."""
 DEFAULT_DIRECTIONS = 8
@@ -114,7 +114,7 @@ class AndroidNpu(ExecutorchTarget):
                 received=f"--steps {request.steps}",
             )
         program, built = self.rebuild(manifest, request)
-        session, found = self.open(folder, manifest), []
+        session, results = self.open(folder, manifest), []
         ports = manifest.program_spec.methods["train_step"].outputs
         (queries,) = (port.shape[0] for port in ports if port.role == "projected_gradients")
         steps = -(-(request.directions or DEFAULT_DIRECTIONS) // queries)
@@ -126,11 +126,11 @@ class AndroidNpu(ExecutorchTarget):
             agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
             wrong = self._wrong(agreement, manifest.quantize)
             broken = [f"expected {expected}, received {received}" for expected, received in wrong]
-            found.append({**agreement.values, "broken": broken, "ok": not broken})
-        answer = {**found[0], "quantize": manifest.quantize, "soc": manifest.soc, "backend": session.backend}
+            results.append({**agreement.values, "broken": broken, "ok": not broken})
+        answer = {**results[0], "quantize": manifest.quantize, "soc": manifest.soc, "backend": session.backend}
         session.close()
-        if len(found) > 1:
-            answer |= {"scales": found, "ok": all(one["ok"] for one in found)}
+        if len(results) > 1:
+            answer |= {"scales": results, "ok": all(result["ok"] for result in results)}
         return answer
 
 

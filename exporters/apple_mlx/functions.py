@@ -52,19 +52,19 @@ class ImportedFunctions:
         """
         entry = self.listed[stage]
         try:
-            found = self.loaded[stage](**arrays)
+            outputs = self.loaded[stage](**arrays)
         except (ValueError, RuntimeError) as error:
             raise ArtifactError(
                 f"{self.folder / entry['file']}: the function cannot be called", received=str(error).splitlines()[0]
             ) from None
-        return dict(zip(entry["outputs"], found))
+        return dict(zip(entry["outputs"], outputs))
 
 
 def import_function(path: Path) -> Any:
     """A function from its file.
 
     Raises:
-        ArtifactError: it is missing, torn, or was written by another version of MLX.
+        ArtifactError: it is missing, damaged, or was written by another version of MLX.
     """
     try:
         with path.open("rb") as file:
@@ -82,4 +82,4 @@ def import_function(path: Path) -> Any:
     try:
         return mx.import_function(str(path))
     except (ValueError, RuntimeError) as error:
-        raise ArtifactError(f"{path} is torn", received=str(error), hint="copy the artifact again") from None
+        raise ArtifactError(f"{path} is damaged", received=str(error), hint="copy the artifact again") from None

@@ -26,13 +26,13 @@ _TAG = re.compile(
 
 def tags(data: bytes) -> list[tuple[int, int, int, str]]:
     """Place, stream index, device type and operation of every tag in a file."""
-    found = []
+    operations = []
     for match in _TAG.finditer(data):
         (length,) = struct.unpack("<Q", match["length"])
         if 0 < length <= len(match["name"]):
             stream, kind = struct.unpack("<ii", match["stream"] + match["type"])
-            found.append((match.start(), stream, kind, match["name"][:length].decode()))
-    return found
+            operations.append((match.start(), stream, kind, match["name"][:length].decode()))
+    return operations
 
 
 def retarget(data: bytes) -> bytes:
@@ -41,14 +41,14 @@ def retarget(data: bytes) -> bytes:
     Raises:
         VerificationError: an operation is on a GPU already.
     """
-    found = tags(data)
-    if any(kind != CPU for _, _, kind, _ in found):
+    operations = tags(data)
+    if any(kind != CPU for _, _, kind, _ in operations):
         raise VerificationError(
             "the exported function cannot be given another device",
             expected="operations of a CPU",
-            received=f"{len(found)} operations, types {sorted({kind for _, _, kind, _ in found})}",
+            received=f"{len(operations)} operations, types {sorted({kind for _, _, kind, _ in operations})}",
         )
     changed = bytearray(data)
-    for place, _, _, _ in found:
+    for place, _, _, _ in operations:
         changed[place : place + 8] = struct.pack("<ii", -1, GPU)
     return bytes(changed)

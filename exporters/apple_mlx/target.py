@@ -81,7 +81,7 @@ class AppleMlx(Exporter):
         session: Any = open_session(files, job.method, job.seed, backend="mlx")
         began = time.monotonic()
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
-            manifest, made = self._write(job, files, session, folder)
+            manifest, functions_folder = self._write(job, files, session, folder)
             seconds = time.monotonic() - began
             write_manifest(manifest, folder)
             log.info("exported in %.0f s; checking the functions against Python", seconds)
@@ -96,7 +96,7 @@ class AppleMlx(Exporter):
                 )
             manifest = manifest.model_copy(update={"check": check})
             write_manifest(manifest, folder)
-            size = sum(path.stat().st_size for path in (folder / made).iterdir())
+            size = sum(path.stat().st_size for path in (folder / functions_folder).iterdir())
         peak = _step_bytes(job, files.dims)
         return ExportReport(
             path=out, target=self.spec.name, program_bytes=size, lowering_s=seconds, planned_bytes={"train_step": peak},
@@ -109,11 +109,13 @@ class AppleMlx(Exporter):
         from ondevice.exporters.apple_mlx.functions import FUNCTIONS, device
         from ondevice.models import save_tokenizer
 
-        caveats, made = (), FUNCTIONS[device()]
-        methods = self.program(job.method).write(session, files, job.method, job.export, folder, folder / made)
-        if made == FUNCTIONS["cpu"]:
+        caveats, functions_folder = (), FUNCTIONS[device()]
+        methods = self.program(job.method).write(
+            session, files, job.method, job.export, folder, folder / functions_folder
+        )
+        if functions_folder == FUNCTIONS["cpu"]:
             (folder / FUNCTIONS["gpu"]).mkdir()
-            for path in (folder / made).iterdir():
+            for path in (folder / functions_folder).iterdir():
                 (folder / FUNCTIONS["gpu"] / path.name).write_bytes(retarget.retarget(path.read_bytes()))
             caveats = (retarget.CAVEAT,)
         save_adapter(adapter := session.adapter(), folder / "adapter")
@@ -138,8 +140,8 @@ class AppleMlx(Exporter):
             generator=GeneratorInfo(distribution="none", lowering="none", seed=job.seed),
             caveats=caveats,
         )
-        (folder / "README.md").write_text(readme(manifest, made), encoding="utf-8")
-        return manifest, made
+        (folder / "README.md").write_text(readme(manifest, functions_folder), encoding="utf-8")
+        return manifest, functions_folder
 
     def open(self, folder: Path, manifest: Manifest, streamed: bool | None = None) -> ProgramSession:
         """A session on MLX's default device.
@@ -189,9 +191,9 @@ def compare(session: Any, reference: Any, vocab: int, steps: int, rate: float, b
         `steps`, `max_rel_loss_error`, `max_rel_loss_error_replayed` (the same: nothing is replayed),
         `max_abs_adapter_error`, `evaluation_error`, and `ok`.
     """
-    errors, given = [], batches or (random_batch(session, vocab, step) for step in range(steps))
+    errors, batches = [], batches or (random_batch(session, vocab, step) for step in range(steps))
     batch = None
-    for step, batch in enumerate(given):
+    for step, batch in enumerate(batches):
         ours, theirs = session.step(*batch, step, rate).loss, reference.step(*batch, step, rate).loss
         errors.append(abs(ours - theirs) / abs(theirs))
     assert batch is not None  # noqa: S101 - at least one step
@@ -211,18 +213,18 @@ def compare(session: Any, reference: Any, vocab: int, steps: int, rate: float, b
 
 
 def _step_bytes(job: ExportJob, dims: Any) -> int:
-    """What a step of the longest bucket needs beside weights and adapter."""
+    """Return the bytes that a step of the longest bucket needs beside weights and adapter."""
     step = spec_of(job.method).memory_model.step
     parts = step(dims, job.method, job.export.batch_size, max(job.export.lengths_tokens), 4)
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
 
 
-def readme(manifest: Manifest, made: str) -> str:
-    """The artifact's README; `made` is the folder of the functions that MLX exported."""
+def readme(manifest: Manifest, functions_folder: str) -> str:
+    """The artifact's README; `functions_folder` is the folder of the functions that MLX exported."""
     places = {
         "functions": "the CPU, shared by all layers, weights are inputs; `functions-gpu/`: for Metal.",
         "functions-gpu": "Metal, shared by all layers, weights are inputs; for the CPU there is none.",
-    }[made]
+    }[functions_folder]
     lengths = ", ".join(map(str, manifest.lengths_tokens))
     caveats = "".join(f"\n**{caveat}.**\n" for caveat in manifest.caveats)
     return f"""# {manifest.model.source}, trained by {manifest.method["name"]} in MLX
@@ -237,7 +239,7 @@ Runtime: {manifest.runtime}.
 
 - `program.json`: functions, and the order in which they are called for a block, forward and backward, with what may be
   freed after each call.
-- `{made}/`: one `.mlxfn` a stage for {places}
+- `{functions_folder}/`: one `.mlxfn` a stage for {places}
 - `weights/`: one file a block, so that weights can be read a block at a time; `table.safetensors` is the embedding.
 - `adapter/`: A and B as training starts, in PEFT's layout. `manifest.json`: what functions take and give, hashes.
 """

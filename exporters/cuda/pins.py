@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Platform:
-    """What differs between the targets for CUDA.
+    """Differences between the targets for CUDA.
 
     Attributes:
         requirements: requirements files by name.

@@ -100,7 +100,7 @@ class TorchProgramSession(ProgramSession):
         self.session.apply_update(projected_gradients, step, learning_rate)
 
     def state(self) -> dict[str, np.ndarray]:
-        """What a resume needs; the same as the method's in memory."""
+        """Return the arrays that a resume needs; the same as the method's in memory."""
         return self.session.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:

@@ -185,9 +185,7 @@ class BlocksSession(ExecutorchSession):
             name, {**given, **places, **{f"tile_sums {key}": value for key, value in zip(names, sums)}}, first=first
         )
 
-    def _call_block(
-        self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0
-    ) -> dict[str, Tensor]:
+    def _call_block(self, name: str, given: dict[str, Tensor], layer: int = 0, first: int = 0) -> dict[str, Tensor]:
         """Run a function with inputs by role; gives outputs by role, and by name where a role has several.
 
         Args:

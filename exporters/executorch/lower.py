@@ -59,7 +59,7 @@ class Lowered:
     """Delegate calls in each method."""
     seconds: float
     partition: dict[str, tuple[Share, ...]]
-    """Which backend runs how much of each method."""
+    """Shares of each method by backend."""
     graph_sizes: dict[str, int] = field(default_factory=dict)
 
 
@@ -70,14 +70,14 @@ def shared_records() -> Iterator[None]:
     torch.fx copies both, deeply, in every one of some four hundred passes of a lowering; one is as good as its copy
     (measured: the provenance alone is a fifth of the time of a lowering).
     """
-    whole = LoweredBackendModule.__deepcopy__
+    original_deepcopy = LoweredBackendModule.__deepcopy__
     NodeSource.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
     LoweredBackendModule.__deepcopy__ = lambda self, memo: self
     try:
         yield
     finally:
         del NodeSource.__deepcopy__  # type: ignore[attr-defined]
-        LoweredBackendModule.__deepcopy__ = whole
+        LoweredBackendModule.__deepcopy__ = original_deepcopy
 
 
 def xnnpack_partitioner() -> XnnpackPartitioner:
@@ -159,7 +159,7 @@ def lower_portable(methods: Sequence[ProgramModule]) -> Lowered:
 
 
 def lowered(edge: Any, program: Any, methods: Sequence[ProgramModule], started: float) -> Lowered:
-    """What a program came to; `started` is of `time.perf_counter`."""
+    """Collect the results of lowering a program; `started` is of `time.perf_counter`."""
     plans = {plan.name: plan for plan in program.executorch_program.execution_plan}
     names = [method.name for method in methods]
     return Lowered(

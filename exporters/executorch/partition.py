@@ -1,4 +1,4 @@
-"""Which backend runs how much of a program."""
+"""Shares of a program by backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PORTABLE = "portable"
 
 
 def shares(edge: Any, program: Any, names: list[str]) -> dict[str, tuple[Share, ...]]:
-    """What each backend runs of each method, delegates first.
+    """Return what each backend runs of each method, delegates first.
 
     Args:
         edge: the lowered `EdgeProgramManager`.
@@ -22,7 +22,7 @@ def shares(edge: Any, program: Any, names: list[str]) -> dict[str, tuple[Share, 
     """
     plans = {plan.name: plan for plan in program.executorch_program.execution_plan}
     constants = sum(len(buffer.storage) for buffer in program.executorch_program.constant_buffer)
-    found = {}
+    by_method = {}
     for name in names:
         delegates: dict[str, list[Any]] = {}
         for module in get_lowered_backend_modules(edge.exported_program(name).graph_module):
@@ -32,11 +32,11 @@ def shares(edge: Any, program: Any, names: list[str]) -> dict[str, tuple[Share, 
             for chain in plans[name].chains
             for instruction in chain.instructions
         )
-        found[name] = (
+        by_method[name] = (
             *(_of_delegates(backend, modules) for backend, modules in sorted(delegates.items())),
             Share(backend=PORTABLE, calls=kernels, operators=kernels, bytes=constants),
         )
-    return found
+    return by_method
 
 
 def _of_delegates(backend: str, modules: list[Any]) -> Share:

@@ -48,7 +48,7 @@ def _listed(ports: tuple[TensorPort, ...]) -> str:
 
 
 def _state(manifest: Manifest) -> str:
-    """How the state is kept."""
+    """Describe how the state is kept."""
     state = manifest.program_spec.state
     if any(tensor.kept == "program" for tensor in state):
         return (
@@ -73,7 +73,7 @@ def _counts(manifest: Manifest) -> str:
 
 
 def _copies(manifest: Manifest) -> str:
-    """How a program that trains and evaluates with one method is called."""
+    """Describe how a program that trains and evaluates with one method is called."""
     program = manifest.program_spec
     if program.evaluates_with != "train_step":
         return ""

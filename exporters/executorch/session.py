@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from ondevice.artifact.manifest import AdapterEntry, StateTensor
 
 CHATTER = "[cpuinfo_utils.cpp"
-"""What ExecuTorch says of a processor that it does not know."""
+"""ExecuTorch's message about a processor that it does not know."""
 KINDS = ("train_step", "evaluate", "next_token")
 """Methods that run the model."""
 A_ERROR = 1e-6
-"""What the frozen A may differ by: another machine's logarithm and sine have other last bits."""
+"""Tolerance for the frozen A: another machine's logarithm and sine have other last bits."""
 
 
 def load_runtime() -> Any:
@@ -122,19 +122,19 @@ class ExecutorchSession(ProgramSession):
         """One whole training step inside the program; see `Session.step`."""
         name = self._bucket("train_step", self.batch_size, ids)
         copies = (self.spec.batch_copies, 1)
-        given = {"ids": np.tile(ids, copies), "labels": np.tile(labels, copies)}
-        found = self._call(name, {**given, **self._scalars(step, learning_rate)}, keep=True)
+        inputs = {"ids": np.tile(ids, copies), "labels": np.tile(labels, copies)}
+        outputs = self._call(name, {**inputs, **self._scalars(step, learning_rate)}, keep=True)
         for counter in self.counts:
             self.counts[counter] += 1
-        losses, gradients = found["losses"], found.get("projected_gradients", np.empty(0))
+        losses, gradients = outputs["losses"], outputs.get("projected_gradients", np.empty(0))
         return StepResult(float(losses.mean()), tuple(losses.tolist()), tuple(gradients.tolist()))
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
         name = self._bucket(self.spec.evaluates_with, self.eval_batch_size, ids)
         constants = {constant.name: constant.evaluate for constant in self.spec.constants}
-        found = self._call(name, {"ids": ids, "labels": labels, **self._scalars(0, 0.0, constants)})
-        return found["nll_sum"], found["tokens"].astype(np.int64)
+        outputs = self._call(name, {"ids": ids, "labels": labels, **self._scalars(0, 0.0, constants)})
+        return outputs["nll_sum"], outputs["tokens"].astype(np.int64)
 
     def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
         """Logits float32 [vocab] of the token behind the first `length_tokens` of `ids`, int64 [1, longest bucket].
@@ -144,16 +144,16 @@ class ExecutorchSession(ProgramSession):
         """
         if "next_token" not in self.spec.methods:
             raise ArtifactError("the program cannot write", hint="export it again with --set export.next_token=true")
-        given = {"ids": ids, "length": np.array([length_tokens])}
-        return self._call("next_token", given)["logits"]
+        inputs = {"ids": ids, "length": np.array([length_tokens])}
+        return self._call("next_token", inputs)["logits"]
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
         """The program's own update from logged projected gradients."""
         if "apply_update" not in self.spec.methods:
             return super().apply_update(projected_gradients, step, learning_rate)
         gradients = np.array(projected_gradients, dtype=np.float32)
-        given = {"projected_gradients": gradients, **self._scalars(step, learning_rate)}
-        self._call("apply_update", given, keep=True)
+        inputs = {"projected_gradients": gradients, **self._scalars(step, learning_rate)}
+        self._call("apply_update", inputs, keep=True)
 
     def state(self) -> dict[str, np.ndarray]:
         """Every state tensor, the seed, and how often the optimizer has updated."""
@@ -218,12 +218,15 @@ class ExecutorchSession(ProgramSession):
         Raises:
             ArtifactError: it does not fit.
         """
-        for field, wanted, found in (("rank", self.spec.rank, adapter.rank), ("alpha", self.spec.alpha, adapter.alpha)):
-            if wanted != found:
+        for field, wanted, received in (
+            ("rank", self.spec.rank, adapter.rank),
+            ("alpha", self.spec.alpha, adapter.alpha),
+        ):
+            if wanted != received:
                 raise ArtifactError(
                     f"the adapter has another {field}",
                     expected=f"{field} {wanted:g}",
-                    received=f"{field} {found:g}",
+                    received=f"{field} {received:g}",
                     hint=f"`method.{field}` must be the one that the adapter was trained with",
                 )
         if unknown := sorted(set(adapter.linears) - {entry.linear for entry in self.spec.layout}):
@@ -275,14 +278,14 @@ class ExecutorchSession(ProgramSession):
         self, step: int, learning_rate: float, constants: dict[str, float] | None = None
     ) -> dict[str, np.ndarray]:
         """Seed, learning rate, counters and constants; see `_call`."""
-        given = {"seed": np.array([self.seed]), "learning_rate": np.array([learning_rate], dtype=np.float32)}
+        scalars = {"seed": np.array([self.seed]), "learning_rate": np.array([learning_rate], dtype=np.float32)}
         for counter in self.spec.counters:
-            given[f"counter {counter.name}"] = np.array([self.counts.get(counter.name, step)])
+            scalars[f"counter {counter.name}"] = np.array([self.counts.get(counter.name, step)])
         for name, value in (self.constants if constants is None else constants).items():
-            given[f"constant {name}"] = np.array([value], dtype=np.float32)
-        return given
+            scalars[f"constant {name}"] = np.array([value], dtype=np.float32)
+        return scalars
 
-    def _call(self, name: str, given: dict[str, np.ndarray], keep: bool = False) -> dict[str, np.ndarray]:
+    def _call(self, name: str, arrays: dict[str, np.ndarray], keep: bool = False) -> dict[str, np.ndarray]:
         """Run a method with inputs by role; gives its outputs by role.
 
         Args:
@@ -295,14 +298,14 @@ class ExecutorchSession(ProgramSession):
                 inputs.append(self._state[port.name])
             else:
                 several = port.role in ("counter", "constant")
-                inputs.append(given[f"{port.role} {port.name}" if several else str(port.role)])
-        found: dict[str, np.ndarray] = {}
+                inputs.append(arrays[f"{port.role} {port.name}" if several else str(port.role)])
+        outputs: dict[str, np.ndarray] = {}
         for port, value in zip(method.outputs, self._run(name, *inputs), strict=True):
             if port.role != "state":
-                found[str(port.role)] = value
+                outputs[str(port.role)] = value
             elif keep:
                 self._state[port.name] = value
-        return found
+        return outputs
 
     def _run(self, name: str, *inputs: np.ndarray) -> list[np.ndarray]:
         import torch

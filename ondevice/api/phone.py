@@ -241,11 +241,11 @@ def _send(phone: Phone, folder: Path, files: list[Path], target: str, total: int
 
 def _check_there(phone: Phone, target: str, wanted: dict[str, str]) -> None:
     listed = phone.run_as_app(f"cd {target} && find . -type f -exec sha256sum {{}} +")
-    there = {name.removeprefix("./"): digest for digest, _, name in (line.partition("  ") for line in _lines(listed))}
+    digests = {name.removeprefix("./"): digest for digest, _, name in (line.partition("  ") for line in _lines(listed))}
     for name, digest in wanted.items():
-        if there.get(name) != digest:
+        if digests.get(name) != digest:
             raise ArtifactError(
-                f"{name} did not arrive whole", expected=digest, received=there.get(name), hint="push it again"
+                f"{name} did not arrive whole", expected=digest, received=digests.get(name), hint="push it again"
             )
 
 

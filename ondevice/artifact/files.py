@@ -225,9 +225,9 @@ def _put_in_place(partial: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(path: Path, other: Path) -> bool:
     """Swap two names in one system call; False where the system or the file system cannot."""
-    first, second = os.fsencode(one), os.fsencode(other)
+    first, second = os.fsencode(path), os.fsencode(other)
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         if sys.platform == "darwin":

@@ -78,8 +78,8 @@ def with_method_options(verb: Callable[..., None]) -> Callable[..., None]:
     def wrapped(**values: Any) -> None:
         settings = {key: values.pop(name) for name, key in keys.items()}
         # None and False are flags that were not given: the run file's value stays. 0 equals False, and was given.
-        given = {key: value for key, value in settings.items() if value is not None and value is not False}
-        verb(**values, method_options=given)
+        options = {key: value for key, value in settings.items() if value is not None and value is not False}
+        verb(**values, method_options=options)
 
     signature = inspect.signature(verb, eval_str=True)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "method_options"]

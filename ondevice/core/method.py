@@ -1,4 +1,4 @@
-"""The interface of a training method: one `MethodSpec` in the method's folder answers all that other rooms ask.
+"""The interface of a training method: one `MethodSpec` in its folder answers everything that other packages ask.
 
 `training`, `planning`, `api`, `cli`, `server` and the exporters know a method through its spec alone. A method is a
 folder of `ondevice/methods` whose package has a `METHOD`, or an entry point of the group `ondevice.methods` in any
@@ -223,7 +223,7 @@ class MethodSpec:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run computes, decided once from its run file and this machine.
+    """Backend, device and rank of a run, decided once from its run file and this machine.
 
     Attributes:
         spec: of its method.

@@ -80,14 +80,14 @@ def _target_places() -> dict[str, TargetSpec | EntryPoint]:
 
     A folder may hold several targets, so our packages are imported for their names; they import nothing themselves.
     """
-    found: dict[str, TargetSpec | EntryPoint] = {entry.name: entry for entry in entry_points(group=TARGET_GROUP)}
+    targets: dict[str, TargetSpec | EntryPoint] = {entry.name: entry for entry in entry_points(group=TARGET_GROUP)}
     package = importlib.import_module(EXPORTERS)
     for module in pkgutil.iter_modules(package.__path__):
         if module.ispkg:
             inside = importlib.import_module(f"{EXPORTERS}.{module.name}")
             specs = [*getattr(inside, "TARGETS", ()), *([inside.TARGET] if hasattr(inside, "TARGET") else [])]
-            found |= {spec.name: spec for spec in specs}
-    return dict(sorted(found.items()))
+            targets |= {spec.name: spec for spec in specs}
+    return dict(sorted(targets.items()))
 
 
 def target_names() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What the other rooms may ask of a target: one `TargetSpec` in the target's folder answers all of it.
+"""Interface of a target: one `TargetSpec` in its folder answers everything that other packages ask.
 
 A target is a folder of `exporters` whose package has a `TARGET` (or `TARGETS`, where several differ in data alone), or
 an entry point of the group `ondevice.targets` in any other package; `ondevice.core.registry` finds both.
@@ -41,7 +41,7 @@ class WeightBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightPlacement:
-    """Where the weights of a program are, in bytes.
+    """Bytes of a program's weights, by where they are.
 
     Attributes:
         resident: read by every step: in memory for PyTorch; for ExecuTorch the pages of the file that XNNPACK
@@ -128,7 +128,7 @@ class TargetSpec:
     def place(
         self, dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, evaluates: bool
     ) -> WeightPlacement:
-        """Where a program's weights are; `evaluates` if runs evaluate, too."""
+        """Return where a program's weights are; `evaluates` if runs evaluate, too."""
         if self.placement is None:
             return WeightPlacement(sum(weights), 0, 0, 0)
         return self.load(self.placement)(dims, weights, export, loss_tiles, evaluates)

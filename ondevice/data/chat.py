@@ -24,17 +24,17 @@ def render_chat(tokenizer: Any, messages: Turns) -> tuple[list[int], list[bool],
         BadRow: the template refuses the turns, or rewrites earlier turns when later ones follow.
         MissingPackageError: jinja2 is not installed.
     """
-    whole = _render(tokenizer, messages, False)
+    text = _render(tokenizer, messages, False)
     spans = []
     for index, (role, _) in enumerate(messages):
         if role == "assistant":
             before = _render(tokenizer, messages[:index], True)
-            after = whole if index == len(messages) - 1 else _render(tokenizer, messages[: index + 1], False)
-            if not (after.startswith(before) and whole.startswith(after)):
+            after = text if index == len(messages) - 1 else _render(tokenizer, messages[: index + 1], False)
+            if not (after.startswith(before) and text.startswith(after)):
                 reason = "the tokenizer's chat template rewrites earlier turns; write one answer a row"
                 raise BadRow("messages", reason)
             spans.append((len(before), _answer_end(tokenizer, after)))
-    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = encoded["offset_mapping"]
     trained = [any(_covers(left, right, span) for span in spans) for left, right in offsets]
     last = [index for index, (left, right) in enumerate(offsets) if _covers(left, right, spans[-1])]

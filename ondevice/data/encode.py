@@ -180,12 +180,12 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
     """Encode a row of pairs: completion, classification, multiple choice, question answering, and instruct without a
     chat template. All candidates lose as many prompt tokens as the one with the longest answer needs."""
     # Prompt and answer as one text, as a model would have seen them.
-    whole = [_tokenize(tokenizer, prompt + answer) for prompt, answer in row.pairs]
+    pair_ids = [_tokenize(tokenizer, prompt + answer) for prompt, answer in row.pairs]
     shared: dict[str, list[int]] = {}
-    for (prompt, _), ids in zip(row.pairs, whole, strict=True):
+    for (prompt, _), ids in zip(row.pairs, pair_ids, strict=True):
         context = shared[prompt] if prompt in shared else _tokenize(tokenizer, prompt)
         shared[prompt] = context[: _common_prefix(context, ids)]  # candidates of one prompt share their context
-    sequences = [(ids, len(shared[prompt])) for (prompt, _), ids in zip(row.pairs, whole, strict=True)]
+    sequences = [(ids, len(shared[prompt])) for (prompt, _), ids in zip(row.pairs, pair_ids, strict=True)]
     for ids, start in sequences:
         if row.end and tokenizer.eos_token_id not in (None, *ids[-1:]):
             ids.append(tokenizer.eos_token_id)

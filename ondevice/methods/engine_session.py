@@ -1,4 +1,4 @@
-"""What the sessions of methods that offload share: an engine that steps, and a whole model as the result."""
+"""Base of the sessions of methods that offload: an engine that steps, and a whole model as the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EngineSession(Session):
     """AdamW over all parameters of a model by an engine that keeps optimizer states on the host; see `Session`."""
 
     step_hint: ClassVar[str]
-    """What to try where the accelerator's memory does not suffice for a step."""
+    """Hint for a step that does not fit into the accelerator's memory."""
 
     def __init__(self, loaded: LoadedModel, config: Any, engine: Any) -> None:
         self.loaded, self.config, self.engine = loaded, config, engine
@@ -39,7 +39,7 @@ class EngineSession(Session):
         return StepResult(loss, (loss,), overlap=self.report())
 
     def report(self) -> dict[str, Any] | None:
-        """What ran beside what in the step before the last; None before the second."""
+        """Return the overlap report of the step before the last; None before the second."""
         overlap = self.engine.overlap
         return None if overlap is None else overlap.to_dict()
 

@@ -33,7 +33,7 @@ def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_byt
 
 
 def backward_bytes(dims: ModelDims, batch_size: int, length_tokens: int, activation_bytes: int) -> int:
-    """What backpropagation keeps of all blocks, without checkpointing.
+    """Return the bytes that backpropagation keeps of all blocks, without checkpointing.
 
     A token and layer: each norm's input, its normalised form and its output (6 d); queries and the attention's
     output, and keys and values (2 q + 2 kv); the MLP's gate, activation, up and product (4 ff). Where there is no
@@ -59,8 +59,8 @@ def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int) -> int:
 def passes_bytes(
     dims: ModelDims, config: EngineConfig, place: str, batch_size: int, length_tokens: int, vocab: int
 ) -> dict[str, int]:
-    """What the passes of the offload engines hold on the accelerator, by part: inputs of the layers, one layer's
-    activations, logits.
+    """Return the bytes that the passes of the offload engines hold on the accelerator, by part: inputs of the layers,
+    one layer's activations, logits.
 
     Args:
         place: where the inputs are; `device` keeps all of them there.

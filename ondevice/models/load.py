@@ -85,8 +85,8 @@ def open_model(
         family = family_for(dims.family, source)
     else:
         family = family_for(config.get("model_type"), where)
-        whole = {key: value for key, value in config.items() if not key.startswith("quantization")}
-        dims = family.dims_from_config(whole, where)
+        plain_config = {key: value for key, value in config.items() if not key.startswith("quantization")}
+        dims = family.dims_from_config(plain_config, where)
     info = sources.resolve(source, revision, verify=verify)
     assert info.path is not None  # noqa: S101 - only `tiny:` sources have none
     shapes = family.weight_shapes(dims)

@@ -58,8 +58,8 @@ def find_package(requirement: str) -> Path | None:
         return cache.find(f"package/{name}-{version}")
     parent = cache.cache_root() / "models" / "package"
     versions = [path for path in parent.glob(f"{name}-*") if re.fullmatch(rf"{re.escape(name)}-\d[^-]*", path.name)]
-    whole = [path for path in versions if cache.find(f"package/{path.name}")]
-    return max(whole, key=lambda path: path.stat().st_mtime_ns, default=None)
+    complete = [path for path in versions if cache.find(f"package/{path.name}")]
+    return max(complete, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def parse_requirement(requirement: str) -> tuple[str, str | None]:

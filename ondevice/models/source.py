@@ -25,7 +25,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Where a model came from.
+    """Origin of a model.
 
     Attributes:
         source: the string the user gave.

@@ -20,7 +20,7 @@ ON_HOST = 4
 
 
 class ActivationFile(Protocol):
-    """Where inputs go from their host buffers."""
+    """A file that takes inputs from their host buffers."""
 
     def begin(self, count: int, size_bytes: int, buffers: int, pin: bool) -> list[Tensor]:
         """Room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their count."""
@@ -128,7 +128,7 @@ class Activations:
         return self.ring[turn][0][: math.prod(shape)].view(shape)
 
     def done(self, layer: int, micro: int) -> None:
-        """What was computed until now is the last that reads this input."""
+        """Release an input: what was computed until now is the last that reads it."""
         at = layer * self.micro_batches + micro
         if self.place != "device":
             turn, _ = self.arrived.pop(at)

@@ -34,7 +34,7 @@ LARGEST_BATCH = 1024
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine does: operations, bytes and parameters a second; a rate that is not needed is None.
+    """Rates of this machine: operations, bytes and parameters a second; a rate that is not needed is None.
 
     A simulated bus (`bus_limit_gb_per_s`) is in those of the copies.
     """
@@ -82,9 +82,9 @@ def calibrate(config: EngineConfig, device: str) -> Rates:
     flops = 2 * size**3 / _best(lambda: (a @ b, opened.synchronize()), 10)
     h2d = d2h = None
     if opened.type != "cpu":
-        host, there = opened.pinned(COPY_BYTES, torch.uint8), opened.empty(COPY_BYTES, torch.uint8)
-        h2d = COPY_BYTES / _best(lambda: (opened.copy("h2d", there, host), opened.synchronize()))
-        d2h = COPY_BYTES / _best(lambda: (opened.copy("d2h", host, there), opened.synchronize()))
+        host, device_buffer = opened.pinned(COPY_BYTES, torch.uint8), opened.empty(COPY_BYTES, torch.uint8)
+        h2d = COPY_BYTES / _best(lambda: (opened.copy("h2d", device_buffer, host), opened.synchronize()))
+        d2h = COPY_BYTES / _best(lambda: (opened.copy("d2h", host, device_buffer), opened.synchronize()))
     parameters = UPDATE_NUMEL / _best(_update(config, opened.type))
     disk = None
     if config.disk_tier is not None:
@@ -104,7 +104,8 @@ def predict(lanes_at: Callable[[int], dict[str, float]], batch_size: int) -> Pre
         (
             rows
             for rows in range(1, LARGEST_BATCH + 1)
-            if (found := lanes_at(rows))["compute"] >= max(value for lane, value in found.items() if lane != "compute")
+            if (seconds := lanes_at(rows))["compute"]
+            >= max(value for lane, value in seconds.items() if lane != "compute")
         ),
         None,
     )
@@ -155,10 +156,10 @@ def _disk_rate(folder: Path) -> float:
 def _best(run: Any, times: int = 1) -> float:
     """Seconds a call, the median of rounds of `times`, after one to warm up."""
     run()
-    found = []
+    seconds = []
     for _ in range(REPEATS):
         started = time.perf_counter()
         for _ in range(times):
             run()
-        found.append((time.perf_counter() - started) / times)
-    return sorted(found)[len(found) // 2]
+        seconds.append((time.perf_counter() - started) / times)
+    return sorted(seconds)[len(seconds) // 2]

@@ -89,8 +89,8 @@ class Clipping:
 
     def restore(self, arrays: Any) -> None:
         """Take back what `norms` gave."""
-        found = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self.owned)}
-        squares = {index: float(value[0]) for index, value in found.items() if value is not None}
+        norms = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self.owned)}
+        squares = {index: float(value[0]) for index, value in norms.items() if value is not None}
         self.now = replace(self.now, squares=squares if any(squares.values()) else {})
 
     def share(self) -> None:

@@ -11,7 +11,7 @@ from ondevice.core.config import StrictConfig
 
 
 class EngineConfig(StrictConfig):
-    """What every method that offloads has in common: precision, AdamW on the host, how a batch passes the layers."""
+    """Settings that every method that offloads has: precision, AdamW on the host, how a batch passes the layers."""
 
     compute: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of weights, activations and gradients where they are computed; masters are float32."""
@@ -60,7 +60,7 @@ class EngineConfig(StrictConfig):
 
     @property
     def moments_dtype(self) -> Literal["float32", "bfloat16", "int8"]:
-        """What AdamW's moments on the host are kept in."""
+        """Type of AdamW's moments on the host."""
         return "float32"
 
     @property

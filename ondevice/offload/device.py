@@ -41,20 +41,20 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """Where the engine computes. All calls but `Event.wait` return at once."""
+    """The device that the engine computes on. All calls but `Event.wait` return at once."""
 
     type: str
 
     def record(self, lane: Lane) -> Event: ...
 
     def hold(self, lane: Lane, event: Event) -> None:
-        """What is put into `lane` from now on starts after `event`."""
+        """Let all work that is put into `lane` from now on start after `event`."""
         ...
 
     def copy(self, lane: Lane, target: Tensor, source: Tensor) -> None: ...
 
     def on(self, lane: Lane) -> AbstractContextManager[Any]:
-        """What this thread computes inside goes into `lane`."""
+        """Put the work of this thread inside the context into `lane`."""
         ...
 
     def enter(self) -> None:
@@ -68,11 +68,11 @@ class Device(Protocol):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
     def seconds(self, event: Event) -> float:
-        """When a reached event was reached, on `time.perf_counter`'s clock."""
+        """Return the time at which a reached event was reached, on `time.perf_counter`'s clock."""
         ...
 
     def segments(self) -> int:
-        """How often the allocator has taken memory from the device and still holds it."""
+        """Return how many segments of the device's memory the allocator holds."""
         ...
 
     def peak_bytes(self) -> int: ...
@@ -288,7 +288,7 @@ class _SlowCudaBus(_SlowBus):
 def _measured(index: int) -> tuple[dict[Lane, float], float]:
     """Bytes a second of the real bus by lane, and cycles a second of a spinning kernel; once a process and GPU."""
     device = CudaDevice(index)
-    host, there = device.pinned(MEASURED_BYTES, torch.uint8), device.empty(MEASURED_BYTES, torch.uint8)
+    host, device_buffer = device.pinned(MEASURED_BYTES, torch.uint8), device.empty(MEASURED_BYTES, torch.uint8)
 
     def seconds(lane: Lane, run: Callable[[], None]) -> float:
         run()  # the clock rises, and the bus wakes up
@@ -301,8 +301,8 @@ def _measured(index: int) -> tuple[dict[Lane, float], float]:
     with device.on("h2d"):
         cycles_s = SPIN_CYCLES / seconds("h2d", lambda: torch.cuda._sleep(SPIN_CYCLES))
     device.synchronize()
-    h2d_s = seconds("h2d", lambda: device.copy("h2d", there, host))
-    d2h_s = seconds("d2h", lambda: device.copy("d2h", host, there))
+    h2d_s = seconds("h2d", lambda: device.copy("h2d", device_buffer, host))
+    d2h_s = seconds("d2h", lambda: device.copy("d2h", host, device_buffer))
     return {"h2d": MEASURED_BYTES / h2d_s, "d2h": MEASURED_BYTES / d2h_s}, cycles_s
 
 

@@ -35,7 +35,7 @@ def round_up(size_bytes: int) -> int:
 
 
 def reason(error: OSError) -> str:
-    """What the system says, in words that a user knows."""
+    """Return the system's reason in words that a user knows."""
     return _REASONS.get(error.errno or 0, error.strerror or str(error))
 
 
@@ -123,7 +123,7 @@ def reserve(path: Path, size_bytes: int) -> None:
     Raises:
         StorageError: the disk has no room, or the folder cannot be written. No partial file is left.
     """
-    free, made = None, False
+    free, created = None, False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
@@ -131,7 +131,7 @@ def reserve(path: Path, size_bytes: int) -> None:
         if free < size_bytes:  # rather than fill the disk to find out
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        made = True
+        created = True
         try:
             os.truncate(file, size_bytes)
             if hasattr(os, "posix_fallocate"):
@@ -139,7 +139,7 @@ def reserve(path: Path, size_bytes: int) -> None:
         finally:
             os.close(file)
     except OSError as error:
-        if made:
+        if created:
             path.unlink(missing_ok=True)
         raise StorageError(
             f"{path}: the offload file cannot be made: {reason(error)}",

@@ -30,10 +30,10 @@ class CudaRecord:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
-        one = torch.zeros(1, device=device)
+        tensor = torch.zeros(1, device=device)
 
         def add() -> None:
-            one.add_(one + 1)
+            tensor.add_(tensor + 1)
 
         self.first = self(add)  # a pool ends with its last graph
 
@@ -50,7 +50,7 @@ class CudaRecord:
 
 
 def recorder(device: torch.device) -> Record | None:
-    """What makes graphs of that device; None where there are none."""
+    """Return the recorder of graphs for a device; None where it has none."""
     return CudaRecord(device) if device.type == "cuda" else None
 
 
@@ -95,21 +95,21 @@ class Graphs:
         if known is None or known.state != state:
             known = self.known[(*name, shapes)] = _Known(state)
         if known.replay is None:
-            found, known.runs = compute(*inputs), known.runs + 1
+            outputs, known.runs = compute(*inputs), known.runs + 1
             if known.runs > WARM and (shapes in self.shapes or len(self.shapes) < SHAPES):
-                self._make(self.record, known, inputs, found, compute)
-            return found
+                self._make(self.record, known, inputs, outputs, compute)
+            return outputs
         for target, source in zip(known.inputs, inputs, strict=True):
             target.copy_(source)
         known.replay()
         return tuple(out.clone() for out in known.outputs)
 
     def _make(
-        self, record: Record, known: _Known, inputs: tuple[Tensor, ...], found: tuple[Tensor, ...], compute: Compute
+        self, record: Record, known: _Known, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], compute: Compute
     ) -> None:
         if inputs:
             self.shapes.add(tuple(x.shape for x in inputs))
-        known.inputs, known.outputs, known.compute = self._kept("in", inputs), self._kept("out", found), compute
+        known.inputs, known.outputs, known.compute = self._kept("in", inputs), self._kept("out", outputs), compute
 
         def run() -> None:
             for target, value in zip(known.outputs, compute(*known.inputs), strict=True):
@@ -119,10 +119,10 @@ class Graphs:
 
     def _kept(self, side: str, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Memory that all work with such tensors uses, one after the other."""
-        found = []
+        buffers = []
         for number, x in enumerate(like):
             key = side, number, x.shape, x.dtype, x.device
             if key not in self.memory:
                 self.memory[key] = torch.empty_like(x, memory_format=torch.contiguous_format, requires_grad=False)
-            found.append(self.memory[key])
-        return tuple(found)
+            buffers.append(self.memory[key])
+        return tuple(buffers)

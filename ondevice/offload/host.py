@@ -48,14 +48,14 @@ def native(config: EngineConfig) -> bool:
     """
     if config.optimizer == "torch":
         return False
-    found = layer_adam.available()
-    if not found and (config.optimizer == "native" or config.moments_dtype != "float32"):
+    available = layer_adam.available()
+    if not available and (config.optimizer == "native" or config.moments_dtype != "float32"):
         raise MissingPackageError(
             "the fused update needs a C++ compiler, and none was found",
             expected="g++ or clang++",
             hint="install one, or set method.optimizer: torch with method.moments: float32",
         )
-    return found
+    return available
 
 
 def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
@@ -70,7 +70,7 @@ def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
 
 
 def moments_bytes(numel: int, kind: str) -> int:
-    """What `moments_in` needs."""
+    """Return the bytes that `moments_in` needs."""
     each = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1)}[kind]
     scales = 2 * 4 * -(-numel // 128) if kind == "int8" else 0
     return sum(-(-numel * size // FIELD_BYTES) * FIELD_BYTES for size in each) + scales + 2 * FIELD_BYTES
@@ -140,15 +140,15 @@ class HostStore:
 
     def masters(self) -> dict[str, Tensor]:
         """Every parameter of the units by name in float32, as copies."""
-        found = {}
+        masters = {}
         for unit in self.owned:
             state = self.states[unit.index]
             if state.high is not None and state.low is not None:
                 flat = layer_adam.merge(state.high, state.low, self.moments(unit))
             else:
                 flat = self._master(state)
-            found |= {name: part.clone() for name, part in parameters(unit, flat).items()}
-        return found
+            masters |= {name: part.clone() for name, part in parameters(unit, flat).items()}
+        return masters
 
     def arrays(self) -> dict[str, Tensor]:
         """Everything a resume needs, as views."""

@@ -1,4 +1,4 @@
-"""Which kernels the layers and the loss use: liger-kernel's on a GPU where it is installed, or PyTorch's.
+"""Kernels of the layers and the loss: liger-kernel's on a GPU where it is installed, or PyTorch's.
 
 Attention is PyTorch's scaled_dot_product_attention in both, which is FlashAttention where the GPU has it.
 """
@@ -23,7 +23,7 @@ ROTARY = "apply_rotary_pos_emb"
 
 
 def use_liger(config: EngineConfig, device: str) -> bool:
-    """Whether liger-kernel is taken.
+    """Tell whether liger-kernel is used.
 
     Raises:
         MissingPackageError: it is asked for, and not installed or there is no GPU.

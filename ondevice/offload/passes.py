@@ -1,4 +1,4 @@
-"""What the accelerator computes in a step: forward, head, backward, one layer after the other."""
+"""The accelerator's computation in a step: forward, head, backward, one layer after the other."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ LENGTHS = 8
 
 
 class WeightCache(Protocol):
-    """Where the passes find weights and leave gradients on the accelerator. Nothing here waits for it; what is given is
-    there for computations that follow, and a unit's gradient is taken away after those that came before.
+    """Memory on the accelerator where the passes find weights and leave gradients.
+
+    Nothing here waits for the accelerator: what is given is there for computations that follow, and a unit's gradient
+    is taken away after those that came before.
 
     Attributes:
         layers: memory for as many layers as are there at once.
@@ -168,12 +170,12 @@ class Passes:
         entered = [x.detach().requires_grad_(True) for x in h]
         normed = [self.family.final_norm(x) for x in entered]
         started = self._start()
-        total, found = self._head_backward(self._scores([x.detach() for x in normed], labels, scale))
+        total, normed_gradients = self._head_backward(self._scores([x.detach() for x in normed], labels, scale))
         gradients: list[Tensor] = []
-        for x, normal, gradient in zip(entered, normed, found, strict=True):
-            whole = torch.zeros_like(normal)  # the last position has no next token
-            whole[:, :-1] = gradient.view(whole.shape[0], -1, whole.shape[-1])
-            torch.autograd.backward(normal, whole)
+        for x, normal, gradient in zip(entered, normed, normed_gradients, strict=True):
+            padded = torch.zeros_like(normal)  # the last position has no next token
+            padded[:, :-1] = gradient.view(padded.shape[0], -1, padded.shape[-1])
+            torch.autograd.backward(normal, padded)
             gradients.append(x.grad if x.grad is not None else torch.zeros_like(x))
         self._end("backward", "head", started)
         return gradients, total
@@ -233,7 +235,7 @@ class Passes:
         """Gradient of the embedding: one row for each token that occurs, summed over where it does."""
         unique, inverse = self.unique, np.searchsorted(self.unique, ids)
         width, rows = self.family.dims.hidden, len(unique)
-        found = torch.zeros(rows, width, dtype=self.dtype, device=self.where)
+        row_gradients = torch.zeros(rows, width, dtype=self.dtype, device=self.where)
         for rows_of, gradient in zip(micro_batches, gradients, strict=True):
             entered = torch.zeros_like(gradient).requires_grad_(True)
             placed = self.family.place(entered)
@@ -241,20 +243,20 @@ class Passes:
                 torch.autograd.backward(placed, gradient)
                 gradient = entered.grad if entered.grad is not None else gradient
             at = self._upload(inverse[rows_of])
-            found += torch.ops.aten.embedding_dense_backward(gradient, at, rows, -1, False)
+            row_gradients += torch.ops.aten.embedding_dense_backward(gradient, at, rows, -1, False)
         padding = self.family.embedding.padding_idx
         if padding is not None:
-            found[torch.from_numpy(unique == padding).to(self.where)] = 0
-        self.window.send_rows(torch.from_numpy(unique), found)
+            row_gradients[torch.from_numpy(unique == padding).to(self.where)] = 0
+        self.window.send_rows(torch.from_numpy(unique), row_gradients)
 
     def _scores(self, normed: list[Tensor], labels: list[np.ndarray], scale: float) -> list[loss.ChunkedLoss]:
         """Each position paired with the label of the next token."""
-        found = []
+        scores = []
         for x, rows in zip(normed, labels, strict=True):
             targets = self._upload(rows[:, 1:]).reshape(-1)
             flat = x[:, :-1].reshape(-1, x.shape[-1])
-            found.append(loss.ChunkedLoss(flat, targets, scale, self.config.loss_chunk_tokens))
-        return found
+            scores.append(loss.ChunkedLoss(flat, targets, scale, self.config.loss_chunk_tokens))
+        return scores
 
     def _score_chunks(self, scores: list[loss.ChunkedLoss]) -> None:
         """The first pass over the head's chunks."""
@@ -266,24 +268,26 @@ class Passes:
 
     def _head_backward(self, scores: list[loss.ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
         """The summed loss, and the gradients of the normed hidden states; those of the head leave."""
-        window, whole = self.window, len(self.window.chunks) == 1
-        fused: list[Any] = [LigerLoss(one.hidden, one.labels, one.scale) for one in scores] if self.liger else scores
+        window, single_chunk = self.window, len(self.window.chunks) == 1
+        fused: list[Any] = (
+            [LigerLoss(score.hidden, score.labels, score.scale) for score in scores] if self.liger else scores
+        )
         total = torch.zeros((), device=self.where)
-        if not whole:
+        if not single_chunk:
             self._score_chunks(scores)
             window.fetch_head(0)
         for chunk, (low, _) in enumerate(window.chunks):
             slot, weight = self._head_chunk(chunk)
             leaving, gradient = window.head_gradient_chunk(chunk)
-            if whole:
+            if single_chunk:
                 total += torch.stack([score.forward_backward(weight, gradient) for score in fused]).sum()
-            for score in scores if not whole else ():
+            for score in scores if not single_chunk else ():
                 score.backward(weight, low, gradient)
             slot.used = self.device.record("compute")
             window.send_head(chunk, leaving)
-        if not whole:
+        if not single_chunk:
             total += torch.stack([score.tokens().sum() for score in scores]).sum()
-        return total, [score.grad_hidden for score in (fused if whole else scores)]
+        return total, [score.grad_hidden for score in (fused if single_chunk else scores)]
 
     def _head_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
         if chunk + 1 < len(self.window.chunks):

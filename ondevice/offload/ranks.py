@@ -115,15 +115,15 @@ class Ranks:
             problems = [None] * self.world
             with _together():
                 dist.all_gather_object(problems, problem, group=self.calls)
-        for found in problems:
-            if found is not None:
-                raise found
+        for error in problems:
+            if error is not None:
+                raise error
 
     def gather(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         """On rank 0 the arrays of all ranks: its own as they are, copies of the others', one at a time."""
-        found = dict(arrays)
+        gathered = dict(arrays)
         if self.single:
-            return found
+            return gathered
         with _together():
             if self.rank:
                 for name, tensor in arrays.items():
@@ -131,8 +131,8 @@ class Ranks:
                 self._give(0, None, None)
             for other in range(1, self.world if self.rank == 0 else 1):
                 while (entry := self._take(other))[0] is not None and entry[1] is not None:
-                    found[entry[0]] = entry[1]
-        return found
+                    gathered[entry[0]] = entry[1]
+        return gathered
 
     @contextmanager
     def lent(self, arrays: Mapping[str, np.ndarray] | None) -> Iterator[Arrays]:

@@ -1,4 +1,4 @@
-"""What a step did and when: spans by lane, the overlap report, and a Chrome trace."""
+"""Record of a step: spans by lane, the overlap report, and a Chrome trace."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Timeline:
         self.spans: deque[_Span] = deque()  # its ends are safe between threads
 
     def add(self, lane: str, name: str, start_s: float, end_s: float) -> None:
-        """A span of a host thread, seconds of `time.perf_counter`."""
+        """Add a span of a host thread, seconds of `time.perf_counter`."""
         self.spans.append(_Span(lane, name, start_s, end_s))
 
     def span(self, lane: str, name: str, start: Event, end: Event, size_bytes: int = 0) -> None:
-        """A span of the accelerator."""
+        """Add a span of the accelerator."""
         self.spans.append(_Span(lane, name, start, end, size_bytes))
 
     def take(self) -> Spans:

@@ -1,7 +1,7 @@
 """The disk tier: a scratch file of fixed-size records, one a unit, read and written beside the computation.
 
 A record is its payload, padded to whole 4096-byte blocks, and one trailer block that says which record it is,
-which write of it, and the payload's checksum. So a lost, torn, misplaced or older write is an error that names
+which write of it, and the payload's checksum. So a lost, partial, misplaced or older write is an error that names
 the record, never wrong weights. Page caches are bypassed where the file system allows it.
 """
 
@@ -56,13 +56,13 @@ class Job:
         return fields.ljust(BLOCK_BYTES, b"\0")
 
     def compare(self, block: bytes) -> tuple[Any, ...] | None:
-        """What is wrong with the trailer that was read, which should be `block`: words, expected and received."""
-        found = self.trailer.numpy().tobytes()
-        for name, expected, received in zip(_FIELDS, _TRAILER.unpack_from(block), _TRAILER.unpack_from(found)):
+        """Compare the trailer that was read with `block`; return what differs: words, expected and received."""
+        trailer = self.trailer.numpy().tobytes()
+        for name, expected, received in zip(_FIELDS, _TRAILER.unpack_from(block), _TRAILER.unpack_from(trailer)):
             if expected != received:
                 show = [value.hex() if isinstance(value, bytes) else value for value in (expected, received)]
                 return f"came back damaged or not as last written: its {name}", *show
-        return None if found == block else ("came back with a damaged trailer",)
+        return None if trailer == block else ("came back with a damaged trailer",)
 
     def resolve(self, error: BaseException | None) -> None:
         """Give the future its result, unless it has one: `close` was faster, or its owner cancelled it."""
@@ -112,10 +112,10 @@ class TierFile:
         if generations is None:
             reserve(self.path, self._starts[-1])
         self._drive = Drive(self.path, backend)
-        if (found := self.path.stat().st_size) != self._starts[-1]:
+        if (actual_bytes := self.path.stat().st_size) != self._starts[-1]:
             self._drive.close()
             message = f"{self.path}: not the offload file that was kept"
-            raise StorageError(message, expected=f"{self._starts[-1]} bytes", received=f"{found} bytes")
+            raise StorageError(message, expected=f"{self._starts[-1]} bytes", received=f"{actual_bytes} bytes")
         self._generations = list(generations or [0] * len(self._sizes))
         self._lines: list[deque[Job]] = [deque() for _ in self._sizes]
         self._reads, self._writes = Meter(), Meter()

@@ -1,4 +1,4 @@
-"""What slides: a model cut into units, each one flat run of parameters (SlideFormer section 3.1: one layer each)."""
+"""A model cut into the units that slide, each one flat run of parameters (SlideFormer section 3.1: one layer each)."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ POLL_S = 0.2
 
 
 class Watch:
-    """What the threads of one engine share: the first failure, and how long a wait may take."""
+    """State that the threads of one engine share: the first failure, and how long a wait may take."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self.failure: tuple[str, BaseException] | None = None
         self.running: dict[str, tuple[str, float]] = {}
-        """What each thread does, and since when, seconds of `time.monotonic`."""
+        """Each thread's current work, and since when, seconds of `time.monotonic`."""
 
     def fail(self, doing: str, error: BaseException) -> None:
         self.failure = self.failure or (doing, error)

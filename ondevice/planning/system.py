@@ -49,10 +49,10 @@ def _cache() -> Path:
 def disk() -> Outcome:
     """Check that there is room beside the model cache."""
     cache = _cache()
-    there = next(path for path in (cache, *cache.parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    folder = next(path for path in (cache, *cache.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
     fix = "free space, or set ONDEVICE_CACHE to a folder on another disk"
-    return free >= NEEDED_DISK_BYTES, f"{free / 2**30:.1f} GiB free at {there}", fix
+    return free >= NEEDED_DISK_BYTES, f"{free / 2**30:.1f} GiB free at {folder}", fix
 
 
 def model_cache() -> Outcome:
@@ -61,9 +61,9 @@ def model_cache() -> Outcome:
     from ondevice.models.cache import RECORD_NAME, read_record
 
     cache = _cache()
-    there = next(path for path in (cache, *cache.parents) if path.exists())
-    if not os.access(there, os.W_OK):
-        return False, f"{there} is not writable", "set ONDEVICE_CACHE to a folder that you may write to"
+    folder = next(path for path in (cache, *cache.parents) if path.exists())
+    if not os.access(folder, os.W_OK):
+        return False, f"{folder} is not writable", "set ONDEVICE_CACHE to a folder that you may write to"
     names, size = [], 0
     for record in sorted((cache / "models").rglob(RECORD_NAME)):
         try:

@@ -168,7 +168,7 @@ class Hub:
 
     @property
     def readers(self) -> int:
-        """How many streams are open."""
+        """Number of open streams."""
         return sum(channel.readers for channel in self.channels.values())
 
     def open(self) -> None:

@@ -254,7 +254,7 @@ class Queue:
         return self.get(job)
 
     def recover(self) -> list[Job]:
-        """When the daemon starts: workers died with the one before, so what was active is as if stopped."""
+        """Mark the active jobs as interrupted when the daemon starts: their workers died with the one before."""
         return [self.ended(job.id, "interrupted", reason="the daemon was restarted") for job in self.list(*ACTIVE)]
 
     def delete(self, job: str) -> None:

@@ -105,7 +105,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Options:
-    """How a run begins, and the sinks of its events.
+    """Options of a run's start, and the sinks of its events.
 
     Attributes:
         resume: go on from the newest checkpoint in the run's folder.

@@ -44,7 +44,7 @@ DAMAGE = {
     "no version": (lambda a: change_manifest(a, schema_version=None), "another version"),
     "a missing file": (lambda a: (a / "program.pte").unlink(), "lacks a file"),
     "an unknown field": (lambda a: change_manifest(a, surprise=1), "surprise"),
-    "a torn manifest": (lambda a: (a / "manifest.json").write_text('{"schema'), "not readable JSON"),
+    "a truncated manifest": (lambda a: (a / "manifest.json").write_text('{"schema'), "not readable JSON"),
     "no manifest": (lambda a: (a / "manifest.json").unlink(), "is not an artifact"),
 }
 

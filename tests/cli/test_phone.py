@@ -127,7 +127,7 @@ def test_adapters_come_back_as_they_were_saved(ondevice: CommandLine, phone: Pat
     (tmp_path / "mine" / "thesis.txt").write_text("keep")
     assert ondevice("pull", "--out", tmp_path / "mine").code == 11
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "keep"
-    (there / "adapter_model.safetensors").write_bytes(b"torn")
+    (there / "adapter_model.safetensors").write_bytes(b"damaged")
     assert ondevice("pull", "--out", out).code == 5
     assert load_adapter(out / "tiny" / "après").tensors.keys() == back.tensors.keys()
 

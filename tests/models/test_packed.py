@@ -86,7 +86,7 @@ def test_a_folder_that_is_not_whole_says_what_is_wrong(tmp_path: Path, edit, wor
         read(tmp_path / "model", loaded)
 
 
-def test_a_torn_file_and_another_packing_are_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_and_another_packing_are_refused(tmp_path: Path) -> None:
     loaded, _ = write(tmp_path / "model")
     config, weights = tmp_path / "model" / "config.json", tmp_path / "model" / "model.safetensors"
     whole, values = weights.read_bytes(), json.loads(config.read_text())

@@ -194,7 +194,7 @@ def test_a_log_that_is_cut_back_becomes_one_stream(tmp_path_factory, attempts, l
     expected: list[tuple[str, int]] = []
     done = 0
     try:
-        for number, (back, more, torn) in enumerate(attempts, 1):
+        for number, (back, more, partial) in enumerate(attempts, 1):
             store.connection.execute("UPDATE jobs SET not_before_s = 0 WHERE id = ?", (job,))
             assert queue.claim() is not None
             follow(store, queue, job)
@@ -212,7 +212,7 @@ def test_a_log_that_is_cut_back_becomes_one_stream(tmp_path_factory, attempts, l
                 if index % looks == 0:
                     follow(store, queue, job)
             with log.open("ab") as file:
-                file.write(line({"event": "step", "step": done})[: min(torn, 20)])
+                file.write(line({"event": "step", "step": done})[: min(partial, 20)])
             follow(store, queue, job)
             queue.ended(job, "crashed")
         whole = [json.loads(data) for _, kind, data in store.events(job, 0, 10_000) if kind != "job"]

@@ -102,15 +102,15 @@ def test_what_a_killed_daemon_left_is_swept_up(tmp_path) -> None:
     store = Store(tmp_path / "store")
     for kind in ("datasets", "adapters", "jobs"):
         (store.path(kind, "orphan") / "x").mkdir(parents=True)
-    torn = store.path("adapters", "x").with_name(".x.partial-1")
-    torn.mkdir()
+    partial = store.path("adapters", "x").with_name(".x.partial-1")
+    partial.mkdir()
     old = store.path("uploads", "up-old")
     old.mkdir()
     os.utime(old, (0, 0))
     store.close()
     with DaemonProcess(tmp_path / "store"):
         pass
-    assert not list((tmp_path / "store").glob("*/orphan")) and not old.exists() and not torn.exists()
+    assert not list((tmp_path / "store").glob("*/orphan")) and not old.exists() and not partial.exists()
 
 
 def test_without_its_database_a_store_loses_nothing(tmp_path) -> None:
@@ -142,10 +142,10 @@ def test_a_store_of_a_newer_version_is_left_alone(tmp_path) -> None:
     store.close()
     with pytest.raises(StorageError, match="newer version"):
         Store(tmp_path / "store")
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn" / "ondevice.db").write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "ondevice.db").write_bytes(b"SQLite format 3\0" + b"\xff" * 5000)
     with pytest.raises(StorageError, match="cannot be opened"):
-        Store(tmp_path / "torn")
+        Store(tmp_path / "damaged")
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc", "a\0", "A", "-x", "a..b", "x" * 65, ".hidden", "a\n"])

@@ -36,7 +36,7 @@ TensorFile::TensorFile(const std::string& path) : path_(path) {
   uint64_t length = 0;
   if (::pread(file_, &length, 8, 0) != 8 || length > size - 8) {
     ::close(file_);
-    throw std::runtime_error(path + " is torn: its header is longer than the file");
+    throw std::runtime_error(path + " is damaged: its header is longer than the file");
   }
   std::string header(length, ' ');
   fill(header.data(), length, 8, "the header");
@@ -54,7 +54,7 @@ TensorFile::TensorFile(const std::string& path) : path_(path) {
   }
   if (end > size) {
     ::close(file_);
-    throw std::runtime_error(path + " is torn: " + std::to_string(size) + " bytes of " + std::to_string(end));
+    throw std::runtime_error(path + " is truncated: " + std::to_string(size) + " bytes of " + std::to_string(end));
   }
 }
 

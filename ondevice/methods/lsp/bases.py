@@ -1,4 +1,4 @@
-"""Where the weights of layers are while only their changes are trained, and what a layer computes with.
+"""Frozen weights of layers while only their changes are trained: where they are, and what a layer computes with.
 
 A projected weight is base + P D Q^T with D in float32: the base stands still, so it may have few bits, and D loses no
 small step. When a matrix gets other projectors, its change goes into the base (`fold`), rounded stochastically where
@@ -31,7 +31,7 @@ class Base(Protocol):
 
     folds: bool
     stays: bool
-    """Whether `source` reads the same memory every time, and nothing else."""
+    """True if `source` reads the same memory every time, and nothing else."""
 
     def fetch(self, unit: Unit, slot: Slot) -> None:
         """Ask for a layer early."""
@@ -46,7 +46,7 @@ class Base(Protocol):
         ...
 
     def flat(self, unit: Unit) -> Tensor:
-        """What a checkpoint keeps of a layer that was folded into, flat on the host."""
+        """Return the weights of a layer that was folded into, flat on the host, for a checkpoint."""
         ...
 
     def load(self, unit: Unit, flat: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the passes compute with where weights stay and changes come: see `offload.passes.WeightCache`.
+"""The weight cache of the passes where weights stay and changes come: see `offload.passes.WeightCache`.
 
 A layer's weights are made in one of a few slots, base and changes together, when the layer is computed; its gradient in
 the subspace is collected while the layer's backward pass runs, and leaves in one piece with the gradients of its norms
@@ -58,10 +58,10 @@ class ProjectedWeightCache:
 
     def resolve(self, part: Part) -> None:
         """Take the answer to the part's last gradient, if there is one; computations that follow see it."""
-        found = self.updates.wait(part)
-        if found is None:
+        answer = self.updates.wait(part)
+        if answer is None:
             return
-        event, now = found
+        event, now = answer
         self.device.hold("compute", event)
         rate = now.adam.learning_rate
         decay = 1 - rate * now.adam.weight_decay
@@ -230,13 +230,13 @@ class ProjectedWeightCache:
         """The base of a projected table: [vocabulary, hidden]."""
         return self.tables[part.unit.index].view(-1, self.width)
 
-    def _send_table(self, part: Part, whole: Slot) -> None:
+    def _send_table(self, part: Part, gradient: Slot) -> None:
         """Let the gradient of a table leave, or what its matrix makes of it."""
         leaving = self.table[part.unit.index]
         if part.matrices:
             self._begin(part, leaving)
-            part.matrices[0][1].collect_whole(whole.memory.view(-1, self.width))
-        self._send(part, leaving if part.matrices else whole)
+            part.matrices[0][1].collect_whole(gradient.memory.view(-1, self.width))
+        self._send(part, leaving if part.matrices else gradient)
 
     def _begin(self, part: Part, slot: Slot) -> None:
         self.arrive(slot).memory.zero_()

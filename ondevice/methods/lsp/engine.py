@@ -132,20 +132,22 @@ class LspEngine(OffloadEngine):
     @torch.no_grad()
     def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Every parameter by name, on the host; call `flush` before."""
-        found = {}
+        weights = {}
         masters = self.store.masters()
         for part in self.parts:
             for piece in part.unit.pieces:
                 if piece.name in masters:
-                    found[piece.name] = masters[piece.name].to(dtype)
+                    weights[piece.name] = masters[piece.name].to(dtype)
             base = self._whole(part) if part.matrices else self.total
             for piece, matrix, offset in part.matrices:
                 weight = view(base, piece).to(torch.float32, copy=True)
-                found[piece.name] = part.effective(matrix, part.changes(matrix, offset), weight, weight).to(dtype).cpu()
-        return found
+                weights[piece.name] = (
+                    part.effective(matrix, part.changes(matrix, offset), weight, weight).to(dtype).cpu()
+                )
+        return weights
 
     def base_of(self, part: Part) -> Tensor:
-        """What a part's changes are added to, flat on the host, for a checkpoint."""
+        """Return the weights that a part's changes are added to, flat on the host, for a checkpoint."""
         return self._base_for(part).flat(part.unit)
 
     def put_base(self, part: Part, flat: Tensor) -> None:
@@ -180,7 +182,7 @@ class LspEngine(OffloadEngine):
         return Resident(layers, self.device, self.dtype, torch.float32 if kind == "float32" else self.dtype)
 
     def _exact(self) -> dict[int, Tensor]:
-        """What is trained as it is, flat, on the accelerator in the compute dtype, by unit."""
+        """Copy the parameters that are trained as they are to the accelerator: flat, in the compute dtype, by unit."""
         exact = {}
         for part in self.parts:
             memory = exact[part.unit.index] = self.device.empty(part.exact.numel, self.dtype)
@@ -189,7 +191,7 @@ class LspEngine(OffloadEngine):
         return exact
 
     def _base_for(self, part: Part) -> Base:
-        """What the changes of a part's matrices are added to."""
+        """Return the base that the changes of a part's matrices are added to."""
         return self.tables if part.unit.kind != "layer" or self.base is None else self.base
 
     def _whole(self, part: Part) -> Tensor:
@@ -219,8 +221,8 @@ class LspEngine(OffloadEngine):
         """Check the bias on a gradient; with other projectors the change goes into the base, and moments are carried.
         The host is at rest for this unit: its forward pass has waited for its last update."""
         old = Older(matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone())
-        found = self.bias_checks[matrix.name] = matrix.refresh(gradient)
-        if found.carry is None:
+        check = self.bias_checks[matrix.name] = matrix.refresh(gradient)
+        if check.carry is None:
             return
         change = part.changes(matrix, offset)
         if change.any():
@@ -228,7 +230,7 @@ class LspEngine(OffloadEngine):
             change.zero_()
         span = slice(offset, offset + matrix.numel)
         m, v = (moment[span] for moment in (part.moments.m, part.moments.v))
-        moved = carried(m.view(matrix.sizes).to(self.where), v.view(matrix.sizes).to(self.where), found)
+        moved = carried(m.view(matrix.sizes).to(self.where), v.view(matrix.sizes).to(self.where), check)
         for moment, value in zip((m, v), moved, strict=True):
             moment.copy_(value.reshape(-1))
 

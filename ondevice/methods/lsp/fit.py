@@ -47,13 +47,13 @@ class Fitted:
 
 def relative_bias(left: Projector, right: Projector, gradient: Tensor) -> float:
     """||P P^T G Q Q^T - G|| / ||G|| on this gradient [m, n], Theorem 1's alpha; 0 where the gradient is."""
-    whole = float(square(gradient))
-    if not whole:
+    squared_norm = float(square(gradient))
+    if not squared_norm:
         return 0.0
     p, q = left.dense(torch.float32), right.dense(torch.float32)
     middle = p.T @ (gradient @ q.to(gradient.dtype)).float()
-    found = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum() - 2 * square(middle)
-    value = float(found) / whole + 1.0
+    difference = ((p.T @ p) @ middle @ (q.T @ q) * middle).sum() - 2 * square(middle)
+    value = float(difference) / squared_norm + 1.0
     return 0.0 if value < 0 else value**0.5
 
 
@@ -70,15 +70,15 @@ def fit(
         gamma: weight of the values' mean squares.
         descents: memory for other matrices of the shape, too.
     """
-    whole = square(gradient)
-    if (left.exact and right.exact) or not whole:
+    squared_norm = square(gradient)
+    if (left.exact and right.exact) or not squared_norm:
         return Fitted(left, right, (), relative_bias(left, right, gradient))
     left, right = _scaled(left, right, gradient)
     descents, losses = descents or Descents(), list[Tensor]()
     for _ in range(rounds):
         for side in (0, 1):
-            one, other, rows = (left, right, gradient) if side == 0 else (right, left, gradient.T)
-            moved = _side(one, other, rows, whole, gamma, steps, losses, descents)
+            projector, other, rows = (left, right, gradient) if side == 0 else (right, left, gradient.T)
+            moved = _side(projector, other, rows, squared_norm, gamma, steps, losses, descents)
             left, right = (moved, right) if side == 0 else (left, moved)
     reached = torch.cat(losses).tolist()
     return Fitted(left, right, tuple(reached), relative_bias(left, right, gradient))
@@ -96,20 +96,20 @@ def _scaled(left: Projector, right: Projector, gradient: Tensor) -> tuple[Projec
 
 
 def _side(
-    side: Projector, held: Projector, gradient: Tensor, whole: Tensor, gamma: float, steps: int, losses: list[Tensor],
-    descents: Descents,
+    side: Projector, held: Projector, gradient: Tensor, squared_norm: Tensor, gamma: float, steps: int,
+    losses: list[Tensor], descents: Descents,
 ) -> Projector:  # fmt: skip
     """Some steps of `side`; `gradient` has its rows."""
     if side.positions is None or side.values is None:
         return side
     q = held.dense(torch.float32)
     outer, gram = (gradient @ q.to(gradient.dtype)).float(), q.T @ q  # Y [m, s], D [s, s]
-    other = gamma * (torch.ones_like(whole) if held.values is None else square(held.values) / held.rows)
-    one = descents.of(side.positions, side.size, held.size, steps)
-    one.begin(side.positions, side.values, outer, gram, whole, gamma / side.rows, other)
-    descents.run(one)
-    losses.append(one.reached[1 if losses else 0 :].clone())
-    return replace(side, values=one.values.clone())
+    other = gamma * (torch.ones_like(squared_norm) if held.values is None else square(held.values) / held.rows)
+    descent = descents.of(side.positions, side.size, held.size, steps)
+    descent.begin(side.positions, side.values, outer, gram, squared_norm, gamma / side.rows, other)
+    descents.run(descent)
+    losses.append(descent.reached[1 if losses else 0 :].clone())
+    return replace(side, values=descent.values.clone())
 
 
 class Descent:
@@ -132,7 +132,7 @@ class Descent:
         self.reached = self.scales.new_empty(1 + steps)
 
     def begin(
-        self, positions: Tensor, values: Tensor, outer: Tensor, gram: Tensor, whole: Tensor, penalty: float,
+        self, positions: Tensor, values: Tensor, outer: Tensor, gram: Tensor, squared_norm: Tensor, penalty: float,
         other: Tensor,
     ) -> None:  # fmt: skip
         """Take a side as it is.
@@ -148,7 +148,7 @@ class Descent:
         self.values.copy_(values)
         self.outer.copy_(outer)
         self.gram.copy_(gram)
-        self.scales.copy_(torch.stack((whole, torch.full_like(whole, penalty), other)))
+        self.scales.copy_(torch.stack((squared_norm, torch.full_like(squared_norm, penalty), other)))
 
     def run(self) -> tuple[Tensor, ...]:
         """All steps; on CUDA products have TF32's precision, which learns as well (docs/methods/lsp.md)."""
@@ -165,18 +165,18 @@ class Descent:
 
     def _step(self, number: int) -> None:
         """Down one direction, to the lowest point along it."""
-        whole, penalty, other = self.scales.unbind()
+        squared_norm, penalty, other = self.scales.unbind()
         p, outer = self._dense(self.values), self.outer
         s, c = (p.T @ torch.cat((outer, p), 1)).split((outer.shape[1], self.size), 1)
         sd = s @ self.gram
         slopes = torch.cat((p, outer), 1) @ torch.cat((sd @ s.T, (c @ sd - 2 * s).T))
-        new = 2 * slopes.gather(1, self.positions) / whole.float() + 2 * penalty.float() * self.values
+        new = 2 * slopes.gather(1, self.positions) / squared_norm.float() + 2 * penalty.float() * self.values
         turn = ((new * (new - self.slope)).sum() / square(self.slope).clamp(min=1e-30)).clamp(min=0.0)
         direction = turn * self.direction - new  # Polak and Ribiere
         direction = torch.where((direction * new).sum() < 0, direction, -new)
         self.slope.copy_(new)
         self.direction.copy_(direction)
-        along = torch.stack(_along(p, self._dense(direction), outer, self.gram, s, c, sd)).double() / whole
+        along = torch.stack(_along(p, self._dense(direction), outer, self.gram, s, c, sd)).double() / squared_norm
         shrink = torch.stack((square(self.values), 2 * (self.values * direction).sum(), square(direction))).double()
         along[:3] += penalty * shrink
         along[0] += 1.0 + other
@@ -204,9 +204,9 @@ class Descents:
             self.known[key] = Descent(positions, size, width, steps)
         return self.known[key]
 
-    def run(self, one: Descent) -> None:
-        """All its steps."""
-        self.graphs.run((id(one),), (), (), one.run)
+    def run(self, descent: Descent) -> None:
+        """Run all steps of a descent."""
+        self.graphs.run((id(descent),), (), (), descent.run)
 
 
 def square(x: Tensor) -> Tensor:
@@ -231,8 +231,9 @@ def _along(p: Tensor, e: Tensor, outer: Tensor, gram: Tensor, s: Tensor, c: Tens
 
 
 def lowest(poly: Tensor) -> tuple[Tensor, Tensor]:
-    """Where x >= 0 makes a polynomial of degree four lowest, and how low; float64 coefficients [5] from the constant
-    up. Where no such x is lower, or the coefficients are not finite, x is 0.
+    """Find the x >= 0 where a polynomial of degree four is lowest, and its value there.
+
+    Coefficients are float64 [5] from the constant up. Where no such x is lower, or they are not finite, x is 0.
 
     The slope is a cubic: its roots are known in closed form, and two steps of Newton's method make them exact.
     """
@@ -241,17 +242,17 @@ def lowest(poly: Tensor) -> tuple[Tensor, Tensor]:
     p, q = c - b * b / 3, (2 * b * b * b - 9 * b * c) / 27 + d
     inside = q * q / 4 + p * p * p / 27
     big = -torch.sign(q + (q == 0)) * (q.abs() / 2 + inside.clamp(min=0).sqrt()) ** (1 / 3)
-    one = big - torch.where(big == 0, 0.0, p / (3 * big))
+    root = big - torch.where(big == 0, 0.0, p / (3 * big))
     radius = 2 * (-p / 3).clamp(min=0).sqrt()
     ratio = torch.where(radius == 0, 0.0, 3 * q / (p * radius)).clamp(-1, 1)
     angles = (torch.arccos(ratio) - 2 * math.pi * powers[:3]) / 3
-    x = torch.where(inside > 0, one, radius * torch.cos(angles)) - b / 3
+    x = torch.where(inside > 0, root, radius * torch.cos(angles)) - b / 3
     for _ in range(2):
         slope, bend = ((x + b) * x + c) * x + d, (3 * x + 2 * b) * x + c
         x = x - torch.where(bend == 0, 0.0, slope / bend)
     x = torch.cat((torch.zeros_like(x[:1]), torch.where(x.isfinite() & (x > 0), x, 0.0)))
-    found = (poly * x[:, None] ** powers).sum(1)
-    found = torch.where(found.isfinite(), found, math.inf)
-    at = found.argmin()
-    length, reached = x.take(at), found.take(at)  # an index would wait for its value
+    values = (poly * x[:, None] ** powers).sum(1)
+    values = torch.where(values.isfinite(), values, math.inf)
+    at = values.argmin()
+    length, reached = x.take(at), values.take(at)  # an index would wait for its value
     return length, torch.where(reached.isfinite(), reached, poly[0])

@@ -70,7 +70,7 @@ class Group:
         self.numel = 0
 
     def add(self, matrix: Matrix) -> tuple[int, int]:
-        """Where the matrix's dense projectors begin."""
+        """Add a matrix; return where its dense projectors begin."""
         self.members.append(matrix)
         start, middle = self.numel, self.numel + matrix.left.rows * matrix.left.size * (not matrix.left.exact)
         self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
@@ -82,12 +82,12 @@ class Group:
             return [(None, None)] * len(self.members)
         memory = self.plane.show(self, dtype)
         if dtype not in self.views or self.views[dtype][0] is not memory:
-            found: list[Pair] = []
+            pairs: list[Pair] = []
             for matrix in self.members:
                 sides = zip(matrix.starts, (matrix.left, matrix.right), strict=True)
                 pair = [None if p.exact else memory[at : at + p.rows * p.size].view(p.rows, p.size) for at, p in sides]
-                found.append((pair[0], pair[1]))
-            self.views[dtype] = memory, found
+                pairs.append((pair[0], pair[1]))
+            self.views[dtype] = memory, pairs
         return self.views[dtype][1]
 
     def changed(self, matrix: Matrix) -> None:
@@ -125,7 +125,7 @@ class Group:
 
 @dataclass(frozen=True)
 class BiasCheck:
-    """What a check of a matrix' projectors found.
+    """Result of a check of a matrix' projectors.
 
     Attributes:
         before: relative bias of the projectors that were there (Theorem 1's alpha on this gradient).
@@ -167,7 +167,7 @@ class Matrix:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Of the subspace."""
+        """Sides of the subspace, left and right."""
         return self.left.size, self.right.size
 
     @property
@@ -238,8 +238,8 @@ class Matrix:
         self.turn += 1
         pair = self.drawn(self.turn)
         if c.learned:
-            found = fit(*pair, gradient, c.learn_rounds, c.learn_steps, c.gamma, self.group.plane.descents)
-            pair, after = (found.left, found.right), found.bias
+            fitted = fit(*pair, gradient, c.learn_rounds, c.learn_steps, c.gamma, self.group.plane.descents)
+            pair, after = (fitted.left, fitted.right), fitted.bias
             if not after < before:
                 return BiasCheck(before)
         else:

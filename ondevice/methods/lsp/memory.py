@@ -31,38 +31,38 @@ def memory(
 ) -> dict[str, int]:
     """Peak bytes by part on the accelerator."""
     item, tokens = 2 if config.compute == "bfloat16" else 4, batch_size * length_tokens
-    found, layer, table = projected(dims, config), dims.block_parameters, dims.vocab * dims.hidden
-    matrices = sum(one.rows * one.columns for one in found if one.kind == "layer")  # of one layer
-    inner = sum(one.numel for one in found if one.kind == "layer")
+    shapes, layer, table = projected(dims, config), dims.block_parameters, dims.vocab * dims.hidden
+    matrices = sum(shape.rows * shape.columns for shape in shapes if shape.kind == "layer")  # of one layer
+    inner = sum(shape.numel for shape in shapes if shape.kind == "layer")
     own = 1 if dims.tied else 2
-    tables = [one for one in found if one.kind != "layer"]
-    leaving = sum(one.numel for one in tables) + (0 if tables else own * table)
+    tables = [shape for shape in shapes if shape.kind != "layer"]
+    leaving = sum(shape.numel for shape in tables) + (0 if tables else own * table)
     slots = min(config.gradient_buffers, dims.layers)
-    values = (min(config.nonzeros, config.subspace) * one.sides * one.count for one in found)
+    values = (min(config.nonzeros, config.subspace) * shape.sides * shape.count for shape in shapes)
     parts = {
-        "weights": int(dims.layers * _weights(dims, config, item)) if found else 0,
+        "weights": int(dims.layers * _weights(dims, config, item)) if shapes else 0,
         "exact parameters": exact(dims, config) * item,
-        "window": min(config.window, dims.layers) * layer * item if found else 0,
+        "window": min(config.window, dims.layers) * layer * item if shapes else 0,
         "tables": len(tables) * table * item,
-        "head": (2 if found else 1) * table * item,
+        "head": (2 if shapes else 1) * table * item,
         "projectors": sum(values) * (PROJECTOR_BYTES + FLAT_BYTES + item),
-        "dense projectors": item * max(sum(one.dense for one in found if one.kind == kind) for kind in KINDS),
+        "dense projectors": item * max(sum(shape.dense for shape in shapes if shape.kind == kind) for kind in KINDS),
         "changes": narrow(dims, config) * (4 + item),
         "gradients on the way": (slots * (layer - matrices + inner) + leaving + tokens * dims.hidden) * item,
-        "bias check": _bias_check(config, found, layer, item),
+        "bias check": _bias_check(config, shapes, layer, item),
         **passes_bytes(dims, config, config.activations, batch_size, length_tokens, dims.vocab),
     }
     return {part: size for part, size in parts.items() if size}
 
 
 def kept_bytes(dims: ModelDims, config: LspConfig) -> int:
-    """What stays on the accelerator each time that all projectors are replaced: with quantised weights, which take no
-    changes, the old ones and theirs."""
+    """Return the bytes that stay on the accelerator each time that all projectors are replaced: with quantised weights,
+    which take no changes, the old projectors and their changes."""
     if config.weight_dtype not in QUANTISED_BYTES:
         return 0
     values = min(config.nonzeros, config.subspace) * PROJECTOR_BYTES
-    layers = (one for one in projected(dims, config) if one.kind == "layer")
-    return sum(one.count * (one.sides * values + one.numel * 4) for one in layers)
+    layers = (shape for shape in projected(dims, config) if shape.kind == "layer")
+    return sum(shape.count * (shape.sides * values + shape.numel * 4) for shape in layers)
 
 
 def host_memory(
@@ -73,15 +73,17 @@ def host_memory(
     `config.compute` says how large an activation is, not `activation_bytes`.
     """
     item = 2 if config.compute == "bfloat16" else 4
-    found, table = projected(dims, config), dims.vocab * dims.hidden
+    shapes, table = projected(dims, config), dims.vocab * dims.hidden
     after = config.schedule == "zero" or (config.clip == "global" and config.max_grad_norm is not None)
     waiting = dims.layers if after else min(config.gradient_buffers, dims.layers)
-    layer = dims.block_parameters + sum(one.numel - one.rows * one.columns for one in found if one.kind == "layer")
+    layer = dims.block_parameters + sum(
+        shape.numel - shape.rows * shape.columns for shape in shapes if shape.kind == "layer"
+    )
     own = (1 if dims.tied else 2) * table
-    own += sum(one.numel - table for one in found if one.kind != "layer")
+    own += sum(shape.numel - table for shape in shapes if shape.kind != "layer")
     small = dims.parameters - dims.layers * dims.block_parameters - (1 if dims.tied else 2) * table
     in_subspaces = narrow(dims, config)
-    widest = max(sum(one.numel for one in found if one.kind == kind) for kind in KINDS)
+    widest = max(sum(shape.numel for shape in shapes if shape.kind == kind) for kind in KINDS)
     parts = {
         "masters and moments": 12 * exact(dims, config) + 8 * in_subspaces,
         "gradients": (waiting * layer + own + small) * item,
@@ -103,16 +105,16 @@ def _weights(dims: ModelDims, config: LspConfig, item: int) -> float:
     return 0 if config.weight_placement == "host" else layer * (4 if config.weight_dtype == "float32" else item)
 
 
-def _bias_check(config: LspConfig, found: list[Projected], layer: int, item: int) -> int:
+def _bias_check(config: LspConfig, shapes: list[Projected], layer: int, item: int) -> int:
     """The most that a check of one matrix takes: its gradient, and what fits projectors or what folds its change."""
     most = 0
-    for one in found:
-        longest, size = max(one.rows, one.columns), max(one.left, one.right)
+    for shape in shapes:
+        longest, size = max(shape.rows, shape.columns), max(shape.left, shape.right)
         learning = LEARNING * longest * size * 4
-        folds = one.kind != "layer" or config.weight_dtype not in QUANTISED_BYTES
-        copy = layer * item * (one.kind == "layer" and config.weight_placement == "host")
-        folding = FOLDING_BYTES * min(one.rows * one.columns, FOLDED) + copy
-        gradient = 0 if one.kind == "head" else one.rows * one.columns * item
+        folds = shape.kind != "layer" or config.weight_dtype not in QUANTISED_BYTES
+        copy = layer * item * (shape.kind == "layer" and config.weight_placement == "host")
+        folding = FOLDING_BYTES * min(shape.rows * shape.columns, FOLDED) + copy
+        gradient = 0 if shape.kind == "head" else shape.rows * shape.columns * item
         most = max(most, gradient + max(learning, folding if folds else 0))
     return most
 

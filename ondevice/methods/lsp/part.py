@@ -1,4 +1,4 @@
-"""What is trained of one unit: the changes of its projected matrices, and its other parameters as they are.
+"""Trained parameters of one unit: the changes of its projected matrices, and its other parameters as they are.
 
 Both lie in one flat run, the changes first, so that each unit sends one gradient and gets one answer.
 """
@@ -110,8 +110,8 @@ def split(
 
 def _packed(unit: Unit, pieces: list[Piece]) -> Unit:
     """A unit of some of a unit's parameters."""
-    found, offset = [], 0
+    packed, offset = [], 0
     for piece in pieces:
-        found.append(replace(piece, offset=offset))
+        packed.append(replace(piece, offset=offset))
         offset += -(-piece.numel // ALIGN) * ALIGN
-    return replace(unit, pieces=tuple(found), numel=found[-1].offset + found[-1].numel if found else 0)
+    return replace(unit, pieces=tuple(packed), numel=packed[-1].offset + packed[-1].numel if packed else 0)

@@ -101,19 +101,19 @@ def cost(request: Request, at: Speed) -> Cost:
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
     """Seconds by lane of a step of that many rows, for `ondevice.offload.calibrate.predict`; see `MethodSpec.lanes`."""
-    found = cost(replace(request, batch_size=rows), speed(request, rates))
+    estimate = cost(replace(request, batch_size=rows), speed(request, rates))
     updated = narrow(request.dims, request.method) + exact(request.dims, request.method)
     return {
-        "compute": found.compute_s or 0.0,
-        "h2d": found.to_device_s or 0.0,
-        "d2h": found.to_host_s or 0.0,
+        "compute": estimate.compute_s or 0.0,
+        "h2d": estimate.to_device_s or 0.0,
+        "d2h": estimate.to_host_s or 0.0,
         "update": updated / rates.parameters_s,
         "disk": 0.0,
     }
 
 
 def recommend(plan: Plan, rates: Rates | None, plan_of: Callable[[Request], Plan]) -> dict[str, Any]:
-    """What to set, with the costs of what is set, of whole gradients (ZeRO) and of the recommendation.
+    """Recommend settings, with the costs of what is set, of whole gradients (ZeRO) and of the recommendation.
 
     Args:
         plan: of method lsp.
@@ -125,25 +125,25 @@ def recommend(plan: Plan, rates: Rates | None, plan_of: Callable[[Request], Plan
         weight_placement, None where rates are missing; `fits`; `sentences` for people.
     """
     request, at = plan.request, speed(plan.request, rates)
-    whole = _with(request, project=False, weight_dtype="compute", weight_placement="device")
-    found = {"given": cost(request, at), "zero": cost(whole, at)}
-    sentences = [_compared(request, found["given"], found["zero"], at)]
+    unprojected = _with(request, project=False, weight_dtype="compute", weight_placement="device")
+    costs = {"given": cost(request, at), "zero": cost(unprojected, at)}
+    sentences = [_compared(request, costs["given"], costs["zero"], at)]
     if not at.known:
         missing = "the rate of matrix products" if at.flops is None else "the bus"
         sentences.append(
             f"{missing} of {request.device.name} is not known, so nothing is recommended: "
             "--calibrate measures this machine, --bus-limit GB/s assumes a bus"
         )
-        return {**_dicts(found), "recommended": None, "settings": None, "fits": plan.fits, "sentences": sentences}
+        return {**_dicts(costs), "recommended": None, "settings": None, "fits": plan.fits, "sentences": sentences}
     chosen, why = _chosen(request, at)
-    found["recommended"] = cost(chosen, at)
+    costs["recommended"] = cost(chosen, at)
     best, fitting = _fitting(chosen, plan_of)
     method, rows = best.request.method, best.request.batch_size
     settings = {"subspace": method.subspace, "nonzeros": method.nonzeros}
     settings |= {"batch_size": rows} | {key: getattr(method, key) for key in SMALLER[0]}
     listed = f"subspace {method.subspace}, nonzeros {method.nonzeros}, batch {rows}, weights {_weights(method)}"
     sentences += [f"recommended: {listed}; {why}", _values(chosen), fitting]
-    return {**_dicts(found), "settings": settings, "fits": best.fits, "sentences": sentences}
+    return {**_dicts(costs), "settings": settings, "fits": best.fits, "sentences": sentences}
 
 
 def _chosen(request: Request, at: Speed) -> tuple[Request, str]:
@@ -168,7 +168,7 @@ def _chosen(request: Request, at: Speed) -> tuple[Request, str]:
 def _sized(request: Request, size: int) -> Request:
     """With that subspace, and as many values a row of the projectors as the rule gives it."""
     tried = _with(request, project=True, subspace=size)
-    sides = sum(one.sides * one.count for one in projected(tried.dims, tried.method))
+    sides = sum(shape.sides * shape.count for shape in projected(tried.dims, tried.method))
     item = 2 if tried.method.compute == "bfloat16" else 4
     limit, value = SHARE * tried.dims.parameters * item, PROJECTOR_BYTES + FLAT_BYTES + item
     allowed = [d for d in NONZEROS if d * sides * value <= limit and (size >= USUAL or d < NONZEROS[0])]
@@ -193,23 +193,23 @@ def _weights(method: LspConfig) -> str:
     return "host" if method.weight_placement == "host" else method.weight_dtype
 
 
-def _compared(request: Request, given: Cost, zero: Cost, at: Speed) -> str:
-    """What a step moves and computes, beside whole gradients."""
-    moved = f"{size_text(given.to_host_bytes)} to the host and {size_text(given.to_device_bytes)} back"
+def _compared(request: Request, current: Cost, zero: Cost, at: Speed) -> str:
+    """Compare what a step moves and computes with a step of whole gradients."""
+    moved = f"{size_text(current.to_host_bytes)} to the host and {size_text(current.to_device_bytes)} back"
     text = f"a step moves {moved} (whole gradients and weights, as ZeRO-Offload: {size_text(zero.to_host_bytes)} each)"
     if not projected(request.dims, request.method) and request.method.project:
         text += "; no matrix has a side longer than the subspace"
-    products = f"{given.making:.3g} multiplications make weights, {given.collecting:.3g} collect gradients"
-    text += f"; {products}, {given.saved:.3g} of weight gradients are saved"
-    if given.unhidden is None or zero.unhidden is None:
+    products = f"{current.making:.3g} multiplications make weights, {current.collecting:.3g} collect gradients"
+    text += f"; {products}, {current.saved:.3g} of weight gradients are saved"
+    if current.unhidden is None or zero.unhidden is None:
         return text
     bus = "a simulated bus" if at.simulated else "the bus"
     speeds = f"{(at.to_host or 0) / 1e9:.3g} GB/s"
-    busy = f"{(given.to_host_s or 0) + (given.to_device_s or 0):.3g} s"
+    busy = f"{(current.to_host_s or 0) + (current.to_device_s or 0):.3g} s"
     zeros = f"{(zero.to_host_s or 0) + (zero.to_device_s or 0):.3g} s"
     return (
-        f"{text}; {given.compute_s:.3g} s of computation ({given.native_s:.3g} s without projection), and {busy} of "
-        + (f"{bus} of {speeds} (ZeRO: {zeros})")
+        f"{text}; {current.compute_s:.3g} s of computation ({current.native_s:.3g} s without projection), "
+        f"and {busy} of {bus} of {speeds} (ZeRO: {zeros})"
     )
 
 
@@ -230,5 +230,5 @@ def _with(request: Request, **settings: Any) -> Request:
     return replace(request, method=request.method.model_copy(update=settings))
 
 
-def _dicts(found: dict[str, Cost]) -> dict[str, Any]:
-    return {name: asdict(one) for name, one in found.items()}
+def _dicts(costs: dict[str, Cost]) -> dict[str, Any]:
+    return {name: asdict(entry) for name, entry in costs.items()}

@@ -61,10 +61,10 @@ class Projector:
 
     def rows_of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Rows int64 [R] of it, dense: [R, size]."""
-        found = torch.zeros(rows.numel(), self.size, dtype=dtype, device=self.device)
+        dense = torch.zeros(rows.numel(), self.size, dtype=dtype, device=self.device)
         if self.positions is None or self.values is None:
-            return found.scatter_(1, rows[:, None], 1.0)
-        return found.scatter_(1, self.positions[rows], self.values[rows].to(dtype))
+            return dense.scatter_(1, rows[:, None], 1.0)
+        return dense.scatter_(1, self.positions[rows], self.values[rows].to(dtype))
 
 
 def draw(

@@ -1,4 +1,4 @@
-"""What a subspace costs, from dimensions alone: numbers over the bus, and multiplications beside training's own."""
+"""Costs of a subspace, from dimensions alone: numbers over the bus, and multiplications beside training's own."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def projected(dims: ModelDims, config: LspConfig) -> list[Projected]:
 
 def narrow(dims: ModelDims, config: LspConfig) -> int:
     """Numbers of all subspaces together: a step sends so many, and the host updates them."""
-    return sum(one.count * one.numel for one in projected(dims, config))
+    return sum(shape.count * shape.numel for shape in projected(dims, config))
 
 
 def exact(dims: ModelDims, config: LspConfig) -> int:
     """Parameters that are trained as they are."""
-    return dims.parameters - sum(one.count * one.rows * one.columns for one in projected(dims, config))
+    return dims.parameters - sum(shape.count * shape.rows * shape.columns for shape in projected(dims, config))
 
 
 def bus_bytes(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, item: int) -> tuple[int, int]:
@@ -120,19 +120,19 @@ class Extra:
 
 
 def extra(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int) -> Extra:
-    """What a step of [batch_size, length_tokens] computes for the projection."""
+    """Count what a step of [batch_size, length_tokens] computes for the projection."""
     tokens = batch_size * length_tokens
-    made = 2 * dims.layers - min(config.window, dims.layers)
+    layer_builds = 2 * dims.layers - min(config.window, dims.layers)
     making = collecting = saved = 0
-    for one in projected(dims, config):
-        if one.kind == "layer":
-            making += one.count * made * one.making() // dims.layers
-            collecting += one.count * one.collecting(tokens)
-            saved += one.count * tokens * one.rows * one.columns
-        elif one.kind == "head":
-            making += one.making() + dims.tied * one.making(tokens)
-            collecting += one.narrowing()
+    for shape in projected(dims, config):
+        if shape.kind == "layer":
+            making += shape.count * layer_builds * shape.making() // dims.layers
+            collecting += shape.count * shape.collecting(tokens)
+            saved += shape.count * tokens * shape.rows * shape.columns
+        elif shape.kind == "head":
+            making += shape.making() + dims.tied * shape.making(tokens)
+            collecting += shape.narrowing()
         else:
-            making += one.making(tokens)
-            collecting += tokens * one.right * (one.columns * (one.right < one.columns) + one.left)
+            making += shape.making(tokens)
+            collecting += tokens * shape.right * (shape.columns * (shape.right < shape.columns) + shape.left)
     return Extra(making, collecting, saved)

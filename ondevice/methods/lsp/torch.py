@@ -48,36 +48,39 @@ class LspSession(EngineSession):
     def __init__(self, loaded: LoadedModel, config: LspConfig, device: str, seed: int) -> None:
         with memory_errors("the weights, the projectors and the output head", OPEN_HINT):
             super().__init__(loaded, config, LspEngine(loaded.family, config, device, seed))
-        self.found: dict[str, Any] = {}
+        self.bias_checks: dict[str, Any] = {}
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One AdamW step; its last answers come while the next step begins."""
         checking = self.steps_done % self.config.check_every == 0
         result = super().step(ids, labels, step, learning_rate)
-        self.found = self._bias_checks() if checking else {}
+        self.bias_checks = self._bias_checks() if checking else {}
         return result
 
     def report(self) -> dict[str, Any] | None:
-        """What ran beside what in the step before the last, and what that found where it checked the bias:
-        `bias_checks` by parameter, each [before, after], and the means of both. After is before where projectors
-        stay."""
+        """Return the overlap report of the step before the last, with the biases if that step checked them.
+
+        `bias_checks` holds them by parameter, each [before, after]; the means of both stand beside it. Where projectors
+        stay, after equals before."""
         overlap = super().report()
         return (
-            None if overlap is None else {**overlap, "transition_layer": self.engine.updates.transition, **self.found}
+            None
+            if overlap is None
+            else {**overlap, "transition_layer": self.engine.updates.transition, **self.bias_checks}
         )
 
     def state(self) -> dict[str, np.ndarray]:
         """Changes, projectors, moments, and the weights that changes have gone into: copies; bfloat16 as uint16."""
         self.engine.flush()
-        found = {name: as_numpy(tensor) for name, tensor in state_arrays(self.engine).items()}
-        return {**found, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
+        arrays = {name: as_numpy(tensor) for name, tensor in state_arrays(self.engine).items()}
+        return {**arrays, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""
         self.engine.flush()
         done = steps_of(state.get("optimizer_step"))
         load_arrays(self.engine, state)
-        self.steps_done, self.found = done, {}
+        self.steps_done, self.bias_checks = done, {}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The trained parameters by name, on the host in the compute dtype: bases with their changes."""
@@ -101,26 +104,26 @@ class LspSession(EngineSession):
 
 def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
     """Everything a resume needs, on the host, as copies; call `flush` before."""
-    found = {name: tensor.clone() for name, tensor in engine.store.arrays().items()}
-    found |= engine.updates.clipping.norms()
+    tensors = {name: tensor.clone() for name, tensor in engine.store.arrays().items()}
+    tensors |= engine.updates.clipping.norms()
     for part in engine.parts:
         if not part.matrices:
             continue
         key = part.unit.key
-        found[f"change/{key}"] = part.change.cpu().clone()
-        found[f"subspace_m/{key}"], found[f"subspace_v/{key}"] = part.moments.m.clone(), part.moments.v.clone()
-        found[f"decay/{key}"] = torch.tensor([part.decay, part.folded], dtype=torch.float64)
+        tensors[f"change/{key}"] = part.change.cpu().clone()
+        tensors[f"subspace_m/{key}"], tensors[f"subspace_v/{key}"] = part.moments.m.clone(), part.moments.v.clone()
+        tensors[f"decay/{key}"] = torch.tensor([part.decay, part.folded], dtype=torch.float64)
         if part.folded:
-            found[f"base/{key}"] = engine.base_of(part)
+            tensors[f"base/{key}"] = engine.base_of(part)
         for _, matrix, _ in part.matrices:
             older = part.older.get(matrix.number, [])
-            found[f"turn/{matrix.name}"] = torch.tensor([matrix.turn, len(older)])
-            found |= _pair(matrix.name, matrix.left, matrix.right)
+            tensors[f"turn/{matrix.name}"] = torch.tensor([matrix.turn, len(older)])
+            tensors |= _pair(matrix.name, matrix.left, matrix.right)
             for number, old in enumerate(older):
                 name = f"{number}/{matrix.name}"
-                found |= {**_pair(name, old.left, old.right), f"older/{name}": old.change.cpu().clone()}
-                found[f"gain/{name}"] = torch.tensor([old.gain], dtype=torch.float64)
-    return found
+                tensors |= {**_pair(name, old.left, old.right), f"older/{name}": old.change.cpu().clone()}
+                tensors[f"gain/{name}"] = torch.tensor([old.gain], dtype=torch.float64)
+    return tensors
 
 
 def load_arrays(engine: LspEngine, saved: Arrays) -> None:
@@ -160,25 +163,25 @@ def load_arrays(engine: LspEngine, saved: Arrays) -> None:
 
 
 def _pair(name: str, left: Projector, right: Projector) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for side, projector in zip(SIDES, (left, right), strict=True):
         if projector.positions is not None and projector.values is not None:
-            found[f"{side}_positions/{name}"] = projector.positions.to("cpu", torch.int32)
-            found[f"{side}_values/{name}"] = projector.values.cpu().clone()
-    return found
+            tensors[f"{side}_positions/{name}"] = projector.positions.to("cpu", torch.int32)
+            tensors[f"{side}_values/{name}"] = projector.values.cpu().clone()
+    return tensors
 
 
 def _projectors(saved: Arrays, name: str, matrix: Matrix) -> tuple[Projector, Projector]:
-    found = []
+    projectors = []
     for side, like in zip(SIDES, (matrix.left, matrix.right), strict=True):
         if like.positions is None or like.values is None:
-            found.append(like)
+            projectors.append(like)
             continue
         positions = _array(saved, f"{side}_positions/{name}", like.positions.to("cpu", torch.int32))
         values = _array(saved, f"{side}_values/{name}", like.values)
         where = like.device
-        found.append(Projector(like.rows, like.size, where, positions.to(where, torch.int64), values.to(where)))
-    return found[0], found[1]
+        projectors.append(Projector(like.rows, like.size, where, positions.to(where, torch.int64), values.to(where)))
+    return projectors[0], projectors[1]
 
 
 def _array(saved: Arrays, name: str, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What happens to a gradient that leaves: to the host, AdamW in the subspace, and the answer's way back (Algorithm 3).
+"""Path of a gradient: to the host, AdamW in the subspace, and the answer's way back (Algorithm 3).
 
 Three threads, one for each direction of the bus and one for the update, so that different layers are in all of them at
 once. Each takes the most urgent of what is ready. Schedules:
@@ -126,7 +126,7 @@ class Updates:
         self.offload.submit("the end of the backward pass", run, 2 * LATER)
 
     def wait(self, part: Part) -> tuple[Event, Step] | None:
-        """When the answer is there, and of which step; None where there is none that was not taken."""
+        """Wait for the answer; return its event and its step, None where there is none that was not taken."""
         ticket = self.tickets.pop(part.unit.index, None)
         if ticket is None:
             return None

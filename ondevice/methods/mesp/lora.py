@@ -104,9 +104,9 @@ def lora_parameters(dims: ModelDims, family: type[Family], config: MespConfig) -
 def initial_tensors(parameters: tuple[LoraParameters, ...], seed: int) -> dict[str, np.ndarray]:
     """Make A drawn and B zero, by PEFT's name: the adapter changes nothing."""
     tensors: dict[str, np.ndarray] = {}
-    for one in parameters:
-        tensors[one.a_name] = one.initial_a(seed)
-        tensors[one.b_name] = np.zeros((one.outputs, one.rank), np.float32)
+    for lora in parameters:
+        tensors[lora.a_name] = lora.initial_a(seed)
+        tensors[lora.b_name] = np.zeros((lora.outputs, lora.rank), np.float32)
     return tensors
 
 
@@ -155,7 +155,7 @@ def check_adapter(
                 received=f"{field} {received:g}",
                 hint=f"--set method.{field}={received:g}, or another adapter",
             )
-    known = {name: shape for one in parameters for name, shape in one.shapes.items()}
+    known = {name: shape for lora in parameters for name, shape in lora.shapes.items()}
     beyond = sorted(adapter.tensors.keys() - known.keys())
     if beyond:
         raise ArtifactError(
@@ -198,11 +198,11 @@ class FlatLayout:
     def build(cls, parameters: tuple[LoraParameters, ...]) -> FlatLayout:
         """Lay out `parameters`, which are in order of the layers."""
         entries, offset = [], 0
-        for one in parameters:
+        for lora in parameters:
             a = offset
-            b = a + _aligned(one.rank * one.inputs)
-            offset = b + _aligned(one.rank * one.outputs)
-            entries.append(FlatEntry(one, a, b))
+            b = a + _aligned(lora.rank * lora.inputs)
+            offset = b + _aligned(lora.rank * lora.outputs)
+            entries.append(FlatEntry(lora, a, b))
         return cls(tuple(entries), offset)
 
     def of_layer(self, layer: int) -> tuple[FlatEntry, ...]:
@@ -227,11 +227,11 @@ class FlatLayout:
         """Make PEFT's `<linear>.lora_A.weight` [rank, inputs] and `<linear>.lora_B.weight` [outputs, rank] of it."""
         tensors = {}
         for entry in self.entries:
-            one = entry.parameters
-            a = flat[entry.a : entry.a + one.rank * one.inputs]
-            b = flat[entry.b : entry.b + one.rank * one.outputs]
-            tensors[one.a_name] = np.ascontiguousarray(a.reshape(one.rank, one.inputs))
-            tensors[one.b_name] = np.ascontiguousarray(b.reshape(one.rank, one.outputs).T)
+            lora = entry.parameters
+            a = flat[entry.a : entry.a + lora.rank * lora.inputs]
+            b = flat[entry.b : entry.b + lora.rank * lora.outputs]
+            tensors[lora.a_name] = np.ascontiguousarray(a.reshape(lora.rank, lora.inputs))
+            tensors[lora.b_name] = np.ascontiguousarray(b.reshape(lora.rank, lora.outputs).T)
         return tensors
 
 

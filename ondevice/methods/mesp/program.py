@@ -32,11 +32,11 @@ PROBE_SCALE = 0.02
 
 def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Settings that a program does not have."""
-    found = []
+    problems = []
     try:
         check_family(dims)
     except OndeviceError as error:
-        found.append(str(error))
+        problems.append(str(error))
     for name, value, wanted in (
         ("export.quantize", export.quantize, "none"),
         ("export.form", export.form, "functional"),
@@ -44,12 +44,12 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
         ("method.bits", config.bits, None),
     ):
         if value != wanted:
-            found.append(f"{name} is {value}: a mesp program has {name}={wanted}")
+            problems.append(f"{name} is {value}: a mesp program has {name}={wanted}")
     if export.loss not in ("auto", "tiled") or export.generator == "op":
-        found.append("a mesp program needs no ops of this project: export.loss tiled, export.generator auto or aten")
+        problems.append("a mesp program needs no ops of this project: export.loss tiled, export.generator auto or aten")
     if config.micro_batch_size is not None and config.micro_batch_size < export.batch_size:
-        found.append("a mesp program computes all rows of a batch at once: method.micro_batch_size=null")
-    return found
+        problems.append("a mesp program computes all rows of a batch at once: method.micro_batch_size=null")
+    return problems
 
 
 def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: int) -> BuiltProgram:
@@ -87,8 +87,10 @@ def build_whole(loaded: LoadedModel, config: MespConfig, export: ExportConfig, s
         loaded=loaded,
         modules=tuple(modules),
         state=tuple(
-            StateTensor(name=one.name, dtype=one.dtype, shape=one.shape, role="optimizer" if number else "adapter")
-            for number, one in enumerate(state)
+            StateTensor(
+                name=vector.name, dtype=vector.dtype, shape=vector.shape, role="optimizer" if number else "adapter"
+            )
+            for number, vector in enumerate(state)
         ),
         counters=(Counter(name=STEP, counts="updates"),),
         layout=tuple(map(blocks.layout_entry, program.layout.entries)),
@@ -107,18 +109,20 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
     """
     config: MespConfig = built.eager.config
     autodiff = config.model_copy(update={"micro_batch_size": None, "bits": None})
-    given, start = list(batches), session.state()
-    gradient = gradient_error(session, reference_session(built.loaded, autodiff, session.seed, "cpu"), built, *given[0])
+    batches, start = list(batches), session.state()
+    gradient = gradient_error(
+        session, reference_session(built.loaded, autodiff, session.seed, "cpu"), built, *batches[0]
+    )
     session.load_state(start)
     eager, losses = reference_session(built.loaded, autodiff, session.seed, "cpu"), [0.0]
-    for number, (ids, labels) in enumerate(given):
+    for number, (ids, labels) in enumerate(batches):
         ours, theirs = (side.step(ids, labels, number, learning_rate).loss for side in (session, eager))
         losses.append(abs(ours - theirs) / abs(theirs))
     adapter, expected = session.adapter(), eager.adapter()
     assert adapter is not None  # noqa: S101 - the program has one
     errors = [float(np.abs(adapter.tensors[name] - value).max()) for name, value in expected.tensors.items()]
     values: dict[str, Any] = {
-        "steps": len(given),
+        "steps": len(batches),
         "gradient_error": gradient,
         "max_rel_loss_error": float(np.max(losses)),
         "max_abs_adapter_error": float(np.max(errors)),
@@ -206,10 +210,10 @@ class NextToken(nn.Module):
 
 
 def _torch_problems(config: MespConfig) -> list[str]:
-    found = []
+    problems = []
     if config.weight_placement != "resident" or config.bits is not None:
-        found.append("the artifact holds the weights: leave weight_placement and bits out, and use --quantize nf4")
-    return found
+        problems.append("the artifact holds the weights: leave weight_placement and bits out, and use --quantize nf4")
+    return problems
 
 
 EXECUTORCH = GraphProgram(problems, build, compare)

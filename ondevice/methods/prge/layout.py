@@ -1,4 +1,4 @@
-"""Where each LoRA-FA matrix lies in the flat adapter vector.
+"""Layout of the LoRA-FA matrices in the flat adapter vector.
 
 All trained B matrices are one float32 vector, layer by layer, so that a program has one state tensor, a
 layer's noise is one range of one stream, and a host needs one buffer. Ranges start at multiples of 64

@@ -36,12 +36,12 @@ ROUGH_SCALE = 3e-2
 
 def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Settings that a program does not have."""
-    found = []
+    problems = []
     if not (config.batch_signs and config.batch_queries):
-        found.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
+        problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
     if export.next_token and (export.form != "functional" or export.quantize != "none"):
-        found.append("next_token goes with form functional and float32 weights")
-    return found
+        problems.append("next_token goes with form functional and float32 weights")
+    return problems
 
 
 def build_program(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> PrgeProgram:
@@ -192,8 +192,8 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
 def rounding(
     session: ProgramSession, float32: BuiltProgram, config: PrgeConfig, batches: Callable[[int], Iterable[Batch]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What 8-bit activations did to the projected gradients, at the adapter zero: the program against the float32
-    model in eager."""
+    """Measure the effect of 8-bit activations on the projected gradients, at the adapter zero: the program against the
+    float32 model in eager."""
     correlation = gradient_correlation(session, float32.eager, batches(-(-CORRELATED // config.queries)))
     warnings = []
     if config.perturbation_scale < ROUGH_SCALE:
@@ -206,7 +206,7 @@ def rounding(
 
 
 def gradient_correlation(session: ProgramSession, program: PrgeProgram, batches: Iterable[Batch]) -> float:
-    """How the session's projected gradients correlate with those of `program` in eager, at the adapter zero.
+    """Correlate the session's projected gradients with those of `program` in eager, at the adapter zero.
 
     Args:
         program: of the same method and seed; it may be another model, such as the one before quantisation.
@@ -364,7 +364,7 @@ class SetAdapter(nn.Module):
 
 
 def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
-    """Where shapes are fixed, steps on a GPU are CUDA graphs."""
+    """Open a session of fixed shapes, whose steps on a GPU are CUDA graphs."""
     from ondevice.methods.prge.graphed import GraphedPrgeSession
 
     return GraphedPrgeSession(loaded, config, seed)

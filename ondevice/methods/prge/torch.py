@@ -217,10 +217,10 @@ class PrgeProgram(nn.Module):
         position = self.family.positions(hidden_RTD.shape[1], hidden_RTD.device, hidden_RTD.dtype)
         for layer in range(self.layout.first_layer, self.family.dims.layers):
             base, count = self.layout.layer_range(layer)
-            whole = copies_of(base, count)
+            layer_copies = copies_of(base, count)
             for entry in self.layout.of_layer(layer):
                 low = entry.offset - base
-                copies = whole[:, low : low + entry.count].reshape(-1, entry.rank, entry.outputs)
+                copies = layer_copies[:, low : low + entry.count].reshape(-1, entry.rank, entry.outputs)
                 self.linears[entry].slot.copies = copies
             hidden_RTD = self.family.block(layer, hidden_RTD, position, self._mask(hidden_RTD.shape[1]))
             for entry in self.layout.of_layer(layer):

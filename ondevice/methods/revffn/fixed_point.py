@@ -25,7 +25,7 @@ in. So the forward pass keeps the norm of each token's input, and an inverse mus
 
 @dataclass(frozen=True)
 class Iteration:
-    """How a fixed-point iteration went.
+    """Result of a fixed-point iteration.
 
     Attributes:
         iterations: evaluations of the branch.

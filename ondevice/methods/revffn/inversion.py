@@ -1,4 +1,4 @@
-"""How well a network inverts, measured step by step."""
+"""Errors of inverting a network, measured step by step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LayerError:
-    """How one step of the network was inverted, against what went in.
+    """Error of inverting one step of the network, against what went in.
 
     Attributes:
         block: number of the block, and `part` of it.

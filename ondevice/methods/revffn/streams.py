@@ -33,7 +33,7 @@ _ROWS, _LENGTH, _STREAM = 2, 64, 0x5266
 
 @dataclass(frozen=True)
 class Mix:
-    """How a step adds up.
+    """Weights of the sum that a step computes.
 
     Attributes:
         past: weight of the older stream u: 1, +-2^-bits, or 0 where u is v (the first step of `full`).

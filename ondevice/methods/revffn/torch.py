@@ -76,8 +76,8 @@ class RevffnSession(Session):
         """One backward pass with updates inside; a norm of the whole gradient takes another pass before, or all
         gradients at once."""
         c, run = self.config, self.passes.run
-        whole = c.max_grad_norm is not None and c.clip == "global"
-        if c.fused_update and not whole:
+        global_clip = c.max_grad_norm is not None and c.clip == "global"
+        if c.fused_update and not global_clip:
             return run(*batch, lambda unit: self._update(unit, step, rate))
         units: list[Gradients] = []
         squares: list[Tensor] = []
@@ -88,7 +88,7 @@ class RevffnSession(Session):
                 units.append(unit)
 
         loss = run(*batch, keep)
-        scale = clip_scale(torch.stack(squares).sum(), c.max_grad_norm or 0.0) if whole else None
+        scale = clip_scale(torch.stack(squares).sum(), c.max_grad_norm or 0.0) if global_clip else None
         if c.fused_update:
             return run(*batch, lambda unit: self._update(unit, step, rate, scale))
         for unit in units:

@@ -256,10 +256,10 @@ class Updates:
         self.states = {}
         for name, parameter in self.parameters.items():
             state = self.rule.state(parameter)
-            given = {kind: arrays.get(f"{kind}/{name}") for kind in state}
-            if all(value is None for value in given.values()):
+            saved = {kind: arrays.get(f"{kind}/{name}") for kind in state}
+            if all(value is None for value in saved.values()):
                 continue  # a tensor that has had no step yet has no state
-            for kind, value in given.items():
+            for kind, value in saved.items():
                 if value is None or value.numel() != state[kind].numel() or value.dtype != state[kind].dtype:
                     raise CheckpointError(
                         f"the checkpoint's {kind} of {name} does not fit",

@@ -1,4 +1,4 @@
-"""What goes to a local disk: moments of some units, and layers' inputs (SlideFormer sections 3.3 and 4.4)."""
+"""The tier on a local disk: moments of some units, and layers' inputs (SlideFormer sections 3.3 and 4.4)."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ class DiskMoments:
             return state
         started = time.perf_counter()
         with self.lock:
-            found = self.staged.pop(unit.index, None)
-            if found is None:
+            entry = self.staged.pop(unit.index, None)
+            if entry is None:
                 memory = self._memory()
-                found = (memory, self.file.read(self.records[unit.index], memory))
-        memory, future = found
+                entry = (memory, self.file.read(self.records[unit.index], memory))
+        memory, future = entry
         future.result()
         self.timeline.add("disk", f"read {unit.name}", started, time.perf_counter())
         self.loaded = memory

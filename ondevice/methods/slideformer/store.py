@@ -1,4 +1,4 @@
-"""Where SlideFormer keeps masters and moments: in host memory, some moments on a disk, and of the first layers all on
+"""SlideFormer's masters and moments: in host memory, some moments on a disk, and of the first layers all on
 the accelerator, which then updates them itself.
 
 The first layers are the ones: their gradients arrive last and they are needed first, so between two steps nothing has
@@ -73,7 +73,7 @@ class Resident:
         return self.states[unit.index].master.cpu()
 
     def flat(self, unit: Unit) -> dict[str, Tensor]:
-        """What the unit's weights are made of, on the host, under the name that `arrays` has for it."""
+        """Return the tensor that holds the unit's weights, on the host, under the name that `arrays` has for it."""
         return {"high": self.states[unit.index].memory.cpu()} if self.split else {"master": self.master(unit)}
 
     def arrays(self, unit: Unit) -> dict[str, Tensor]:
@@ -139,32 +139,32 @@ class TieredStore(HostStore):
         """Those of `arrays` that `weights` is made of."""
         part = "high" if self.split else "master"
         states = ((unit, self.states[unit.index]) for unit in self.owned)
-        found = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
+        flats = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
         for unit in self.resident.units:
-            found |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
-        return found
+            flats |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
+        return flats
 
     def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
         """Every parameter by name, out of the `flats` or `arrays` of all ranks: bfloat16 as computed with in split
         form, else the float32 masters; no copies."""
-        found, part = {}, "high" if self.split else "master"
+        weights, part = {}, "high" if self.split else "master"
         for unit in self.units.all:
-            found |= parameters(unit, arrays[f"{part}/{unit.key}"])
-        return found
+            weights |= parameters(unit, arrays[f"{part}/{unit.key}"])
+        return weights
 
     def masters(self) -> dict[str, Tensor]:
         """See `HostStore.masters`; of all units that are kept here."""
-        found = super().masters()
+        masters = super().masters()
         for unit in self.resident.units:
-            found |= parameters(unit, self.resident.master(unit))
-        return found
+            masters |= parameters(unit, self.resident.master(unit))
+        return masters
 
     def arrays(self) -> dict[str, Tensor]:
         """See `HostStore.arrays`; of units on the accelerator copies."""
-        found = {}
+        arrays = {}
         for unit in self.resident.units:
-            found |= {f"{part}/{unit.key}": tensor for part, tensor in self._parts(unit).items()}
-        return found | super().arrays()
+            arrays |= {f"{part}/{unit.key}": tensor for part, tensor in self._parts(unit).items()}
+        return arrays | super().arrays()
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
         return super()._parts(unit) if unit.index in self.states else self.resident.arrays(unit)

@@ -50,8 +50,8 @@ class SlideformerSession(EngineSession):
         arrays = self.ranks.gather(self.engine.store.arrays() | self.engine.updater.clipping.norms())
         arrays = self.arrays = dict(reversed(arrays.items()))  # what the next step updates first comes first
         self.unwritten = Counter(name.partition("/")[2] for name in arrays)
-        found = {name: as_numpy(tensor) for name, tensor in arrays.items()}
-        return {**found, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
+        state = {name: as_numpy(tensor) for name, tensor in arrays.items()}
+        return {**state, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
 
     def hold(self) -> None:
         """Update no unit before `written` has named all its arrays: the last `state` is written beside the steps."""

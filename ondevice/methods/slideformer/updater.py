@@ -191,8 +191,8 @@ class Updater:
         table = self.embedding[: unit.pieces[0].numel].view(unit.pieces[0].shape)
         (row_ops.add if self.units.tied else row_ops.scatter)(table, rows, gradient, self.threads)
         if self.config.max_grad_norm is not None:
-            whole = table if self.units.tied else gradient
-            now.squares[unit.index] = float(torch.linalg.vector_norm(whole, dtype=torch.float32)) ** 2
+            embedding_gradient = table if self.units.tied else gradient
+            now.squares[unit.index] = float(torch.linalg.vector_norm(embedding_gradient, dtype=torch.float32)) ** 2
         self.timeline.add("update", f"{unit.name} rows", started, time.perf_counter())
 
     def _cleared(self, rows: Tensor, width: int) -> None:

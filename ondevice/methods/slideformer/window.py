@@ -90,7 +90,7 @@ class Window:
             self._fetch(self.units.layers[i], self.layers[at], slice(0, self.units.layers[i].numel))
 
     def forget_layers(self) -> None:
-        """What the units hold is out of date: the layers are updated between two steps."""
+        """Forget which layers the slots hold: the layers are updated between two steps."""
         self.held = [None] * len(self.layers)
 
     def layer(self, i: int) -> Slot:
@@ -251,14 +251,14 @@ class Window:
         if self.entering is None or self.entering.memory.numel() < most * width:
             self.entering = Slot(self.device.empty(most * width, self.store.dtype))
         slot, target = self.entering, self.entering.memory[: len(rows) * width].view(-1, width)
-        made = self.device.record("compute")
+        target_free = self.device.record("compute")
 
         def run() -> Event:
             if updated is not None:
                 updated.wait()
             if host is not None:
                 self.store.rows(unit, rows, host)
-            return self.transfers.to_device(unit, target, host, made)
+            return self.transfers.to_device(unit, target, host, target_free)
 
         slot.task = self.worker.submit(unit.name, run)
         return slot

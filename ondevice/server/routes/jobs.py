@@ -130,11 +130,11 @@ def job_metrics(
 
 def _answer(daemon: Serving, job: Job) -> schemas.JobAnswer:
     """Build the answer about a job from its row of the queue, its spec and what the store has of it."""
-    made = daemon.store.rows("SELECT id FROM adapters WHERE job = ? ORDER BY id", job.id)
+    adapters = daemon.store.rows("SELECT id FROM adapters WHERE job = ? ORDER BY id", job.id)
     row = {key: getattr(job, key) for key in schemas.JobAnswer.model_fields if hasattr(job, key)}
     sources = {key: job.spec.get(key) for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")}
     settings = {key: job.spec.get(key) for key in ("config", "window", "limits")} | {"name": job.spec.get("name", "")}
     return schemas.JobAnswer.model_validate(
         row | sources | settings
-        | {"last_event": daemon.store.last_event(job.id), "adapters": [adapter["id"] for adapter in made]}
+        | {"last_event": daemon.store.last_event(job.id), "adapters": [adapter["id"] for adapter in adapters]}
     )  # fmt: skip

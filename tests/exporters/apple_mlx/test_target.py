@@ -209,10 +209,10 @@ def test_a_function_of_another_version_of_mlx(artifact, tmp_path) -> None:
     assert "0.25.1" in str(raised.value) and "norm.mlxfn" in str(raised.value)
 
 
-def test_a_torn_function_and_torn_weights(artifact, tmp_path) -> None:
-    with pytest.raises(ArtifactError, match=r"norm\.mlxfn is torn"):
+def test_a_damaged_function_and_truncated_weights(artifact, tmp_path) -> None:
+    with pytest.raises(ArtifactError, match=r"norm\.mlxfn is damaged"):
         damaged(artifact[0], tmp_path / "one", "functions/norm.mlxfn", lambda data: data[:-40])
-    with pytest.raises(ModelError, match=r"block-00001\.safetensors is torn"):
+    with pytest.raises(ModelError, match=r"block-00001\.safetensors is truncated"):
         damaged(artifact[0], tmp_path / "two", "weights/block-00001.safetensors", lambda data: data[:-10])
 
 
@@ -339,7 +339,7 @@ def test_the_cpp_host_names_what_is_wrong(host, artifact, tmp_path) -> None:
     whole = block.read_bytes()
     block.write_bytes(whole[:-10])
     done = in_cpp(host, copy, tmp_path)
-    assert done.returncode == 1 and "block-00001.safetensors is torn" in done.stderr and not done.stdout
+    assert done.returncode == 1 and "block-00001.safetensors is truncated" in done.stderr and not done.stdout
     block.write_bytes(whole)
     program = json.loads((copy / "program.json").read_text())
     (copy / "program.json").write_text(json.dumps(program | {"mlx_version": "0.25.1"}))

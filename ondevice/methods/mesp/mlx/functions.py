@@ -32,10 +32,10 @@ class Recording:
     def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
         """Run `stage` and note its inputs and outputs."""
         key = tuple((name, tuple(arrays[name].shape), arrays[name].dtype) for name in sorted(arrays))
-        found = self.stages.call(stage, dict(arrays))
-        outputs = tuple((name, tuple(found[name].shape), found[name].dtype) for name in sorted(found))
+        results = self.stages.call(stage, dict(arrays))
+        outputs = tuple((name, tuple(results[name].shape), results[name].dtype) for name in sorted(results))
         self.traces.setdefault(stage, {})[key] = outputs
-        return found
+        return results
 
 
 def record(model: Model, config: MespConfig, batch_size: int, lengths_tokens: tuple[int, ...]) -> Recording:
@@ -48,18 +48,18 @@ def record(model: Model, config: MespConfig, batch_size: int, lengths_tokens: tu
         weights.blocks[:1], weights.table, weights.final, tied=weights.tied, bits=model.settings.bits,
         streamed=weights.streamed,
     )  # fmt: skip
-    one = Model(model.settings, short, loss_tiles=config.loss_tiles, functions=recording, fixed_chunks=True)
-    one.tiles, one.adapter = model.tiles, [dict(model.adapter[0])]
+    block_model = Model(model.settings, short, loss_tiles=config.loss_tiles, functions=recording, fixed_chunks=True)
+    block_model.tiles, block_model.adapter = model.tiles, [dict(model.adapter[0])]
     optimizer = Optimizer(config, recording)
     optimizer.begin(config.learning_rate)
     for length in lengths_tokens:
-        one.chunk_tokens = chunk_tokens(config, batch_size, length)
+        block_model.chunk_tokens = chunk_tokens(config, batch_size, length)
         ids = np.zeros((batch_size, length), dtype=np.int64)
-        x = one.embed(ids)
-        _, g = one.loss(one.forward(0, x), ids, ids.size)
-        one.backward(0, x, g, lambda *_: None)
-        one.row_nll_of(x, ids)
-    for name, value in one.adapter[0].items():
+        x = block_model.embed(ids)
+        _, g = block_model.loss(block_model.forward(0, x), ids, ids.size)
+        block_model.backward(0, x, g, lambda *_: None)
+        block_model.row_nll_of(x, ids)
+    for name, value in block_model.adapter[0].items():
         mx.eval(optimizer.update(name, value, value))
     return recording
 
@@ -74,12 +74,12 @@ def export_functions(recording: Recording, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     listed = {}
     for stage, traces in sorted(recording.traces.items()):
-        outputs = {tuple(name for name, _, _ in found) for found in traces.values()}
+        outputs = {tuple(name for name, _, _ in trace_outputs) for trace_outputs in traces.values()}
         (names,) = outputs  # a stage gives the same names whatever it takes
 
         def run(stage: str = stage, names: tuple[str, ...] = names, **arrays: Any) -> list[Any]:
-            found = recording.stages.call(stage, arrays)
-            return [found[name] for name in names]
+            results = recording.stages.call(stage, arrays)
+            return [results[name] for name in names]
 
         path = folder / f"{stage}.mlxfn"
         with mx.exporter(str(path), run) as exporter:
@@ -91,14 +91,14 @@ def export_functions(recording: Recording, folder: Path) -> dict[str, Any]:
 
 def ports(recording: Recording) -> dict[str, ProgramMethod]:
     """Every trace of every stage with its inputs and outputs, for the manifest."""
-    found = {}
+    methods = {}
     for stage, traces in sorted(recording.traces.items()):
         for number, (inputs, outputs) in enumerate(traces.items()):
-            found[f"{stage}#{number}" if len(traces) > 1 else stage] = ProgramMethod(
+            methods[f"{stage}#{number}" if len(traces) > 1 else stage] = ProgramMethod(
                 inputs=tuple(map(_port, inputs)), outputs=tuple(map(_port, outputs)),
                 planned_bytes=0, ops=(), delegates=0, instructions=0,
             )  # fmt: skip
-    return found
+    return methods
 
 
 def _port(entry: tuple[str, tuple[int, ...], Any]) -> TensorPort:

@@ -176,11 +176,11 @@ def backward(settings: Settings, length_tokens: int) -> list[Instruction]:
 
 def _attention(settings: Settings, length_tokens: int, store_h: bool) -> list[Instruction]:
     """x -> m, with q, k, v, o and n beside it."""
-    given = [f"{target}.h" for target in ATTENTION if target in settings.target_modules] if store_h else []
+    h_names = [f"{target}.h" for target in ATTENTION if target in settings.target_modules] if store_h else []
     weights = {key: ref for target in ATTENTION for key, ref in _linear(settings, target).items()}
     listed = [
         Instruction("norm", _same("x", "input_norm.weight"), _named("n"), evaluate=False),
-        Instruction("project", _same("n") | weights, _named("q", "k", "v", *given), evaluate=False),
+        Instruction("project", _same("n") | weights, _named("q", "k", "v", *h_names), evaluate=False),
         Instruction("rope", _same("q", "k"), _named("q", "k")),
     ]
     for i, (low, high) in enumerate(settings.query_bounds(length_tokens)):
@@ -291,8 +291,8 @@ def _h(settings: Settings, target: str) -> dict[str, Operand]:
 
 def _linear(settings: Settings, target: str, bias: bool = True) -> dict[str, Operand]:
     """All arrays of a linear layer, whole."""
-    found = _matrix(settings, target) | (_bias(settings, target) if bias else {})
-    return found | (_same(f"{target}.A", f"{target}.B") if target in settings.target_modules else {})
+    operands = _matrix(settings, target) | (_bias(settings, target) if bias else {})
+    return operands | (_same(f"{target}.A", f"{target}.B") if target in settings.target_modules else {})
 
 
 def _lora(settings: Settings, target: str, low: int, high: int) -> dict[str, Operand]:
@@ -312,13 +312,13 @@ def _bias(settings: Settings, target: str, low: int = 0, high: int = 0) -> dict[
 def _matrix(settings: Settings, target: str, low: int = 0, high: int = 0) -> dict[str, Operand]:
     """A frozen matrix, or a tile of it: rows of gate and up, columns of down."""
     axis = 1 if target == "down_proj" else 0
-    found = {}
+    operands = {}
     for part in matrix_parts(settings.bits):
         name, per = f"{target}.{part}", 1
         if axis and settings.bits:
             per = 32 // settings.bits if part == "weight" else settings.group_size
-        found[name] = Operand(name, axis, low // per, high // per) if high else Operand(name)
-    return found
+        operands[name] = Operand(name, axis, low // per, high // per) if high else Operand(name)
+    return operands
 
 
 def _same(*names: str) -> dict[str, Operand]:
@@ -335,14 +335,14 @@ def _numbered(name: str, count: int) -> list[str]:
 
 def with_frees(listed: list[Instruction], results: tuple[str, ...]) -> list[Instruction]:
     """`listed`, each with the names that nothing after it reads; an output that nothing reads goes at once."""
-    found, needed = [], set(results)
-    for one in reversed(listed):
-        made = set() if one.stage == "update" else set(one.outputs.values())
-        used = {operand.name for operand in one.inputs.values()}
-        free = {name for name in used | made if name not in needed and not name.endswith(KEPT)}
-        found.append(replace(one, free=tuple(sorted(free - (made & needed)))))
-        needed = (needed - made) | used
-    return found[::-1]
+    annotated, needed = [], set(results)
+    for instruction in reversed(listed):
+        outputs = set() if instruction.stage == "update" else set(instruction.outputs.values())
+        used = {operand.name for operand in instruction.inputs.values()}
+        free = {name for name in used | outputs if name not in needed and not name.endswith(KEPT)}
+        annotated.append(replace(instruction, free=tuple(sorted(free - (outputs & needed)))))
+        needed = (needed - outputs) | used
+    return annotated[::-1]
 
 
 def embed(settings: Settings) -> list[Instruction]:
@@ -357,8 +357,8 @@ def final_norm() -> list[Instruction]:
 
 def final_norm_backward() -> list[Instruction]:
     """x and ghn -> g."""
-    one = Instruction("final_norm_backward", _same("x", "final_norm.weight", "ghn"), _named("g"))
-    return with_frees([one], ("g",))
+    instruction = Instruction("final_norm_backward", _same("x", "final_norm.weight", "ghn"), _named("g"))
+    return with_frees([instruction], ("g",))
 
 
 def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> list[Instruction]:

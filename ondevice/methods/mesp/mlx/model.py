@@ -54,7 +54,7 @@ class Interpreter:
     def run(
         self,
         instructions: list[Instruction],
-        given: dict[str, Any],
+        inputs: dict[str, Any],
         weights: BlockWeights,
         adapter: Mapping[str, Any],
         update: Update | None = None,
@@ -69,23 +69,23 @@ class Interpreter:
         Returns:
             What they leave.
         """
-        held, pending = given, []
-        for one in instructions:
-            if one.stage == "update":
-                gradients = (held.pop(one.inputs[side].name) for side in ("dA", "dB"))
+        held, pending = inputs, []
+        for instruction in instructions:
+            if instruction.stage == "update":
+                gradients = (held.pop(instruction.inputs[side].name) for side in ("dA", "dB"))
                 if update is not None:
-                    update(one.outputs["target"], *gradients)
+                    update(instruction.outputs["target"], *gradients)
                 continue
-            arrays = {name: _find(operand, held, weights, adapter) for name, operand in one.inputs.items()}
-            made = self.functions.call(one.stage, arrays)
+            arrays = {name: _find(operand, held, weights, adapter) for name, operand in instruction.inputs.items()}
+            outputs = self.functions.call(instruction.stage, arrays)
             arrays.clear()
-            held.update({name: made.pop(output) for output, name in one.outputs.items()})
-            made.clear()
-            pending += one.outputs.values()
-            for name in one.free:
+            held.update({name: outputs.pop(output) for output, name in instruction.outputs.items()})
+            outputs.clear()
+            pending += instruction.outputs.values()
+            for name in instruction.free:
                 if held.pop(name, None) is None:
                     weights.drop(name)
-            if one.evaluate:
+            if instruction.evaluate:
                 mx.eval([held[name] for name in pending if name in held])
                 pending = []
                 if self.clear:
@@ -94,8 +94,8 @@ class Interpreter:
 
 
 def _find(operand: Operand, held: dict[str, Any], weights: BlockWeights, adapter: Mapping[str, Any]) -> Any:
-    found = held if operand.name in held else adapter if operand.name in adapter else None
-    return weights.get(operand) if found is None else select(found[operand.name], operand)
+    arrays = held if operand.name in held else adapter if operand.name in adapter else None
+    return weights.get(operand) if arrays is None else select(arrays[operand.name], operand)
 
 
 class ModelStages(Stages):
@@ -231,10 +231,10 @@ class Model:
         """The gradient of a block's input from that of its output; those of A and B are called back."""
         self.weights.announce(layer - 1)
         listed = instructions.backward(self.settings, x.shape[1])
-        given = {"x": x, "g": g}
+        inputs = {"x": x, "g": g}
         del x, g
         run = self.interpreter.run(
-            listed, given, self.weights.blocks[layer], self.adapter[layer], lambda t, a, b: on_gradient(layer, t, a, b)
+            listed, inputs, self.weights.blocks[layer], self.adapter[layer], lambda t, a, b: on_gradient(layer, t, a, b)
         )
         return run["g"]
 
@@ -258,18 +258,18 @@ class Model:
         hn = self._final_norm(x)
         ghn, total = mx.zeros(hn.shape, dtype=mx.float32), 0.0
         for low, high in self._chunks(len(where)):
-            place, given = self._gather(hn, where[low:high])
-            given["weight"] = mx.where(mx.arange(place.size) < high - low, 1 / labelled, 0.0)
-            found = self._loss(given, wanted[low:high], gradient=True)
-            rows = {"ghn": ghn, "place": place, "gh": found.pop("gh")}
+            place, inputs = self._gather(hn, where[low:high])
+            inputs["weight"] = mx.where(mx.arange(place.size) < high - low, 1 / labelled, 0.0)
+            outputs = self._loss(inputs, wanted[low:high], gradient=True)
+            rows = {"ghn": ghn, "place": place, "gh": outputs.pop("gh")}
             ghn = self.interpreter.functions.call("scatter_rows", rows)["ghn"]
             mx.eval(ghn)
-            total += float(mx.sum(found.pop("nll")[: high - low]))
-            del given, rows
+            total += float(mx.sum(outputs.pop("nll")[: high - low]))
+            del inputs, rows
         del hn
-        given = {"x": x, "ghn": ghn.reshape(x.shape)}
+        inputs = {"x": x, "ghn": ghn.reshape(x.shape)}
         del ghn, x
-        return total, self.interpreter.run(instructions.final_norm_backward(), given, self.weights.final, {})["g"]
+        return total, self.interpreter.run(instructions.final_norm_backward(), inputs, self.weights.final, {})["g"]
 
     def row_nll(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Each row's negative log likelihood float32 [rows], and labelled tokens int64 [rows]."""
@@ -286,8 +286,8 @@ class Model:
         if len(where):
             hn = self._final_norm(x)
             for low, high in self._chunks(len(where)):
-                found = self._loss(self._gather(hn, where[low:high])[1], wanted[low:high], gradient=False)
-                nll = np.array(found["nll"], dtype=np.float64)[: high - low]
+                outputs = self._loss(self._gather(hn, where[low:high])[1], wanted[low:high], gradient=False)
+                nll = np.array(outputs["nll"], dtype=np.float64)[: high - low]
                 sums += np.bincount(rows[low:high], nll, count)
         return sums.astype(np.float32), np.bincount(rows, minlength=count).astype(np.int64)
 
@@ -306,11 +306,11 @@ class Model:
             return values
         return np.pad(values, (0, self.chunk_tokens - len(values)))
 
-    def _loss(self, given: dict[str, Any], wanted: np.ndarray, gradient: bool) -> dict[str, Any]:
-        mx.eval(given)
-        given |= self.weights.head_rows(self._padded(wanted))
+    def _loss(self, inputs: dict[str, Any], wanted: np.ndarray, gradient: bool) -> dict[str, Any]:
+        mx.eval(inputs)
+        inputs |= self.weights.head_rows(self._padded(wanted))
         return self.interpreter.run(
-            instructions.loss(self.settings, self.tiles, gradient), given, self.weights.head, {}
+            instructions.loss(self.settings, self.tiles, gradient), inputs, self.weights.head, {}
         )
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:

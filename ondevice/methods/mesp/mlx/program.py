@@ -57,7 +57,7 @@ def program(
         }
         | {"name": config.optimizer},
         "lora_parameters": [
-            {"layer": one.layer, "target": one.target, "A": one.a_name, "B": one.b_name} for one in parameters
+            {"layer": lora.layer, "target": lora.target, "A": lora.a_name, "B": lora.b_name} for lora in parameters
         ],
         "functions": functions,
         "instructions": {
@@ -81,18 +81,19 @@ def program(
 def listed(instructions: list[Instruction]) -> list[dict[str, Any]]:
     """Instructions as JSON: an input is [the function's name of it, its name in the block, axis, start, stop], axis -1
     for all of it; `free` is dead after it."""
-    found: list[dict[str, Any]] = []
-    for one in instructions:
-        if one.stage == "update":
-            found.append({"update": one.outputs["target"]})
+    entries: list[dict[str, Any]] = []
+    for instruction in instructions:
+        if instruction.stage == "update":
+            entries.append({"update": instruction.outputs["target"]})
             continue
         inputs = [
-            [name, operand.name, operand.axis, operand.start, operand.stop] for name, operand in one.inputs.items()
+            [name, operand.name, operand.axis, operand.start, operand.stop]
+            for name, operand in instruction.inputs.items()
         ]
-        outputs = [[name, place] for name, place in one.outputs.items()]
-        found.append({"function": one.stage, "inputs": inputs, "outputs": outputs, "evaluate": one.evaluate,
-                      "free": list(one.free)})  # fmt: skip
-    return found
+        outputs = [[name, place] for name, place in instruction.outputs.items()]
+        entries.append({"function": instruction.stage, "inputs": inputs, "outputs": outputs,
+                        "evaluate": instruction.evaluate, "free": list(instruction.free)})  # fmt: skip
+    return entries
 
 
 def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
@@ -101,13 +102,13 @@ def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
     Raises:
         OndeviceError: a setting that the model's files stand against.
     """
-    found = []
+    problems = []
     if config.micro_batch_size is not None:
-        found.append("micro_batch_size: a program computes export.batch_size rows at once")
+        problems.append("micro_batch_size: a program computes export.batch_size rows at once")
     if files is not None:
         check_config(config)
         settings_of(files, config)
-    return found
+    return problems
 
 
 def write(

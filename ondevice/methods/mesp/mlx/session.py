@@ -57,19 +57,19 @@ class Optimizer:
 
     def update(self, name: str, value: Any, gradient: Any) -> Any:
         """The new value of a matrix; its gradient may go."""
-        given = {"value": value, "gradient": gradient, **self.scalars}
+        inputs = {"value": value, "gradient": gradient, **self.scalars}
         if self.config.optimizer == "sgd":
-            return self.functions.call("sgd", given)["value"]
+            return self.functions.call("sgd", inputs)["value"]
         first, second = self.moments.get(name) or (mx.zeros_like(value), mx.zeros_like(value))
-        given |= {"first": first, "second": second, "constants": self.constants}
-        found = self.functions.call("adamw", given)
-        self.moments[name] = (found["first"], found["second"])
-        return found["value"]
+        inputs |= {"first": first, "second": second, "constants": self.constants}
+        outputs = self.functions.call("adamw", inputs)
+        self.moments[name] = (outputs["first"], outputs["second"])
+        return outputs["value"]
 
     def state(self) -> dict[str, Any]:
         """Moments and the step's number, as arrays of MLX."""
-        found = {f"{key}/{name}": array for name, both in self.moments.items() for key, array in zip(MOMENTS, both)}
-        return found | ({"optimizer_step": mx.array([self.steps], dtype=mx.int64)} if self.steps else {})
+        moments = {f"{key}/{name}": array for name, both in self.moments.items() for key, array in zip(MOMENTS, both)}
+        return moments | ({"optimizer_step": mx.array([self.steps], dtype=mx.int64)} if self.steps else {})
 
     def load_state(self, state: dict[str, np.ndarray], names: list[str]) -> None:
         """Take back what `state` gave.
@@ -108,7 +108,7 @@ class MlxSession(Session):
         self.model, self.parameters, self.config, self.source = model, parameters, config, source
         self.backend = "mlx-gpu" if mx.default_device().type == mx.DeviceType.gpu else "mlx-cpu"
         self.optimizer = Optimizer(config, model.interpreter.functions)
-        self.names = {(one.layer, one.target): (one.a_name, one.b_name) for one in parameters}
+        self.names = {(lora.layer, lora.target): (lora.a_name, lora.b_name) for lora in parameters}
         self.partially_updated = False
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
@@ -125,9 +125,9 @@ class MlxSession(Session):
                 self._update(layer, target, a, b)
                 return
             before = collected.get((layer, target))
-            found = [a, b] if before is None else [x + y for x, y in zip(before, (a, b))]
-            mx.eval(found)
-            collected[layer, target] = found
+            gradients = [a, b] if before is None else [x + y for x, y in zip(before, (a, b))]
+            mx.eval(gradients)
+            collected[layer, target] = gradients
 
         loss = 0.0
         for low in range(0, len(ids), rows):
@@ -151,11 +151,11 @@ class MlxSession(Session):
         return self.model.row_nll(ids, labels)
 
     def _tensors(self) -> dict[str, np.ndarray]:
-        found = {}
+        tensors = {}
         for (layer, target), (a_name, b_name) in self.names.items():
             for side, name in (("A", a_name), ("B", b_name)):
-                found[name] = np.array(self.model.adapter[layer][f"{target}.{side}"], dtype=np.float32)
-        return found
+                tensors[name] = np.array(self.model.adapter[layer][f"{target}.{side}"], dtype=np.float32)
+        return tensors
 
     def _load_tensors(self, tensors: dict[str, np.ndarray]) -> None:
         for (layer, target), (a_name, b_name) in self.names.items():
@@ -170,7 +170,7 @@ class MlxSession(Session):
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""
-        check_state(state, {name: shape for one in self.parameters for name, shape in one.shapes.items()})
+        check_state(state, {name: shape for lora in self.parameters for name, shape in lora.shapes.items()})
         self.optimizer.load_state(state, [name for names in self.names.values() for name in names])
         self._load_tensors(state)
         self.partially_updated = False
@@ -195,7 +195,7 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str |
 
     Raises:
         ConfigError: a setting that is for another backend, or sizes that cannot be packed.
-        ModelError: the files are torn, or the rotary embedding is of another kind.
+        ModelError: the files are damaged, or the rotary embedding is of another kind.
         StorageError: no space for the files of streamed weights.
     """
     check_config(config)

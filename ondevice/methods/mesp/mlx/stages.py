@@ -185,11 +185,11 @@ class Stages:
 
     def out(self, a: Arrays) -> Arrays:
         """x, all chunks of o -> m = x + o Wo^T."""
-        o, found = _joined(a, "o", 1), {}
+        o, outputs = _joined(a, "o", 1), {}
         h = self.h(o, a, "o_proj") if self.has("o_proj") else None
         if h is not None and self.settings.store_h:
-            found["o_proj.h"] = h
-        return {"m": a["x"] + self.linear(o, a, "o_proj", h), **found}
+            outputs["o_proj.h"] = h
+        return {"m": a["x"] + self.linear(o, a, "o_proj", h), **outputs}
 
     # MLP, forward.
 
@@ -339,15 +339,15 @@ def _row_tiles(weight: Any) -> list[tuple[int, int]]:
 
 def _joined(a: Arrays, name: str, axis: int) -> Any:
     """Join `name@0`, `name@1` ..., of chunks or tiles, into one."""
-    found = []
-    while f"{name}@{len(found)}" in a:
-        found.append(a[f"{name}@{len(found)}"])
-    return mx.concatenate(found, axis=axis) if len(found) > 1 else found[0]
+    parts = []
+    while f"{name}@{len(parts)}" in a:
+        parts.append(a[f"{name}@{len(parts)}"])
+    return mx.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0]
 
 
-def _added(whole: Any, part: Any) -> Any:
-    """`part`, of the first tokens, added to `whole` [B, K, T, h]."""
-    if whole is None or whole.shape[2] == part.shape[2]:
-        return part if whole is None else whole + part
+def _added(total: Any, part: Any) -> Any:
+    """`part`, of the first tokens, added to `total` [B, K, T, h]."""
+    if total is None or total.shape[2] == part.shape[2]:
+        return part if total is None else total + part
     count = part.shape[2]
-    return mx.concatenate([whole[:, :, :count] + part, whole[:, :, count:]], axis=2)
+    return mx.concatenate([total[:, :, :count] + part, total[:, :, count:]], axis=2)

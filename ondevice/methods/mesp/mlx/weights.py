@@ -133,7 +133,7 @@ class Weights:
         """Streamed from a folder.
 
         Raises:
-            ModelError: a file is missing or torn.
+            ModelError: a file is missing or damaged.
         """
         blocks = [StreamedBlock(folder / block_file(i)) for i in range(layers)]
         table, final = StreamedBlock(folder / TABLE), StreamedBlock(folder / FINAL)
@@ -142,12 +142,12 @@ class Weights:
     @classmethod
     def from_files(cls, folder: Path, layers: int, *, tied: bool, bits: int | None) -> Weights:
         """Read whole into memory from such a folder."""
-        found = []
+        blocks = []
         for name in [*(block_file(i) for i in range(layers)), TABLE, FINAL]:
             file = TensorFile(folder / name)
-            found.append(ResidentBlock({key: file.read(key) for key in file.entries}))
+            blocks.append(ResidentBlock({key: file.read(key) for key in file.entries}))
             file.close()
-        return cls(found[:-2], *found[-2:], tied=tied, bits=bits, streamed=False)
+        return cls(blocks[:-2], *blocks[-2:], tied=tied, bits=bits, streamed=False)
 
     @property
     def head(self) -> Any:
@@ -187,7 +187,7 @@ class TensorFile:
     """An open safetensors file.
 
     Raises:
-        ModelError: it is missing, torn, or of another format.
+        ModelError: it is missing, damaged, or of another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -201,14 +201,14 @@ class TensorFile:
             self.entries: dict[str, Any] = json.loads(self.file.read(length))
             self.start = 8 + length
         except (OSError, ValueError) as error:
-            raise self._torn(str(error)) from None
+            raise self._error("damaged", str(error)) from None
         self.entries.pop("__metadata__", None)
         ends = [entry["data_offsets"][1] for entry in self.entries.values()]
         if self.start + max(ends, default=0) > size:
-            raise self._torn(f"{size} bytes, of {self.start + max(ends, default=0)}")
+            raise self._error("truncated", f"{size} bytes, of {self.start + max(ends, default=0)}")
 
-    def _torn(self, received: str) -> ModelError:
-        return ModelError(f"{self.path} is torn", expected="a whole safetensors file", received=received,
+    def _error(self, state: str, received: str) -> ModelError:
+        return ModelError(f"{self.path} is {state}", expected="a whole safetensors file", received=received,
                           hint="copy the model again, or delete the folder where it was converted")  # fmt: skip
 
     def __contains__(self, name: str) -> bool:
@@ -309,14 +309,14 @@ class Source:
     def block(self, layer: int) -> dict[str, Any]:
         """One block's arrays by their names in the instructions, evaluated."""
         place, dims = f"model.layers.{layer}", self.settings.dims
-        found = {f"{ours}.weight": self.vector(f"{place}.{theirs}.weight") for ours, theirs in NORMS.items()}
+        arrays = {f"{ours}.weight": self.vector(f"{place}.{theirs}.weight") for ours, theirs in NORMS.items()}
         for target in dims.linear_shapes:
             name = f"{place}.{self.parents[target]}.{target}"
-            found |= {f"{target}.{part}": array for part, array in self.matrix(name).items()}
+            arrays |= {f"{target}.{part}": array for part, array in self.matrix(name).items()}
             if dims.linear_bias(target):
-                found[f"{target}.bias"] = self.vector(f"{name}.bias")
-        mx.eval(found)
-        return found
+                arrays[f"{target}.bias"] = self.vector(f"{name}.bias")
+        mx.eval(arrays)
+        return arrays
 
     def table(self) -> dict[str, Any]:
         """The embedding, and the head where it is another."""
@@ -326,7 +326,6 @@ class Source:
         }
 
     def final(self) -> dict[str, Any]:
-        """The final norm."""
         return {"final_norm.weight": self.vector("model.norm.weight")}
 
     def matrix(self, name: str) -> dict[str, Any]:
@@ -337,9 +336,9 @@ class Source:
                 raise ModelError(f"{self.folder}: the weights are packed", expected="method.bits: 4")
             return {part: self._packed(f"{name}.{part}") for part in matrix_parts(self.settings.bits)}
         if not self.settings.bits:
-            whole = file.read(f"{name}.weight").astype(self.dtype)
-            mx.eval(whole)
-            return {"weight": whole}
+            weight = file.read(f"{name}.weight").astype(self.dtype)
+            mx.eval(weight)
+            return {"weight": weight}
         tiles: list[tuple[Any, ...]] = []
         count = file.shape(f"{name}.weight")[0]
         for low in range(0, count, PACKED_ROWS):

@@ -59,10 +59,10 @@ def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> tuple[Tensor, Any]
         return attend_in_chunks(q_BTHh, k_BTKh, v_BTKh), None
     q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
     if algorithm == "cudnn":
-        made = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+        outputs = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
     else:
-        made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-    return made[0].transpose(1, 2).contiguous(), (algorithm, *made[:8])
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+    return outputs[0].transpose(1, 2).contiguous(), (algorithm, *outputs[:8])
 
 
 def attend_backward(
@@ -76,11 +76,11 @@ def attend_backward(
     aten = torch.ops.aten
     if algorithm == "cudnn":
         backward = aten._scaled_dot_product_cudnn_attention_backward
-        made = backward(g, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, True)
+        gradients = backward(g, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, True)
     else:
         backward = aten._scaled_dot_product_flash_attention_backward
-        made = backward(g, q, k, v, out, lse, *lengths, 0.0, True, seed, offset)
-    gq, gk, gv = (x.transpose(1, 2) for x in made)
+        gradients = backward(g, q, k, v, out, lse, *lengths, 0.0, True, seed, offset)
+    gq, gk, gv = (x.transpose(1, 2) for x in gradients)
     return gq, gk, gv
 
 
@@ -122,11 +122,11 @@ def attend_in_chunks_backward(
         # In place, so that of a chunk's [queries, keys] there are three: p, this, and one product.
         gs.sub_(p * gs.sum(-1, keepdim=True)).mul_(q.shape[-1] ** -0.5)
         gk = _add_first(gk, torch.bmm(gs.transpose(1, 2), chunk), mask is None)
-        made = _ungroup(torch.bmm(gs, keys[:, :high]), q, high - low)
+        gq_chunk = _ungroup(torch.bmm(gs, keys[:, :high]), q, high - low)
         if gq is None:
-            gqs.insert(0, made)
+            gqs.insert(0, gq_chunk)
         else:
-            gq[:, low:high] = made
+            gq[:, low:high] = gq_chunk
     assert gk is not None and gv is not None  # noqa: S101 - there is a chunk
     return _joined(gqs) if gq is None else gq, _by_token(gk, k), _by_token(gv, v)
 
@@ -159,15 +159,15 @@ def _probabilities(chunk_NCh: Tensor, keys_NSh: Tensor, first: int, mask: Tensor
     return cast(torch.softmax(wide(scores), -1), scores.dtype)
 
 
-def _add_first(whole: Tensor | None, part: Tensor, in_place: bool) -> Tensor:
-    """`part`, of the first keys, added to `whole` of all keys; sums of half precision are float32."""
-    if whole is None:
+def _add_first(total: Tensor | None, part: Tensor, in_place: bool) -> Tensor:
+    """`part`, of the first keys, added to `total` of all keys; sums of half precision are float32."""
+    if total is None:
         return wide(part)
     count = part.shape[1]
     if in_place:
-        whole[:, :count] += part
-        return whole
-    return torch.cat((whole[:, :count] + part, whole[:, count:]), 1)
+        total[:, :count] += part
+        return total
+    return torch.cat((total[:, :count] + part, total[:, count:]), 1)
 
 
 def _joined(chunks: list[Tensor]) -> Tensor:

@@ -150,8 +150,10 @@ class LigerKernels(TorchKernels):
         from liger_kernel.ops import rms_norm as ops  # pyright: ignore[reportMissingImports]
 
         _, x_2d, rstd, block, warps, casting = ops.rms_norm_forward(x, weight, eps, 0.0, "llama", None)
-        found = ops.rms_norm_backward(gn, x_2d, weight, rstd, 0.0, casting, block, warps, True, None, needs_dw=False)
-        return g.add_(found[0])
+        gradients = ops.rms_norm_backward(
+            gn, x_2d, weight, rstd, 0.0, casting, block, warps, True, None, needs_dw=False
+        )
+        return g.add_(gradients[0])
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         from liger_kernel.ops import swiglu as ops  # pyright: ignore[reportMissingImports]

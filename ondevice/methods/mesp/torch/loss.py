@@ -27,7 +27,7 @@ Sums = tuple[Tensor, Tensor, Tensor]
 
 
 class Head(Protocol):
-    """The output head."""
+    """The output head, read in tiles of rows."""
 
     vocab: int
 
@@ -96,15 +96,17 @@ class Loss:
         for low, weight in self._tiles(again):
             for number, (h, t) in enumerate(chunks):
                 sums[number] = _next_sums(sums[number], wide(functional.linear(h, weight)), t - low)
-        maximum, total, wanted = (_joined([one[i] for one in sums if one is not None]) for i in range(3))
+        maximum, total, wanted = (
+            _joined([chunk_sums[i] for chunk_sums in sums if chunk_sums is not None]) for i in range(3)
+        )
         return maximum + total.log(), wanted
 
     def hidden_gradient(self, hidden: Tensor, targets: Tensor, lse: Tensor, weights: Tensor) -> Tensor:
         """The gradient of `hidden`, float32 [n, D]: `weights` [n] times (softmax - one-hot) W, summed over tiles."""
         chunks = list(zip(*(self._chunks(x) for x in (hidden, targets, lse, weights))))
         # Chunks are summed into one tensor: joined at the end, the gradient of a long row would be there twice.
-        whole = torch.zeros_like(hidden, dtype=lse.dtype) if len(chunks) > 1 else None
-        sums: list[Tensor | None] = [None] if whole is None else list(self._chunks(whole))
+        summed = torch.zeros_like(hidden, dtype=lse.dtype) if len(chunks) > 1 else None
+        sums: list[Tensor | None] = [None] if summed is None else list(self._chunks(summed))
         for low, weight in self._tiles(False):
             for number, (h, t, lse_of_h, w) in enumerate(chunks):
                 p = wide(functional.linear(h, weight)).sub_(lse_of_h[:, None]).exp_()
@@ -114,7 +116,7 @@ class Loss:
                 gradient, before = torch.mm(cast(p, weight.dtype), weight), sums[number]
                 del p
                 sums[number] = wide(gradient) if before is None else before.add_(gradient)
-        gradient = sums[0] if whole is None else whole
+        gradient = sums[0] if summed is None else summed
         assert gradient is not None  # noqa: S101 - there is a tile
         return gradient
 

@@ -217,8 +217,8 @@ class Model:
         """A block's frozen tensors with its A and B."""
         linears = {}
         for target, (matrix, bias) in frozen.linears.items():
-            one, a, b = self.optimizer.parameters.get((i, target)), None, None
-            if one is not None:
-                a, b = self.optimizer.tensors[one.a_name], self.optimizer.tensors[one.b_name].t()
+            lora, a, b = self.optimizer.parameters.get((i, target)), None, None
+            if lora is not None:
+                a, b = self.optimizer.tensors[lora.a_name], self.optimizer.tensors[lora.b_name].t()
             linears[target] = Linear(matrix, bias, a, b, self.config.scale)
         return Block(frozen.norms, linears)

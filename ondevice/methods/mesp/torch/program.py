@@ -149,8 +149,8 @@ class MespProgram(nn.Module):
             sgd = self.config.model_copy(update={"optimizer": "sgd", "weight_decay": 0.0})
             kept, self.config = self.config, sgd
             try:
-                one = torch.ones(1)
-                loss, after = self.train_step(ids_BT, labels_BT, adapter, (), torch.zeros(1, dtype=torch.int64), one)
+                rate = torch.ones(1)
+                loss, after = self.train_step(ids_BT, labels_BT, adapter, (), torch.zeros(1, dtype=torch.int64), rate)
             finally:
                 self.config = kept
         return loss, adapter - after
@@ -177,9 +177,9 @@ class MespProgram(nn.Module):
         for target in self.family.linear_targets:
             linear, entry, a, b = self.family.linear(i, target), entries.get(target), None, None
             if entry is not None:
-                one = entry.parameters
-                a = adapter[entry.a : entry.a + one.rank * one.inputs].view(one.rank, one.inputs)
-                b = adapter[entry.b : entry.b + one.rank * one.outputs].view(one.rank, one.outputs)
+                lora = entry.parameters
+                a = adapter[entry.a : entry.a + lora.rank * lora.inputs].view(lora.rank, lora.inputs)
+                b = adapter[entry.b : entry.b + lora.rank * lora.outputs].view(lora.rank, lora.outputs)
             linears[target] = Linear(Dense(linear.weight), linear.bias, a, b, self.config.scale)  # type: ignore[arg-type]
         norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)  # type: ignore[union-attr]
         return Block(norms, linears)  # type: ignore[arg-type]

@@ -55,11 +55,11 @@ class AutogradModel(Model):
                 for target, layer in block.linears.items():
                     if layer.a is not None and layer.b is not None:
                         leaves[i, target] = (layer.a, layer.b)
-                given = (self.dims, block, x, position, ids_BT.shape[0])
+                arguments = (self.dims, block, x, position, ids_BT.shape[0])
                 x = (
-                    checkpoint(block_forward, *given, use_reentrant=False)
+                    checkpoint(block_forward, *arguments, use_reentrant=False)
                     if self.checkpointed
-                    else block_forward(*given)
+                    else block_forward(*arguments)
                 )
                 assert isinstance(x, Tensor)  # noqa: S101 - what `block_forward` gives
         total, g = self.loss.backward(x.detach().clone(), labels_BT, scale)
@@ -80,7 +80,7 @@ def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, 
     n = _norm(x, block.norms[0], dims.norm_eps)
     q, k, v = (_linear(block, target, n).view(rows, -1, heads, dims.head_dim)
                for target, heads in zip(QKV, (dims.heads, *[dims.kv_heads] * 2)))  # fmt: skip
-    q, k, v = (one.transpose(1, 2) for one in (_rotate(q, position), _rotate(k, position), v))
+    q, k, v = (tensor.transpose(1, 2) for tensor in (_rotate(q, position), _rotate(k, position), v))
     o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=dims.heads != dims.kv_heads)
     m = x + _linear(block, "o_proj", o.transpose(1, 2).reshape(x.shape[0], -1))
     n = _norm(m, block.norms[1], dims.norm_eps)

@@ -47,7 +47,7 @@ class Optimizer:
         self, parameters: tuple[LoraParameters, ...], config: MespConfig, seed: int, device: torch.device
     ) -> None:
         self.config, self.device = config, device
-        self.parameters = {(one.layer, one.target): one for one in parameters}
+        self.parameters = {(lora.layer, lora.target): lora for lora in parameters}
         self.tensors = {name: torch.from_numpy(v).to(device) for name, v in initial_tensors(parameters, seed).items()}
         self.moments: dict[str, tuple[Tensor, Tensor]] = {}
         self.sums: dict[str, Tensor] = {}
@@ -125,7 +125,7 @@ class Optimizer:
         if "optimizer_step" not in state:
             raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
         done = int(state["optimizer_step"][0])
-        shapes = {name: shape for one in self.parameters.values() for name, shape in one.shapes.items()}
+        shapes = {name: shape for lora in self.parameters.values() for name, shape in lora.shapes.items()}
         moments = bool(self.config.optimizer == "adamw" and done)
         check_state(state, shapes)
         if moments:

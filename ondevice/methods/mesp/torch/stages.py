@@ -161,11 +161,11 @@ class Stages:
     ) -> Tensor | None:
         """Gradient of n; None where `last` says that nothing below is trained."""
         gn: Tensor | None = None
-        for target, one in zip(QKV, g):
-            one = one.reshape(n.shape[0], -1)
+        for target, gradient in zip(QKV, g):
+            gradient = gradient.reshape(n.shape[0], -1)
             if not last:
-                gn = self.linear_backward(block, target, n, one, on_gradient, gn)
-            elif (gradients := self.lora_backward(block, target, n, one)[0]) is not None:
+                gn = self.linear_backward(block, target, n, gradient, on_gradient, gn)
+            elif (gradients := self.lora_backward(block, target, n, gradient)[0]) is not None:
                 on_gradient(target, *gradients)
         return gn
 

@@ -146,7 +146,7 @@ class Resident:
 
 def halves(position: tuple[Tensor, Tensor]) -> Position:
     """transformers' cos and sin [1, T, head_dim] repeat their first half."""
-    cos, sin = (one[:, :, None, : one.shape[-1] // 2].contiguous() for one in position)
+    cos, sin = (tensor[:, :, None, : tensor.shape[-1] // 2].contiguous() for tensor in position)
     return cos, sin
 
 
@@ -184,7 +184,9 @@ class Files:
             first, last = (start + offset for offset in entry["data_offsets"])
             if last > size:
                 received, hint = f"{size} bytes", "copy the model again"
-                raise ModelError(f"{path} is torn: '{name}'", expected=f"{last} bytes", received=received, hint=hint)
+                raise ModelError(
+                    f"{path} is truncated: '{name}'", expected=f"{last} bytes", received=received, hint=hint
+                )
             if entry["dtype"] not in DTYPES:
                 raise ModelError(f"{path}: tensor '{name}'", expected=", ".join(DTYPES), received=entry["dtype"])
             place = Place(path, first, tuple(entry["shape"]), DTYPES[entry["dtype"]])
@@ -212,7 +214,6 @@ class Files:
             done += count
 
     def close(self) -> None:
-        """Close all files."""
         for descriptor in self.open.values():
             os.close(descriptor)
         self.open = {}
@@ -257,7 +258,7 @@ class Streamed:
 
     Raises:
         ConfigError: 4 bits are asked for.
-        ModelError: the files lack a tensor or are torn.
+        ModelError: the files lack a tensor or are truncated.
     """
 
     def __init__(self, files: ModelFiles, device: torch.device, tiles: int, bits: int | None = None) -> None:
@@ -307,10 +308,10 @@ class Streamed:
     def _take(self, request: Request, then: Request | None) -> Any:
         if request not in self.coming:
             self._ask(request)
-        found = self.coming.pop(request).result()
+        weights = self.coming.pop(request).result()
         if then is not None:
             self._ask(then)
-        return found
+        return weights
 
     def _ask(self, request: Request) -> None:
         """Let the thread read into the slot whose content is no longer needed."""
@@ -327,12 +328,12 @@ class Streamed:
         slot.used = 0
         with torch.no_grad(), torch.cuda.stream(self.stream):
             if kind == "tile":
-                found: Any = slot.fetch(self.head, first, last - first)
+                weights: Any = slot.fetch(self.head, first, last - first)
             else:
-                found = self._block(first, slot)
+                weights = self._block(first, slot)
             if self.stream is not None:
                 self.stream.synchronize()
-        return found
+        return weights
 
     def _block(self, i: int, slot: Slot) -> Frozen:
         def fetch(name: str) -> Tensor:

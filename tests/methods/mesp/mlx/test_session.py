@@ -164,22 +164,22 @@ def test_four_bits_are_those_of_mlx(folder) -> None:
     assert packed.evaluate(*batch(2))[0][0] != opened(folder).evaluate(*batch(2))[0][0]
 
 
-def test_streamed_weights_are_converted_once_and_a_torn_file_is_named(folder, own_cache) -> None:
+def test_streamed_weights_are_converted_once_and_a_truncated_file_is_named(folder, own_cache) -> None:
     first = opened(folder, weight_placement="streamed", bits=4)
     (made,) = (own_cache / "models" / "mlx").iterdir()
     times = {path.name: path.stat().st_mtime_ns for path in made.iterdir()}
     second = opened(folder, weight_placement="streamed", bits=4)
     assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == times
     second.step(*batch(1), 0, 1e-3)
-    torn = made / block_file(1)
-    whole = torn.read_bytes()
-    torn.write_bytes(whole[: len(whole) // 2])  # the file that is open is cut off under the running session
+    truncated = made / block_file(1)
+    whole = truncated.read_bytes()
+    truncated.write_bytes(whole[: len(whole) // 2])  # the file that is open is cut off under the running session
     with pytest.raises(ModelError, match=r"block-00001.safetensors cannot be read any more") as raised:
         second.step(*batch(1), 1, 1e-3)
     assert "resume" in str(raised.value)
     with pytest.raises(ModelError, match="has changed"):
         opened(folder, weight_placement="streamed", bits=4)
-    torn.write_bytes(whole)
+    truncated.write_bytes(whole)
     assert opened(folder, weight_placement="streamed", bits=4).step(*batch(1), 0, 1e-3) == first.step(
         *batch(1), 0, 1e-3
     )

@@ -26,9 +26,9 @@ class PartsTest : AppTest() {
         val plan = RunPlan("run-ü", "Modell 1", "daten.jsonl", 77, 0.0125, Rules(pauseAtThermal = 4, batteryFloorPercent = 30, batteryResumePercent = 35, onlyWhileCharging = true), "an adapter", true)
         app.wanted.write(plan)
         assertEquals(plan, WantedRun(File(app.filesDir, "wanted.json")).read())
-        File(app.filesDir, "wanted.json").writeText("{\"id\": \"torn")
+        File(app.filesDir, "wanted.json").writeText("{\"id\": \"cut off")
         assertNull(app.wanted.read())
-        assertFalse("a torn plan starts nothing", app.runs.goOn())
+        assertFalse("a truncated plan starts nothing", app.runs.goOn())
     }
 
     @Test

@@ -138,7 +138,7 @@ class Adapters(private val root: File, private val artifact: Artifact) {
         File(folder, NOTE).writeText(Json.write(note + ("saved_at_ms" to System.currentTimeMillis()), "  ") + "\n")
     }
 
-    /** What was active, oldest first; null stands for the base model. A torn file counts as none. */
+    /** What was active, oldest first; null stands for the base model. A damaged file counts as none. */
     private fun history(): List<String?> = try {
         val values = Json.parse(Storage.readText(File(root, ACTIVE))) as? Map<*, *>
         (values?.get("history") as? List<*>)?.map { it as? String } ?: emptyList()

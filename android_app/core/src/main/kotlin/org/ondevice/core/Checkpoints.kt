@@ -46,17 +46,17 @@ class Checkpoints(
     }
 
     /**
-     * The newest intact checkpoint, or null if there is none at all; [warn] is told of each torn one.
+     * The newest intact checkpoint, or null if there is none at all; [warn] is told of each damaged one.
      *
-     * @throws OndeviceException [ErrorKind.CHECKPOINT]: the newest intact one is of another run, or all are torn.
+     * @throws OndeviceException [ErrorKind.CHECKPOINT]: the newest intact one is of another run, or all are damaged.
      */
     fun newest(warn: (String) -> Unit): Checkpoint? {
         val all = folders()
         for (path in all.reversed()) {
             try {
                 return read(path)
-            } catch (torn: Torn) {
-                warn("${path.name} is torn: ${torn.message}; the checkpoint before it is used")
+            } catch (damaged: Damaged) {
+                warn("${path.name} is damaged: ${damaged.message}; the checkpoint before it is used")
             }
         }
         if (all.isNotEmpty()) throw error("none of the ${all.size} checkpoints is whole", hint = "start the run again")
@@ -69,7 +69,7 @@ class Checkpoints(
         for (path in folders()) {
             val score = try {
                 score(meta(path))
-            } catch (_: Torn) {
+            } catch (_: Damaged) {
                 null
             } ?: continue
             val known = best
@@ -92,24 +92,24 @@ class Checkpoints(
         val meta = meta(path)
         val state = File(path, STATE)
         val tensors = try {
-            if (Storage.sha256(state) != meta["state_sha256"]) throw Torn("$STATE is not what was written")
+            if (Storage.sha256(state) != meta["state_sha256"]) throw Damaged("$STATE is not what was written")
             Safetensors.read(state).tensors
         } catch (error: IOException) {
-            throw Torn("$STATE cannot be read: ${error.message}")
+            throw Damaged("$STATE cannot be read: ${error.message}")
         } catch (error: OndeviceException) {
-            throw Torn(error.what)
+            throw Damaged(error.what)
         }
-        checkIdentity(meta["identity"] as? Map<*, *> ?: throw Torn("$META has no identity"), identity, path.name)
-        return Checkpoint(path, (meta["step"] as? Long ?: throw Torn("$META has no step")).toInt(), tensors, score(meta))
+        checkIdentity(meta["identity"] as? Map<*, *> ?: throw Damaged("$META has no identity"), identity, path.name)
+        return Checkpoint(path, (meta["step"] as? Long ?: throw Damaged("$META has no step")).toInt(), tensors, score(meta))
     }
 
     private fun meta(path: File): Map<*, *> {
         val values = try {
-            Json.parse(Storage.readText(File(path, META))) as? Map<*, *> ?: throw Torn("$META is no object")
+            Json.parse(Storage.readText(File(path, META))) as? Map<*, *> ?: throw Damaged("$META is no object")
         } catch (error: IOException) {
-            throw Torn("$META cannot be read: ${error.message}")
+            throw Damaged("$META cannot be read: ${error.message}")
         } catch (error: JsonException) {
-            throw Torn("$META is not JSON: ${error.message}")
+            throw Damaged("$META is not JSON: ${error.message}")
         }
         if (values["schema"] != SCHEMA_VERSION) {
             throw error("${path.name} is of another version", "schema $SCHEMA_VERSION", "schema ${describe(values["schema"])}", "use the app that wrote it")
@@ -126,7 +126,7 @@ class Checkpoints(
         all.filter { it !in kept }.forEach(Storage::deleteTree)
     }
 
-    private class Torn(message: String) : Exception(message)
+    private class Damaged(message: String) : Exception(message)
 
     companion object {
         const val SCHEMA_VERSION = 1L

@@ -83,7 +83,7 @@ class EventLog(private val file: File) : Closeable {
             return LogContent(entries, intact.toLong())
         }
 
-        /** Drop the torn tail and everything from the first event of step [step] on, and give what is left. */
+        /** Drop the truncated last line and everything from the first event of step [step] on, and give what is left. */
         fun cut(file: File, step: Int): LogContent {
             val content = read(file)
             val keep = content.entries.firstOrNull { it.kind == "step" && (it.step ?: 0) >= step }?.start ?: content.intactBytes

@@ -42,7 +42,7 @@ class PeftAdapter(private val artifact: Artifact) {
     /**
      * The flat vector of the adapter in [folder], which must be of this artifact's layout and scale.
      *
-     * @throws OndeviceException [ErrorKind.ARTIFACT]: torn, changed, of another kind, shape or scale, or with another frozen A.
+     * @throws OndeviceException [ErrorKind.ARTIFACT]: damaged, changed, of another kind, shape or scale, or with another frozen A.
      */
     fun read(folder: File): FloatArray {
         checkConfig(folder)

@@ -60,22 +60,22 @@ class Safetensors(val tensors: Map<String, StoredTensor>, val metadata: Map<Stri
         /**
          * Read a file of float32, float16, bfloat16 (all as float32) and int64 tensors.
          *
-         * @throws OndeviceException [ErrorKind.ARTIFACT] when it is cut off or no safetensors file.
+         * @throws OndeviceException [ErrorKind.ARTIFACT] when it is damaged or no safetensors file.
          */
         fun read(file: File): Safetensors {
             if (!file.isFile) throw artifactError("${file.parentFile?.name ?: ""} lacks a file", file.name, "no such file", "copy it again")
             try {
                 RandomAccessFile(file, "r").use { return parse(it, file.name) }
             } catch (error: java.io.IOException) {
-                throw torn(file.name, error.message ?: "cannot be read")
+                throw damaged(file.name, error.message ?: "cannot be read")
             }
         }
 
         private fun parse(source: RandomAccessFile, name: String): Safetensors {
             val total = source.length()
-            if (total < 8) throw torn(name, "$total bytes")
+            if (total < 8) throw damaged(name, "$total bytes")
             val length = java.lang.Long.reverseBytes(source.readLong())
-            if (length < 2 || length > minOf(total - 8, MAX_HEADER_BYTES)) throw torn(name, "a header of $length bytes in a file of $total")
+            if (length < 2 || length > minOf(total - 8, MAX_HEADER_BYTES)) throw damaged(name, "a header of $length bytes in a file of $total")
             val head = ByteArray(length.toInt()).also(source::readFully)
             val header = Fields.parse(Storage.decode(head), name)
             val tensors = LinkedHashMap<String, StoredTensor>()
@@ -94,7 +94,7 @@ class Safetensors(val tensors: Map<String, StoredTensor>, val metadata: Map<Stri
             val width = mapOf("F32" to 4, "F16" to 2, "BF16" to 2, "I64" to 8)[dtype]
                 ?: throw artifactError("$file: tensor '$key' has a dtype that the app does not read", "F32, F16, BF16 or I64", dtype)
             val good = offsets.size == 2 && offsets[0] >= 0 && offsets[1] - offsets[0] == count * width && data + offsets[1] <= total
-            if (!good || count > (1 shl 28)) throw torn(file, "tensor '$key' ends behind the file")
+            if (!good || count > (1 shl 28)) throw damaged(file, "tensor '$key' ends behind the file")
             val bytes = ByteArray((count * width).toInt())
             source.seek(data + offsets[0])
             source.readFully(bytes)
@@ -118,7 +118,7 @@ class Safetensors(val tensors: Map<String, StoredTensor>, val metadata: Map<Stri
             }
         }
 
-        private fun torn(name: String, received: String) =
-            artifactError("$name is torn or no safetensors file", "a whole safetensors file", received, "copy it again")
+        private fun damaged(name: String, received: String) =
+            artifactError("$name is damaged or no safetensors file", "a whole safetensors file", received, "copy it again")
     }
 }

@@ -83,8 +83,8 @@ class AdaptersTest {
             change()
             refused { peft.read(folder) }.let { assertTrue(words in it.message!!, "$words: ${it.message}") }
         }
-        after("torn") { weights.writeBytes(goodWeights.copyOf(goodWeights.size - 8)) }
-        after("torn") { weights.writeBytes(ByteArray(4)) }
+        after("damaged") { weights.writeBytes(goodWeights.copyOf(goodWeights.size - 8)) }
+        after("damaged") { weights.writeBytes(ByteArray(4)) }
         after("has changed") { weights.writeBytes(goodWeights.also { it.copyOf() }.copyOf().also { it[it.size - 3] = (it[it.size - 3] + 1).toByte() }) }
         after("lacks a file") { weights.delete() }
         after("not a PEFT adapter") { config.delete() }

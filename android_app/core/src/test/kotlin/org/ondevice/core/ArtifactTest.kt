@@ -148,9 +148,9 @@ class ArtifactTest {
         refused { Artifact.open(flipped) }.let { assertTrue("has changed" in it.message!! && it.received!!.startsWith("SHA-256")) }
         Artifact.open(flipped, checkFiles = false)
         refused { Artifact.open(Fixtures.scratch()) }.let { assertTrue("is not an artifact" in it.message!!) }
-        val torn = Fixtures.copyOfArtifact().also { folder -> File(folder, "manifest.json").let { it.writeText(it.readText().take(700)) } }
-        refused { Artifact.open(torn) }.let { assertTrue("not readable JSON" in it.message!!) }
-        for (error in listOf(refused { Artifact.open(torn) }, refused { Artifact.open(missing) })) assertTrue(error.hint!!.isNotEmpty())
+        val truncated = Fixtures.copyOfArtifact().also { folder -> File(folder, "manifest.json").let { it.writeText(it.readText().take(700)) } }
+        refused { Artifact.open(truncated) }.let { assertTrue("not readable JSON" in it.message!!) }
+        for (error in listOf(refused { Artifact.open(truncated) }, refused { Artifact.open(missing) })) assertTrue(error.hint!!.isNotEmpty())
     }
 
     private fun zip(entries: Map<String, ByteArray>): ByteArray {

@@ -109,7 +109,7 @@ class TrainerTest {
         if (seen == null) throw AssertionError("the child ended early: " + child.errorStream.bufferedReader().readText())
         child.destroyForcibly()
         assertTrue(child.waitFor(30, TimeUnit.SECONDS))
-        File(folder, "events.jsonl").appendText("{\"event\":\"step\",\"step\":9,\"lo") // a torn line, as a power cut leaves it
+        File(folder, "events.jsonl").appendText("{\"event\":\"step\",\"step\":9,\"lo") // a truncated line, as a power cut leaves it
         File(folder, ".checkpoint-00000010.partial-abcd1234").mkdirs()
         val resumed = Runs.train(folder, mode = StartMode.RESUME, exported = exported)
         assertSameState(whole.state(), resumed.state())
@@ -136,7 +136,7 @@ class TrainerTest {
     }
 
     @Test
-    fun tornCheckpointFallsBackToTheOneBefore() {
+    fun damagedCheckpointFallsBackToTheOneBefore() {
         val folder = Fixtures.scratch()
         Runs.train(folder, Runs.settings.copy(steps = 10))
         val state = File(folder, "checkpoint-00000010/state.safetensors")
@@ -147,7 +147,7 @@ class TrainerTest {
                 events.add(event)
             }
         })
-        assertTrue(events.filterIsInstance<Event.Warning>().any { "torn" in it.message }, events.toString())
+        assertTrue(events.filterIsInstance<Event.Warning>().any { "damaged" in it.message }, events.toString())
         assertEquals(5, events.filterIsInstance<Event.Resume>().single().step)
         assertArrayEquals(bits(Runs.train(Fixtures.scratch()).adapter), bits(resumed.adapter))
         for (path in folder.listFiles { file -> file.name.startsWith("checkpoint-") }!!) File(path, "meta.json").writeText("{")
