@@ -58,13 +58,47 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "8da4w": ("two layers", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {
-    "exact": ("two layers", {"export.batch_size": 2, "export.lengths_tokens": [24, 16], "export.next_token": True}),
+    "exact": (
+        "two layers",
+        {
+            "export.program": "whole",
+            "export.batch_size": 2,
+            "export.lengths_tokens": [24, 16],
+            "export.next_token": True,
+        },
+    ),
     "exact, sgd": (
         "qwen2 with bias",
-        {"method.optimizer": "sgd", "method.weight_decay": 0.1, "method.target_modules": ["q_proj", "down_proj"]},
+        {
+            "export.program": "whole",
+            "method.optimizer": "sgd",
+            "method.weight_decay": 0.1,
+            "method.target_modules": ["q_proj", "down_proj"],
+        },
     ),
 }
-"""Programs with exact gradients (mesp)."""
+"""Programs with exact gradients (mesp), a whole step in one."""
+BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocks": (
+        "two layers",
+        {
+            "export.batch_size": 2,
+            "export.eval_batch_size": 3,
+            "export.lengths_tokens": [24, 16],
+            "export.next_token": True,
+        },
+    ),
+    "blocks, sgd": (
+        "qwen2 with bias",
+        {
+            "method.optimizer": "sgd",
+            "method.weight_decay": 0.1,
+            "method.target_modules": ["q_proj", "down_proj"],
+            "method.loss_tiles": 3,
+        },
+    ),
+}
+"""The same as functions of one block; the last of three tiles of 97 rows each begins inside the one before."""
 NPU: dict[str, tuple[str, dict[str, Any]]] = {
     "npu": ("wide", {"export.batch_size": 2}),
     "npu unrolled": (
@@ -102,8 +136,8 @@ def model(name: str) -> Path:
 
 def config(name: str, **more: Any) -> RunConfig:
     """The run file of one of `PROGRAMS`."""
-    source, values = (PROGRAMS | NPU | EXACT)[name]
-    if name in EXACT:
+    source, values = (PROGRAMS | NPU | EXACT | BLOCKS)[name]
+    if name in EXACT or name in BLOCKS:
         method = {"method.name": "mesp", "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 1e-2}
         base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
         return RunConfig.load(None, {**base, **method, **values, **more})
@@ -116,7 +150,7 @@ def config(name: str, **more: Any) -> RunConfig:
 @functools.cache
 def report(name: str) -> ExportReport:
     """The report of the export of one of `PROGRAMS`; the artifact is in its `path`."""
-    source, values = (PROGRAMS | NPU | EXACT)[name]
+    source, values = (PROGRAMS | NPU | EXACT | BLOCKS)[name]
     settings = json.dumps([name, SEED, MODELS[source], METHOD, values], sort_keys=True)
 
     def export(place: Path) -> ExportReport:

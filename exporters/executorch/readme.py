@@ -23,8 +23,8 @@ Kernels of this project that the runtime must link: {ops}.
 
 def _step(manifest: Manifest) -> str:
     step = manifest.program_spec.methods["train_step"]
-    return f"""- On a phone: `ondevice push DIR` puts it into the app. In an app of your own, load `program.pte` with the ExecuTorch
-  runtime and call `train_step` in a loop.
+    return f"""- On a phone: `ondevice push DIR` puts it into the app. In an app of your own, load `program.pte` with
+  the ExecuTorch runtime and call `train_step` in a loop.
 
 `train_step` takes {_listed(step.inputs)} and gives {_listed(step.outputs)}. {_state(manifest)};
 {_counts(manifest)}. Labels are token ids, -100 where nothing is trained.
@@ -35,11 +35,11 @@ def _blocks(manifest: Manifest) -> str:
     """How a host calls functions of one block."""
     program = manifest.program_spec
     return f"""
-A step calls `embed`, `block_forward` for layers 0 to {program.layers - 1}, `head_sums` and then `head_gradient` for
-each tile of the vocabulary's {program.vocab} rows, and `block_backward` from the last layer to the first. Inputs of role
-`frozen` lie in `{program.weights}`, aligned to 64 bytes: map the file and hand them in where they are, with the layer's
-number for `{{layer}}`. A layer's part of a state tensor is one of {program.layers} equal ranges; put it back as it comes
-out. {_starts(manifest)}; {_counts(manifest)}.
+A step calls `embed`, `block_forward` for layers 0 to {program.layers - 1}, `head_sums` and then `head_gradient`
+for each tile of the vocabulary's {program.vocab} rows, and `block_backward` from the last layer to the first. Inputs
+of role `frozen` lie in `{program.weights}`, aligned to 64 bytes: map the file and hand them in where they are, with
+the layer's number for `{{layer}}`. A layer's part of a state tensor is one of {program.layers} equal ranges; put it
+back as it comes out. {_starts(manifest)}; {_counts(manifest)}.
 """
 
 

@@ -17,7 +17,7 @@ from ondevice.artifact.files import write_tensors
 from ondevice.core.errors import ArtifactError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 WEIGHTS_NAME = "weights.safetensors"
 ALIGNMENT_BYTES = 64
@@ -38,7 +38,8 @@ class MappedWeights:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self._places = Path(path), {}
+        self.path = Path(path)
+        self._places: dict[str, tuple[np.dtype, tuple[int, ...], int, int]] = {}
         try:
             size = self.path.stat().st_size
             with self.path.open("rb") as file:
@@ -65,8 +66,8 @@ class MappedWeights:
             if last - first != math.prod(shape) * dtype.itemsize:
                 raise ArtifactError(f"{self.path}: '{name}' has another size than its shape {list(shape)}", hint=_HINT)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._places
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """The tensor in the file's memory; not to be written to.

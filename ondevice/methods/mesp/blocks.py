@@ -24,8 +24,6 @@ from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
 from ondevice.methods.mesp.torch.weights import Dense, halves
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import numpy as np
 
     from ondevice.core.config import ExportConfig

@@ -39,6 +39,8 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
     problems = []
     if not (config.batch_signs and config.batch_queries):
         problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
+    if export.program == "blocks":
+        problems.append("export.program is blocks: a prge program is a whole step, so leave it auto")
     if export.next_token and (export.form != "functional" or export.quantize != "none"):
         problems.append("next_token goes with form functional and float32 weights")
     return problems
