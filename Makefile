@@ -27,8 +27,9 @@ demo: model
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo.sh
 
 ## make test       set up, then every test on up to four cores; Hypothesis takes the same examples every time
+# A worker that crashes ends the run at once: with its tests handed on, the others would wait for ever.
 test: model
-	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
+	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 $(ARGS)
 
 ## make test-fast  the tests that need neither the model nor much time
 test-fast: setup

@@ -33,6 +33,8 @@ HOST = "x86_64-linux-clang"
 LIBRARIES = ("libQnnHtp.so", "libQnnSystem.so")
 BACKEND = "qnn-htp-simulator"
 
+CPP_RUNTIME = ("libstdc++.so.6", "libgcc_s.so.1")
+
 _loaded: list[ctypes.CDLL] = []
 
 
@@ -93,6 +95,10 @@ def load() -> None:
 
     with quiet():
         _loaded.extend(ctypes.CDLL(str(folder / name)) for name in LIBRARIES)
+    # ExecuTorch opens them again for all to see, with the C++ runtime of another compiler that they bring: whatever is
+    # loaded later would call that one, and crash at its first exception. The system's own goes first; QNN's libraries
+    # are bound already.
+    _loaded.extend(ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL) for name in CPP_RUNTIME)
 
 
 def load_compiler() -> None:
