@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
-from ondevice.exporters.base import DEFAULT_STEPS, VerifyRequest, beyond, random_batches
+from ondevice.exporters.base import DEFAULT_STEPS, VerifyRequest, beyond, text_batches
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class AndroidCpu(ExecutorchTarget):
         self, session: ExecutorchSession, program: GraphProgram, built: BuiltProgram, job: ExportJob
     ) -> tuple[dict[str, Any], list[str]]:
         """N steps against eager; raises before anything is renamed into place."""
-        vocabulary, quantize = session.manifest.model.dims["vocab"], job.export.quantize
-        batches = random_batches(session, vocabulary, job.export.check_steps)
+        quantize = job.export.quantize
+        batches = text_batches(session, built.loaded.tokenizer, job.export.check_steps)
         agreement = program.compare(session, built, batches, job.method.learning_rate)
         if wrong := beyond(agreement, TOLERANCE[quantize]):
             raise VerificationError(
@@ -88,7 +88,7 @@ class AndroidCpu(ExecutorchTarget):
             session,
             program.build(loaded, job.method, plain, job.seed),
             job.method,
-            lambda steps: random_batches(session, vocabulary, max(steps, job.export.check_steps)),
+            lambda steps: text_batches(session, loaded.tokenizer, max(steps, job.export.check_steps)),
         )
         return agreement.values | values, warnings
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.core.errors import ConfigError, VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
 from ondevice.exporters.android_npu import qnn
-from ondevice.exporters.base import VerifyRequest, beyond, random_batches
+from ondevice.exporters.base import VerifyRequest, beyond, text_batches
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class AndroidNpu(ExecutorchTarget):
         self, session: ExecutorchSession, program: GraphProgram, built: BuiltProgram, job: ExportJob
     ) -> tuple[dict[str, Any], list[str]]:
         """One step in the simulator, where it takes minutes, against float32 eager, and the update it made."""
-        batches = random_batches(session, session.manifest.model.dims["vocab"], 1)
+        batches = text_batches(session, built.loaded.tokenizer, 1)
         agreement = program.compare(session, built, batches, job.method.learning_rate)
         if wrong := self._wrong(agreement, session.manifest.quantize):
             raise VerificationError(

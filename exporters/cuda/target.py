@@ -24,8 +24,8 @@ from ondevice.exporters.base import (
     VerifyRequest,
     check_free,
     check_model,
-    random_batches,
     size_problems,
+    text_batches,
 )
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Cuda(Exporter):
         session = self._open(folder, manifest, "cpu")
         unpack_model(loaded.family)
         reference = open_session(loaded, job.method, job.seed)
-        batches = random_batches(session, loaded.dims.vocab, job.export.check_steps)
+        batches = text_batches(session, loaded.tokenizer, job.export.check_steps)
         check = compare(session, reference, batches, job.method.learning_rate, dtype)
         session.close()
         if not check["ok"]:

@@ -31,7 +31,7 @@ def verify(
     Args:
         folder: the artifact.
         steps: training steps, for a program without an NPU part; 20 unless given.
-        data: rows to train on; random tokens if not given.
+        data: rows to train on; a text of ours if not given.
         model: where the model is now, if not where the manifest says.
         directions: projected gradients at least, for an NPU's program; 8 unless given.
         perturbation_scales: the scales to compare at, for an NPU's program; the manifest's unless given.

@@ -87,5 +87,9 @@ class MappedWeights:
                 received=None if place is None else f"{place[0]} {list(place[1])}",
                 hint=_HINT,
             )
-        kind, whole, first, _ = place
-        return np.frombuffer(self._map, kind, math.prod(whole), first).reshape(whole)
+        return self.whole(name)
+
+    def whole(self, name: str) -> np.ndarray:
+        """The tensor as the file has it."""
+        dtype, shape, first, _ = self._places[name]
+        return np.frombuffer(self._map, dtype, math.prod(shape), first).reshape(shape)
