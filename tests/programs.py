@@ -24,7 +24,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2 with bias": {"family": "qwen2", **SMALL, "tied": False},
     "one layer": {"family": "llama", **SMALL},
     "two layers": {"family": "llama", **SMALL, "layers": 2},
-    "two layers with bias": {"family": "qwen2", **SMALL, "layers": 2, "tied": False},
     "wide qwen2": {"family": "qwen2", "layers": 1, "hidden": 96, "heads": 3, "kv_heads": 1, "tied": False},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
 }
@@ -60,10 +59,15 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "8da4w": ("one layer", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {
-    "exact": ("one layer", {"export.batch_size": 2, "export.lengths_tokens": [24, 16], "export.next_token": True}),
+    "exact": ("two layers", {"export.batch_size": 2, "export.lengths_tokens": [24], "export.next_token": True}),
     "exact, sgd": (
-        "two layers with bias",
-        {"method.optimizer": "sgd", "method.weight_decay": 0.1, "method.target_modules": ["q_proj", "down_proj"]},
+        "qwen2 with bias",
+        {
+            "export.lengths_tokens": [24, 16],
+            "method.optimizer": "sgd",
+            "method.weight_decay": 0.1,
+            "method.target_modules": ["q_proj", "down_proj"],
+        },
     ),
 }
 """Programs with exact gradients (mesp)."""
