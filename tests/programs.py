@@ -22,6 +22,7 @@ SMALL = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1}
 MODELS: dict[str, dict[str, Any]] = {
     "tied llama": {"family": "llama", **SMALL, "vocab": 4001},
     "qwen2 with bias": {"family": "qwen2", **SMALL, "tied": False},
+    "one layer": {"family": "llama", **SMALL},
     "two layers": {"family": "llama", **SMALL, "layers": 2},
     "wide qwen2": {"family": "qwen2", "layers": 1, "hidden": 96, "heads": 3, "kv_heads": 1, "tied": False},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
@@ -55,22 +56,18 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.target_modules": ["down_proj", "o_proj"],
         },
     ),
-    "8da4w": ("two layers", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
+    "8da4w": ("one layer", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "exact": (
         "two layers",
-        {
-            "export.program": "whole",
-            "export.batch_size": 2,
-            "export.lengths_tokens": [24, 16],
-            "export.next_token": True,
-        },
+        {"export.program": "whole", "export.batch_size": 2, "export.lengths_tokens": [24], "export.next_token": True},
     ),
     "exact, sgd": (
         "qwen2 with bias",
         {
             "export.program": "whole",
+            "export.lengths_tokens": [24, 16],
             "method.optimizer": "sgd",
             "method.weight_decay": 0.1,
             "method.target_modules": ["q_proj", "down_proj"],
@@ -106,6 +103,7 @@ NPU: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "export.rows": "unrolled",
             "export.lengths_tokens": [13],
+            "export.batch_size": 2,
             "export.soc": ["SM8550"],
             "method.estimator": "one_sided",
             "method.noise": "rademacher",

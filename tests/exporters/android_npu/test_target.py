@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from ondevice.api import export as artifacts
 from ondevice.api.open import open_artifact
+from ondevice.api.runfile import RunConfig
 from ondevice.api.verify import verify
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.config import ExportConfig
@@ -35,6 +37,12 @@ STOCK = {"aten", "dim_order_ops"}
 @pytest.fixture
 def qnn_extra() -> None:
     needs_qnn()
+
+
+def smallest(**more: Any) -> RunConfig:
+    """The program "npu" with one block, one adapter and one query: what is compiled soonest."""
+    least = {"method.queries": 1, "method.target_modules": ["down_proj"], "export.batch_size": 1}
+    return config("npu", **{"model.source": config("npu unrolled").model.source, **least, **more})
 
 
 def eager(name: str):
@@ -118,7 +126,7 @@ def test_a_wrong_program_is_not_ok(monkeypatch, tmp_path) -> None:
     broken = verify(program("npu"), directions=4)
     assert not broken["ok"] and any("update error" in line for line in broken["broken"])
     with pytest.raises(VerificationError, match="nothing was written"):
-        artifacts.export(config("npu"), tmp_path / "never")
+        artifacts.export(smallest(), tmp_path / "never")
     assert not (tmp_path / "never").exists()
     session.close()
 
@@ -196,8 +204,7 @@ def test_all_chips_are_those_with_float16() -> None:
 @pytest.mark.usefixtures("qnn_extra")
 @pytest.mark.slow
 def test_several_chips_give_a_folder_each(tmp_path: Path) -> None:
-    one = config("npu", **{"export.soc": ["SM8450", "SM8850"], "method.queries": 1, "export.batch_size": 1})
-    reports = artifacts.export_each(one, tmp_path / "out")
+    reports = artifacts.export_each(smallest(**{"export.soc": ["SM8450", "SM8850"]}), tmp_path / "out")
     assert [entry.path for entry in reports] == [tmp_path / "out" / "SM8450", tmp_path / "out" / "SM8850"]
     assert [read_manifest(entry.path).soc for entry in reports] == ["SM8450", "SM8850"]
 

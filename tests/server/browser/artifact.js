@@ -17,7 +17,7 @@ await scenario(async (page) => {
   await refused.waitFor({ timeout: WORKER_MS });
   assert.match(await refused.innerText(), /Expected[^]*zip/);
   await form.getByLabel("Zip of the artifact's folder").setInputFiles(ARTIFACT);
-  await form.getByLabel("Name").fill("program");
+  await form.getByLabel("Name", { exact: true }).fill("program");
   await form.getByRole("button", { name: "Upload the artifact" }).click();
   await page.getByRole("rowheader", { name: "program" }).waitFor({ timeout: WORKER_MS });
 
@@ -33,7 +33,7 @@ await scenario(async (page) => {
   await page.getByText("Method, batch and seed are fixed").waitFor();
   for (const fixed of ["Batch size", "Method", "Rank"])
     assert.equal(await page.getByLabel(fixed, { exact: true }).isVisible(), false, fixed);
-  await page.getByLabel("Learning rate").fill("0.02");
+  await page.getByLabel("Learning rate", { exact: true }).fill("0.02");
   await page.getByLabel("Steps", { exact: true }).fill("5");
   await page.getByRole("button", { name: "Next" }).click();
   await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
@@ -45,8 +45,8 @@ await scenario(async (page) => {
   assert.match(settings, /0\.02/);
 
   await page.getByRole("link", { name: "Try it" }).click();
-  assert.equal(await page.getByLabel("Base model").inputValue(), "program program");
-  await page.getByLabel("Text").fill("schön");
+  assert.equal(await page.getByLabel("Base model", { exact: true }).inputValue(), "program program");
+  await page.getByLabel("Text", { exact: true }).fill("schön");
   await page.getByRole("button", { name: "Ask both" }).click();
   await page.locator("article.exchange .answer").nth(1).waitFor({ timeout: WORKER_MS });
 
@@ -58,7 +58,7 @@ await scenario(async (page) => {
   await view(page, `jobs/${id}`);
   await page.locator(".state[data-state=failed]").waitFor({ timeout: WORKER_MS });
   await page.getByText("Priority, nightly window, limits").click();
-  await page.getByLabel("Time limit, hours").fill("2.5");
+  await page.getByLabel("Time limit, hours", { exact: true }).fill("2.5");
   await page.getByRole("button", { name: "Keep" }).click();
   await until("it is said", async () => (await page.locator("#said").innerText()).includes("kept"));
   const { limits } = await (await page.request.get(`${url}/v1/jobs/${id}`)).json();

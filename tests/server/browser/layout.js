@@ -67,7 +67,7 @@ async function refusals(page) {
   assert.match(said, /there is no job/);
   await view(page, "new");
   await page.getByLabel("Model", { exact: true }).selectOption({ label: "another, by its hub id" });
-  await page.getByLabel("Hub id").fill("no such model");
+  await page.getByLabel("Hub id", { exact: true }).fill("no such model");
   for (let step = 0; step < 3; step += 1) await page.getByRole("button", { name: "Next" }).click();
   const refused = page.getByRole("alert");
   await refused.waitFor();

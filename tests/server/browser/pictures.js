@@ -43,7 +43,7 @@ await scenario(
     await page.getByLabel("At most so many tokens").fill("6");
     await page.getByText("Length, temperature, seed").click();
     for (const question of QUESTIONS) {
-      await page.getByLabel("Text").fill(question);
+      await page.getByLabel("Text", { exact: true }).fill(question);
       await page.getByRole("button", { name: "Ask both" }).click();
       await until(
         "the answers",
@@ -60,12 +60,12 @@ await scenario(
 async function wizard(page, { name, method, rate, steps }, take = null) {
   await view(page, "new");
   await page.getByLabel("Model", { exact: true }).selectOption(MODEL);
-  await page.getByLabel("Name of the job").fill(name);
+  await page.getByLabel("Name of the job", { exact: true }).fill(name);
   await page.getByRole("button", { name: "Next" }).click();
   await page.getByLabel("Train on", { exact: true }).selectOption(TRAIN);
-  await page.getByLabel("Evaluate on").selectOption(VALID);
-  await page.getByLabel("Prompt template").first().selectOption("sst2");
-  await page.getByLabel("Max length tokens").fill("40");
+  await page.getByLabel("Evaluate on", { exact: true }).selectOption(VALID);
+  await page.getByLabel("Prompt template", { exact: true }).first().selectOption("sst2");
+  await page.getByLabel("Max length tokens", { exact: true }).fill("40");
   if (take) {
     await page.getByRole("button", { name: "Look at the rows" }).click();
     await page.locator(".example").first().waitFor({ timeout: RUN_MS });
@@ -74,11 +74,11 @@ async function wizard(page, { name, method, rate, steps }, take = null) {
   }
   await page.getByRole("button", { name: "Next" }).click();
   await page.getByLabel("Method", { exact: true }).selectOption(method);
-  await page.getByLabel("Learning rate").fill(rate);
+  await page.getByLabel("Learning rate", { exact: true }).fill(rate);
   await page.getByLabel("Steps", { exact: true }).fill(String(steps));
-  await page.getByLabel("Eval every").fill("10");
+  await page.getByLabel("Eval every", { exact: true }).fill("10");
   await page.getByText("More settings of the loop").click();
-  await page.getByLabel("Eval rows").fill("20");
+  await page.getByLabel("Eval rows", { exact: true }).fill("20");
   await page.getByRole("button", { name: "Next" }).click();
   await page.getByText("It fits").waitFor({ timeout: RUN_MS });
   if (take) {

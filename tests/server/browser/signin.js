@@ -8,12 +8,12 @@ const { TOKEN } = process.env;
 await scenario(async (page) => {
   await view(page, "adapters");
   await page.getByRole("heading", { name: "Sign in" }).waitFor();
-  await page.getByLabel("Token").fill("odt_000000000000_wrong");
+  await page.getByLabel("Token", { exact: true }).fill("odt_000000000000_wrong");
   await page.keyboard.press("Enter");
   const said = await page.getByRole("alert").innerText();
   for (const part of ["the token is not known", "Expected", "Received", "ondevice serve token"])
     assert.ok(said.includes(part), said);
-  await page.getByLabel("Token").fill(TOKEN);
+  await page.getByLabel("Token", { exact: true }).fill(TOKEN);
   await page.getByRole("button", { name: "Sign in" }).click();
   await page.getByRole("heading", { name: "Adapters", level: 1 }).waitFor();
 

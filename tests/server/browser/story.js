@@ -13,7 +13,7 @@ await scenario(async (page) => {
   await view(page, "jobs");
   await page.getByRole("link", { name: "New job" }).first().click();
   await page.getByLabel("Model", { exact: true }).selectOption("tiny:llama");
-  await page.getByLabel("Name of the job").fill(NAME);
+  await page.getByLabel("Name of the job", { exact: true }).fill(NAME);
   await page.getByRole("button", { name: "Next" }).click();
 
   const upload = page.locator("details", { hasText: "Upload rows" });
@@ -33,8 +33,8 @@ await scenario(async (page) => {
     await page.getByLabel("Train on", { exact: true }).locator("option:checked").innerText(),
     /rows\.jsonl, \d+ rows/,
   );
-  await page.getByLabel("Evaluate on").selectOption({ index: 1 });
-  await page.getByLabel("Max length tokens").fill("32");
+  await page.getByLabel("Evaluate on", { exact: true }).selectOption({ index: 1 });
+  await page.getByLabel("Max length tokens", { exact: true }).fill("32");
   await page.getByRole("button", { name: "Look at the rows" }).click();
   await page.locator(".example").first().waitFor({ timeout: WORKER_MS });
   const [masked, trained] = [
@@ -46,13 +46,13 @@ await scenario(async (page) => {
   await page.getByRole("button", { name: "Next" }).click();
 
   await page.getByLabel("Method", { exact: true }).selectOption("prge");
-  await page.getByLabel("Learning rate").fill("0.1");
-  await page.getByLabel("Rank").fill("2");
-  await page.getByLabel("Queries").fill("2");
+  await page.getByLabel("Learning rate", { exact: true }).fill("0.1");
+  await page.getByLabel("Rank", { exact: true }).fill("2");
+  await page.getByLabel("Queries", { exact: true }).fill("2");
   await page.getByLabel("Steps", { exact: true }).fill(String(STEPS));
-  await page.getByLabel("Batch size").fill("2");
-  await page.getByLabel("Eval every").fill("50");
-  await page.getByLabel("Checkpoint every").fill("20");
+  await page.getByLabel("Batch size", { exact: true }).fill("2");
+  await page.getByLabel("Eval every", { exact: true }).fill("50");
+  await page.getByLabel("Checkpoint every", { exact: true }).fill("20");
   await page.getByRole("button", { name: "Next" }).click();
 
   await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
@@ -60,13 +60,13 @@ await scenario(async (page) => {
   for (const part of ["weights", "adapter", "All of it", "There is"]) assert.ok(plan.includes(part), plan);
   const start = page.getByRole("button", { name: "Start the job" });
   await page.getByText("Priority, nightly window, limits").click();
-  await page.getByLabel("Memory limit, GiB").fill("0.1");
+  await page.getByLabel("Memory limit, GiB", { exact: true }).fill("0.1");
   await page.keyboard.press("Tab");
   await page.locator(".verdict.bad").waitFor({ timeout: WORKER_MS });
   assert.ok(await start.isDisabled());
   await page.getByLabel("Start although").check();
   assert.ok(await start.isEnabled());
-  await page.getByLabel("Memory limit, GiB").fill("");
+  await page.getByLabel("Memory limit, GiB", { exact: true }).fill("");
   await page.keyboard.press("Tab");
   await page.getByText("It fits").waitFor({ timeout: WORKER_MS });
   await start.click();
@@ -118,7 +118,7 @@ await scenario(async (page) => {
   await page.getByText("In use:").getByText(NAME).waitFor();
 
   await view(page, `chat?adapter=${job}`);
-  await page.getByLabel("Text").fill("schön:");
+  await page.getByLabel("Text", { exact: true }).fill("schön:");
   await page.getByRole("button", { name: "Ask both" }).click();
   await page.getByRole("heading", { name: `With ${NAME}` }).waitFor({ timeout: WORKER_MS });
   await view(page, "adapters");
