@@ -2,7 +2,7 @@
 # make PYTHON=python3.12 test     another interpreter
 # make test ARGS="-k loop -x"     arguments for pytest
 
-.PHONY: help demo test test-fast apk android-test browser lint format docs bench setup model pins clean
+.PHONY: help demo demo-prge test test-fast apk android-test browser lint format docs bench setup model pins clean
 .DEFAULT_GOAL := help
 
 PYTHON ?=
@@ -25,6 +25,10 @@ model: setup
 ## make demo       set up, then fine-tune, export, run and check on this machine
 demo: model
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo.sh
+
+## make demo-prge  the same with forward passes alone: few steps teach the answer words, not the answers
+demo-prge: model
+	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo-prge.sh
 
 ## make test       set up, then every test on up to four cores; Hypothesis takes the same examples every time
 # A worker that crashes ends the run at once: with its tests handed on, the others would wait for ever.
