@@ -87,28 +87,51 @@ def run(elsewhere: Path, *arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+COMMANDS = """
+import contextlib, io, json, sys
+sys.argv[0] = "ondevice"
+from ondevice.cli.app import run
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            run(words)
+        except SystemExit as ended:
+            assert not ended.code, words
+    print(json.dumps(said.getvalue()))
+"""
+
+
+def ondevice(elsewhere: Path, cwd: Path, *commands: list[str]) -> list[str]:
+    """What each command prints; they run one after the other in one new process."""
+    return [json.loads(line) for line in run(elsewhere, "-c", COMMANDS, json.dumps(commands), cwd=cwd).splitlines()]
+
+
 def test_a_method_of_another_package_does_what_ours_do(elsewhere: Path, tmp_path: Path) -> None:
     """It plans, trains, resumes with the same bits, evaluates, and has its flag in --help and its page in the docs;
     no file of the project is touched."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"text": "number {i} is {i * i}"}}\n' for i in range(8)))
-    common = ["--model", "tiny:llama", "--method", "norm-sgd", "--momentum", "0.5"]
+    common = ["--model", "tiny:llama", "--method", "norm-sgd", "--momentum", "0.5", "--json"]
 
-    def ondevice(*arguments: str) -> dict:
-        return json.loads(run(elsewhere, "-m", "ondevice", *arguments, "--json", cwd=tmp_path).splitlines()[-1])
+    def train(out: str, *more: str) -> list[str]:
+        return ["train", *common, "--data", str(rows), "--max-length", "16", "--out", out, *more]
 
-    def train(out: str, *more: str) -> dict:
-        return ondevice("train", *common, "--data", str(rows), "--max-length", "16", "--out", out, *more)
-
-    assert ondevice("plan", *common)["method"]["momentum"] == 0.5
-    whole = train("whole", "--steps", "4")
+    planned, whole, _ = ondevice(
+        elsewhere, tmp_path, ["plan", *common], train("whole", "--steps", "4"), train("parts", "--steps", "2")
+    )
+    assert json.loads(planned.splitlines()[-1])["method"]["momentum"] == 0.5
+    whole = json.loads(whole.splitlines()[-1])
     assert whole["final_loss"] < whole["first_loss"]
-    train("parts", "--steps", "2")
-    train("parts", "--steps", "4", "--resume")
+    _, evaluated, shown = ondevice(
+        elsewhere,
+        tmp_path,
+        train("parts", "--steps", "4", "--resume"),
+        ["eval", "whole/model", "--data", str(rows), "--json"],
+        ["train", "--help"],
+    )
     models = [(tmp_path / out / "model" / "model.safetensors").read_bytes() for out in ("whole", "parts")]
     assert models[0] == models[1]
-    assert ondevice("eval", "whole/model", "--data", str(rows))["loss"] > 0
-    shown = run(elsewhere, "-m", "ondevice", "train", "--help", cwd=tmp_path)
+    assert json.loads(evaluated.splitlines()[-1])["loss"] > 0
     assert "norm-sgd" in shown and "--momentum" in shown
     page = "import sys; sys.path.insert(0, 'docs'); import generate; print(generate.settings())"
     assert "## method: norm-sgd" in run(elsewhere, "-c", page, cwd=ROOT)

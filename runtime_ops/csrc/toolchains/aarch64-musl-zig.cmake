@@ -25,6 +25,15 @@ print(find_spec('ziglang').submodule_search_locations[0] + '/zig', end='')"
 endif()
 
 set(CMAKE_CXX_COMPILER ${ZIG} c++ --target=aarch64-linux-musl)
+# `cmake -S` links nothing: for each program, with other flags, zig would build its C and C++ libraries for minutes.
+# So checks compile only, and which compiler it is, which CMake finds out by linking, is said here.
+set(CMAKE_TRY_COMPILE_TARGET_TYPE STATIC_LIBRARY)
+set(CMAKE_CXX_COMPILER_ID_RUN TRUE)
+set(CMAKE_CXX_COMPILER_ID Clang)
+set(CMAKE_CXX_COMPILER_VERSION 17)
+set(CMAKE_CXX_COMPILER_FRONTEND_VARIANT GNU)
+set(CMAKE_CXX_STANDARD_COMPUTED_DEFAULT 17)
+set(CMAKE_CXX_EXTENSIONS_COMPUTED_DEFAULT ON)
 set(CMAKE_AR ${ZIG} CACHE FILEPATH "" FORCE)
 set(CMAKE_CXX_ARCHIVE_CREATE "<CMAKE_AR> ar qcs <TARGET> <OBJECTS>")
 set(CMAKE_CXX_ARCHIVE_APPEND "<CMAKE_AR> ar qs <TARGET> <OBJECTS>")

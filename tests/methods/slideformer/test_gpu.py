@@ -1,6 +1,6 @@
 """The engine on a GPU against AdamW in memory on the same GPU: bf16 computation, float32 masters, ten steps.
 
-Also a script, for a machine that is at hand for minutes: `python -m tests.offload.test_engine_gpu cuda`.
+Also a script, for a machine that is at hand for minutes: `python -m tests.methods.slideformer.test_gpu cuda`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import pytest
 STEPS, RATE = 10, 1e-3
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 128}  # fmt: skip
+SMALL = {**SIZES, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 300}
+"""On the CPU, where bfloat16 may be slow."""
 CASES: dict[str, tuple[bool, dict[str, Any]]] = {
     "plain": (False, {}),
     "tied": (True, {}),
@@ -27,7 +29,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-def make_family(tied: bool) -> Any:
+def make_family(tied: bool, sizes: dict[str, Any]) -> Any:
     """The same random bf16 model at every call."""
     import torch
     from transformers import Qwen2ForCausalLM
@@ -35,7 +37,7 @@ def make_family(tied: bool) -> Any:
     from ondevice.models.qwen2 import FAMILY
 
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(FAMILY.tiny_config(**SIZES, tie_word_embeddings=tied, attn_implementation="sdpa"))
+    model = Qwen2ForCausalLM(FAMILY.tiny_config(**sizes, tie_word_embeddings=tied, attn_implementation="sdpa"))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
         parameter.requires_grad_(False)
@@ -43,13 +45,13 @@ def make_family(tied: bool) -> Any:
 
 
 def in_memory(
-    tied: bool, config: Any, data: list[np.ndarray], device: str
+    tied: bool, sizes: dict[str, Any], config: Any, data: list[np.ndarray], device: str
 ) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
     """Losses, first and last masters of plain autograd and torch.optim.AdamW."""
     import torch
     from torch.nn.functional import cross_entropy
 
-    family = make_family(tied)
+    family = make_family(tied, sizes)
     family.model.to(device)
     parameters = dict(family.model.named_parameters())
     masters = {name: parameter.detach().float().clone() for name, parameter in parameters.items()}
@@ -87,10 +89,11 @@ def compare(device: str, tied: bool, options: dict[str, Any]) -> dict[str, Any]:
     from ondevice.methods.slideformer.engine import SlideformerEngine
 
     random = np.random.default_rng(0)
-    data = [random.integers(0, SIZES["vocab_size"], (4, 64)) for _ in range(STEPS)]
+    sizes, length = (SMALL, 16) if device == "cpu" else (SIZES, 64)
+    data = [random.integers(0, sizes["vocab_size"], (4, length)) for _ in range(STEPS)]
     config = SlideformerConfig(weight_decay=0.01, timeout_s=60.0, kernels="torch", **options)
-    expected, first, masters = in_memory(tied, config, data, device)
-    engine = SlideformerEngine(make_family(tied), config, device)
+    expected, first, masters = in_memory(tied, sizes, config, data, device)
+    engine = SlideformerEngine(make_family(tied, sizes), config, device)
     segments, losses = [], []
     try:
         for step, ids in enumerate(data):
