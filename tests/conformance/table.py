@@ -118,6 +118,8 @@ PROGRAMS = (
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="q4"),
     Row("mesp", "android-cpu", "float32, exact gradients", program="exact", adapter_error=2e-4),
     Row("mesp", "android-cpu", "float32, exact gradients", program="exact, sgd", adapter_error=1e-5),
+    Row("mesp", "android-cpu", "float32, exact gradients", program="blocks", adapter_error=2e-4),
+    Row("mesp", "android-cpu", "float32, exact gradients", program="blocks, sgd", adapter_error=1e-5),
     Row(
         "prge",
         "android-npu",
