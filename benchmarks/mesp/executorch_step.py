@@ -163,7 +163,7 @@ def _mesp(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], f
     from ondevice.methods.mesp.program import build
 
     config = method_config("mesp", {"rank": RANK, "optimizer": name.removeprefix("mesp-"), "loss_tiles": 24})
-    built = build(load(layers), config, ExportConfig(lengths_tokens=(tokens,)), 0)
+    built = build(load(layers), config, ExportConfig(program="whole", lengths_tokens=(tokens,)), 0)
     program, lowered = built.eager, lower_portable(built.modules[:1])
     layout, count = program.layout, len(program.moments)
     rows = batch(program.loaded, tokens)
