@@ -108,7 +108,8 @@ def test_depth_adds_little_more_than_block_inputs_to_the_plan() -> None:
     targets = ("q_proj", "down_proj")  # in either half of a block
     method = method_config("mesp", {"rank": 1, "optimizer": "sgd", "loss_tiles": 1, "target_modules": targets})
     for layers in (1, 2):
-        built = EXECUTORCH.build(tiny_model("llama", 1, layers=layers, **sizes), method, ExportConfig(program="whole"), SEED)
+        loaded = tiny_model("llama", 1, layers=layers, **sizes)
+        built = EXECUTORCH.build(loaded, method, ExportConfig(program="whole"), SEED)
         step = built.modules[0]
         assert step.name == "train_step"
         adapter = next(tensor for tensor in built.state if tensor.role == "adapter")
