@@ -236,11 +236,11 @@ def test_the_adapter_goes_through_a_file(row, tmp_path) -> None:
     assert trained(other).keys() == trained(session).keys()
 
 
-def test_readme_claims_what_is_tested_here(root: Path) -> None:
-    text = (root / "README.md").read_text(encoding="utf-8")
+def test_the_documentation_claims_what_is_tested_here(root: Path) -> None:
+    text = (root / "docs/conformance.md").read_text(encoding="utf-8")
     found = re.search(r"<!-- conformance -->\n(.*?)<!-- /conformance -->", text, re.DOTALL)
-    assert found, "README.md lacks the markers of the support matrix"
-    assert found[1].strip() == markdown(), "README's support matrix is not the table's:\n" + markdown()
+    assert found, "conformance.md lacks the markers of the support matrix"
+    assert found[1].strip() == markdown(), "the support matrix is not the table's:\n" + markdown()
 
 
 def test_every_method_and_target_is_in_the_table() -> None:
