@@ -109,8 +109,13 @@ def load_compiler() -> None:
     """
     os.environ["QNN_SDK_ROOT"] = str(sdk_root())
     load()
+    import torch
+
+    # The import turns oneDNN off for the whole process: a run after an export would have other bits than one before.
+    before = torch.backends.mkldnn.enabled
     with quiet(), redirect_stdout(io.StringIO()):
         import executorch.backends.qualcomm.utils.utils  # noqa: F401
+    torch.backends.mkldnn.enabled = before
 
 
 @contextmanager

@@ -155,6 +155,17 @@ def test_no_variable_is_needed_and_nothing_is_printed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("qnn_extra")
+def test_loading_the_compiler_changes_nothing_of_pytorch() -> None:
+    """ExecuTorch's package turns oneDNN off when it is imported, and with it the bits of every later run."""
+    code = (
+        "import torch\nfrom ondevice.exporters.android_npu import qnn\nbefore = torch.backends.mkldnn.enabled\n"
+        "qnn.load_compiler()\nprint(before, torch.backends.mkldnn.enabled)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
+    assert done.stdout == "True True\n", done.stderr
+
+
+@pytest.mark.usefixtures("qnn_extra")
 def test_the_sdk_s_folder_is_made_once_and_repaired(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path / "ç"))
     root = qnn.sdk_root()

@@ -73,7 +73,7 @@ def export(out: Path) -> None:
     more = "--task sst2 --length 32 --length 64 --batch-size 2 --set export.eval_batch_size=3"
     more += " --set method.loss_tiles=2 --set export.generator=aten --set export.next_token=true"
     make_artifact(out / ARTIFACT, "android-cpu", f"--method prge --queries 4 {more}")
-    make_artifact(out / EXACT, "android-cpu", f"--method mesp {more}")
+    make_artifact(out / EXACT, "android-cpu", f"--method mesp --set export.program=whole {more}")
     writer = "--method prge --queries 1 --length 64 --batch-size 1 --set export.next_token=true"
     make_artifact(out / WRITER, "android-cpu", writer)
     for artifact, run in ((ARTIFACT, "run"), (EXACT, "exact run")):
