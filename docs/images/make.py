@@ -56,7 +56,7 @@ def draw(log: Path, out: Path, title: str, window: int) -> None:
         other.spines["top"].set_visible(False)
         more = other.get_legend_handles_labels()
         handles, names = handles + more[0], names + more[1]
-    axes.legend(handles, names, frameon=False, fontsize=8, loc="lower left")
+    axes.legend(handles, names, frameon=False, fontsize=8, loc="center right")
     axes.set_title(title or f"{start.model_source}, {start.backend}", loc="left", fontsize=10)
     figure.tight_layout()
     figure.savefig(out)
