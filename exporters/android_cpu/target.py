@@ -56,10 +56,8 @@ class AndroidCpu(ExecutorchTarget):
         from ondevice.exporters.executorch.rewrite import rewritten
 
         log.info("lowering %s: some minutes for 30 layers", ", ".join(module.name for module in built.modules))
-        if built.shape == "blocks":
-            return built, lowering.lower_blocks(built.modules)
         if built.kernels == "portable":
-            return built, lowering.lower_portable(built.modules)
+            return built, lowering.lower_portable(built.modules, plan_inputs=built.shape != "blocks")
         buffers = [tensor.name for tensor in built.state if tensor.kept == "program"]
         with rewritten(built.loaded.model):
             fused = job.export.quantize == "8da4w"

@@ -120,30 +120,16 @@ def lower(methods: Sequence[ProgramModule], *, buffers: Sequence[str] = (), quan
     return lowered(edge, program, methods, started)
 
 
-def lower_blocks(methods: Sequence[ProgramModule], delegated: bool = False) -> Lowered:
-    """Export and serialise functions whose inputs stay where a caller has them: weights are never copied."""
-    started = time.perf_counter()
-    logging.getLogger("executorch").setLevel(logging.ERROR)
-    linear = [torch.ops.aten.linear.default]
-    kept = EdgeCompileConfig(preserve_ops=linear, _core_aten_ops_exception_list=linear)
-    with torch.no_grad(), shared_records(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        edge = to_edge_transform_and_lower(
-            {m.name: torch.export.export(m.module.eval(), m.example_inputs(), strict=False) for m in methods},
-            partitioner=[XnnpackPartitioner()] if delegated else None,
-            compile_config=EdgeCompileConfig(_check_ir_validity=False) if delegated else kept,
-        )
-        planning = MemoryPlanningPass(alloc_graph_input=False)
-        program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))
-    return lowered(edge, program, methods, started)
-
-
-def lower_portable(methods: Sequence[ProgramModule]) -> Lowered:
+def lower_portable(methods: Sequence[ProgramModule], *, plan_inputs: bool = True) -> Lowered:
     """Export and serialise `methods` into one program of the runtime's own kernels; weights are stored once.
 
     Nothing is delegated: products read the frozen weights in the mapped file, so that all the memory a step takes is
     the planned arena. Nor are common subexpressions merged: a block that is computed again in its backward pass is
     one, and merging the two would keep everything of the forward pass.
+
+    Args:
+        methods: modules with example inputs.
+        plan_inputs: False leaves inputs where a caller has them, so that a weight that goes in is never copied.
     """
     started = time.perf_counter()
     logging.getLogger("executorch").setLevel(logging.ERROR)
@@ -154,7 +140,8 @@ def lower_portable(methods: Sequence[ProgramModule]) -> Lowered:
             {m.name: torch.export.export(m.module.eval(), m.example_inputs(), strict=False) for m in methods},
             compile_config=EdgeCompileConfig(preserve_ops=linear, _core_aten_ops_exception_list=linear),
         )
-        program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass()))
+        planning = MemoryPlanningPass(alloc_graph_input=plan_inputs)
+        program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))
     return lowered(edge, program, methods, started)
 
 

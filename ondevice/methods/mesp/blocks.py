@@ -84,7 +84,7 @@ class BlockFunctions:
         given, linears = dict(zip((one.name for one in self.frozen), frozen, strict=True)), {}
         entries = {entry.parameters.target: entry for entry in self.entries}
         for target in self.loaded.family.linear_targets:
-            name = self._linear_name(target)
+            name = linear_name(self.loaded, target)
             entry, a, b = entries.get(target), None, None
             if entry is not None:
                 sizes = entry.parameters
@@ -95,8 +95,10 @@ class BlockFunctions:
         first, second = (given[f"model.layers.{{layer}}.{norm}"] for norm in NORMS)
         return Block((first, second), linears)
 
-    def _linear_name(self, target: str) -> str:
-        return f"model.layers.{{layer}}.{self.loaded.family.linear_parents[target]}.{target}"
+
+def linear_name(loaded: LoadedModel, target: str) -> str:
+    """A linear layer's full name, `{layer}` for its number."""
+    return f"model.layers.{{layer}}.{loaded.family.linear_parents[target]}.{target}"
 
 
 def frozen_port(name: str, shape: tuple[int, ...]) -> TensorPort:
@@ -108,7 +110,7 @@ def _frozen_ports(loaded: LoadedModel) -> list[TensorPort]:
     dims, family = loaded.dims, loaded.family
     ports = [frozen_port(f"model.layers.{{layer}}.{norm}", (dims.hidden,)) for norm in NORMS]
     for target in family.linear_targets:
-        name = f"model.layers.{{layer}}.{family.linear_parents[target]}.{target}"
+        name = linear_name(loaded, target)
         inputs, outputs = dims.linear_shape(target)
         ports.append(frozen_port(f"{name}.weight", (outputs, inputs)))
         if dims.linear_bias(target):
