@@ -22,7 +22,8 @@ setup:
 model: setup
 	@$(RUN) .ci/model.py
 
-## make demo       set up, then fine-tune, export, run and check on this machine
+## make demo       set up what it needs, then export, fine-tune and check on this machine
+demo demo-prge: EXTRAS := executorch
 demo: model
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo.sh
 
@@ -30,10 +31,11 @@ demo: model
 demo-prge: model
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo-prge.sh
 
-## make test       set up, then every test on up to four cores; Hypothesis takes the same examples every time
+## make test       set up, then every test in three processes; Hypothesis takes the same examples every time
+# Three also on two cores: tests of daemons and of ranks wait much of their time.
 # A worker that crashes ends the run at once: with its tests handed on, the others would wait for ever.
 test: model
-	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0 $(ARGS)
+	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
 
 ## make test-fast  the tests that need neither the model nor much time
 test-fast: setup

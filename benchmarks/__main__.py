@@ -5,13 +5,14 @@
     python -m benchmarks --list           what there is, and what it needs
 
 Results go to build/bench/<name>.json. A file is a benchmark by its constant `NEEDS`, which says what the machine must
-have: `cuda`, or a package's name. The other files of a room are what its benchmarks share.
+have: `cuda`, a package's name, or a command's. The other files of a room are what its benchmarks share.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,8 @@ FOLDER = Path(__file__).resolve().parent
 
 def benchmarks() -> dict[str, tuple[str, ...]]:
     """Name of every benchmark to what it needs, read without importing it."""
-    found = {path.relative_to(FOLDER).with_suffix("").as_posix(): _needs(path) for path in FOLDER.glob("*/*.py")}
-    return {name: needs for name, needs in sorted(found.items()) if needs is not None}
+    scripts = {path.relative_to(FOLDER).with_suffix("").as_posix(): _needs(path) for path in FOLDER.glob("*/*.py")}
+    return {name: needs for name, needs in sorted(scripts.items()) if needs is not None}
 
 
 def missing(needs: tuple[str, ...]) -> list[str]:
@@ -49,7 +50,7 @@ def _has(need: str) -> bool:
         import torch
 
         return torch.cuda.is_available()
-    return importlib.util.find_spec(need) is not None
+    return importlib.util.find_spec(need) is not None or shutil.which(need) is not None
 
 
 def main(arguments: list[str]) -> int:

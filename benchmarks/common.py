@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine, the versions, fair timing, and the result file.
+"""The common part of every benchmark: the machine, the versions, fair timing, and the result file.
 
 A benchmark is `benchmarks/<room>/<name>.py` (a room is a method, or what else is measured), run as
 `python -m benchmarks.<room>.<name>`:
@@ -61,16 +61,16 @@ def machine_info() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Python, the checkout's commit (with `+` if files differ from it), the installed ones of PACKAGES."""
-    found = {"python": platform.python_version()}
+    installed = {"python": platform.python_version()}
     if commit := _output("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"):
         changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")
-        found["commit"] = commit + ("+" if changed else "")
+        installed["commit"] = commit + ("+" if changed else "")
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            installed[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def interleaved(callables: dict[str, Callable[[], Any]], repeats: int = 5, warmup: int = 1) -> dict[str, list[float]]:
@@ -182,7 +182,7 @@ def write(document: dict[str, Any], path: Path | str | None = None) -> Path:
 
 
 def concise(document: dict[str, Any]) -> dict[str, Any]:
-    """What is committed of a result: its tables stay what they are, raw measurements go.
+    """Return what is committed of a result: its tables stay what they are, raw measurements go.
 
     More than three repeats become [lowest, median, highest], with their number under the row's `repeats`. A row with
     `seeds` keeps its lists, because more seeds may be merged into it. Curves and other nested values go, floats keep
@@ -196,6 +196,8 @@ def _concise_row(row: dict[str, Any], shown: set[str]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     repeats = set[int]()
     for key, value in row.items():
+        if isinstance(value, list) and key.endswith(("curve", "curves")):
+            continue
         if isinstance(value, list) and not any(isinstance(item, list | dict) for item in value):
             if len(value) > 3 and "seeds" not in row:
                 repeats.add(len(value))
@@ -284,8 +286,8 @@ def peak_bytes(call: Callable[[], Any], device: str = "cpu") -> int:
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
-    found: Any = record.profiler
-    events = [(e.start_ns(), e.nbytes()) for e in found.kineto_results.events() if e.name() == "[memory]"]
+    actual: Any = record.profiler
+    events = [(e.start_ns(), e.nbytes()) for e in actual.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event[0])
     return max(accumulate(size for _, size in events), default=0)
 

@@ -41,7 +41,7 @@ class Projected:
         return gradient @ basis.mT if self.tall else basis @ gradient
 
     def back(self, low: Tensor, basis: Tensor) -> Tensor:
-        """What lies in the subspace as [..., m, n]."""
+        """Return what lies in the subspace as [..., m, n]."""
         return low @ basis if self.tall else basis.mT @ low
 
 

@@ -47,8 +47,8 @@ MOVED = {
     "slideformer": "slideformer.step",
     "_ranks_step": "slideformer.ranks",
 }
-"""What a recorded command named, before benchmarks had rooms, to what runs it now; a result keeps the command that was
-run."""
+"""From the name in a recorded command, before benchmarks had rooms, to the one that runs it now; a result keeps the
+command that was run."""
 RECORDED = re.compile(r"-m benchmarks\.(" + "|".join(map(re.escape, MOVED)) + r")(?![\w.])")
 MARKED = re.compile(r"(<!-- results: ([\w./-]+) -->\n)(.*?)(<!-- /results -->)", re.DOTALL)
 

@@ -39,6 +39,6 @@ def _cola(path: Path) -> Any:
     rows = Rows(str(path), "classification", task="cola")
     for line, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         record = json.loads(text)
-        found = render(task, record.get("prompt_fields", record) | {"label": record["label"]})
-        rows.items.append(Row(line, found.pairs, found.gold, label=found.label, end=False))
+        actual = render(task, record.get("prompt_fields", record) | {"label": record["label"]})
+        rows.items.append(Row(line, actual.pairs, actual.gold, label=actual.label, end=False))
     return rows

@@ -1,4 +1,4 @@
-"""Reference pages from the code: what stands between the markers of docs/reference/*.md.
+"""Reference pages and lists from the code: the text between the markers of docs and the README.
 
     python docs/generate.py            rewrite every generated part
     python docs/generate.py --check    exit 1 and name the pages that differ
@@ -49,14 +49,14 @@ def commands() -> str:
 
 
 def _walk(group: Any, name: str) -> list[tuple[str, Any]]:
-    found = []
+    collected = []
     for word, command in group.commands.items():
         deeper = getattr(command, "commands", None)
         if not deeper or getattr(command, "invoke_without_command", False):
-            found.append((f"{name} {word}", command))
+            collected.append((f"{name} {word}", command))
         if deeper:
-            found += _walk(command, f"{name} {word}")
-    return found
+            collected += _walk(command, f"{name} {word}")
+    return collected
 
 
 def _value(parameter: Any) -> str:
@@ -135,6 +135,17 @@ def methods() -> str:
         for spec in specs()
     ]
     return _table(("Method", "Trains", "How", "Keeps beside the weights", "Runs in", "Exports to", "Page"), rows)
+
+
+def method_list() -> str:
+    """Every method in a bullet, with links from the top of the repository."""
+    from ondevice.core.registry import methods as specs
+
+    lines = []
+    for spec in specs():
+        name = f"[`{spec.name}`](docs/methods/{spec.page})" if spec.page else f"`{spec.name}`"
+        lines.append(f"- {name}: {spec.summary}")
+    return "\n".join(lines) + "\n"
 
 
 def errors() -> str:
@@ -246,7 +257,7 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    part.__name__: part for part in (commands, settings, methods, errors, events, manifest, interface)
+    part.__name__: part for part in (commands, settings, methods, method_list, errors, events, manifest, interface)
 }
 
 
@@ -259,7 +270,7 @@ def main(arguments: list[str]) -> int:
     """Rewrite the pages, or with --check only compare; returns the exit status."""
     status = 0
     folder = ROOT / "docs" / "reference"
-    pages = [*sorted(folder.glob("*.md")), ROOT / "docs" / "methods" / "index.md"]
+    pages = [*sorted(folder.glob("*.md")), ROOT / "docs" / "methods" / "index.md", ROOT / "README.md"]
     for path in [*pages, folder / "openapi.json"]:
         text = path.read_text() if path.exists() else ""
         new = update(text) if path.suffix == ".md" else openapi()

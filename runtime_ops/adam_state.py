@@ -83,7 +83,7 @@ class Moments:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by its field's name, all flat."""
+        """Return every tensor by its field's name, all flat."""
         named = {"m": self.m, "v": self.v, "m_scale": self.m_scale, "v_scale": self.v_scale}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

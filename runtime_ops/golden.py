@@ -15,32 +15,32 @@ from typing import Any
 
 import numpy as np
 
+from ondevice.core.session import IGNORE
 from ondevice.runtime_ops import generator
 
 TOLERANCE = 1e-5
 """Of an op's result, relative to the larger of 1 and the golden value; the generator's normals: 1e-6."""
 PANEL = 32
-IGNORE = -100
 
 
 def words(stream: int, count: int) -> np.ndarray:
-    """uint64 [count] of stream (seed 0, step 0, query 0, tensor `stream`)."""
+    """Return uint64 [count] of stream (seed 0, step 0, query 0, tensor `stream`)."""
     return generator.words(generator.stream_key(0, 0, 0, stream), 0, count)
 
 
 def normals(stream: int, *shape: int) -> np.ndarray:
-    """float32 of this shape."""
+    """Return float32 of this shape."""
     return generator.normal(0, 0, stream, 1, 0, int(np.prod(shape))).reshape(shape)
 
 
 def some_bytes(stream: int, *shape: int) -> np.ndarray:
-    """uint8 of this shape: the words' bytes, lowest first."""
+    """Return uint8 of this shape: the words' bytes, lowest first."""
     count = int(np.prod(shape))
     return words(stream, -(-count // 8)).astype("<u8").view(np.uint8)[:count].reshape(shape)
 
 
 def halves(stream: int, base: int, *shape: int) -> np.ndarray:
-    """float16 of this shape: the 16 bits `base`, the lower ten of them taken from a word each."""
+    """Return float16 of this shape: the 16 bits `base`, the lower ten of them taken from a word each."""
     bits = (words(stream, int(np.prod(shape))) & np.uint64(0x3FF)).astype(np.uint16) | np.uint16(base)
     return bits.view(np.float16).reshape(shape)
 

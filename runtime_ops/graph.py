@@ -31,7 +31,7 @@ inside a trace would be one constant and one copy for each use."""
 
 
 def edge_compile_config(**options: Any) -> EdgeCompileConfig:
-    """ExecuTorch's `EdgeCompileConfig` that lets the ops of this file through; `options` are passed on.
+    """Return ExecuTorch's `EdgeCompileConfig` that lets the ops of this file through; `options` are passed on.
 
     IR validity stays checked. Needs executorch.
     """
@@ -78,7 +78,7 @@ def signed(value: int) -> int:
 
 
 def aten_keys(seed: Tensor, step: Tensor, tensor: int, queries: int) -> Tensor:
-    """Keys of the streams of queries 0 to `queries - 1`.
+    """Return keys of the streams of queries 0 to `queries - 1`.
 
     They are the same for every range of a stream: a program that draws several ranges of one tensor may
     compute them once and pass them on.
@@ -104,7 +104,7 @@ def aten_normal(
     count: int,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """`generator.normal` in ATen ops: float32 [queries, count], within 1e-6 of it.
+    """Return `generator.normal` in ATen ops: float32 [queries, count], within 1e-6 of it.
 
     Args:
         seed, step: int64 [1]; may be inputs of the program.
@@ -130,7 +130,7 @@ def aten_rademacher(
     count: int,
     keys: Tensor | None = None,
 ) -> Tensor:
-    """`generator.rademacher` in ATen ops: float32 [queries, count], bit-identical to it.
+    """Return `generator.rademacher` in ATen ops: float32 [queries, count], bit-identical to it.
 
     One word holds 64 signs: multiplying it by 2^j moves bit 63 - j to the sign bit. Ranges whose start and
     count are multiples of 64 need no slice. Arguments as for `aten_normal`.

@@ -28,6 +28,7 @@ from ondevice.runtime_ops.adam_state import (
     merge,
     split_,
 )
+from ondevice.runtime_ops.generator import mix_int
 
 __all__ = [
     "AdamStep",
@@ -44,8 +45,6 @@ __all__ = [
     "KINDS",
     "TILE",
 ]
-
-_MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class _Arguments(ctypes.Structure):
 
 
 def available() -> bool:
-    """True if the compiled step can run; else there is `torch_adam`."""
+    """Return True if the compiled step can run; else there is `torch_adam`."""
     return native.library() is not None
 
 
@@ -96,7 +95,7 @@ def layer_adam(
     width: int = 0,
     threads: int | None = None,
 ) -> None:
-    """One AdamW step of `state` in place. Bits depend on neither `threads` nor how rows are cut into calls.
+    """Run one AdamW step of `state` in place. Bits depend on neither `threads` nor how rows are cut into calls.
 
     Args:
         grad: bfloat16 or float32, n contiguous elements.
@@ -131,7 +130,8 @@ def layer_adam(
         width=width,
         grad_float32=grad.dtype == torch.float32,
         moments=KINDS.index(moments.kind),
-        key=_mix(_mix(state.seed) + adam.step),  # a stream for each array and step: repeated noise would be a bias
+        # A stream for each array and step: repeated noise would be a bias.
+        key=mix_int(mix_int(state.seed) + adam.step),
         decay=1 - adam.learning_rate * adam.weight_decay,
         beta2=adam.beta2,
         weight1=1 - adam.beta1,
@@ -173,7 +173,7 @@ def torch_adam(grad: Tensor, state: HostState, adam: AdamStep, scratch: Tensor) 
 
 
 def torch_step(master: Tensor, grad: Tensor, m: Tensor, v: Tensor, adam: AdamStep) -> None:
-    """`torch._fused_adamw_` of one array; all float32 [n] on one device, `grad` scaled before."""
+    """Run `torch._fused_adamw_` on one array; all float32 [n] on one device, `grad` scaled before."""
     torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
         [master],
         [grad],
@@ -200,14 +200,6 @@ def _library() -> ctypes.CDLL:
             hint="install g++, or use torch_adam with a plain master and float32 moments",
         )
     return library
-
-
-def _mix(word: int) -> int:
-    """SplitMix64's finaliser."""
-    word &= _MASK
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & _MASK
-    return word ^ (word >> 31)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -27,17 +27,17 @@ except ImportError as error:
 def draw(
     kind: str, seed: int | mx.array, step: int | mx.array, tensor: int, queries: int, start: int, count: int
 ) -> mx.array:
-    """`normal` or `rademacher` by the name that configurations use: "gaussian" (or "normal") or "rademacher".
+    """Draw `normal` or `rademacher` by the name that configurations use: "gaussian" (or "normal") or "rademacher".
 
     Raises:
         ConfigError: another name, a negative counter, or an array that is no 64-bit integer.
     """
-    form = normal if noise_kind(kind) == "normal" else rademacher
-    return form(seed, step, tensor, queries, start, count)
+    draw_numbers = normal if noise_kind(kind) == "normal" else rademacher
+    return draw_numbers(seed, step, tensor, queries, start, count)
 
 
 def normal(seed: int | mx.array, step: int | mx.array, tensor: int, queries: int, start: int, count: int) -> mx.array:
-    """`generator.normal`, within 1e-6 of it.
+    """Return `generator.normal`, within 1e-6 of it.
 
     Args:
         seed, step: integers, taken modulo 2^64, or int64 or uint64 arrays [1].
@@ -63,7 +63,7 @@ def normal(seed: int | mx.array, step: int | mx.array, tensor: int, queries: int
 def rademacher(
     seed: int | mx.array, step: int | mx.array, tensor: int, queries: int, start: int, count: int
 ) -> mx.array:
-    """`generator.rademacher`, the same bits; arguments and errors as for `normal`.
+    """Return `generator.rademacher`, the same bits; arguments and errors as for `normal`.
 
     Returns:
         float32 [queries, count], +1.0 or -1.0.

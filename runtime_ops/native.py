@@ -55,7 +55,7 @@ def draw(kind: str, seed: Tensor, step: Tensor, tensor: int, queries: int, start
 
 
 def q4_linear(x: Tensor, packed: Tensor, scales: Tensor, mins: Tensor, group: int) -> Tensor:
-    """float32 [..., in] to [..., out]; see `quantized`."""
+    """Return float32 [..., in] to [..., out]; see `quantized`."""
     x = x.contiguous()
     outputs, inputs = scales.shape[0], x.shape[-1]
     out = x.new_empty(*x.shape[:-1], outputs)
@@ -76,7 +76,7 @@ def q4_linear(x: Tensor, packed: Tensor, scales: Tensor, mins: Tensor, group: in
 
 
 def q8_embedding(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """int64 [...] to float32 [..., d]."""
+    """Return int64 [...] to float32 [..., d]."""
     ids = ids.contiguous()
     out = torch.empty(*ids.shape, weight.shape[1])
     bad = _call("q8_embedding", ids, ids.numel(), weight.contiguous(), scales.contiguous(), *weight.shape, out)
@@ -85,7 +85,7 @@ def q8_embedding(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, scales: Tensor | None, labels: Tensor) -> Tensor:
-    """float32 [N, d] and labels [N] to losses [N]; `scales` is None for a float32 weight."""
+    """Return float32 [N, d] and labels [N] to losses [N]; `scales` is None for a float32 weight."""
     labels, out = labels.contiguous(), torch.empty(hidden.shape[0])
     head = [weight.contiguous()] if scales is None else [weight.contiguous(), scales.contiguous()]
     name = "linear_cross_entropy" if scales is None else "q8_linear_cross_entropy"

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import ModelError
+from ondevice.core.session import IGNORE
 from ondevice.runtime_ops import native
 from ondevice.runtime_ops.registry import define, expect
 
 PANEL = 32
-IGNORE = -100
 """The label of a position that is not trained on."""
 TILE_ROWS = 4096
 """Vocabulary rows that the reference cross-entropy looks at at once."""
 
 
 def quantize_q4(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor, Tensor]:
-    """Asymmetric min-max quantisation to 4 bits.
+    """Return asymmetric min-max quantisation to 4 bits.
 
     A weight that already lies on such a grid with float16 scales and minima (Q4_1) is recovered: a group that
     uses its first and last level has exactly its scale and minimum again.
@@ -77,7 +77,7 @@ def dequantize_q4(packed: Tensor, scales: Tensor, mins: Tensor, group: int = 32)
 
 
 def quantize_q8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric quantisation of each row: float [V, d] to int8 [V, d] and scales float32 [V]."""
+    """Return symmetric quantisation of each row: float [V, d] to int8 [V, d] and scales float32 [V]."""
     weight = weight.detach().float()
     scales = weight.abs().amax(-1) / 127
     divisor = torch.where(scales == 0, torch.ones_like(scales), scales)
@@ -110,8 +110,8 @@ def _q4_reference(x: Tensor, packed: Tensor, scales: Tensor, mins: Tensor, group
 
 
 def _q4_cpu(x: Tensor, packed: Tensor, scales: Tensor, mins: Tensor, group: int) -> Tensor:
-    form = native.q4_linear if native.library() else _q4_reference
-    return form(x, packed, scales, mins, group)
+    op = native.q4_linear if native.library() else _q4_reference
+    return op(x, packed, scales, mins, group)
 
 
 def _embedding_shape(ids: Tensor, weight: Tensor, scales: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def gather(table: Tensor, rows: Tensor, out: Tensor, threads: int | None = None)
 
 
 def scatter(table: Tensor, rows: Tensor, source: Tensor, threads: int | None = None) -> None:
-    """`table[rows[i]] = source[i]`; arguments and errors as for `gather`, no row twice."""
+    """Set `table[rows[i]] = source[i]`; arguments and errors as for `gather`, no row twice."""
     _check(table, rows, source)
     if (library := native.library()) is None:
         table[rows] = source
@@ -43,7 +43,8 @@ def scatter(table: Tensor, rows: Tensor, source: Tensor, threads: int | None = N
 
 
 def add(table: Tensor, rows: Tensor, source: Tensor, threads: int | None = None) -> None:
-    """`table[rows[i]] += source[i]`, bfloat16 or float32; arguments and errors as for `gather`, no row twice."""
+    """Compute `table[rows[i]] += source[i]`, bfloat16 or float32; arguments and errors as for `gather`, no row
+    twice."""
     _check(table, rows, source)
     if (library := native.library()) is None or table.dtype not in (torch.bfloat16, torch.float32):
         table[rows] += source
@@ -53,7 +54,7 @@ def add(table: Tensor, rows: Tensor, source: Tensor, threads: int | None = None)
 
 
 def clear(table: Tensor, rows: Tensor, threads: int | None = None) -> None:
-    """`table[rows[i]] = 0`."""
+    """Set `table[rows[i]] = 0`."""
     _check(table, rows, None)
     if (library := native.library()) is None:
         table[rows] = 0

@@ -24,7 +24,7 @@ def register() -> None:
 
 
 def native_available() -> bool:
-    """True if CPU ops run the compiled library; compiles it if it has not been yet."""
+    """Return True if CPU ops run the compiled library; compiles it if it has not been yet."""
     return native.library() is not None
 
 

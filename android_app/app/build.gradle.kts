@@ -8,12 +8,12 @@ val qnn: String by project
 
 android {
     namespace = "org.ondevice.app"
-    compileSdk = 34
+    compileSdk = 35
 
     defaultConfig {
         applicationId = "org.ondevice.app"
         minSdk = 26
-        targetSdk = 34
+        targetSdk = 35
         versionCode = 1
         versionName = "0.1.0"
         ndk { abiFilters += listOf("arm64-v8a", "x86_64") }

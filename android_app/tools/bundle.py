@@ -12,6 +12,7 @@ from tools.steps import BUILD, digest, is_fresh, run, tool, write_atomically
 
 # A fixed date keeps two builds of the same sources alike.
 DATE = (1981, 1, 1, 0, 0, 0)
+PAGE_BYTES = "16384"
 KEYSTORE = BUILD / "debug.keystore"
 PASSWORD = "android"  # noqa: S105  the debug key's customary password; it protects nothing
 
@@ -34,7 +35,11 @@ def keystore() -> Path:
 
 
 def bundle(base: Path, dex: list[Path], out: Path) -> Path:
-    """Libraries are stored, not packed, so that Android maps them from the APK; zipalign puts them on pages."""
+    """Libraries are stored, not packed, so that Android maps them from the APK; zipalign puts them on pages.
+
+    A page may have 16 KB from Android 15 on. Debian's zipalign knows no such option for libraries alone (`-P 16`), so
+    everything that is stored begins on one: a few KB more.
+    """
     stamp = BUILD / f".{out.stem}"
     wanted = digest([base, *dex, RUNTIME / "runtime.json", keystore(), Path(__file__)])  # runtime.json hashes libraries
     if is_fresh(stamp, wanted, out):
@@ -46,7 +51,7 @@ def bundle(base: Path, dex: list[Path], out: Path) -> Path:
             _add(archive, path, path.name, zipfile.ZIP_DEFLATED)
         for path in sorted((RUNTIME / "jni").rglob("*.so")):
             _add(archive, path, f"lib/{path.parent.name}/{path.name}", zipfile.ZIP_STORED)
-    run([tool("zipalign"), "-f", "-p", "4", raw, aligned], what="zipalign")
+    run([tool("zipalign"), "-f", PAGE_BYTES, raw, aligned], what="zipalign")
     run(
         [
             tool("apksigner"), "sign", "--ks", keystore(), "--ks-pass", f"pass:{PASSWORD}", "--ks-key-alias", "debug",
@@ -55,7 +60,7 @@ def bundle(base: Path, dex: list[Path], out: Path) -> Path:
         what="apksigner",
     )  # fmt: skip
     run([tool("apksigner"), "verify", "--min-sdk-version", "26", signed], what="verifying the signature")
-    run([tool("zipalign"), "-c", "-p", "4", signed], what="verifying the alignment")
+    run([tool("zipalign"), "-c", PAGE_BYTES, signed], what="verifying the alignment")
     os.replace(signed, out)
     write_atomically(stamp, wanted)
     for path in (raw, aligned):

@@ -10,7 +10,7 @@ from tools.steps import APP_ROOT, BUILD, FETCHED, digest, is_fresh, run, tool, w
 
 ANDROID = "http://schemas.android.com/apk/res/android"
 PACKAGE, VERSION_CODE, VERSION_NAME = "org.ondevice.app", "1", "0.1.0"
-MIN_SDK, TARGET_SDK = "26", "34"
+MIN_SDK, TARGET_SDK = "26", "35"
 MAIN = APP_ROOT / "app" / "src" / "main"
 BASE_APK = BUILD / "base.apk"
 TEST_CONFIG = BUILD / "test-config" / "com" / "android" / "tools" / "test_config.properties"

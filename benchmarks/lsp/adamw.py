@@ -106,10 +106,10 @@ class LspAdamW:
 
         @torch.no_grad()
         def check(matrix: Matrix, gradient: Tensor) -> None:
-            found = self.bias_checks[matrix.name] = matrix.refresh(gradient)
-            if found.carry is not None:
+            actual = self.bias_checks[matrix.name] = matrix.refresh(gradient)
+            if actual.carry is not None:
                 m, v = moments[matrix.number]
-                for old, new in zip((m, v), carried(m, v, found), strict=True):
+                for old, new in zip((m, v), carried(m, v, actual), strict=True):
                     old.copy_(new)
 
         for _, matrix, m, v in self.entries:

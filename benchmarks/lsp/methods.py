@@ -76,7 +76,7 @@ class Method(Protocol):
     """An optimizer of one run."""
 
     looked: bool
-    """Whether the last step looked at projectors or decomposed gradients."""
+    """Return True if the last step looked at projectors or decomposed gradients."""
 
     def step(self, learning_rate: float) -> None:
         """One step with the gradients of the last backward pass, which are cleared."""
@@ -144,24 +144,24 @@ class Lsp:
             if p.grad is not None:
                 matrix.collect_whole(p.grad)
                 p.grad = None
-        found = list(self.optimizer.bias_checks.values())
-        if found:
+        checks = list(self.optimizer.bias_checks.values())
+        if checks:
             self.looks.append({
                 "step": self.optimizer.count,
-                "before": float(np.mean([look.before for look in found])),
-                "after": float(np.mean([look.before if look.after is None else look.after for look in found])),
-                "renewed": float(np.mean([look.after is not None for look in found])),
+                "before": float(np.mean([look.before for look in checks])),
+                "after": float(np.mean([look.before if look.after is None else look.after for look in checks])),
+                "renewed": float(np.mean([look.after is not None for look in checks])),
                 "held_out": None,
             })  # fmt: skip
-        return bool(found)
+        return bool(checks)
 
     def held_out(self, backward: Callable[[], None]) -> None:
         """Add to the last look the bias on the gradient of `backward`, of other data; gradients stay as they are."""
-        found: list[float] = []
+        checks: list[float] = []
 
         @torch.no_grad()
         def look(matrix: Matrix, gradient: Tensor) -> None:
-            found.append(relative_bias(matrix.left, matrix.right, gradient))
+            checks.append(relative_bias(matrix.left, matrix.right, gradient))
 
         kept = [(p, p.grad) for p, _, _, _ in self.optimizer.entries]
         sums = [(matrix, matrix.gradient) for _, matrix in self.matrices]
@@ -178,7 +178,7 @@ class Lsp:
             p.grad = gradient
         for matrix, gradient in sums:
             matrix.gradient = gradient
-        self.looks[-1]["held_out"] = float(np.mean(found))
+        self.looks[-1]["held_out"] = float(np.mean(checks))
 
     def tensors(self) -> Iterator[Tensor]:
         for _, matrix, m, v in self.optimizer.entries:

@@ -71,7 +71,7 @@ def parse_rates(text: str, methods: list[str]) -> dict[str, list[float]]:
 
 
 def settings(args: Any, tasks: dict[str, Task], half: bool) -> str:
-    """What the table's figures depend on, as one paragraph."""
+    """Describe what the table's figures depend on, as one paragraph."""
     left = [f"{t.name} {len(t.train.problems)} + {len(t.valid.problems)}" for t in tasks.values() if t.train.problems]
     passes = "bfloat16" if half else "float32"
     text = f"{args.model}, float32 weights, {passes} passes, batches of {args.batch_size} rows of at most "

@@ -55,9 +55,9 @@ class Stopwatch:
 
 def evaluate(run: Any, task: Task, pad_id: int) -> tuple[float, float | None]:
     """Validation loss, nats an answer token, and accuracy, None where there is nothing to choose."""
-    found = evaluate_dataset(run, task.valid, pad_id, batch_size=128 if run.device.type == "cuda" else 16)
-    assert found is not None
-    return found.loss, found.accuracy
+    evaluation = evaluate_dataset(run, task.valid, pad_id, batch_size=128 if run.device.type == "cuda" else 16)
+    assert evaluation is not None
+    return evaluation.loss, evaluation.accuracy
 
 
 def before_training(task: Task, base: Any, pad_id: int, device: torch.device, half: bool) -> dict[str, Any]:

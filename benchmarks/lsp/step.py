@@ -143,7 +143,7 @@ class Bench(Running):
         return one.run(self.data, self._batches()[0], 0, 1)["step_s"][0]
 
     def _measure(self, live: dict[str, Live], shape: str, bus: float, rows: int) -> None:
-        found: dict[str, dict[str, Any]] = {}
+        outcomes: dict[str, dict[str, Any]] = {}
         errors: dict[str, str] = {}
         for number in range(self.args.rounds):
             share = self.args.repeats // self.args.rounds + (number < self.args.repeats % self.args.rounds)
@@ -151,23 +151,23 @@ class Bench(Running):
                 if name in errors or self.late():
                     continue
                 try:
-                    merge(found, name, live[name].run(self.data, rows, 2, share))
+                    merge(outcomes, name, live[name].run(self.data, rows, 2, share))
                 except Exception as error:
                     errors[name] = reason(error)
         for name, one in live.items():
             row = {"shape": shape, "bus": bus, "batch": rows, "variant": name}
             if name == "native" and any(row.items() <= other.items() for other in self.rows):
                 continue
-            row |= self._row(one, row, found) if name in found else {}
-            if name in errors or name not in found:
+            row |= self._row(one, row, outcomes) if name in outcomes else {}
+            if name in errors or name not in outcomes:
                 row["error"] = errors.get(name, "not run: out of time")
             self._add(row)
 
-    def _row(self, one: Live, at: dict[str, Any], found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def _row(self, one: Live, at: dict[str, Any], actual: dict[str, dict[str, Any]]) -> dict[str, Any]:
         name, shape, rows = at["variant"], at["shape"], at["batch"]
-        seen, tokens = found[name], rows * self.args.length
+        seen, tokens = actual[name], rows * self.args.length
         step_s, count = median(seen["step_s"]), om.shape_dims(shape)[0].parameters
-        native, zero = found.get("native"), found.get("zero")
+        native, zero = actual.get("native"), actual.get("zero")
         if zero is None:  # it ran in an earlier group: its own machine, its own minutes
             wanted = {**at, "variant": "zero"}.items()
             zero = next((other for other in reversed(self.rows) if wanted <= other.items()), None)

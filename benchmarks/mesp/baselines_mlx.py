@@ -94,10 +94,10 @@ def blockwise(model: Model, ids: np.ndarray, labels: np.ndarray, labelled: int, 
             return block(layer, dict(zip(names, values)), x)
 
         primals = [inputs.pop(), *(model.adapter[layer][name] for name in names)]
-        _, found = mx.vjp(run, primals, [g])
-        g, *gradients = found
-        mx.eval(found)
-        del primals, found
+        _, derivatives = mx.vjp(run, primals, [g])
+        g, *gradients = derivatives
+        mx.eval(derivatives)
+        del primals, derivatives
         _give(layer, dict(zip(names, gradients)), on_gradient)
         del gradients
         if model.interpreter.clear:
@@ -135,11 +135,11 @@ def whole(
         hn = mx.fast.rms_norm(h, model.weights.final.get(Operand("final_norm.weight")), model.settings.dims.norm_eps)
         return mx.sum(nll(hn.reshape(-1, hn.shape[-1])[mx.array(where)])) / labelled
 
-    value, found = mx.value_and_grad(loss)(model.adapter)
-    mx.eval(value, found)
+    value, derivatives = mx.value_and_grad(loss)(model.adapter)
+    mx.eval(value, derivatives)
     for layer in reversed(range(model.layers)):
-        _give(layer, found[layer], on_gradient)
-        found[layer] = {}
+        _give(layer, derivatives[layer], on_gradient)
+        derivatives[layer] = {}
     return float(value) * labelled
 
 
@@ -173,10 +173,10 @@ def _tiled_nll(model: Model, wanted: np.ndarray) -> Callable[[Any], Any]:
     return nll
 
 
-def _give(layer: int, found: dict[str, Any], on_gradient: OnGradient) -> None:
-    for name in [name for name in found if name.endswith(".A")]:
+def _give(layer: int, derivatives: dict[str, Any], on_gradient: OnGradient) -> None:
+    for name in [name for name in derivatives if name.endswith(".A")]:
         target = name.removesuffix(".A")
-        on_gradient(layer, target, found.pop(name), found.pop(f"{target}.B"))
+        on_gradient(layer, target, derivatives.pop(name), derivatives.pop(f"{target}.B"))
 
 
 def mezo(

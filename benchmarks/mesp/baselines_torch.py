@@ -1,6 +1,7 @@
-"""MeBP's gradients in torch: block by block, each block's own graph, its gradients applied and dropped. With mesp's own
-loss, weights, streaming and updates, for benchmarks and tests; `ondevice.methods.mesp.torch.reference` has one graph of
-all blocks.
+"""Gradients by automatic differentiation with mesp's own loss, weights, streaming and updates, to compare with.
+
+MeBP's, block by block: each block's own graph, its gradients applied and dropped; and one graph of all blocks that
+keeps every activation. `ondevice.methods.mesp.torch.reference` has the same graph with each block computed again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.reference import block_forward
+from ondevice.methods.mesp.torch.reference import AutogradModel, block_forward
 from ondevice.methods.mesp.torch.session import MespSession
 from ondevice.methods.mesp.torch.stages import Block, Linear
 
@@ -24,6 +25,20 @@ def blockwise_session(loaded: Any, config: Any, seed: int, device: str | None = 
     session = MespSession(loaded, config, seed, device)
     session.model.blocks = BlockwiseBlocks(session.model.blocks.stages, None)
     return session
+
+
+def autodiff_session(loaded: Any, config: Any, seed: int, device: str | None = None) -> MespSession:
+    """A session of mesp whose gradients are autograd's, by one graph of all blocks that keeps every activation."""
+    session = MespSession(loaded, config, seed, device)
+    session.model = StoredModel(session.weights, session.optimizer, config)
+    return session
+
+
+class StoredModel(AutogradModel):
+    """See `AutogradModel`; nothing is computed again."""
+
+    def run_block(self, *arguments: Any) -> Tensor:
+        return block_forward(*arguments)
 
 
 class BlockwiseBlocks(Blocks):

@@ -85,8 +85,8 @@ def model(layers: int) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 5e5},
     )
     with torch.device("cuda"):
-        made: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
-    return wrap(made, tiny_tokenizer(), Llama, SourceInfo("random:8b", None, known_sha256="0"))
+        built: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    return wrap(built, tiny_tokenizer(), Llama, SourceInfo("random:8b", None, known_sha256="0"))
 
 
 def batch(tokens: int) -> tuple[np.ndarray, np.ndarray]:
@@ -113,18 +113,18 @@ class Peft:
         import peft
         import torch
 
-        made = model(layers).model
+        network = model(layers).model
         self.targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         if bits:
-            for block in made.model.layers:
+            for block in network.model.layers:
                 for parent in (block.self_attn, block.mlp):
                     for name in self.targets:
                         if hasattr(parent, name):
                             setattr(parent, name, nf4(getattr(parent, name)))
-        made.config.use_cache = False
-        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        network.config.use_cache = False
+        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         settings = peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(self.targets), lora_dropout=0.0)
-        self.model: Any = peft.get_peft_model(made, settings).train()
+        self.model: Any = peft.get_peft_model(network, settings).train()
         self.model.enable_input_require_grads()
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], fused=True)
 
@@ -145,9 +145,9 @@ def nf4(linear: Any) -> Any:
 
     kinds: Any = bitsandbytes.nn
     sizes = (linear.in_features, linear.out_features)
-    made = kinds.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-    made.weight = kinds.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
-    return made.to(linear.weight.device)
+    layer = kinds.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    layer.weight = kinds.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4")
+    return layer.to(linear.weight.device)
 
 
 def compare(layers: int, lengths: list[int], bits: int | None, repeats: int) -> list[dict[str, Any]]:
@@ -213,34 +213,34 @@ def longest(layers: int = 32, limit_bytes: int = 80 * 10**9, start: int = 32768)
         "manual": {},
         "manual, inputs on the host": {"activations": "host"},
     }
-    whole = Held(layers)
+    whole = LoadedWeights(layers)
     measured = {name: whole.step(settings, start) for name, settings in ways.items()}
     resident = whole.resident
     del whole
-    few, rows = Held(2), []
+    few, rows = LoadedWeights(2), []
     block = (resident - few.resident) // (layers - 2)
     for name, settings in ways.items():
         tokens, best = start, None
         while tokens <= 1 << 20:
-            found = few.step(settings, tokens)
-            if found is None:
+            actual = few.step(settings, tokens)
+            if actual is None:
                 break
             kept = 0 if "host" in name else tokens * SHAPE["hidden"] * 2
-            peak = found[1] + (layers - 2) * (block + kept)
-            print(name, tokens, f"{found[0]:.1f} s, {peak / 2**30:.1f} GiB with {layers} layers", flush=True)
+            peak = actual[1] + (layers - 2) * (block + kept)
+            print(name, tokens, f"{actual[0]:.1f} s, {peak / 2**30:.1f} GiB with {layers} layers", flush=True)
             if tokens == start and (run := measured[name]) is not None:
                 rows.append(row(name, layers, start, run[0], run[1], computed_bytes=peak))
             if peak > limit_bytes:
                 break
             best = row(name, layers, tokens, None, None, computed_bytes=peak)
-            if peak + found[1] - few.resident > limit_bytes:  # twice the row needs at least this
+            if peak + actual[1] - few.resident > limit_bytes:  # twice the row needs at least this
                 break
             tokens *= 2
         rows += [] if best is None else [best]
     return rows
 
 
-class Held:
+class LoadedWeights:
     """A model's weights in NF4 on the GPU, and steps with them."""
 
     def __init__(self, layers: int) -> None:

@@ -70,10 +70,10 @@ def main() -> None:
             str(args.layers),
             str(args.tokens),
         ]
-        found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-        if found.returncode:
-            raise SystemExit(found.stderr[-3000:])
-        rows.append({"program": title, **json.loads(found.stdout.splitlines()[-1])})
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr[-3000:])
+        rows.append({"program": title, **json.loads(done.stdout.splitlines()[-1])})
         print(rows[-1], flush=True)
     least = min(row["planned_bytes"] for row in rows if row["program"].startswith("joint"))
     for row in rows:
@@ -111,18 +111,18 @@ def reference(layers: int, tokens: int, scale: float = 0.02) -> tuple[dict[str, 
 
     loaded = load(layers)
     session = reference_session(loaded, method_config("mesp", {"rank": RANK}), SEED)
-    adapter, random, found = session.adapter(), np.random.default_rng(SEED), {}
+    adapter, random, by_name = session.adapter(), np.random.default_rng(SEED), {}
     for name, value in adapter.tensors.items():
         if ".lora_B." in name:
             value[:] = scale * random.standard_normal(value.shape)
     session.load_adapter(adapter)
 
     def keep(parameters: Any, ga: Any, gb: Any) -> None:
-        found[parameters.a_name], found[parameters.b_name] = ga.double().numpy(), gb.double().numpy()
+        by_name[parameters.a_name], by_name[parameters.b_name] = ga.double().numpy(), gb.double().numpy()
 
     session.optimizer.apply = keep  # type: ignore[method-assign]
     session.step(*batch(loaded, tokens), 0, 0.0)
-    return adapter.tensors, found
+    return adapter.tensors, by_name
 
 
 def one(name: str, layers: int, tokens: int) -> dict[str, Any]:
@@ -179,8 +179,8 @@ def _mesp(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], f
         method = opened.load_method("train_step")
 
         def run(keeps: Any = opened) -> dict[str, np.ndarray]:
-            found = method.execute([*inputs, torch.tensor([0.0 if count else 1.0])])
-            gradient = found[2].numpy() / (1 - config.beta1) if count else flat.astype(np.float64) - found[1].numpy()
+            actual = method.execute([*inputs, torch.tensor([0.0 if count else 1.0])])
+            gradient = actual[2].numpy() / (1 - config.beta1) if count else flat.astype(np.float64) - actual[1].numpy()
             return layout.to_tensors(gradient)
 
         return run
@@ -220,7 +220,7 @@ def _joint(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], 
     from executorch.extension.training import _load_for_executorch_for_training
     from torch.export.experimental import _export_forward_backward
 
-    from ondevice.exporters.executorch.lower import shared_records
+    from ondevice.exporters.executorch.shortcuts import shortcuts
     from ondevice.nn.lora import LoRALinear
 
     loaded = load(layers)
@@ -256,7 +256,7 @@ def _joint(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], 
 
     given = tuple(map(torch.from_numpy, batch(loaded, tokens)))
     started = time.perf_counter()
-    with shared_records():
+    with shortcuts():
         joint = _export_forward_backward(torch.export.export(Step(), given, strict=False))
         edge = to_edge(joint, compile_config=EdgeCompileConfig(_check_ir_validity=False))
         program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=MemoryPlanningPass()))
@@ -277,8 +277,8 @@ def _joint(name: str, layers: int, tokens: int, tensors: dict[str, np.ndarray], 
 
         def run() -> dict[str, np.ndarray]:
             module.forward_backward("forward", list(given))
-            found = module.named_gradients()
-            return {_peft(key): value.double().numpy().copy() for key, value in found.items()}
+            actual = module.named_gradients()
+            return {_peft(key): value.double().numpy().copy() for key, value in actual.items()}
 
         return run
 

@@ -87,7 +87,7 @@ class Bench:
         self.known: dict[str, Any] = json.loads(keep.read_text()) if keep.is_file() else {}
 
     def of(self, spec: Spec) -> dict[str, Any]:
-        """What the spec needed."""
+        """Return the bytes that the spec needed."""
         spec = replace(spec, **self.base)
         key = json.dumps(asdict(spec), sort_keys=True)
         if key not in self.known:
@@ -129,12 +129,12 @@ def _shim() -> str | None:
     if spec is None or spec.origin is None or compiler is None:
         return None
     folder = Path(spec.origin).parents[1] / "scipy.libs"
-    found = sorted(folder.glob("libscipy_openblas-*.so"))
-    if not found:
+    libraries = sorted(folder.glob("libscipy_openblas-*.so"))
+    if not libraries:
         return None
     target = ROOT / "build/bench/mesp/libblas_of_scipy.so"
     target.parent.mkdir(parents=True, exist_ok=True)
-    command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(target), "-x", "none", str(found[0]),
+    command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(target), "-x", "none", str(libraries[0]),
                f"-Wl,-rpath,{folder}"]  # fmt: skip
     done = subprocess.run(command, input=SHIM, text=True, capture_output=True, check=False)
     return str(target) if done.returncode == 0 else None
@@ -162,7 +162,7 @@ def bars(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def ablation(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each idea saves of the peak, in the order in which they are added."""
+    """Measure what each idea saves of the peak, in the order in which they are added."""
     by = {row["method"]: row for row in rows}
     return [
         {"what": what, "before": before, "after": after,
@@ -193,8 +193,8 @@ def times(bench: Bench, repeats: int) -> list[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as folder:
                 place = str(bench.keep.parent / "weights") if spec.folder else ""
                 seconds[name].append(child(replace(spec, folder=place), folder)["time_s"][-1])
-    return [{"method": name, "time_s": found, "ratio": median(found) / median(seconds[names[0]])}
-            for name, found in seconds.items()]  # fmt: skip
+    return [{"method": name, "time_s": actual, "ratio": median(actual) / median(seconds[names[0]])}
+            for name, actual in seconds.items()]  # fmt: skip
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ RATE, MEZO_SCALE = 1e-4, 1e-3
 
 @dataclass(frozen=True)
 class Spec:
-    """What is measured; the shape is Qwen2.5-0.5B's.
+    """A way that is measured; the shape is Qwen2.5-0.5B's.
 
     Attributes:
         way: manual, blockwise, checkpoint, autodiff, or mezo.
@@ -95,13 +95,13 @@ def weights(spec: Spec) -> Weights:
         folder = Path(spec.folder) / f"{spec.layers}-{spec.vocab}"
         if not (folder / FINAL).is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            for name, found in arrays(sizes):
-                mx.save_safetensors(str(folder / name), found)
+            for name, actual in arrays(sizes):
+                mx.save_safetensors(str(folder / name), actual)
         return Weights.in_files(folder, sizes.layers, **given)
     blocks = []
-    for _, found in arrays(sizes):
-        mx.eval(found)
-        blocks.append(ResidentBlock(found))
+    for _, actual in arrays(sizes):
+        mx.eval(actual)
+        blocks.append(ResidentBlock(actual))
     return Weights(blocks[:-2], *blocks[-2:], **given, streamed=False)
 
 
@@ -113,33 +113,33 @@ def model(spec: Spec) -> Model:
         sizes, tuple(sizes.linear_shapes), 2.0, Rope(sizes.rope_theta), bits=4, product=spec.product,
         store_h=spec.store_h, **tiles,
     )  # fmt: skip
-    made = Model(settings, weights(spec), loss_tiles=spec.loss_tiles, clear=spec.clear)
+    built = Model(settings, weights(spec), loss_tiles=spec.loss_tiles, clear=spec.clear)
     mx.random.seed(1)
-    for held in made.adapter:
+    for held in built.adapter:
         for target, (inputs, outputs) in sizes.linear_shapes.items():
             held[f"{target}.A"] = mx.random.normal((spec.rank, inputs)) / (3 * inputs) ** 0.5
             held[f"{target}.B"] = 0.001 * mx.random.normal((outputs, spec.rank))
-    mx.eval(made.adapter)
-    return made
+    mx.eval(built.adapter)
+    return built
 
 
-def step(spec: Spec, made: Model, ids: np.ndarray, number: int) -> float:
+def step(spec: Spec, built: Model, ids: np.ndarray, number: int) -> float:
     """One step of SGD (the paper's) or of MeZO; the mean loss."""
     labelled = ids.size - len(ids)
     if spec.way == "mezo":
-        return baselines.mezo(made, ids, ids, 0, number, MEZO_SCALE, RATE)
+        return baselines.mezo(built, ids, ids, 0, number, MEZO_SCALE, RATE)
 
     def on_gradient(layer: int, target: str, a: Any, b: Any) -> None:
-        held = made.adapter[layer]
+        held = built.adapter[layer]
         for side, gradient in (("A", a), ("B", b)):
             held[f"{target}.{side}"] = held[f"{target}.{side}"] - RATE * gradient
             mx.eval(held[f"{target}.{side}"])
 
     if spec.way in ("checkpoint", "autodiff"):
         options = {"checkpointed": spec.way == "checkpoint", "tiled": spec.tiled_loss}
-        return baselines.whole(made, ids, ids, labelled, on_gradient, **options) / labelled
+        return baselines.whole(built, ids, ids, labelled, on_gradient, **options) / labelled
     ways = {"manual": Model.forward_backward, "blockwise": baselines.blockwise}
-    return ways[spec.way](made, ids, ids, labelled, on_gradient) / labelled
+    return ways[spec.way](built, ids, ids, labelled, on_gradient) / labelled
 
 
 def trim() -> None:
@@ -156,7 +156,7 @@ def measure(spec: Spec) -> dict[str, Any]:
     if spec.limit:
         mx.set_memory_limit(1)
     idle = anonymous_bytes()
-    made = model(spec)
+    built = model(spec)
     mx.clear_cache()
     gc.collect()
     trim()
@@ -167,7 +167,7 @@ def measure(spec: Spec) -> dict[str, Any]:
     with AnonymousPeak() as anonymous:
         for number in range(spec.steps):
             start = time.perf_counter()
-            losses.append(step(spec, made, ids, number))
+            losses.append(step(spec, built, ids, number))
             seconds.append(time.perf_counter() - start)
     peak = mx.get_peak_memory()
     return {

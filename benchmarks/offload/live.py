@@ -29,9 +29,9 @@ class Pinned:
 
     def buffer(self, size_bytes: int, pin: bool) -> torch.Tensor:
         started = time.perf_counter()
-        made = self.plain(size_bytes, pin)
+        built = self.plain(size_bytes, pin)
         self.seconds, self.bytes = self.seconds + time.perf_counter() - started, self.bytes + size_bytes
-        return made
+        return built
 
 
 PINNED = Pinned()
@@ -127,8 +127,8 @@ class Live:
             self.first_loss = loss if self.first_loss is None else self.first_loss
             segments.append(engine.device.segments() if engine else 0)
         self.variant.flush()
-        found = {"step_s": times, "loss": loss, "segments_constant": len(set(segments)) == 1 if engine else None}
-        return found | {"gpu_peak_bytes": self._watch(False)}
+        by_name = {"step_s": times, "loss": loss, "segments_constant": len(set(segments)) == 1 if engine else None}
+        return by_name | {"gpu_peak_bytes": self._watch(False)}
 
     def _watch(self, begin: bool) -> int | None:
         """Take notes before and after work. Gives the GPU's peak, and adds to what is held."""
@@ -150,7 +150,7 @@ class Live:
 
 
 class Running:
-    """What a benchmark that builds variants one after another keeps: its rows, its clock, the engine's options."""
+    """The state of a benchmark that builds variants one after another: its rows, its clock, the engine's options."""
 
     def __init__(self, args: Any) -> None:
         self.args, self.rows, self.began = args, list[dict[str, Any]](), psutil.Process().create_time()
@@ -199,16 +199,16 @@ class Peak:
         return max(self.value, psutil.Process().memory_info().rss)
 
 
-def merge(found: dict[str, dict[str, Any]], name: str, new: dict[str, Any]) -> None:
+def merge(actual: dict[str, dict[str, Any]], name: str, new: dict[str, Any]) -> None:
     """Put a further run of a variant to those before it."""
-    old = found.get(name)
+    old = actual.get(name)
     if old is not None:
         new["step_s"] = old["step_s"] + new["step_s"]
         if new["gpu_peak_bytes"] is not None:
             new["gpu_peak_bytes"] = max(old["gpu_peak_bytes"], new["gpu_peak_bytes"])
         if new["segments_constant"] is not None:
             new["segments_constant"] = new["segments_constant"] and old["segments_constant"]
-    found[name] = new
+    actual[name] = new
 
 
 def short(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What benchmarks/slideformer/step.py measures on: model shapes with random weights, batches, the machine's rates."""
+"""The models of benchmarks/slideformer/step.py: shapes with random weights, batches, the machine's rates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from benchmarks.common import median
 from ondevice.models.base import Family, ModelDims
@@ -47,7 +48,7 @@ def model_config(shape: str) -> tuple[type[Family], Any]:
         "attn_implementation": "sdpa",
         "max_position_embeddings": 1024 if model_type == "gpt2" else 32768,
     }
-    return family, family.tiny_config(**fields)
+    return family, AutoConfig.for_model(model_type, **family.tiny_config(**fields))
 
 
 def shape_dims(shape: str) -> tuple[ModelDims, list[int]]:
@@ -144,7 +145,7 @@ def copy_rates(device: str) -> dict[str, float]:
     host = [opened.pinned(count, torch.bfloat16) for _ in range(2)]
     there = [opened.empty(count, torch.bfloat16) for _ in range(2)]
     opened.synchronize()
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for name, lanes in {"h2d": ("h2d",), "d2h": ("d2h",), "both": ("h2d", "d2h")}.items():
         times = []
         for _ in range(6):
@@ -155,9 +156,9 @@ def copy_rates(device: str) -> dict[str, float]:
                 opened.copy(lane, target, source)
             opened.synchronize()
             times.append(time.perf_counter() - started)
-        found[name] = 2 * count * len(lanes) / median(times[1:])
+        by_name[name] = 2 * count * len(lanes) / median(times[1:])
     opened.close()
-    return found
+    return by_name
 
 
 def update_rate(kind: str, threads: int, parameters: int) -> float:

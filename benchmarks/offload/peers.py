@@ -1,4 +1,4 @@
-"""What benchmarks/slideformer/step.py compares with: no offload at all, FSDP2 and torchao. One step of each.
+"""The peers that benchmarks/slideformer/step.py compares with: no offload at all, FSDP2 and torchao. One step of each.
 
 All of them keep one input a layer and compute the rest again (checkpointing), attend through SDPA and take the loss of
 `ChunkedLoss`. A step gives the mean loss once it is known; what still runs then belongs to the next one.

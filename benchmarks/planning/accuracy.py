@@ -148,16 +148,16 @@ def measure(source: str, case: Case, repeats: int, program: Path | None = None) 
     common: dict[str, Any] = {"batch_size": batch, "length_tokens": length, "device": "this-cpu"}
     if program is None:
         runs = [in_child("--child", [source, method, *numbers]) for _ in range(repeats)]
-        found = plan(source, method_config(method, values), **common)
+        planned = plan(source, method_config(method, values), **common)
     else:
         in_child("--export", [source, str(program), *numbers])
         runs = [in_child("--child-executorch", [str(program), *numbers[1:]]) for _ in range(repeats)]
         settings = export_config(batch, length)
-        found = plan(source, method_config(method, values), runtime="executorch", export=settings, **common)
-    planned_run = found.total_bytes - found.parts["runtime"]
+        planned = plan(source, method_config(method, values), runtime="executorch", export=settings, **common)
+    planned_run = planned.total_bytes - planned.parts["runtime"]
     if model == "wide" or program is not None:  # its tokenizer is one of bytes, or is not loaded
-        planned_run -= found.parts["tokenizer"]
-    weights = found.parts["weights"] + found.parts.get("packed weights", 0)
+        planned_run -= planned.parts["tokenizer"]
+    weights = planned.parts["weights"] + planned.parts.get("packed weights", 0)
     run = [run["peak"] - run["before"] for run in runs]
     step = [value - weights for value in run]
     changed = " ".join(f"{key}={value}" for key, value in values.items())
@@ -172,9 +172,9 @@ def measure(source: str, case: Case, repeats: int, program: Path | None = None) 
         "run_measured_bytes": run,
         "step_ratio": (planned_run - weights) / median(step),
         "run_ratio": planned_run / median(run),
-        "baseline_planned_bytes": found.parts["runtime"],
+        "baseline_planned_bytes": planned.parts["runtime"],
         "baseline_measured_bytes": [run["baseline"] for run in runs],
-        "parts": found.parts,
+        "parts": planned.parts,
     }
 
 

@@ -16,7 +16,7 @@ from benchmarks.prge.packed import LENGTHS, Packed, PackedModel, Rows, rounded
 from ondevice.data.encode import Dataset
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
-from ondevice.methods.prge.torch import PrgeProgram
+from ondevice.methods.prge.step import PrgeProgram
 from ondevice.runtime_ops import torch_ops
 
 EVAL_ROWS = 128

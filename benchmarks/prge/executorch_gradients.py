@@ -65,19 +65,19 @@ def losses(folder: Path, spec: Spec) -> dict[str, Any]:
 
     program, (loaded, eager) = Program(spec, folder), build_program(spec)
     batches = text_batches(loaded.tokenizer, spec.length)
-    found: dict[str, Any] = {"program": [], "eager": []}
+    by_name: dict[str, Any] = {"program": [], "eager": []}
     for scale in SCALES:
-        for side in found.values():
+        for side in by_name.values():
             side.append([])
         for step, (ids, labels) in enumerate(batches):
             z = generator.normal(SEED, step, NOISE_TENSOR, 1, 0, eager.layout.size)[0] * np.float32(scale)
             copies = np.stack([z, -z])
-            found["program"][-1].append(program.run(ids, labels, copies)[0].tolist())
+            by_name["program"][-1].append(program.run(ids, labels, copies)[0].tolist())
             tensors = [torch.from_numpy(value) for value in (ids, labels, copies)]
             with torch.inference_mode():
                 values = eager.losses(*tensors[:2], lambda start, n, c=tensors[2]: c[:, start : start + n])
-            found["eager"][-1].append(values.tolist())
-    return found
+            by_name["eager"][-1].append(values.tolist())
+    return by_name
 
 
 def text_batches(tokenizer: Any, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -113,7 +113,7 @@ def gradient_rows(losses: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     args = parse_args(__doc__, add_programs)
-    found = {}
+    recalled = {}
     with folder_of(args) as folder:
         for name, values in LOSSES.items():
             spec = replace(Spec(), **values, model=args.model)
@@ -124,12 +124,12 @@ def main() -> None:
             if key not in recall(folder):
                 words = "--losses", str(folder), json.dumps(asdict(spec))
                 remember(folder, key, child("benchmarks.prge.executorch_gradients", *words))
-            found[name] = recall(folder)[key]
-    if not found:
+            recalled[name] = recall(folder)[key]
+    if not recalled:
         raise SystemExit("--cached: expected lowered programs in --programs, found none")
     title = f"Projected gradients of {DIRECTIONS} directions on text, {args.model.split(':')[-1]}, 64 tokens"
     shown = {"title": title, "show_versions": ["torch", "executorch"]}
-    finish("prge/executorch_gradients", gradient_rows(found), args, COLUMNS, **shown)
+    finish("prge/executorch_gradients", gradient_rows(recalled), args, COLUMNS, **shown)
 
 
 if __name__ == "__main__":

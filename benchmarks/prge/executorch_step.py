@@ -1,4 +1,4 @@
-"""What a training step as an ExecuTorch program costs: time, bytes, memory, lowering.
+"""The cost of a training step as an ExecuTorch program: time, bytes, memory, lowering.
 
     python -m benchmarks.prge.executorch_step --programs build/programs --record
     python -m benchmarks.prge.executorch_step --only q4 --programs build/programs
@@ -61,20 +61,20 @@ def goals(rows: list[dict[str, Any]]) -> list[str]:
     """Each goal with its measurement; those whose rows are missing are left out."""
     by_name = {row["config"]: row for row in rows}
     fp32, q4 = by_name.get("fp32"), by_name.get("q4")
-    found: list[tuple[str, float, float, str]] = []
+    limits: list[tuple[str, float, float, str]] = []
     if fp32:
-        found.append(("float32 program", fp32["pte_bytes"] / 1e6, 560, "MB"))
+        limits.append(("float32 program", fp32["pte_bytes"] / 1e6, 560, "MB"))
     if q4:
-        found.append(("q4 program", q4["pte_bytes"] / 1e6, 100, "MB"))
+        limits.append(("q4 program", q4["pte_bytes"] / 1e6, 100, "MB"))
         if q4["step_s"]:
-            found.append(("q4 step at 64 tokens", median(q4["step_s"]), 0.20, "s"))
-        found.append(("q4 peak RSS of the Python process", q4["peak_rss_bytes"] / 1e6, 450, "MB"))
-        found.append(("q4 RSS growth", q4["growth_rss_bytes"] / 1e6, 450, "MB"))
+            limits.append(("q4 step at 64 tokens", median(q4["step_s"]), 0.20, "s"))
+        limits.append(("q4 peak RSS of the Python process", q4["peak_rss_bytes"] / 1e6, 450, "MB"))
+        limits.append(("q4 RSS growth", q4["growth_rss_bytes"] / 1e6, 450, "MB"))
     if fp32 and q4:
-        found.append(("q4 bytes / float32 bytes", q4["pte_bytes"] / fp32["pte_bytes"], 0.30, ""))
+        limits.append(("q4 bytes / float32 bytes", q4["pte_bytes"] / fp32["pte_bytes"], 0.30, ""))
     words = [
         f"{what} {value:.3g} {unit}".strip() + f", goal {limit:g}: {'met' if value <= limit else 'not met'}"
-        for what, value, limit, unit in found
+        for what, value, limit, unit in limits
     ]
     return ["Goals. " + "; ".join(words) + "."] if words else []
 
@@ -82,7 +82,7 @@ def goals(rows: list[dict[str, Any]]) -> list[str]:
 def measure(name: str, spec: Spec, folder: Path) -> dict[str, Any]:
     """One row, without its time."""
     facts = ensure(spec, folder)
-    found = program_memory(spec, folder)
+    peak = program_memory(spec, folder)
     row = {key: getattr(spec, key) for key in ("quantize", "generator", "loss", "length")}
     kept = ("pte_bytes", "planned_bytes", "delegates", "instructions")
     kept += tuple(key for key in facts if key.startswith("lowering_"))
@@ -90,7 +90,7 @@ def measure(name: str, spec: Spec, folder: Path) -> dict[str, Any]:
         "config": name,
         **row,
         "step_s": None,
-        **found,
+        **peak,
         **{key: facts[key] for key in kept},
         "lowered_at_commit": facts["commit"],
     }

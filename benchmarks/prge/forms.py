@@ -23,7 +23,7 @@ from benchmarks.prge.programs import SEED, SMOLLM, recall, remember
 
 @dataclass(frozen=True, eq=True)
 class Form:
-    """What runs: a step with the given settings, or with `inference` one forward of the plain model.
+    """A form that runs: a step with the given settings, or with `inference` one forward of the plain model.
 
     Attributes:
         values: settings of P-RGE (queries, batch_signs, ...); `algorithm1` keeps 2q copies of B as the paper does.
@@ -62,7 +62,7 @@ class Forms:
 
         from ondevice.core.registry import method_config
         from ondevice.methods.prge.layout import AdapterLayout
-        from ondevice.methods.prge.torch import PrgeProgram
+        from ondevice.methods.prge.step import PrgeProgram
         from ondevice.models import load_model
 
         config: Any = method_config("prge", {key: value for key, value in values.items() if key != "algorithm1"})
@@ -85,7 +85,7 @@ class Forms:
             from ondevice.methods.model_loss import row_nll
 
             return torch.inference_mode()(lambda: row_nll(self._plain.family, ids, ids, 8))
-        from ondevice.methods.prge.torch import flat_adapter
+        from ondevice.methods.prge.step import flat_adapter
         from tests.methods.prge.algorithm1 import CopiesState
 
         program = self.program(form.values)

@@ -159,7 +159,7 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.methods.prge.cuda import CudaPrgeProgram, GraphedStep
     from ondevice.methods.prge.layout import AdapterLayout
-    from ondevice.methods.prge.torch import PrgeProgram
+    from ondevice.methods.prge.step import PrgeProgram
     from ondevice.nn.graph_loss import graph_token_nll, weight_tiles
     from ondevice.runtime_ops import torch_ops
 
@@ -222,15 +222,15 @@ def paper(shape: str, length: int, batch: int) -> dict[str, float | None]:
 
 
 def bars(rows: list[dict[str, Any]]) -> list[str]:
-    """What this run says of the bars, one sentence each."""
-    found = {(row["model"], row["length"], row["batch"]): row for row in rows}
+    """Hold this run against the bars, one sentence each."""
+    by_shape = {(row["model"], row["length"], row["batch"]): row for row in rows}
     sentences = []
-    if row := found.get(("Llama2-7B", 64, 1)):
+    if row := by_shape.get(("Llama2-7B", 64, 1)):
         word = "met" if row["speedup"] >= SPEEDUP_BAR else "missed"
         sentences.append(
             f"Llama2-7B, 64 tokens, batch 1: {row['speedup']:.2f} times, the bar of {SPEEDUP_BAR} is {word}."
         )
-    if (row := found.get(("Llama2-7B", 128, 2))) and row["inner_peak_bytes"]:
+    if (row := by_shape.get(("Llama2-7B", 128, 2))) and row["inner_peak_bytes"]:
         word = "met" if row["inner_peak_bytes"] <= MEMORY_BAR_BYTES else "missed"
         peak = row["inner_peak_bytes"] / 1e9
         sentences.append(f"Llama2-7B, 128 tokens, batch 2: {peak:.2f} GB at the peak, the bar of 4.5 GB is {word}.")

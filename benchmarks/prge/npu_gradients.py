@@ -59,7 +59,7 @@ def export(folder: Path, quantize: str) -> Path:
     return folder
 
 
-def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], found: Pairs, save: Any) -> None:
+def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], kept: Pairs, save: Any) -> None:
     """Add to `found` the pairs of this part until each scale has as many directions as `wanted` says."""
     from ondevice.artifact.manifest import read_manifest
     from ondevice.core.config import ExportConfig
@@ -80,7 +80,7 @@ def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], found
     zero = torch.zeros(program.layout.size)
     for number in range(max(wanted.values())):
         for scale, directions in wanted.items():
-            pairs = found.setdefault(f"{scale:g}", {})
+            pairs = kept.setdefault(f"{scale:g}", {})
             if number >= directions or number % part[1] != part[0] or str(number) in pairs:
                 continue
             batch = rows.at(number)
@@ -102,13 +102,13 @@ def collect(folder: Path, wanted: dict[float, int], part: tuple[int, int], found
 
 
 def read_pairs(folder: Path) -> dict[str, Pairs]:
-    """What all processes have found so far."""
-    found: dict[str, Pairs] = {}
+    """Read what all processes have measured so far."""
+    by_weights: dict[str, Pairs] = {}
     for path in sorted(folder.glob("pairs*.json")):
         for weights, scales in json.loads(path.read_text()).items():
             for scale, pairs in scales.items():
-                found.setdefault(weights, {}).setdefault(scale, {}).update(pairs)
-    return found
+                by_weights.setdefault(weights, {}).setdefault(scale, {}).update(pairs)
+    return by_weights
 
 
 def row(weights: str, scale: str, pairs: dict[str, list[float]]) -> dict[str, Any]:
@@ -140,11 +140,11 @@ def main() -> None:
     args = parse_args(__doc__, add, repeats=1)
     args.pairs.mkdir(parents=True, exist_ok=True)
     index, parts = map(int, args.part.split("/"))
-    own, found = args.pairs / f"pairs-{index}-of-{parts}.json", read_pairs(args.pairs)
+    own, kept = args.pairs / f"pairs-{index}-of-{parts}.json", read_pairs(args.pairs)
 
     def save() -> None:
         partial = own.with_suffix(".partial")
-        partial.write_text(json.dumps(found))
+        partial.write_text(json.dumps(kept))
         partial.replace(own)
 
     for weights, quantize in PROGRAMS.items():
@@ -154,12 +154,12 @@ def main() -> None:
         others = OTHER_SCALES if quantize == "none" else ()
         wanted = {PERTURBATION_SCALE: first, **dict.fromkeys(others, args.other_directions)}
         folder = export(args.pairs / quantize, quantize)
-        collect(folder, wanted, (index, parts), found.setdefault(weights, {}), save)
+        collect(folder, wanted, (index, parts), kept.setdefault(weights, {}), save)
     if parts > 1:
         return
     rows = [
         row(weights, scale, pairs)
-        for weights, scales in found.items()
+        for weights, scales in kept.items()
         for scale, pairs in sorted(scales.items(), key=lambda item: float(item[0]))
         if pairs
     ]

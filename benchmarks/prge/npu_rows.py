@@ -87,7 +87,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as temporary:
         model = save_tiny(Path(temporary) / "model", "llama", layers=args.layers, **SHAPE)
-        found = {
+        by_form = {
             form: export(model, Path(temporary) / f"form {number}", changes)
             for number, (form, (changes, _)) in enumerate(FORMS.items())
         }
@@ -98,7 +98,7 @@ def main() -> None:
         seconds = interleaved(steps, repeats=args.repeats)
     first = np.array(seconds["one batch of 8"])
     rows = [
-        {"form": form, **found[form], "step_s": values, "ratio": float(np.median(np.array(values) / first))}
+        {"form": form, **by_form[form], "step_s": values, "ratio": float(np.median(np.array(values) / first))}
         for form, values in seconds.items()
     ]
     finish(

@@ -86,7 +86,7 @@ def predictions(values: dict[str, Any], base: dict[str, Any], dims: Any) -> dict
 
 
 def state_bytes(form: Form, forms: Forms) -> int:
-    """What the form keeps from step to step: B, or 2q copies of it (float32)."""
+    """Return what the form keeps from step to step: B, or 2q copies of it (float32)."""
     copies = 2 * form.values["queries"] if form.values.get("algorithm1") else 1
     return 4 * copies * forms.program(form.values).layout.size
 

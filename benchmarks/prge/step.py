@@ -126,7 +126,7 @@ class Programs:
     def rows(self, repeats: int) -> list[dict[str, Any]]:
         """Time everything in turns; the sequential form is a plain forward for each copy."""
         seconds: Any = interleaved(self.callables, repeats, warmup=2)  # type: ignore[arg-type]
-        found = []
+        measured = []
         for (runtime, length, effective), spec in self.steps.items():
             shape = f"{spec.queries}, {spec.batch}"
             row: dict[str, Any] = {"runtime": runtime, "length": length, "effective": effective, "shape": shape}
@@ -136,16 +136,16 @@ class Programs:
             if one:
                 sequential = [2 * spec.queries * value for value in seconds[one]]
                 step["speedup"] = median(sequential) / median(seconds[spec])
-                found.append(row | {"form": "sequential", "step_s": sequential, "speedup": 1.0})
-                found[-1]["peak_bytes"] = self.memory[one]
+                measured.append(row | {"form": "sequential", "step_s": sequential, "speedup": 1.0})
+                measured[-1]["peak_bytes"] = self.memory[one]
             if one and two:
                 step |= {"inference_s": seconds[one], "inference_peak_bytes": self.memory[one]}
                 step |= {"doubled_s": seconds[two], "doubled_peak_bytes": self.memory[two]}
                 step["ratio"] = self.memory[spec] / self.memory[two]
                 bound = 1.05 * self.memory[one] + self.memory[two] - self.memory[one]
                 step["bound_ratio"] = self.memory[spec] / bound
-            found.append(step)
-        return found
+            measured.append(step)
+        return measured
 
 
 def notes_of(rows: list[dict[str, Any]]) -> list[str]:

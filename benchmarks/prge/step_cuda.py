@@ -111,7 +111,7 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
     from ondevice.methods.model_loss import evaluate_hidden
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.methods.prge.layout import AdapterLayout
-    from ondevice.methods.prge.torch import PrgeProgram
+    from ondevice.methods.prge.step import PrgeProgram
     from ondevice.nn.graph_loss import graph_token_nll, weight_tiles
     from ondevice.runtime_ops import torch_ops
 

@@ -89,8 +89,8 @@ class Trial:
     ) -> dict[str, Any]:
         change, late = (None if x is None else 100 * (x / self.base - 1) for x in (loss, flushed))
         print(f"{self.name}: {network}, {step}: {loss:.4f} ({change:+.2f}%), {late}", flush=True)
-        found = {f"{self.name}_loss": loss, f"{self.name}_change": change, f"{self.name}_late": late}
-        return {"network": network, "step": step, "side_bits": side_bits, **found}
+        by_name = {f"{self.name}_loss": loss, f"{self.name}_change": change, f"{self.name}_late": late}
+        return {"network": network, "step": step, "side_bits": side_bits, **by_name}
 
 
 def candidates(trial: Trial, bits: tuple[int, ...]) -> Iterator[dict[str, Any]]:
@@ -114,7 +114,7 @@ def candidates(trial: Trial, bits: tuple[int, ...]) -> Iterator[dict[str, Any]]:
 
 
 def couplings(loaded: LoadedModel, trial: Trial) -> Iterator[dict[str, Any]]:
-    """What the method offers, as it is."""
+    """The method's own form, as it is."""
     for coupling in ("full", "exact", "paper"):
         network = Reversible(loaded.family, RevffnConfig(coupling=coupling))
         hidden = network.hidden(network.forward(trial.ids))
@@ -141,11 +141,11 @@ def answers(loaded: LoadedModel, path: Path, count: int, length: int) -> Rows:
     from ondevice.data import encode
     from ondevice.data import read_rows as read
 
-    found = [item.example for item in encode(read(path), loaded.tokenizer, max_length_tokens=1024).items]
-    found = [example for example in found if len(example) <= length][:count]
-    longest = max(map(len, found))
-    ids, labels = torch.zeros(len(found), longest, dtype=torch.int64), torch.full((len(found), longest), -100)
-    for row, example in enumerate(found):
+    collected = [item.example for item in encode(read(path), loaded.tokenizer, max_length_tokens=1024).items]
+    collected = [example for example in collected if len(example) <= length][:count]
+    longest = max(map(len, collected))
+    ids, labels = torch.zeros(len(collected), longest, dtype=torch.int64), torch.full((len(collected), longest), -100)
+    for row, example in enumerate(collected):
         ids[row, : len(example)] = torch.tensor(example.ids)
         labels[row, : len(example)] = torch.tensor(example.labels)
     return ids, labels

@@ -117,27 +117,27 @@ def row(family: Family, layers: int, case: tuple[str, str, str, dict[str, Any]],
         network.streams = FloatStreams(torch.float32)
     for parameter in (*family.model.parameters(), *network.adapters.values()):
         parameter.requires_grad_(True)
-    found = measure(network, ids)
-    went = [layer.iteration for layer in found if layer.iteration is not None]
+    measured = measure(network, ids)
+    went = [layer.iteration for layer in measured if layer.iteration is not None]
     words = f"up to {network.config.max_iterations}" if went else None
     if settings:
         words = "1, as in the paper" if settings is ONE else f"{words}, else stored"
-    made = {
+    by_name = {
         "layers": layers,
         "coupling": coupling,
         "streams": streams,
         "compute": compute,
         "iterations": words,
-        "step_error": _finite(max(layer.error for layer in found)),
-        "error": _finite(max(layer.chained for layer in found)),
-        "mismatched_elements": sum(layer.chained_mismatched for layer in found),
+        "step_error": _finite(max(layer.error for layer in measured)),
+        "error": _finite(max(layer.chained for layer in measured)),
+        "mismatched_elements": sum(layer.chained_mismatched for layer in measured),
         "gradient_error": _finite(gradient_error(network, ids)),
         "not_inverted": sum(not i.converged for i in went) if went and settings is not ONE else None,
         "fraction_bits": network.fraction_bits,
-        "by_layer": [_described(layer) for layer in found if layer.iteration is not None],
+        "by_layer": [_described(layer) for layer in measured if layer.iteration is not None],
     }
-    print({key: value for key, value in made.items() if key != "by_layer"}, flush=True)
-    return made
+    print({key: value for key, value in by_name.items() if key != "by_layer"}, flush=True)
+    return by_name
 
 
 def _described(layer: LayerError) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What RevFFN saves: memory by depth on a CPU, and Qwen1.5-MoE-A2.7B's shape trained whole on one GPU.
+"""RevFFN's memory by depth on a CPU, and Qwen1.5-MoE-A2.7B's shape trained whole on one GPU.
 
     python -m benchmarks.revffn.memory                    peak memory at 12, 24 and 48 layers (CPU, or --device cuda)
     python -m benchmarks.revffn.memory --cuda             the paper's Table 1: 14.3B random weights in bfloat16
@@ -66,10 +66,10 @@ def depth(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
             loaded = make("narrow", layers, device=device)
             opened = open_way(loaded, way, **settings)
             opened.step(ids, ids, 0, 1e-5)  # the optimizer's state is made with the first step
-            found = peak_bytes(partial(opened.step, ids, ids, 1, 1e-5), device)
+            peak = peak_bytes(partial(opened.step, ids, ids, 1, 1e-5), device)
             opened.close()
-            first.setdefault(name, found)
-            rows.append({"method": name, "layers": layers, "net_bytes": found, "growth": found / first[name] - 1})
+            first.setdefault(name, peak)
+            rows.append({"method": name, "layers": layers, "net_bytes": peak, "growth": peak / first[name] - 1})
             print(rows[-1], flush=True)
     columns = [
         {"key": "method", "title": "Method"},
@@ -151,13 +151,13 @@ class Gpu:
         if "micro_batch_size" in WAYS[name][1]:
             small, more = 16, 32
         for rows in (small, more):
-            found = self.step(name, rows)
-            if found is None or found[1] > self.limit(name):
+            measured = self.step(name, rows)
+            if measured is None or measured[1] > self.limit(name):
                 break
-            probes.append(found[1])
+            probes.append(measured[1])
         if not probes:
-            found = self.step(name, 2)
-            return 2 if found is not None and found[1] <= self.limit(name) else None
+            measured = self.step(name, 2)
+            return 2 if measured is not None and measured[1] <= self.limit(name) else None
         if len(probes) == 1:
             return small
         each = max(1.0, (probes[1] - probes[0]) / (more - small))
@@ -176,7 +176,7 @@ def table(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
     print(f"{gpu.weights * GIGA:.2f} GB of weights after {gpu.seconds:.0f} s", flush=True)
     rows_of = {name: gpu.largest(name) for name in names}
     print(f"rows {rows_of} after {gpu.seconds:.0f} s", flush=True)
-    found: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
+    by_name: dict[str, list[tuple[float, int]]] = {name: [] for name in names}
     for turn in range(-1, args.repeats):  # the first round warms up
         for name in reversed(names) if turn % 2 else names:
             rows = rows_of[name]
@@ -185,22 +185,24 @@ def table(args: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[s
             one = gpu.step(name, rows)
             while (one is None or one[1] > gpu.limit(name)) and rows > 2:
                 rows = rows_of[name] = max(2, int(rows * 0.9) // 2 * 2)
-                found[name] = []
+                by_name[name] = []
                 one = gpu.step(name, rows)
             if turn >= 0 and one is not None:
-                found[name].append(one)
+                by_name[name].append(one)
         print(f"round {turn} after {gpu.seconds:.0f} s", flush=True)
-    return _rows(gpu, rows_of, found), COLUMNS, _notes(gpu)
+    return _rows(gpu, rows_of, by_name), COLUMNS, _notes(gpu)
 
 
-def _rows(gpu: Gpu, rows_of: dict[str, int | None], found: dict[str, list[tuple[float, int]]]) -> list[dict[str, Any]]:
+def _rows(
+    gpu: Gpu, rows_of: dict[str, int | None], measured: dict[str, list[tuple[float, int]]]
+) -> list[dict[str, Any]]:
     rates = {
         name: [(rows_of[name] or 0) * gpu.args.length / seconds for seconds, _ in steps]
-        for name, steps in found.items()
+        for name, steps in measured.items()
     }
     sft = median(rates["sft"]) if rates.get("sft") else None
     rows = []
-    for name, steps in found.items():
+    for name, steps in measured.items():
         peak, rate = PAPER.get(name, (None, None))
         rows.append({
             "method": name, "rows": rows_of[name] if steps else None,

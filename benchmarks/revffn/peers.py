@@ -214,7 +214,7 @@ def make(shape: str, layers: int | None = None, dtype: torch.dtype = torch.float
     fields: dict[str, Any] = dict(zip(FIELDS, sizes, strict=True))
     fields |= dict(zip(EXPERTS, experts, strict=True)) if experts else {}
     fields |= {"num_hidden_layers": layers or depth, "tie_word_embeddings": False, "max_position_embeddings": 8192}
-    config = family.tiny_config(**fields, attn_implementation="sdpa")
+    config = transformers.AutoConfig.for_model(model_type, **family.tiny_config(**fields), attn_implementation="sdpa")
     name = {"llama": "LlamaForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM"}[model_type]
     with torch.device("meta"):
         model: Any = getattr(transformers, name)(config)
@@ -227,5 +227,5 @@ def make(shape: str, layers: int | None = None, dtype: torch.dtype = torch.float
         model.get_submodule(parent)._parameters[leaf] = nn.Parameter(value, requires_grad=False)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
     model.eval()
-    made = family(model)
-    return SimpleNamespace(model=model, family=made, dims=made.dims, source=None, tokenizer=None)
+    built = family(model)
+    return SimpleNamespace(model=model, family=built, dims=built.dims, source=None, tokenizer=None)

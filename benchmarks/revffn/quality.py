@@ -66,8 +66,8 @@ def run(args: Any, loaded: Any, task: Any, name: str, seed: int) -> dict[str, An
 
     def evaluate() -> float | None:
         way.eval_batch_size, way.lengths_tokens = None, LENGTHS
-        found = evaluate_dataset(way, task.valid, pad, batch_size=64 if args.device == "cuda" else 8)
-        return found.loss if found is not None and math.isfinite(found.loss) else None
+        evaluation = evaluate_dataset(way, task.valid, pad, batch_size=64 if args.device == "cuda" else 8)
+        return evaluation.loss if evaluation is not None and math.isfinite(evaluation.loss) else None
 
     before, tokens, started, spent = evaluate(), 0, time.perf_counter(), 0
     try:
@@ -89,13 +89,13 @@ def rows_of(runs: dict[str, list[dict[str, Any]]], model: str) -> list[dict[str,
     """One row a way, with every seed's figures."""
     base = [one["after"] for one in runs.get("full fine-tuning", []) if one["after"] is not None]
     rows = []
-    for name, found in runs.items():
-        after = [one["after"] for one in found if one["after"] is not None]
+    for name, actual in runs.items():
+        after = [one["after"] for one in actual if one["after"] is not None]
         rows.append({
-            "model": model, "method": name, "seeds": [one["seed"] for one in found],
-            "before": found[0]["before"], "loss": after or None, "failed": len(found) - len(after),
+            "model": model, "method": name, "seeds": [one["seed"] for one in actual],
+            "before": actual[0]["before"], "loss": after or None, "failed": len(actual) - len(after),
             "ratio": median(after) / median(base) if after and base else None,
-            "step_s": [one["step_s"] for one in found], "tokens": found[0]["tokens"],
+            "step_s": [one["step_s"] for one in actual], "tokens": actual[0]["tokens"],
         })  # fmt: skip
     return rows
 
@@ -109,8 +109,8 @@ def merged(paths: list[Path]) -> tuple[list[dict[str, Any]], list[str]]:
         notes += [note for note in document["notes"] if note not in notes]
         for row in document["rows"]:
             losses = iter([*(row["loss"] or []), *[None] * row["failed"]])
-            found = runs.setdefault(row["model"], {}).setdefault(row["method"], [])
-            found += [
+            actual = runs.setdefault(row["model"], {}).setdefault(row["method"], [])
+            actual += [
                 {
                     "before": row["before"],
                     "after": next(losses),
@@ -120,7 +120,7 @@ def merged(paths: list[Path]) -> tuple[list[dict[str, Any]], list[str]]:
                 }
                 for seed, step_s in zip(row["seeds"], row["step_s"], strict=True)
             ]
-    return [row for model, found in runs.items() for row in rows_of(found, model)], notes
+    return [row for model, actual in runs.items() for row in rows_of(actual, model)], notes
 
 
 COLUMNS: list[dict[str, Any]] = [

@@ -145,7 +145,7 @@ def main() -> None:
                 if not tasks:
                     del running[name]
     order = [BASE, *NAMES]
-    rows.sort(key=lambda found: (list(TASKS).index(found["task"]), order.index(found["method"])))
+    rows.sort(key=lambda actual: (list(TASKS).index(actual["task"]), order.index(actual["method"])))
     notes = [
         f"{args.model}, {args.steps} steps of {args.batch_size} rows of Alpaca of at most 256 tokens, one seed. MMLU "
         "with 5 examples, GSM8K without and at most 200 tokens an answer; intervals are Wilson's. MT-Bench: answers "

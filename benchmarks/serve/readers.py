@@ -1,4 +1,4 @@
-"""What 200 readers of a job's events cost the training: steps a second with and without them, in turns, in one job.
+"""The cost of 200 readers of a job's events: steps a second with and without them, in turns, in one job.
 
 Each round watches a running job for some seconds with nobody reading and for as long with all readers connected,
 in alternating order. The readers are one process that does nothing but receive, on this machine too, so their work
@@ -52,7 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def receive(address: str, path: str, count: int, seconds: float) -> list[bytes]:
-    """What `count` readers get in `seconds`."""
+    """Count what `count` readers get in `seconds`."""
     host, port = address.removeprefix("http://").split(":")
     streams: list[bytearray] = [bytearray() for _ in range(count)]
 
@@ -77,9 +77,9 @@ def check(streams: list[bytes], after: int) -> tuple[int, int]:
     """Events received by all readers together, and how many are missing or out of order."""
     frames = lost = 0
     for stream in streams:
-        found = [int(number) for number in ID.findall(stream)]
-        frames += len(found)
-        lost += sum(number != after + place for place, number in enumerate(found, 1)) + (not found)
+        collected = [int(number) for number in ID.findall(stream)]
+        frames += len(collected)
+        lost += sum(number != after + place for place, number in enumerate(collected, 1)) + (not collected)
     return frames, lost
 
 

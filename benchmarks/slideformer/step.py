@@ -170,7 +170,7 @@ class Bench(Running):
 
     def measure(self, live: dict[str, Live], shape: str, rows: int, base: str | None, turn: int) -> None:
         """One batch size: runs of all variants in turns, then their rows. In later groups the base runs briefly."""
-        found: dict[str, dict[str, Any]] = {}
+        by_name: dict[str, dict[str, Any]] = {}
         errors = {name: "not run: it failed before" for name, one in live.items() if one.failed}
         for number in range(self.args.rounds):
             names = [name for name in live if name not in errors]
@@ -181,15 +181,15 @@ class Bench(Running):
                     continue
                 warmup = 1 if number or name in RESIDENT else self.args.warmup
                 try:
-                    merge(found, name, live[name].run(self.data, rows, warmup, share))
+                    merge(by_name, name, live[name].run(self.data, rows, warmup, share))
                 except Exception as error:
                     errors[name] = reason(error)
-        beside = median(found[base]["step_s"]) if base in found else None
+        beside = median(by_name[base]["step_s"]) if base in by_name else None
         for name, one in live.items():
             row = {"shape": shape, "batch": rows, "variant": name, "group": turn}
-            if name in found:
-                row |= self.row(one, shape, rows, found[name], beside)
-            if name in errors or name not in found:
+            if name in by_name:
+                row |= self.row(one, shape, rows, by_name[name], beside)
+            if name in errors or name not in by_name:
                 row["error"] = errors.get(name, "not run: out of time")
             self.add(row)
         if errors:

@@ -38,8 +38,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
     scale, unit = (1.0, "s") if wall >= 0.5 else (1e3, "ms")
     figure, axes = pyplot.subplots(figsize=(12, 0.6 * len(lanes) + 1.4), dpi=130)
     for row, lane in enumerate(lanes):
-        for found, name, start, end in spans:
-            if found != lane:
+        for actual, name, start, end in spans:
+            if actual != lane:
                 continue
             left, width = (start - zero) * scale, (end - start) * scale
             before = lane in ("update", "d2h", "disk") and start < zero

@@ -23,24 +23,32 @@ if TYPE_CHECKING:
 
 TOLERANCE = {
     "none": {"loss": 1e-5, "loss_free": 1e-4, "update": 1e-5, "gradient": 1e-4},
-    "q4": {"loss": 1e-4, "loss_free": 1e-3, "update": 1e-5},
+    "q4": {"loss": 1e-4, "loss_free": 1e-3, "update": 1e-5, "gradient": 1e-4},
     "8da4w": {"loss": 5e-2, "loss_free": 1e-1, "update": 1e-5},
+    "int8": {"loss_free": 1e-4, "gradient": 1e-4},
+    "8da8w": {"loss_free": 5e-2},
 }
-"""Largest errors against eager, relative but for the update's, by quantisation; see `core.program.Agreement`. Measured
-in float32: 6e-7 of a loss from the same state, 5.3e-7 free-running."""
+"""Largest errors against eager over the same rounded weights, relative but for the update's, by quantisation; see
+`core.program.Agreement`. Measured in float32: 6e-7 of a loss from the same state, 5.3e-7 free-running."""
+LEAST = {"8da8w": {"gradient_cosine": 0.9}}
+"""Of what must be large against the same eager PyTorch, whose activations and gradients are not rounded."""
+LEAST_COSINE_FLOAT32 = 0.5
+"""Of the gradient of rounded weights with float32's, where a method measures it; 4 bits have 0.63 on a model that was
+not published in 4 bits."""
 
 
 class AndroidCpu(ExecutorchTarget):
     """ExecuTorch programs for phones' CPUs; they run on any CPU that ExecuTorch supports."""
 
     def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
-        """Settings that only a CPU minds."""
+        """Return settings that only a CPU minds."""
         problems = []
         if job.export.quantize not in TOLERANCE:
-            problems.append(f"quantize {job.export.quantize} is for the NPU; expected {', '.join(TOLERANCE)}")
+            problems.append(f"quantize {job.export.quantize} is for another target; expected {', '.join(TOLERANCE)}")
         if job.export.quantize == "8da4w" and importlib.util.find_spec("torchao") is None:
             problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
-        if job.export.uses_ops and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        program: GraphProgram = self.program(job.method)
+        if program.uses_ops(job.export) and not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
             problems.append(
                 "this program needs the project's ops and no C++ compiler was found: install g++ or clang++"
             )
@@ -50,14 +58,22 @@ class AndroidCpu(ExecutorchTarget):
             problems.append(f"{job.export.quantize} needs dimensions that are multiples of 32: {listed}")
         return problems
 
-    def lower(self, job: ExportJob, built: BuiltProgram) -> tuple[BuiltProgram, Lowered]:
-        """The program in XNNPACK's and the runtime's own kernels."""
+    def lower(self, job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[BuiltProgram, Lowered]:
+        """Return the program in XNNPACK's and the runtime's own kernels."""
         from ondevice.exporters.executorch import lower as lowering
         from ondevice.exporters.executorch.rewrite import rewritten
 
+        if built.shape == "blocks":
+            log.info("lowering %s", ", ".join(module.name for module in built.modules))
+            of_all = [module for module in built.modules if not module.per_layer]
+            of_layers = [module for module in built.modules if module.per_layer]
+            lowered = lowering.lower_portable(of_all, plan_inputs=False)
+            if of_layers:
+                lowered = lowered.with_layers(lowering.lower_portable(of_layers, plan_inputs=False, integers=True))
+            return built, lowered
         log.info("lowering %s: some minutes for 30 layers", ", ".join(module.name for module in built.modules))
         if built.kernels == "portable":
-            return built, lowering.lower_portable(built.modules, plan_inputs=built.shape != "blocks")
+            return built, lowering.lower_portable(built.modules)
         buffers = [tensor.name for tensor in built.state if tensor.kept == "program"]
         with rewritten(built.loaded.model):
             fused = job.export.quantize == "8da4w"
@@ -66,17 +82,17 @@ class AndroidCpu(ExecutorchTarget):
     def check_program(
         self, session: ExecutorchSession, program: GraphProgram, built: BuiltProgram, job: ExportJob
     ) -> tuple[dict[str, Any], list[str]]:
-        """N steps against eager; raises before anything is renamed into place."""
+        """Return N steps against eager; raises before anything is renamed into place."""
         quantize = job.export.quantize
         batches = text_batches(session, built.loaded.tokenizer, job.export.check_steps)
         agreement = program.compare(session, built, batches, job.method.learning_rate)
-        if wrong := beyond(agreement, TOLERANCE[quantize]):
+        if wrong := beyond(agreement, TOLERANCE[quantize], LEAST.get(quantize)):
             raise VerificationError(
                 "the program does not do what eager PyTorch does; nothing was written",
                 expected=", ".join(expected for expected, _ in wrong),
                 received=", ".join(received for _, received in wrong),
             )
-        if quantize != "8da4w" or program.rounding is None:
+        if quantize not in program.rounded or program.rounding is None:
             return agreement.values, []
         from ondevice.models import load_model
 
@@ -88,18 +104,25 @@ class AndroidCpu(ExecutorchTarget):
             job.method,
             lambda steps: text_batches(session, loaded.tokenizer, max(steps, job.export.check_steps)),
         )
+        if not (cosine := values.get("gradient_cosine_float32", 1.0)) >= LEAST_COSINE_FLOAT32:
+            raise VerificationError(
+                f"{quantize} makes another model of this one; nothing was written",
+                expected=f"cosine of its gradient with float32's >= {LEAST_COSINE_FLOAT32:g}",
+                received=f"{cosine:.3g}",
+                hint="--quantize int8 rounds least, none not at all",
+            )
         return agreement.values | values, warnings
 
     def open(self, folder: Path, manifest: Manifest) -> ExecutorchSession:
-        """A session in the ExecuTorch runtime."""
+        """Return a session in the ExecuTorch runtime."""
         from ondevice.exporters.executorch.blocks import BlocksSession
         from ondevice.exporters.executorch.session import ExecutorchSession
 
-        form = BlocksSession if manifest.program_spec.shape == "blocks" else ExecutorchSession
-        return form(folder, manifest)
+        session_type = BlocksSession if manifest.program_spec.shape == "blocks" else ExecutorchSession
+        return session_type(folder, manifest)
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
-        """Steps of the program and of eager, and how far they are apart."""
+        """Run steps of the program and of eager, and measure how far they are apart."""
         request.refuse_directions(manifest.target)
         program, built = self.rebuild(manifest, request)
         session = self.open(folder, manifest)
@@ -107,15 +130,16 @@ class AndroidCpu(ExecutorchTarget):
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
         session.close()
         delegated = "-xnnpack" if built.kernels == "delegated" else ""
-        ok = not beyond(agreement, TOLERANCE[manifest.quantize])
+        ok = not beyond(agreement, TOLERANCE[manifest.quantize], LEAST.get(manifest.quantize))
         return {**agreement.values, "backend": f"{session.backend}{delegated}", "ok": ok}
 
 
 def placement(
     dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, evaluates: bool
 ) -> WeightPlacement:
-    """ExecuTorch maps the file. XNNPACK packs each linear it runs into anonymous memory, once for each loaded
-    method, and does not read the file's copy again; this project's q4 op reads the mapped file itself."""
+    """Place the weights as ExecuTorch does: it maps the file. XNNPACK packs each linear it runs into anonymous memory,
+    once for each loaded method, and does not read the file's copy again; this project's q4 op reads the mapped file
+    itself."""
     if export.quantize == "q4":
         return WeightPlacement(sum(weights), 0, 0, sum(weights))
     loaded = len(export.lengths_tokens) * (2 if evaluates else 1)

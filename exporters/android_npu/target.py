@@ -1,7 +1,12 @@
-"""An export for a Qualcomm NPU: one delegate of all blocks; embedding, noise, loss and update around it on the CPU."""
+"""An export for a Qualcomm NPU: blocks in its delegates; embedding, head, loss and update around them on the CPU.
+
+P-RGE's step is one program with one delegate of all blocks, and is checked by directions. MeSP's has functions of one
+block, compiled for each layer (`layers`), and is checked by the gradient of every tensor.
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +21,7 @@ if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
     from ondevice.core.config import ExportConfig
     from ondevice.core.program import Agreement, BuiltProgram, GraphProgram
-    from ondevice.exporters.android_npu.session import NpuSession
+    from ondevice.exporters.android_npu.session import NpuBlocksSession, NpuSession
     from ondevice.exporters.base import ExportJob
     from ondevice.exporters.executorch.lower import Lowered
     from ondevice.exporters.executorch.session import ExecutorchSession
@@ -29,6 +34,8 @@ TOLERANCE = {"none": {"loss": 1e-2, "update": 1e-5}, "w8": {"loss": 5e-2, "updat
 update, absolute, given the program's own projected gradients: float32 on the CPU."""
 LEAST = {"sign_agreement": 0.85, "correlation": 0.9}
 """Agreement that eight directions must reach: one of them may be so close to zero that its sign is chance."""
+LEAST_COSINE, GRADIENT_LOSS = 0.999, 1e-2
+"""Of each tensor's exact gradient with float32's, and the largest relative error of a loss."""
 ENOUGH = 8
 """Directions below which signs and correlation are reported and not judged."""
 DEFAULT_DIRECTIONS = 8
@@ -50,8 +57,6 @@ class AndroidNpu(ExecutorchTarget):
             problems.append(f"form {config.form} does not go with the NPU: use functional")
         if config.quantize not in TOLERANCE:
             problems.append(f"quantize {config.quantize} is for the CPU; expected none or w8")
-        if config.next_token:
-            problems.append("next_token is for the CPU: the NPU's program has one method")
         if config.uses_ops:
             problems.append("the NPU's program runs on a stock runtime: leave generator and loss at auto")
         narrow = [name for name, (inputs, _) in dims.linear_shapes.items() if inputs < SMALLEST_WIDTH]
@@ -61,21 +66,28 @@ class AndroidNpu(ExecutorchTarget):
             problems.append(f"family {dims.family} has layer norms, which are not lowered to the NPU here")
         return problems
 
-    def lower(self, job: ExportJob, built: BuiltProgram) -> tuple[BuiltProgram, Lowered]:
+    def lower(self, job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[BuiltProgram, Lowered]:
         """The blocks compiled for the chip, and the rest in XNNPACK's and the runtime's own kernels."""
         qnn.load_compiler()
+        if built.parts is not None:
+            from ondevice.exporters.android_npu.layers import lower_layers
+
+            return lower_layers(job, built, folder)
         with qnn.quiet():
             from ondevice.exporters.android_npu.compile import compile_blocks
             from ondevice.exporters.executorch import lower as lowering
-            from ondevice.exporters.executorch.rewrite import rewritten
+            from ondevice.exporters.executorch.rewrite import FusedRMSNorm, rewritten
 
         (soc,) = job.export.soc
         assert built.blocks is not None and built.finish is not None  # noqa: S101 - a program of this kind has them
         log.info("compiling %d blocks for the NPU of %s: two minutes for 30 blocks", built.loaded.dims.layers, soc)
-        module, inputs = built.blocks
-        delegate, seconds = compile_blocks(module, built.loaded.model, inputs, soc, int8=job.export.quantize == "w8")
+        (module, inputs), started = built.blocks, time.perf_counter()
+        with rewritten(built.loaded.model, FusedRMSNorm):
+            int8 = job.export.quantize == "w8"
+            compiled = compile_blocks(module, inputs, soc, method="train_step", int8=int8)
+        seconds = time.perf_counter() - started
         log.info("compiled in %.0f s; lowering the rest", seconds)
-        built = replace(built, modules=built.finish(delegate))
+        built = replace(built, modules=built.finish(compiled.delegate))
         with rewritten(built.loaded.model), qnn.quiet():
             lowered = lowering.lower(built.modules)
         lowered.seconds += seconds
@@ -96,17 +108,23 @@ class AndroidNpu(ExecutorchTarget):
         return {**agreement.values, "backend": session.backend}, []
 
     def _wrong(self, agreement: Agreement, quantize: str) -> list[Any]:
+        if "min_gradient_cosine" in agreement.shares:
+            return beyond(agreement, {"loss_free": GRADIENT_LOSS}, {"min_gradient_cosine": LEAST_COSINE})
         judged = agreement.values["directions"] >= ENOUGH
         return beyond(agreement, TOLERANCE[quantize], LEAST if judged else None)
 
-    def open(self, folder: Path, manifest: Manifest) -> NpuSession:
+    def open(self, folder: Path, manifest: Manifest) -> NpuSession | NpuBlocksSession:
         """A session in the ExecuTorch runtime with QNN's simulator."""
-        from ondevice.exporters.android_npu.session import NpuSession
+        from ondevice.exporters.android_npu.session import NpuBlocksSession, NpuSession
 
-        return NpuSession(folder, manifest)
+        form = NpuBlocksSession if manifest.program_spec.shape == "blocks" else NpuSession
+        return form(folder, manifest)
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
-        """Projected gradients in the simulator and in float32 eager; with several scales, `scales` lists them all."""
+        """Gradients in the simulator and in float32 eager: projected ones, with several scales `scales` lists them all;
+        or exact ones, by tensor."""
+        if manifest.program_spec.shape == "blocks":
+            return self._verify_blocks(folder, manifest, request)
         if request.steps is not None:
             raise ConfigError(
                 "an NPU's program is checked by directions",
@@ -132,6 +150,17 @@ class AndroidNpu(ExecutorchTarget):
         if len(results) > 1:
             answer |= {"scales": results, "ok": all(result["ok"] for result in results)}
         return answer
+
+    def _verify_blocks(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
+        request.refuse_directions("a program with exact gradients")
+        program, built = self.rebuild(manifest, request)
+        session = self.open(folder, manifest)
+        batches = request.batches(session, built.loaded.tokenizer, request.steps or 1)
+        agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
+        wrong = self._wrong(agreement, manifest.quantize)
+        broken = [f"expected {expected}, received {received}" for expected, received in wrong]
+        session.close()
+        return {**agreement.values, "soc": manifest.soc, "backend": session.backend, "broken": broken, "ok": not broken}
 
 
 def placement(

@@ -18,7 +18,7 @@ FUNCTIONS = {"cpu": "functions", "gpu": "functions-gpu"}
 
 
 def device() -> str:
-    """MLX's default device, a key of `FUNCTIONS`."""
+    """Return MLX's default device, a key of `FUNCTIONS`."""
     return "gpu" if mx.default_device().type == mx.DeviceType.gpu else "cpu"
 
 
@@ -45,7 +45,7 @@ class ImportedFunctions:
         self.loaded = {stage: import_function(folder / entry["file"]) for stage, entry in listed.items()}
 
     def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The outputs of `stage` by name.
+        """Return the outputs of `stage` by name.
 
         Raises:
             ArtifactError: there is no trace for these shapes.
@@ -61,7 +61,7 @@ class ImportedFunctions:
 
 
 def import_function(path: Path) -> Any:
-    """A function from its file.
+    """Return a function from its file.
 
     Raises:
         ArtifactError: it is missing, damaged, or was written by another version of MLX.

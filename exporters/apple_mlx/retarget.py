@@ -25,7 +25,7 @@ _TAG = re.compile(
 
 
 def tags(data: bytes) -> list[tuple[int, int, int, str]]:
-    """Place, stream index, device type and operation of every tag in a file."""
+    """Return place, stream index, device type and operation of every tag in a file."""
     operations = []
     for match in _TAG.finditer(data):
         (length,) = struct.unpack("<Q", match["length"])
@@ -36,7 +36,7 @@ def tags(data: bytes) -> list[tuple[int, int, int, str]]:
 
 
 def retarget(data: bytes) -> bytes:
-    """The file for the GPU's default stream.
+    """Return the file for the GPU's default stream.
 
     Raises:
         VerificationError: an operation is on a GPU already.

@@ -25,6 +25,7 @@ from ondevice.exporters.base import (
     check_free,
     check_model,
     describe,
+    name_state,
 )
 
 if TYPE_CHECKING:
@@ -85,16 +86,18 @@ class AppleMlx(Exporter):
             seconds = time.monotonic() - began
             write_manifest(manifest, folder)
             log.info("exported in %.0f s; checking the functions against Python", seconds)
+            # Through the files, as a host reads them: what MLX exports but cannot import again shows here.
             program = self.open(folder, manifest)
             rate = job.method.learning_rate
             check = compare(program, session, files.dims.vocab, job.export.check_steps, rate)
+            program_spec = name_state(manifest.program_spec, program, "adapter/adapter_model.safetensors")
             program.close()
             if not check["ok"]:
                 raise VerificationError(
                     "the exported functions do not do what Python's stages do; nothing was written",
                     received=json.dumps(check),
                 )
-            manifest = manifest.model_copy(update={"check": check})
+            manifest = manifest.model_copy(update={"check": check, "program_spec": program_spec})
             write_manifest(manifest, folder)
             size = sum(path.stat().st_size for path in (folder / functions_folder).iterdir())
         peak = _step_bytes(job, files.dims)
@@ -113,6 +116,7 @@ class AppleMlx(Exporter):
         methods = self.program(job.method).write(
             session, files, job.method, job.export, folder, folder / functions_folder
         )
+        # Operations carry the device that they were recorded on, and a Mac runs on its GPU.
         if functions_folder == FUNCTIONS["cpu"]:
             (folder / FUNCTIONS["gpu"]).mkdir()
             for path in (folder / functions_folder).iterdir():
@@ -144,7 +148,7 @@ class AppleMlx(Exporter):
         return manifest, functions_folder
 
     def open(self, folder: Path, manifest: Manifest, streamed: bool | None = None) -> ProgramSession:
-        """A session on MLX's default device.
+        """Return a session on MLX's default device.
 
         Args:
             streamed: read the weights block by block; None: as the method's settings say.
@@ -156,7 +160,7 @@ class AppleMlx(Exporter):
         return program.open(Path(folder), manifest, ImportedFunctions(Path(folder), listed), streamed)
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
-        """The artifact's functions against Python's own stages over the model's own files."""
+        """Return the artifact's functions against Python's own stages over the model's own files."""
         from ondevice.models import open_model
 
         request.refuse_directions(manifest.target)
@@ -173,7 +177,7 @@ class AppleMlx(Exporter):
 
 
 def random_batch(session: Any, vocab: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of the program's shape, buckets in turn; prompts are not trained on, rows end early."""
+    """Return a batch of the program's shape, buckets in turn; prompts are not trained on, rows end early."""
     random = np.random.default_rng([session.seed, step])
     length = session.lengths_tokens[step % len(session.lengths_tokens)]
     ids = random.integers(0, vocab, (session.batch_size, length))
@@ -220,7 +224,7 @@ def _step_bytes(job: ExportJob, dims: Any) -> int:
 
 
 def readme(manifest: Manifest, functions_folder: str) -> str:
-    """The artifact's README; `functions_folder` is the folder of the functions that MLX exported."""
+    """Return the artifact's README; `functions_folder` is the folder of the functions that MLX exported."""
     places = {
         "functions": "the CPU, shared by all layers, weights are inputs; `functions-gpu/`: for Metal.",
         "functions-gpu": "Metal, shared by all layers, weights are inputs; for the CPU there is none.",

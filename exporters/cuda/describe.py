@@ -24,7 +24,7 @@ WORDS = {
 
 
 def program(job: ExportJob, dtype: str, weights_sha256: str) -> str:
-    """`program.json`: the method, how the weights are kept, and which weights these are."""
+    """Describe in `program.json` the method, how the weights are kept, and which weights these are."""
     described = {
         "format": FORMAT,
         "method": job.method.model_dump(mode="json"),
@@ -38,7 +38,7 @@ def program(job: ExportJob, dtype: str, weights_sha256: str) -> str:
 
 
 def manifest(spec: TargetSpec, job: ExportJob, loaded: LoadedModel, program: TorchProgram) -> Manifest:
-    """The manifest, without its check and its files' hashes."""
+    """Return the manifest, without its check and its files' hashes."""
     method, lengths = job.method, tuple(sorted(job.export.lengths_tokens))
     planned = step_bytes(loaded.dims, method, job.export.batch_size, max(lengths))
     noise = getattr(method, "noise", "none")
@@ -64,13 +64,13 @@ def manifest(spec: TargetSpec, job: ExportJob, loaded: LoadedModel, program: Tor
 
 
 def step_bytes(dims: ModelDims, method: Any, batch_size: int, length_tokens: int, activation_bytes: int = 2) -> int:
-    """Bytes of a step beside weights and adapter."""
+    """Return bytes of a step beside weights and adapter."""
     parts = spec_of(method).memory_model.step(dims, method, batch_size, length_tokens, activation_bytes)
     return sum(size for part, size in parts.items() if part not in ("adapter", "optimizer"))
 
 
 def trained_numbers(dims: ModelDims, method: Any, trains_a: bool) -> int:
-    """Numbers that training changes."""
+    """Return numbers that training changes."""
     layers = min(dims.layers, getattr(method, "top_layers", None) or dims.layers)
     shapes = [dims.linear_shape(linear) for linear in method.target_modules]
     return layers * method.rank * sum(outputs + inputs * trains_a for inputs, outputs in shapes)
@@ -85,7 +85,7 @@ def _method(job: ExportJob, length: int, planned_bytes: int) -> ProgramMethod:
 
 
 def launcher(memory_limit: str | int | None) -> str:
-    """`run.sh`: `ondevice run` on the folder that it lies in."""
+    """Return `run.sh`: `ondevice run` on the folder that it lies in."""
     limit = f'    set -- --memory-limit "${{ONDEVICE_MEMORY_LIMIT:-{memory_limit}}}" "$@"\n' if memory_limit else ""
     guard = f'case " $* " in\n*" --memory-limit "*) ;;\n*)\n{limit}    ;;\nesac\n' if limit else ""
     return f"""#!/bin/sh
@@ -98,7 +98,7 @@ export TOKENIZERS_PARALLELISM=false
 
 
 def readme(manifest: Manifest, dtype: str, files: tuple[str, ...]) -> str:
-    """The artifact's README."""
+    """Return the artifact's README."""
     method = manifest.method
     lengths = ", ".join(map(str, manifest.lengths_tokens))
     caveats = "".join(f"\n**{caveat}.**\n" for caveat in manifest.caveats)

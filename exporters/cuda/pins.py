@@ -80,6 +80,7 @@ SERVER = """# Linux with an NVIDIA GPU and a driver for CUDA 13.
 
 
 def requirements(head: str, wheels: bool = True) -> str:
-    """A requirements file under its instructions; without `wheels` torch and bitsandbytes are installed apart."""
+    """Return a requirements file under its instructions; without `wheels` torch and bitsandbytes are installed
+    apart."""
     pins = ({"torch": TORCH, "bitsandbytes": BITSANDBYTES} if wheels else {}) | PYTHON
     return head + "".join(f"{name}=={version}\n" for name, version in pins.items())

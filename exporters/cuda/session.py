@@ -72,7 +72,7 @@ class TorchProgramSession(ProgramSession):
         return open_session(self.loaded, self.config, self.seed, str(self.device))
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One optimizer step; see `Session.step`."""
+        """Run one optimizer step; see `Session.step`."""
         self._bucket(ids)
         if ids.shape[0] != self.batch_size:
             raise ArtifactError(
@@ -83,7 +83,7 @@ class TorchProgramSession(ProgramSession):
         return self.session.step(ids, labels, step, learning_rate)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
+        """Compute row losses and token counts; see `Session.evaluate`."""
         self._bucket(ids)
         return self.session.evaluate(ids, labels)
 
@@ -96,7 +96,7 @@ class TorchProgramSession(ProgramSession):
             )
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
-        """The update alone; see `Session.apply_update`."""
+        """Apply the update alone; see `Session.apply_update`."""
         self.session.apply_update(projected_gradients, step, learning_rate)
 
     def state(self) -> dict[str, np.ndarray]:
@@ -108,7 +108,7 @@ class TorchProgramSession(ProgramSession):
         self.session.load_state(state)
 
     def adapter(self) -> Adapter:
-        """The trained adapter in PEFT's layout."""
+        """Return the trained adapter in PEFT's layout."""
         return self.session.adapter()
 
     def load_adapter(self, adapter: Adapter) -> None:

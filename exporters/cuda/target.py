@@ -24,11 +24,13 @@ from ondevice.exporters.base import (
     VerifyRequest,
     check_free,
     check_model,
+    name_state,
     size_problems,
     text_batches,
 )
 
 if TYPE_CHECKING:
+    from ondevice.artifact.manifest import ProgramSpec
     from ondevice.core.program import Batch, TorchProgram
     from ondevice.exporters.cuda.session import TorchProgramSession
     from ondevice.models import ModelDims
@@ -100,10 +102,11 @@ class Cuda(Exporter):
                 (folder / name).write_text(text, encoding="utf-8")
             (folder / "run.sh").chmod(0o755)
             seconds = time.monotonic() - began
+            # Before the check, which opens the folder as a user would; an error there discards all of it.
             write_manifest(manifest, folder)
             log.info("written in %.0f s; checking it against plain layers", seconds)
-            check = self._hold(folder, manifest, loaded, job, dtype)
-            manifest = manifest.model_copy(update={"check": check})
+            check, program_spec = self._hold(folder, manifest, loaded, job, dtype)
+            manifest = manifest.model_copy(update={"check": check, "program_spec": program_spec})
             write_manifest(manifest, folder)
             size = (folder / "model" / "model.safetensors").stat().st_size
         planned = {name: method.planned_bytes for name, method in manifest.program_spec.methods.items()}
@@ -112,8 +115,11 @@ class Cuda(Exporter):
             custom_ops=(), check=check, warnings=manifest.caveats, partition={"train_step": ()},
         )  # fmt: skip
 
-    def _hold(self, folder: Path, manifest: Manifest, loaded: Any, job: ExportJob, dtype: str) -> dict[str, Any]:
-        """Raises where the written session is not the method over the same weights."""
+    def _hold(
+        self, folder: Path, manifest: Manifest, loaded: Any, job: ExportJob, dtype: str
+    ) -> tuple[dict[str, Any], ProgramSpec]:
+        """Return the check, and the program with its state's names; raises where the written session is not the method
+        over the same weights."""
         from ondevice.nn.packed import unpack_model
 
         session = self._open(folder, manifest, "cpu")
@@ -121,16 +127,17 @@ class Cuda(Exporter):
         reference = open_session(loaded, job.method, job.seed)
         batches = text_batches(session, loaded.tokenizer, job.export.check_steps)
         check = compare(session, reference, batches, job.method.learning_rate, dtype)
+        program_spec = name_state(manifest.program_spec, session)
         session.close()
         if not check["ok"]:
             raise VerificationError(
                 "the artifact does not do what the method does over the same weights; nothing was written",
                 received=json.dumps(check),
             )
-        return check
+        return check, program_spec
 
     def open(self, folder: Path, manifest: Manifest) -> TorchProgramSession:
-        """A session on the GPU where there is one, else on the CPU."""
+        """Return a session on the GPU where there is one, else on the CPU."""
         return self._open(folder, manifest, None)
 
     def _open(self, folder: Path, manifest: Manifest, device: str | None) -> TorchProgramSession:
@@ -139,7 +146,8 @@ class Cuda(Exporter):
         return TorchProgramSession(folder, manifest, device)
 
     def verify(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
-        """Packed weights against the original model's, rounded in the same way, in plain layers on the same device."""
+        """Return packed weights against the original model's, rounded in the same way, in plain layers on the same
+        device."""
         from ondevice.models import load_model
         from ondevice.nn.packed import pack_model, unpack_model
 
@@ -189,6 +197,7 @@ def compare(session: Any, reference: Any, batches: Iterable[Batch], learning_rat
     loss, adapter, update = max(errors), max(adapter_errors), float(np.max(update_errors))
     limit = TOLERANCE["cpu" if session.backend == "torch-cpu" else dtype]
     within = loss <= limit and evaluation <= limit and update <= UPDATE_TOLERANCE[dtype]
+    # On a CPU both sides run the same kernels, so the adapters must agree in absolute terms too.
     if session.backend == "torch-cpu":
         within = within and adapter <= TOLERANCE["cpu"]
     return {
@@ -233,8 +242,10 @@ def _settings(job: ExportJob) -> list[str]:
 
 def _sizes(job: ExportJob, dims: ModelDims) -> list[str]:
     """Settings that the model's dimensions stand against."""
+    from ondevice.models import families_with
+
     if not dims.gated:
-        return [f"{dims.family} has no layers that this target packs: llama, mistral or qwen2"]
+        return [f"{dims.family} has no layers that this target packs: {', '.join(families_with('gate_proj'))}"]
     for linear in job.method.target_modules:
         dims.linear_shape(linear)
     return size_problems(job, dims)

@@ -6,24 +6,30 @@ its update (MeSP, section 4.2). Only block inputs, the adapter and the optimizer
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.artifact.weights import MappedWeights
-from ondevice.core.errors import ArtifactError, TrainingError
-from ondevice.core.session import StepResult
-from ondevice.exporters.executorch.session import ExecutorchSession
+from ondevice.core.errors import ArtifactError, CheckpointError, TrainingError
+from ondevice.core.program import LOWEST
+from ondevice.core.session import IGNORE, StepResult
+from ondevice.exporters.executorch.session import ExecutorchSession, load_runtime
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ondevice.artifact.manifest import Manifest, TensorPort
 
-LOWEST = -1e30
-"""The largest logit before the first tile."""
-IGNORE = -100
+LOSS_SCALE = "loss_scale"
+LOWER_RATE = "resume from the last checkpoint with a lower learning rate"
+RELOAD = "copy the artifact again, or export it again"
+SMALLEST_LOSS_SCALE = 1.0
+"""A step that is not finite at this scale is an error."""
+
+log = logging.getLogger("ondevice.exporters")
 
 
 class BlocksSession(ExecutorchSession):
@@ -38,7 +44,6 @@ class BlocksSession(ExecutorchSession):
         import torch
 
         self.weights = MappedWeights(self.folder / str(self.spec.weights))
-        self._partially_updated = False
         self._frozen_tensors: dict[str, Tensor] = {}
         for method in self.spec.methods.values():
             for port in method.inputs:
@@ -53,11 +58,18 @@ class BlocksSession(ExecutorchSession):
         """(first row, first row that no tile before had) of each tile; all have the same number of rows."""
         self.head_rows = self.spec.methods["head_sums"].inputs[0].shape[0]
 
+    def restart(self) -> None:
+        """See `ExecutorchSession.restart`."""
+        super().restart()
+        self.loss_scale = self.spec.loss_scale
+        self._partially_updated = False
+
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """One training step; see `Session.step`.
 
         Raises:
-            TrainingError: a loss or gradient is not finite; nothing has changed if it is the loss or the head's.
+            TrainingError: a loss or gradient is not finite; nothing has changed if it is the loss or the head's, or if
+                the loss is scaled. There the step is left out, and the scale halved, as long as it can be.
         """
         self._check_whole()
         size = self._size(self.batch_size, ids)
@@ -65,27 +77,47 @@ class BlocksSession(ExecutorchSession):
         nll, counts, g = self._head(x, labels, gradient=True)
         loss = float(nll.sum() / max(1, counts.sum()))
         if not (np.isfinite(loss) and bool(g.isfinite().all())):
-            hint = "resume from the last checkpoint with a lower learning rate"
-            raise TrainingError(f"step {step}: the loss is not finite; nothing was updated", received=loss, hint=hint)
-        scalars, name = self._scalars(step, learning_rate), f"block_backward_{size}"
-        tensors = {key: _tensor(value) for key, value in scalars.items()}
+            raise TrainingError(
+                f"step {step}: the loss is not finite; nothing was updated", received=loss, hint=LOWER_RATE
+            )
+        # Where the loss is scaled a step may overflow half-way: it is then undone, whole.
+        before = {name: value.copy() for name, value in self._state.items()} if self.loss_scale else None
         self._partially_updated = True
-        for layer in reversed(range(self.spec.layers)):
-            given = {**tensors, "hidden": inputs.pop(), "gradient": g}
-            outputs = self._call_block(name, given, layer)
-            g = outputs["gradient"]
-            for tensor in self.spec.state:
-                new = outputs[f"state {tensor.name}"]
-                if tensor.role == "adapter" and not bool(new.isfinite().all()):
-                    raise TrainingError(
-                        f"step {step}: the gradient of layer {layer} is not finite",
-                        hint="resume from the last checkpoint with a lower learning rate",
-                    )
-                self._range(tensor.name, layer)[:] = new.numpy()
+        overflow = self._backward(inputs, g, size, self._scalars(step, learning_rate))
+        if overflow is not None and before is not None:
+            self._state, self._partially_updated = before, False
+            self._halve_loss_scale(step, overflow)
+            return StepResult(loss, (loss,))
+        if overflow is not None:
+            raise TrainingError(f"step {step}: the gradient of layer {overflow} is not finite", hint=LOWER_RATE)
         self._partially_updated = False
         for counter in self.counts:
             self.counts[counter] += 1
         return StepResult(loss, (loss,))
+
+    def _halve_loss_scale(self, step: int, layer: int) -> None:
+        assert self.loss_scale is not None  # noqa: S101 - the caller looked
+        message = f"step {step}: the gradient of layer {layer} is not finite; nothing was updated"
+        if self.loss_scale <= SMALLEST_LOSS_SCALE:
+            raise TrainingError(message, received=f"loss scale {self.loss_scale:g}", hint=LOWER_RATE)
+        self.loss_scale /= 2
+        log.warning("%s; the loss scale is now %g", message, self.loss_scale)
+
+    def _backward(self, inputs: list[Tensor], g: Tensor, size: str, scalars: dict[str, np.ndarray]) -> int | None:
+        """Every block's backward pass and update, from the last; the layer at which a number was not finite."""
+        given = {key: _tensor(value) for key, value in scalars.items()}
+        if self.loss_scale:
+            given[LOSS_SCALE] = _tensor(np.array([self.loss_scale], np.float32))
+        for layer in reversed(range(self.spec.layers)):
+            given |= {"hidden": inputs.pop(), "gradient": g}
+            outputs = self._call_block(f"block_backward_{size}", given, layer)
+            g = outputs["gradient"]
+            for tensor in self.spec.state:
+                new = outputs[f"state {tensor.name}"]
+                if tensor.role == "adapter" and not bool(new.isfinite().all()):
+                    return layer
+                self._range(tensor.name, layer)[:] = new.numpy()
+        return None
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
@@ -109,11 +141,16 @@ class BlocksSession(ExecutorchSession):
     def state(self) -> dict[str, np.ndarray]:
         """See `Session.state`."""
         self._check_whole()
-        return super().state()
+        scale = {} if self.loss_scale is None else {LOSS_SCALE: np.array([self.loss_scale], np.float32)}
+        return {**super().state(), **scale}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """See `Session.load_state`."""
+        if self.loss_scale is not None and LOSS_SCALE not in state:
+            raise CheckpointError(f"the checkpoint lacks {LOSS_SCALE}", hint="resume from an older checkpoint")
         super().load_state({name: value.copy() for name, value in state.items()})  # a step writes into it
+        if self.loss_scale is not None:
+            self.loss_scale = float(state[LOSS_SCALE][0])
         self._partially_updated = False
 
     def close(self) -> None:
@@ -142,7 +179,8 @@ class BlocksSession(ExecutorchSession):
         return inputs, x
 
     def _head(self, x: Tensor, labels: np.ndarray, gradient: bool) -> tuple[np.ndarray, np.ndarray, Tensor]:
-        """Each row's summed negative log likelihood and labelled tokens, and the mean loss's gradient of x.
+        """Each row's summed negative log likelihood and labelled tokens, and the mean loss's gradient of x, times the
+        loss scale.
 
         Only positions with a label go through the head, `head_rows` at a time; the last of them are filled up with
         rows of weight 0.
@@ -158,7 +196,7 @@ class BlocksSession(ExecutorchSession):
             places = where[start : start + self.head_rows]
             wanted, scale = np.full(self.head_rows, -1, np.int64), np.zeros(self.head_rows, np.float32)
             wanted[: places.size] = targets.reshape(-1)[places]
-            scale[: places.size] = 1.0 / where.size
+            scale[: places.size] = (self.loss_scale or 1.0) / where.size
             hidden = torch.zeros(self.head_rows, x.shape[1])
             hidden[: places.size] = x[places]
             given = {"hidden": hidden, "targets": _tensor(wanted), "token_scale": _tensor(scale)}
@@ -166,7 +204,9 @@ class BlocksSession(ExecutorchSession):
             for tile in self.tiles:
                 sums = list(self._tile("head_sums", given, sums, tile).values())
             maximum, total, logit = (value.numpy() for value in sums)
-            rows = (maximum + np.log(total) - logit)[: places.size]
+            # In float64, so that every host rounds it alike: numpy's float32 logarithm differs between processors.
+            logarithm = np.log(total.astype(np.float64)).astype(np.float32)
+            rows = (maximum + logarithm - logit)[: places.size]
             np.add.at(nll, places // labels.shape[1], rows)
             if gradient:
                 given["gradient"] = torch.zeros_like(hidden)
@@ -201,9 +241,23 @@ class BlocksSession(ExecutorchSession):
                 inputs.append(_tensor(self._range(port.name, layer)))
             else:
                 inputs.append(given[_key(port)])
-        if name not in self._methods:
-            self._load(name)
-        return dict(zip(map(_key, method.outputs), self._methods[name].execute(inputs), strict=True))
+        outputs = self._method(name, layer).execute(inputs)
+        return dict(zip(map(_key, method.outputs), outputs, strict=True))
+
+    def _method(self, name: str, layer: int) -> Any:
+        """A method to execute. One that every layer has its own of is not kept, because its weights were packed into
+        memory when it was loaded."""
+        file = self.spec.methods[name].program
+        if file is None:
+            if name not in self._methods:
+                self._load(name)
+            return self._methods[name]
+        path = self.folder / file.format(layer=layer)
+        try:
+            program = load_runtime().load_program(str(path))
+            return program.load_method(name)
+        except RuntimeError as error:
+            raise ArtifactError(f"the runtime cannot load {path}", received=str(error), hint=RELOAD) from None
 
     def _range(self, name: str, layer: int) -> np.ndarray:
         """A layer's part of a state tensor, in its memory."""

@@ -5,23 +5,22 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
 from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
+from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.backends.xnnpack.utils.utils import get_input_node, is_param_node
 from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
-from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.passes import MemoryPlanningPass
 from executorch.exir.passes.init_mutable_pass import InitializedMutableBufferPass
-from torch.fx.traceback import NodeSource
 
 from ondevice.exporters.executorch.partition import shares
+from ondevice.exporters.executorch.shortcuts import shortcuts
 from ondevice.runtime_ops.graph import deduplicate, edge_compile_config
 
 if TYPE_CHECKING:
@@ -61,29 +60,27 @@ class Lowered:
     partition: dict[str, tuple[Share, ...]]
     """Shares of each method by backend."""
     graph_sizes: dict[str, int] = field(default_factory=dict)
+    of_layers: bytes | None = None
+    """The program of the methods that every layer has its own of, with markers in the place of its weights."""
 
-
-@contextmanager
-def shared_records() -> Iterator[None]:
-    """Let copies of a graph share what never changes once it is made: where nodes came from, and finished delegates.
-
-    torch.fx copies both, deeply, in every one of some four hundred passes of a lowering; one is as good as its copy
-    (measured: the provenance alone is a fifth of the time of a lowering).
-    """
-    original_deepcopy = LoweredBackendModule.__deepcopy__
-    NodeSource.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
-    LoweredBackendModule.__deepcopy__ = lambda self, memo: self
-    try:
-        yield
-    finally:
-        del NodeSource.__deepcopy__  # type: ignore[attr-defined]
-        LoweredBackendModule.__deepcopy__ = original_deepcopy
+    def with_layers(self, layers: Lowered) -> Lowered:
+        """This program and that of the layers' methods as one artifact's."""
+        both = {
+            name: getattr(self, name) | getattr(layers, name)
+            for name in ("planned_bytes", "ops", "delegates", "partition", "graph_sizes")
+        }
+        return Lowered(self.buffer, seconds=self.seconds + layers.seconds, of_layers=layers.buffer, **both)
 
 
 def xnnpack_partitioner() -> XnnpackPartitioner:
     """All of XNNPACK's ops, with the shared-weight rule for linears."""
     configs = [SharedWeightLinearConfig if config is LinearConfig else config for config in ALL_PARTITIONER_CONFIGS]
     return XnnpackPartitioner(configs=configs)
+
+
+def integer_partitioner() -> XnnpackPartitioner:
+    """XNNPACK's linears over dynamically quantised activations."""
+    return XnnpackPartitioner(configs=[LinearConfig], config_precisions=[ConfigPrecisionType.DYNAMIC_QUANT])
 
 
 def lower(methods: Sequence[ProgramModule], *, buffers: Sequence[str] = (), quantized_fusion: bool = False) -> Lowered:
@@ -96,7 +93,7 @@ def lower(methods: Sequence[ProgramModule], *, buffers: Sequence[str] = (), quan
     """
     started = time.perf_counter()
     logging.getLogger("executorch").setLevel(logging.ERROR)
-    with torch.no_grad(), shared_records(), warnings.catch_warnings():
+    with torch.no_grad(), shortcuts(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         exported = {
             method.name: deduplicate(torch.export.export(method.module.eval(), method.example_inputs(), strict=False))
@@ -120,7 +117,7 @@ def lower(methods: Sequence[ProgramModule], *, buffers: Sequence[str] = (), quan
     return lowered(edge, program, methods, started)
 
 
-def lower_portable(methods: Sequence[ProgramModule], *, plan_inputs: bool = True) -> Lowered:
+def lower_portable(methods: Sequence[ProgramModule], *, plan_inputs: bool = True, integers: bool = False) -> Lowered:
     """Export and serialise `methods` into one program of the runtime's own kernels; weights are stored once.
 
     Nothing is delegated: products read the frozen weights in the mapped file, so that all the memory a step takes is
@@ -130,15 +127,22 @@ def lower_portable(methods: Sequence[ProgramModule], *, plan_inputs: bool = True
     Args:
         methods: modules with example inputs.
         plan_inputs: False leaves inputs where a caller has them, so that a weight that goes in is never copied.
+        integers: products of constants in 8 bits with activations that are rounded as they come are XNNPACK's, and
+            nothing else is.
     """
+    import executorch.kernels.quantized  # noqa: F401 - registers the kernels that make packed weights dense
+
     started = time.perf_counter()
     logging.getLogger("executorch").setLevel(logging.ERROR)
     linear = [torch.ops.aten.linear.default]  # its decomposition would copy every weight to transpose it
-    with torch.no_grad(), shared_records(), warnings.catch_warnings():
+    with torch.no_grad(), shortcuts(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         edge = to_edge_transform_and_lower(
             {m.name: torch.export.export(m.module.eval(), m.example_inputs(), strict=False) for m in methods},
-            compile_config=EdgeCompileConfig(preserve_ops=linear, _core_aten_ops_exception_list=linear),
+            partitioner={m.name: [integer_partitioner()] for m in methods} if integers else None,
+            compile_config=EdgeCompileConfig(
+                preserve_ops=linear, _core_aten_ops_exception_list=linear, _check_ir_validity=not integers
+            ),
         )
         planning = MemoryPlanningPass(alloc_graph_input=plan_inputs)
         program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))

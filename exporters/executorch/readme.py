@@ -6,7 +6,7 @@ from ondevice.artifact.manifest import Manifest, TensorPort
 
 
 def readme(manifest: Manifest) -> str:
-    """Text for a person who has only the folder."""
+    """Return text for a person who has only the folder."""
     ops = ", ".join(manifest.custom_ops) or "none: a stock runtime runs it"
     return f"""# A training program for {manifest.model.source}
 
@@ -40,6 +40,29 @@ for each tile of the vocabulary's {program.vocab} rows, and `block_backward` fro
 of role `frozen` lie in `{program.weights}`, aligned to 64 bytes: map the file and hand them in where they are, with
 the layer's number for `{{layer}}`. A layer's part of a state tensor is one of {program.layers} equal ranges; put it
 back as it comes out. {_starts(manifest)}; {_counts(manifest)}.
+{_layer_files(manifest)}{_loss_scale(manifest)}"""
+
+
+def _layer_files(manifest: Manifest) -> str:
+    """Describe functions that are in a file for each layer."""
+    places = {method.program: name for name, method in manifest.program_spec.methods.items() if method.program}
+    if not places:
+        return ""
+    where = f" and run on the NPU of {manifest.soc}" if manifest.soc else ""
+    files = " and ".join(f"`{file}`" for file in places)
+    return f"""
+The functions of a block hold a layer's weights{where}: load them, under the same names, from {files}, and let them go.
+"""
+
+
+def _loss_scale(manifest: Manifest) -> str:
+    """Describe what a host does where gradients are in float16."""
+    scale = manifest.program_spec.loss_scale
+    if scale is None:
+        return ""
+    return f"""
+Multiply `token_scale` by a number that begins at {scale:g}, and pass it as `loss_scale`, too. Keep a copy of the state
+while a step runs: if a number of the new adapter is not finite, take the copy back, halve that number and go on.
 """
 
 

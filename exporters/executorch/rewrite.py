@@ -49,7 +49,7 @@ class FusedRMSNorm(nn.Module):
 def grouped_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention with the queries of a group stacked as rows.
+    """Return causal attention with the queries of a group stacked as rows.
 
     Args:
         query: [rows, heads, tokens, head_dim]; key, value: [rows, kv_heads, tokens, head_dim].
@@ -73,7 +73,7 @@ def grouped_attention(
 
 @contextmanager
 def rewritten(model: nn.Module, norm: type[nn.Module] = ProductRMSNorm) -> Iterator[None]:
-    """Within the block, `model` has norms and attention in the forms above."""
+    """Give `model`, within the block, norms and attention in the forms above."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION, grouped_attention)
     config: Any = model.config
     before = config._attn_implementation

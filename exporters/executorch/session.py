@@ -7,13 +7,17 @@ step to step, and where the trained matrices lie in the flat adapter vector.
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.adapter_fit import check_fits, check_frozen_a
 from ondevice.artifact.files import read_tensors
 from ondevice.artifact.manifest import Manifest
 from ondevice.core.errors import ArtifactError, CheckpointError, MissingPackageError
@@ -22,7 +26,7 @@ from ondevice.core.session import ProgramSession, StepResult
 from ondevice.exporters.executorch.quiet import without_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from ondevice.artifact.manifest import AdapterEntry, StateTensor
 
@@ -30,25 +34,43 @@ CHATTER = "[cpuinfo_utils.cpp"
 """ExecuTorch's message about a processor that it does not know."""
 KINDS = ("train_step", "evaluate", "next_token")
 """Methods that run the model."""
-A_ERROR = 1e-6
-"""Tolerance for the frozen A: another machine's logarithm and sine have other last bits."""
 
 
 def load_runtime() -> Any:
-    """The ExecuTorch runtime of this process.
+    """Return the ExecuTorch runtime of this process.
 
     Raises:
         MissingPackageError: when the `executorch` extra is not installed.
     """
     os.environ.setdefault("ET_LOG_LEVEL", "error")
     try:
-        with without_lines(CHATTER):
+        with without_lines(CHATTER), _without_compiler():
             from executorch.runtime import Runtime
+
+            return Runtime.get()
     except ImportError:
         raise MissingPackageError(
             "the ExecuTorch runtime is not installed", hint="pip install 'ondevice-train[executorch]'"
         ) from None
-    return Runtime.get()
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Let the runtime's bindings be imported without ExecuTorch's compiler, which takes seconds and which they import
+    for the class of one warning: an empty package stands for it. Who asks for the compiler later gets the real one."""
+    if "executorch.exir" in sys.modules:
+        yield
+        return
+    import executorch
+
+    package = ModuleType("executorch.exir")
+    package.__path__ = [os.path.join(folder, "exir") for folder in executorch.__path__]
+    sys.modules[package.__name__] = package
+    try:
+        yield
+    finally:
+        for name in ("executorch.exir", "executorch.exir._warnings"):
+            sys.modules.pop(name, None)
 
 
 class ExecutorchSession(ProgramSession):
@@ -119,7 +141,7 @@ class ExecutorchSession(ProgramSession):
         return value
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One whole training step inside the program; see `Session.step`."""
+        """Run one whole training step inside the program; see `Session.step`."""
         name = self._bucket("train_step", self.batch_size, ids)
         copies = (self.spec.batch_copies, 1)
         inputs = {"ids": np.tile(ids, copies), "labels": np.tile(labels, copies)}
@@ -130,14 +152,15 @@ class ExecutorchSession(ProgramSession):
         return StepResult(float(losses.mean()), tuple(losses.tolist()), tuple(gradients.tolist()))
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
+        """Compute row losses and token counts; see `Session.evaluate`."""
         name = self._bucket(self.spec.evaluates_with, self.eval_batch_size, ids)
         constants = {constant.name: constant.evaluate for constant in self.spec.constants}
         outputs = self._call(name, {"ids": ids, "labels": labels, **self._scalars(0, 0.0, constants)})
         return outputs["nll_sum"], outputs["tokens"].astype(np.int64)
 
     def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
-        """Logits float32 [vocab] of the token behind the first `length_tokens` of `ids`, int64 [1, longest bucket].
+        """Return logits float32 [vocab] of the token behind the first `length_tokens` of `ids`, int64 [1, longest
+        bucket].
 
         Raises:
             ArtifactError: the program was exported without `next_token`.
@@ -148,7 +171,7 @@ class ExecutorchSession(ProgramSession):
         return self._call("next_token", inputs)["logits"]
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
-        """The program's own update from logged projected gradients."""
+        """Apply the program's own update from logged projected gradients."""
         if "apply_update" not in self.spec.methods:
             return super().apply_update(projected_gradients, step, learning_rate)
         gradients = np.array(projected_gradients, dtype=np.float32)
@@ -156,7 +179,7 @@ class ExecutorchSession(ProgramSession):
         self._call("apply_update", inputs, keep=True)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Every state tensor, the seed, and how often the optimizer has updated."""
+        """Return every state tensor, the seed, and how often the optimizer has updated."""
         counts = {name: np.array([count], dtype=np.int64) for name, count in self.counts.items()}
         tensors = {tensor.name: self._tensor(tensor.name).copy() for tensor in self.spec.state}
         return {**tensors, "seed": np.array([self.seed], dtype=np.int64), **counts}
@@ -180,7 +203,7 @@ class ExecutorchSession(ProgramSession):
         self.counts = {name: int(state[name][0]) for name in self.counts}
 
     def flat(self) -> np.ndarray:
-        """The adapter vector, float32 [adapter_size]."""
+        """Return the adapter vector, float32 [adapter_size]."""
         return self._tensor(self._adapter_name)
 
     @property
@@ -198,7 +221,7 @@ class ExecutorchSession(ProgramSession):
             self._run(f"set_{name}", self._state[name])
 
     def adapter(self) -> Adapter:
-        """The trained adapter in PEFT's layout."""
+        """Return the trained adapter in PEFT's layout."""
         flat, tensors = self.flat(), {}
         for entry in self.spec.layout:
             a, b = f"{entry.linear}.lora_A.weight", f"{entry.linear}.lora_B.weight"
@@ -218,42 +241,18 @@ class ExecutorchSession(ProgramSession):
         Raises:
             ArtifactError: it does not fit.
         """
-        for field, wanted, received in (
-            ("rank", self.spec.rank, adapter.rank),
-            ("alpha", self.spec.alpha, adapter.alpha),
-        ):
-            if wanted != received:
-                raise ArtifactError(
-                    f"the adapter has another {field}",
-                    expected=f"{field} {wanted:g}",
-                    received=f"{field} {received:g}",
-                    hint=f"`method.{field}` must be the one that the adapter was trained with",
-                )
-        if unknown := sorted(set(adapter.linears) - {entry.linear for entry in self.spec.layout}):
-            raise ArtifactError(
-                f"the adapter changes layers that this run does not: {', '.join(unknown[:4])}",
-                expected=f"{len(self.spec.layout)} linear layers",
-                received=f"{len(adapter.linears)} linear layers",
-                hint="export the model again with the layers that the adapter was trained with",
-            )
+        layout = self.spec.layout
+        shapes = {f"{entry.linear}.lora_A.weight": (entry.rank, entry.inputs) for entry in layout}
+        shapes |= {f"{entry.linear}.lora_B.weight": (entry.outputs, entry.rank) for entry in layout}
+        tensors = check_fits(adapter, shapes, self.spec.rank, self.spec.alpha)
         flat = np.zeros(self.spec.adapter_size, dtype=np.float32)
-        for entry in self.spec.layout:
-            names = f"{entry.linear}.lora_A.weight", f"{entry.linear}.lora_B.weight"
-            a, b = (adapter.tensors.get(name) for name in names)
-            if a is None or b is None or a.shape[1:] != (entry.inputs,) or b.shape[:1] != (entry.outputs,):
-                raise ArtifactError(
-                    f"the adapter does not fit: {entry.linear}",
-                    expected=f"lora_A [{entry.rank}, {entry.inputs}] and lora_B [{entry.outputs}, {entry.rank}]",
-                    received=None if a is None or b is None else f"lora_A {list(a.shape)}, lora_B {list(b.shape)}",
-                )
+        for entry in layout:
+            name = f"{entry.linear}.lora_A.weight"
+            a, b = tensors[name], tensors[f"{entry.linear}.lora_B.weight"]
             if entry.a_offset is not None:
                 _a_of(entry, flat)[:] = a
-            elif not np.allclose(a, self._frozen[names[0]], rtol=0, atol=A_ERROR):
-                raise ArtifactError(
-                    f"the adapter's frozen A differs from this run's: {entry.linear}",
-                    expected=f"the A that seed {self.manifest.generator.seed} draws",
-                    hint="use an adapter that this run, artifact or seed made",
-                )
+            else:
+                check_frozen_a(entry.linear, a, self._frozen[name], self.manifest.generator.seed)
             _b_of(entry, flat)[:] = b.T
         self._set(self._adapter_name, flat)
 

@@ -35,6 +35,7 @@ from ondevice.exporters.base import (
     describe,
     size_problems,
 )
+from ondevice.exporters.executorch.layers import LAYER_PROGRAM, write_layers
 from ondevice.exporters.executorch.readme import readme
 
 if TYPE_CHECKING:
@@ -53,17 +54,18 @@ class ExecutorchTarget(Exporter):
 
     @abstractmethod
     def problems(self, job: ExportJob, dims: ModelDims) -> list[str]:
-        """Settings that only this target minds."""
+        """Return settings that only this target minds."""
 
     @abstractmethod
-    def lower(self, job: ExportJob, built: BuiltProgram) -> tuple[BuiltProgram, Lowered]:
-        """The built program with all its modules, and what they came to."""
+    def lower(self, job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[BuiltProgram, Lowered]:
+        """Return the built program with all its modules, and what they came to; files beside `program.pte` go into
+        `folder`."""
 
     @abstractmethod
     def check_program(
         self, session: ExecutorchSession, program: GraphProgram, built: BuiltProgram, job: ExportJob
     ) -> tuple[dict[str, Any], list[str]]:
-        """Measured values and warnings.
+        """Return measured values and warnings.
 
         Raises:
             VerificationError: the program is wrong.
@@ -105,30 +107,27 @@ class ExecutorchTarget(Exporter):
             raise ConfigError("cannot export: " + "; ".join(problems))
         out, program = Path(out), self.program(job.method)
         check_free(out, job.overwrite)
-        from ondevice.models import load_model, save_tokenizer
+        from ondevice.models import load_model
 
         log.info("loading %s", job.model.source)
         loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
-        built, lowered = self.lower(job, program.build(loaded, job.method, job.export, job.seed))
+        built = program.build(loaded, job.method, job.export, job.seed)
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
-            (folder / "program.pte").write_bytes(lowered.buffer)
-            save_tokenizer(loaded, folder / "tokenizer")
-            _save_state(built, folder)
-            if built.weights:
-                write_weights(folder / WEIGHTS_NAME, built.weights)
-            manifest = self._describe(job, loaded, built, lowered)
-            (folder / "README.md").write_text(readme(manifest), encoding="utf-8")
+            built, lowered = self.lower(job, built, folder)
+            manifest = self.write(job, loaded, built, lowered, folder)
             log.info("lowered in %.0f s; checking the program against eager", lowered.seconds)
+            # Inside the block: a program that fails its check raises here, and nothing is written.
             session = self.open(folder, manifest)
             check, warnings = self.check_program(session, program, built, job)
             check_round_trip(session)
             session.close()
             manifest = manifest.model_copy(update={"check": {**check, "adapter_round_trip": True}})
             write_manifest(manifest, folder)
+            program_bytes = sum(path.stat().st_size for path in folder.rglob("*.pte"))
         return ExportReport(
             path=out,
             target=self.spec.name,
-            program_bytes=len(lowered.buffer),
+            program_bytes=program_bytes,
             lowering_s=lowered.seconds,
             planned_bytes=lowered.planned_bytes,
             custom_ops=manifest.custom_ops,
@@ -137,15 +136,34 @@ class ExecutorchTarget(Exporter):
             partition=lowered.partition,
         )
 
+    def write(
+        self, job: ExportJob, loaded: LoadedModel, built: BuiltProgram, lowered: Lowered, folder: Path
+    ) -> Manifest:
+        """Write program, weights, state and tokenizer; the manifest is not written, as its check is still to come."""
+        from ondevice.models import save_tokenizer
+
+        (folder / "program.pte").write_bytes(lowered.buffer)
+        save_tokenizer(loaded, folder / "tokenizer")
+        _save_state(built, folder)
+        if lowered.of_layers is not None and built.constants_of_layers is not None:
+            write_layers(folder, lowered.of_layers, built.constants_of_layers)
+        if built.weights:
+            write_weights(folder / WEIGHTS_NAME, built.weights)
+        manifest = self._describe(job, loaded, built, lowered)
+        (folder / "README.md").write_text(readme(manifest), encoding="utf-8")
+        return manifest
+
     def _describe(self, job: ExportJob, loaded: LoadedModel, built: BuiltProgram, lowered: Lowered) -> Manifest:
         """The manifest, without its check and its files' hashes."""
-        export, noise = job.export.resolved(), built.noise != "none"
+        noise, uses_ops = built.noise != "none", self.program(job.method).uses_ops(job.export)
+        export = (job.export if uses_ops else job.export.model_copy(update={"quantize": "none"})).resolved()
         ops = sorted({op for listed in lowered.ops.values() for op in listed if op.startswith("ondevice::")})
         step = built.modules[0]
         (adapter,) = (tensor for tensor in built.state if tensor.role == "adapter")
         program = ProgramSpec(
             shape=built.shape,
             layers=built.layers,
+            loss_scale=built.loss_scale,
             weights=WEIGHTS_NAME if built.weights else None,
             vocab=loaded.dims.vocab if built.shape == "blocks" else 0,
             methods={
@@ -156,6 +174,7 @@ class ExecutorchTarget(Exporter):
                     ops=tuple(lowered.ops[module.name]),
                     delegates=lowered.delegates[module.name],
                     instructions=lowered.graph_sizes[module.name],
+                    program=LAYER_PROGRAM if module.per_layer else None,
                 )
                 for module in built.modules
             },
@@ -173,7 +192,10 @@ class ExecutorchTarget(Exporter):
             rank=built.rank,
             alpha=built.alpha,
         )
+        # A compiled graph has one method's name, so an NPU's training step evaluates too, with its own rows.
         rows = {"eval_batch_size": step.inputs[0].shape[0]} if built.evaluates_with == step.name else {}
+        if built.eval_batch_size is not None:
+            rows = {"eval_batch_size": built.eval_batch_size}
         return describe(
             self.spec,
             job,
@@ -191,7 +213,7 @@ class ExecutorchTarget(Exporter):
         )
 
     def rebuild(self, manifest: Manifest, request: VerifyRequest) -> tuple[GraphProgram, BuiltProgram]:
-        """The artifact's method, and its program over the model in eager.
+        """Return the artifact's method, and its program over the model in eager.
 
         Raises:
             ArtifactError: the model is not the one that was exported.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,8 @@ from ondevice.artifact.adapter import load_adapter
 from ondevice.core.errors import ArtifactError, ConfigError, DataError
 from ondevice.core.registry import network_method, open_session
 from ondevice.core.session import Evaluator
-from ondevice.data import pad_id_of, read_dataset
+from ondevice.data import encode, length_of, pad_id_of, read_rows
+from ondevice.data.encode import refuse_preferences
 from ondevice.models.load import artifact_tokenizer
 from ondevice.planning.devices import resolve_device
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
@@ -36,18 +37,26 @@ def evaluate(
     task: str | None = None,
     adapter: Path | None = None,
     rows: int | None = None,
-    max_length_tokens: int = 128,
+    columns: Mapping[str, str] | None = None,
+    max_length_tokens: int | None = None,
     dtype: str = "float32",
     device: str = "auto",
 ) -> EvalResult:
     """Evaluate a model, or an artifact in its runtime, with or without an adapter.
 
-    Question answering is scored by the F1 of generated answers, which an artifact's program does not make.
+    Question answering is scored by the F1 of generated answers, which an artifact's program does not make. Rows are not
+    cut unless `max_length_tokens` says so, or the model takes no more.
     """
     opened = open_source(source, adapter, dtype, device)
     if opened.loaded is None:  # an artifact: its buckets are fixed, and it names the task it was exported for
         task, max_length_tokens = task or opened.artifact_task, max(opened.session.lengths_tokens or (2,))
-    dataset = read_dataset(data, opened.tokenizer, task=task, max_length_tokens=max_length_tokens)
+    read = read_rows(data, task=task, columns=columns)
+    refuse_preferences(read)
+    if opened.loaded is not None and max_length_tokens is None:
+        most = opened.loaded.dims.max_positions
+        max_length_tokens = length_of(read, opened.tokenizer, percentile=100, most_tokens=most).tokens
+    assert max_length_tokens is not None  # noqa: S101 - an artifact's is its buckets', a model's the rows'
+    dataset = encode(read, opened.tokenizer, max_length_tokens=max_length_tokens)
     generate = None if opened.write is None else partial(opened.write, max_new_tokens=ANSWER_TOKENS)
     result = evaluate_dataset(opened.session, dataset, pad_id_of(opened.tokenizer), rows=rows, generate=generate)
     if result is None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import target
+from ondevice.data.templates import is_template
 from ondevice.exporters.base import ExportJob, ExportReport
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
             method=method,
             export=section,
             seed=config.train.seed,
-            task=config.data.task,
+            # A template of one's own stays a file beside the run: an artifact names tasks that every host knows.
+            task=None if is_template(config.data.task) else config.data.task,
             overwrite=overwrite,
             memory_limit_bytes=config.train.memory_limit_bytes,
         )
@@ -77,7 +79,7 @@ def _ensure_fits(config: RunConfig) -> None:
 
 
 def export(config: RunConfig, out: Path, *, overwrite: bool = False) -> ExportReport:
-    """`export_each` for one artifact.
+    """Run `export_each` for one artifact.
 
     Raises:
         ConfigError: the run asks for several chips.

@@ -32,7 +32,10 @@ INSTALL = "sudo apt-get install adb   (macOS: brew install android-platform-tool
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CHUNK = 1 << 20
 DTYPES = ("int64", "float32")
-"""Of tensors that the app can hand to a program."""
+WEIGHT_DTYPES = ("float32", "int8", "uint8")
+"""Of tensors that the app can hand to a program: those it computes, and frozen weights where they are mapped."""
+BLOCK_FUNCTIONS = ("embed_", "block_forward_", "block_backward_", "head_sums", "head_gradient")
+"""Of a block program, what the app calls in a step."""
 Progress = Callable[[int, int], None]
 """Called with the bytes sent so far and all bytes."""
 
@@ -109,11 +112,11 @@ class Phone:
         return done.stdout
 
     def has_app(self) -> bool:
-        """True if the app is installed."""
+        """Return True if the app is installed."""
         return APP in self.adb("shell", f"pm list packages {APP}").split("package:")[-1]
 
     def opens(self) -> bool:
-        """True if the app's folders can be reached: its build can be debugged."""
+        """Return True if the app's folders can be reached: its build can be debugged."""
         return not subprocess.run(self.as_app("cd files 2>/dev/null || mkdir files"), capture_output=True).returncode
 
 
@@ -197,19 +200,25 @@ def pull(out: Path, *, serial: str | None = None) -> list[Path]:
 def _check_runs(manifest: Manifest) -> None:
     """Refuse a program that the app cannot hold."""
     program = manifest.program_spec
-    methods = [name for name in ("train_step", program.evaluates_with) if name not in program.methods]
+    kinds = {"step": ("train_step", program.evaluates_with), "blocks": BLOCK_FUNCTIONS}.get(program.shape)
+    methods = [kind for kind in kinds or () if not any(name.startswith(kind) for name in program.methods)]
     ports = [port for method in program.methods.values() for port in (*method.inputs, *method.outputs)]
     for wrong, message, expected in (
-        (program.shape != "step" or methods, "the app does not run such programs", "a program of whole steps"),
+        (kinds is None or methods, "the app does not run such programs", "a program of whole steps, or of blocks"),
         (
             any(tensor.kept == "program" for tensor in program.state),
             "the program keeps its state in mutable buffers, which the runtime's Java API cannot read",
             "form functional",
         ),
         (
-            any(port.dtype not in DTYPES for port in ports),
-            "the program has tensors that the runtime's Java API does not hand over",
-            " or ".join(DTYPES),
+            any(method.program for method in program.methods.values()),
+            "the app does not load a program for each layer",
+            "functions in one program: --quantize none or int8",
+        ),
+        (
+            any(port.dtype not in (WEIGHT_DTYPES if port.role == "frozen" else DTYPES) for port in ports),
+            "the program has tensors that the app cannot hand over",
+            f"{' or '.join(DTYPES)}, frozen weights {' or '.join(WEIGHT_DTYPES)}",
         ),
     ):
         if wrong:

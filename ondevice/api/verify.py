@@ -39,11 +39,12 @@ def verify(
     Returns:
         `ok`, `backend`, and what the target and the method compare. In PyTorch and MLX: `steps`, `max_rel_loss_error`,
         `max_abs_adapter_error`, `evaluation_error`. For an ExecuTorch program with exact gradients: `steps`,
-        `gradient_error` (the largest relative one of a tensor), `max_rel_loss_error`, `max_abs_adapter_error`. For its
-        zeroth-order one: `steps`, `max_rel_loss_error` (free-running), `max_rel_loss_error_replayed` (the runtime's
-        projected gradients fed to both sides), `max_abs_adapter_error`, `gradient_correlation`. For an NPU's:
-        `directions`, `sign_agreement`, `correlation`, `loss_error`, `adapter_error`, `perturbation_scale`, against
-        float32; with several scales, `scales` lists them all.
+        `max_rel_gradient_error` (the largest relative one of a tensor), `gradient_cosine` (of all tensors as one
+        vector), `min_gradient_cosine` and `median_gradient_cosine` (of tensors), `max_rel_loss_error`,
+        `max_abs_adapter_error`. For its zeroth-order one: `steps`, `max_rel_loss_error` (free-running),
+        `max_rel_loss_error_replayed` (the runtime's projected gradients fed to both sides), `max_abs_adapter_error`,
+        `gradient_correlation`. For an NPU's: `directions`, `sign_agreement`, `correlation`, `loss_error`,
+        `adapter_error`, `perturbation_scale`, against float32; with several scales, `scales` lists them all.
 
     Raises:
         ArtifactError: if the model is not the one that was exported.

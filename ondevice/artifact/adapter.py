@@ -110,7 +110,7 @@ def peft_config(adapter: Adapter) -> dict[str, Any]:
 
 
 def is_mlx_lm(folder: Path) -> bool:
-    """True if a folder holds an adapter in mlx-lm's layout."""
+    """Return True if a folder holds an adapter in mlx-lm's layout."""
     return (folder / MLX_LM_WEIGHTS_NAME).is_file()
 
 
@@ -178,7 +178,7 @@ _MUST_BE_FALSE = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "trai
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """`adapter_config.json` as a dictionary that has a `peft_type`."""
+    """Return `adapter_config.json` as a dictionary that has a `peft_type`."""
     if not path.is_file():
         hint = "give the folder that holds adapter_config.json"
         expected, received = CONFIG_NAME, "no such file"

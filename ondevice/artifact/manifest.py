@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ MANIFEST_NAME = "manifest.json"
 InputRole = Literal[
     "ids", "labels", "state", "counter", "seed", "learning_rate", "constant", "projected_gradients", "length",
     "frozen", "hidden", "gradient", "targets", "token_scale", "tile_first", "tile_skip", "tile_sums",
+    "loss_scale",
 ]  # fmt: skip
 OutputRole = Literal[
     "losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum", "hidden", "gradient", "tile_sums"
@@ -38,18 +40,18 @@ class TensorPort(StrictConfig):
 
 
 def port(name: str, role: Any, shape: tuple[int, ...], dtype: str = "float32", unit: str = "") -> TensorPort:
-    """A port of a training program; `role` is one of `InputRole` or `OutputRole`."""
+    """Return a port of a training program; `role` is one of `InputRole` or `OutputRole`."""
     return TensorPort(name=name, role=role, dtype=dtype, shape=shape, unit=unit)
 
 
 def token_ports(rows: int, length_tokens: int) -> tuple[TensorPort, TensorPort]:
-    """Ids and labels, int64 [rows, length_tokens]."""
+    """Return ids and labels, int64 [rows, length_tokens]."""
     shape = (rows, length_tokens)
     return port("ids", "ids", shape, "int64", "token id"), port("labels", "labels", shape, "int64", "token id")
 
 
 def row_ports(rows: int) -> tuple[TensorPort, TensorPort]:
-    """Summed negative log likelihood and labelled tokens, float32 [rows]."""
+    """Return summed negative log likelihood and labelled tokens, float32 [rows]."""
     return port("nll_sum", "nll_sum", (rows,), unit="nats"), port("tokens", "tokens", (rows,))
 
 
@@ -64,6 +66,9 @@ class ProgramMethod(StrictConfig):
     """Kernels the runtime must have; one that is missing shows on a device as error 0x14."""
     delegates: int
     instructions: int
+    program: str | None = None
+    """Of `blocks`: the file that holds the method with a layer's weights inside, the layer's number for `{layer}`.
+    None: the artifact's program."""
 
 
 class Share(StrictConfig):
@@ -131,7 +136,7 @@ class ProgramSpec(StrictConfig):
     """`step`: one method is a whole training step. `stages`: methods are parts of one, which the file `program` puts
     in order. `blocks`: methods are functions of a block's shape, which the host calls once a layer with that layer's
     weights (role `frozen`, from the mapped file `weights`) and its range of each state tensor; see
-    `docs/block-programs.md`."""
+    `docs/reference/block-programs.md`."""
     methods: dict[str, ProgramMethod]
     """`train_step` and `evaluate` are for the longest of `lengths_tokens`; `<name>_<tokens>` for the others."""
     state: tuple[StateTensor, ...] = ()
@@ -147,12 +152,15 @@ class ProgramSpec(StrictConfig):
     and each state tensor is as many equal ranges."""
     weights: str | None = None
     """Of `blocks`: the safetensors file of the frozen weights, each aligned to 64 bytes."""
+    loss_scale: float | None = Field(default=None, gt=0)
+    """Of `blocks`: the first value of what `token_scale` is multiplied by, and what inputs of role `loss_scale` are.
+    A step in which a number is not finite leaves the state as it was and halves it; it is a part of the state."""
     vocab: int = Field(default=0, ge=0)
     """Of `blocks`: rows of the head, which its methods take tile by tile."""
     frozen: str | None = None
     """A safetensors file with `<linear>.lora_A.weight` float32 [rank, inputs] for every entry without `a_offset`."""
     layout: tuple[AdapterEntry, ...] = ()
-    """Ranges of the state tensor of role `adapter`, and the tensors of PEFT's form that they are."""
+    """Ranges of the state tensor of role `adapter`, and the tensors of PEFT's adapter that they are."""
     adapter_size: int = 0
     """Elements of the adapter, padding included."""
     rank: int = 0
@@ -175,13 +183,14 @@ class ProgramSpec(StrictConfig):
             raise ValueError(f"state tensors are no {self.layers} equal ranges")
         if self.frozen is None and any(entry.a_offset is None for entry in self.layout):
             raise ValueError("frozen: entries of the layout without a_offset need a file")
-        if self.adapter is not None and self.adapter.shape != (self.adapter_size,):
-            raise ValueError(f"adapter_size is {self.adapter_size} and the adapter {list(self.adapter.shape)}")
+        trained = [prod(tensor.shape) for tensor in self.state if tensor.role == "adapter"]
+        if trained and sum(trained) != self.adapter_size:
+            raise ValueError(f"adapter_size is {self.adapter_size}, and the adapter's tensors have {sum(trained)}")
         return self
 
     @property
     def adapter(self) -> StateTensor | None:
-        """The state tensor that is the adapter."""
+        """The state tensor that is the adapter, where one holds all of it (shapes `step` and `blocks`)."""
         return next((tensor for tensor in self.state if tensor.role == "adapter"), None)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ondevice.artifact.files import write_tensors
+from ondevice.artifact.files import PADDING, write_tensors
 from ondevice.core.errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 WEIGHTS_NAME = "weights.safetensors"
 ALIGNMENT_BYTES = 64
-DTYPES = {"F32": np.dtype(np.float32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)}
+DTYPES = {"F32": np.float32, "F16": np.float16, "I8": np.int8, "U8": np.uint8}
 _HINT = "copy the artifact again, or export it again"
 
 
 def write_weights(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write float32, int8 or uint8 tensors, aligned, in the order of `tensors`."""
+    """Write float32, float16, int8 or uint8 tensors, aligned, in the order of `tensors`."""
     write_tensors(path, dict(tensors), written=lambda name: None, alignment=ALIGNMENT_BYTES)
 
 
@@ -52,7 +52,7 @@ class MappedWeights:
             for name, entry in header.items():
                 if name != "__metadata__":
                     first, last = (start + offset for offset in entry["data_offsets"])
-                    self._places[name] = (DTYPES[entry["dtype"]], tuple(entry["shape"]), first, last)
+                    self._places[name] = (np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"]), first, last)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(f"{self.path}: no whole safetensors file: {error}", hint=_HINT) from None
         for name, (dtype, shape, first, last) in self._places.items():
@@ -60,7 +60,7 @@ class MappedWeights:
                 raise ArtifactError(
                     f"{self.path} is truncated at '{name}'", expected=f"{last} bytes", received=f"{size}", hint=_HINT
                 )
-            if first % ALIGNMENT_BYTES and dtype != np.uint8:
+            if first % ALIGNMENT_BYTES and not name.startswith(PADDING):
                 expected = f"a multiple of {ALIGNMENT_BYTES} bytes"
                 raise ArtifactError(f"{self.path}: '{name}' is not aligned", expected=expected, received=first)
             if last - first != math.prod(shape) * dtype.itemsize:
@@ -70,19 +70,21 @@ class MappedWeights:
         return iter(self._places)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """The tensor in the file's memory; not to be written to.
+        """Return the tensor in the file's memory; not to be written to.
 
         Args:
             shape: what the program wants; of the first dimension the file may have more, for tables taken in tiles.
             dtype: numpy's name.
 
         Raises:
-            ArtifactError: there is none of that name, shape and dtype: weights of another model.
+            ArtifactError: there is none of that name, shape and dtype: weights of another model, or of this one rounded
+                in another way.
         """
         place = self._places.get(name)
         if place is None or place[0] != dtype or place[1][1:] != shape[1:] or place[1][0] < shape[0]:
+            other = "model" if place is None or place[0] == dtype else "quantisation"
             raise ArtifactError(
-                f"{self.path} holds the weights of another model: {name}",
+                f"{self.path} holds the weights of another {other}: {name}",
                 expected=f"{dtype} {list(shape)}",
                 received=None if place is None else f"{place[0]} {list(place[1])}",
                 hint=_HINT,
@@ -90,6 +92,6 @@ class MappedWeights:
         return self.whole(name)
 
     def whole(self, name: str) -> np.ndarray:
-        """The tensor as the file has it."""
+        """Return the tensor as the file has it."""
         dtype, shape, first, _ = self._places[name]
         return np.frombuffer(self._map, dtype, math.prod(shape), first).reshape(shape)

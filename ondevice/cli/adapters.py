@@ -16,6 +16,7 @@ def fuse(
     model: Annotated[str, typer.Argument(help="The base model, or the artifact that was made of it.")],
     adapter: Annotated[Path, typer.Argument(help="The adapter's folder.")],
     target_dir: common.Out = None,
+    overwrite: common.Overwrite = False,
     json: common.Json = False,
 ) -> None:
     """Merge an adapter into its model and check that the result is base plus adapter."""
@@ -23,7 +24,7 @@ def fuse(
 
     if target_dir is None:
         raise ConfigError("no folder is given", expected="--out DIR")
-    report = fuse_model(model, adapter, target_dir)
+    report = fuse_model(model, adapter, target_dir, overwrite=overwrite)
     values = {name: getattr(report, name) for name in report.__dataclass_fields__}
     print_json(values) if json else table(values)
 

@@ -16,8 +16,10 @@ from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceErr
 
 try:  # newer versions of typer carry click inside
     from typer._click.exceptions import ClickException as USAGE_ERRORS
+    from typer._click.exceptions import NoArgsIsHelpError
 except ImportError:
     from click.exceptions import ClickException as USAGE_ERRORS
+    from click.exceptions import NoArgsIsHelpError
 
 STORAGE_ERRNOS = (
     errno.ENOSPC,
@@ -88,6 +90,9 @@ def run(arguments: list[str] | None = None) -> None:
         code = _report(error, arguments)
     except typer.Abort:
         code = INTERRUPTED_EXIT_CODE
+    except NoArgsIsHelpError as error:  # a group without a verb: its help, which is no mistake's message
+        err.print(error.format_message(), markup=False, soft_wrap=True)
+        code = ConfigError.exit_code
     except USAGE_ERRORS as error:
         problem = ConfigError(error.format_message(), hint="`ondevice COMMAND --help` lists the flags")
         code = _report(problem, arguments)

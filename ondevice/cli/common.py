@@ -31,13 +31,26 @@ Model = Annotated[
 ]
 Method = Annotated[str | None, typer.Option("--method", help=f"{', '.join(method_names())}.")]
 Data = Annotated[
-    str | None, typer.Option("--data", "-d", help="Rows to train on: .jsonl, .csv, .txt or a data set's name.")
+    str | None,
+    typer.Option(
+        "--data", "-d", help="Rows to train on: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name."
+    ),
 ]
 EvalData = Annotated[str | None, typer.Option("--eval-data", help="Rows that are only evaluated.")]
-Task = Annotated[str | None, typer.Option("--task", help="A prompt template of P-RGE's Table 7: sst2, rte, boolq, ...")]
+Split = Annotated[
+    float | None, typer.Option("--validation-split", help="Share of the rows to evaluate and not train on, as 0.1.")
+]
+Task = Annotated[
+    str | None,
+    typer.Option("--task", help="A prompt template: sst2, rte, boolq, ... (P-RGE's Table 7), or your own .yaml file."),
+]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option("--column", help="The file's column of a field: --column prompt=Question (repeat)."),
+]
 Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Optimizer steps.")]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Rows of data a step.")]
-MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens a row, at most.")]
+MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens a row, at most; else what the rows need.")]
 LearningRate = Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Learning rate.")]
 Backend = Annotated[str | None, typer.Option("--backend", help="auto, torch or mlx: which framework computes.")]
 MemoryLimit = Annotated[
@@ -134,6 +147,15 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
             values[name.replace("__", ".")] = str(value) if isinstance(value, Path) else value
     # The method's name first: a later `method.rank` is put into the section that the name begins.
     return dict(sorted(values.items(), key=lambda item: item[0] != "method.name"))
+
+
+def columns_of(pairs: list[str] | None) -> dict[str, str] | None:
+    """Collect `--column field=column`; None where none is given."""
+    if not pairs:
+        return None
+    from ondevice.data.columns import parse_columns
+
+    return parse_columns(pairs)
 
 
 def table(values: dict[str, Any], title: str = "") -> None:

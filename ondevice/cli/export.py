@@ -25,7 +25,8 @@ def export(
     length: Annotated[list[int] | None, typer.Option("--length", help="Length bucket in tokens (repeat).")] = None,
     batch_size: common.BatchSize = None,
     quantize: Annotated[
-        str | None, typer.Option("--quantize", help="none, q4 or 8da4w; none or w8 on an NPU; nf4 or int8 for CUDA.")
+        str | None,
+        typer.Option("--quantize", help="none, int8, q4, 8da4w or 8da8w; none or w8 on an NPU; nf4 or int8 for CUDA."),
     ] = None,
     soc: Annotated[
         list[str] | None,
@@ -54,6 +55,7 @@ def export(
         listed = {spec.name: spec.summary for spec in targets()}
         print_json(listed) if json else table(listed)
         return
+    # An empty list is a flag that was not given: None leaves what the run file says.
     flags = overrides(
         settings,
         model__source=model,
@@ -120,10 +122,12 @@ def _show(reports: list[Any], json: bool) -> None:
 
 
 def _against_eager(check: dict[str, Any]) -> dict[str, str]:
-    if "gradient_error" in check:
+    if "max_rel_gradient_error" in check:
         return {
-            "gradient error against autodiff": f"{check['gradient_error']:.1e}",
+            "gradient error against autodiff": f"{check['max_rel_gradient_error']:.1e}",
             "loss error against eager": f"{check['max_rel_loss_error']:.1e}",
+            **_cosines("against autodiff over the same weights", check, ""),
+            **_cosines("against float32", check, "_float32"),
         }
     if "max_rel_loss_error_replayed" in check:
         return {
@@ -137,6 +141,15 @@ def _against_eager(check: dict[str, Any]) -> dict[str, str]:
         "signs of projected gradients": f"{check['sign_agreement'] * check['directions']:.0f} of "
         f"{check['directions']} as in float32",
     }
+
+
+def _cosines(against: str, check: dict[str, Any], suffix: str) -> dict[str, str]:
+    """A line on the cosines of gradients, where they were measured and rounding is to be seen in them."""
+    whole = check.get(f"gradient_cosine{suffix}")
+    if whole is None or "gradient_cosine_float32" not in check:
+        return {}
+    least, median = (check[f"{kind}_gradient_cosine{suffix}"] for kind in ("min", "median"))
+    return {f"gradient cosine {against}": f"{whole:.4f}; by tensor min {least:.4f}, median {median:.4f}"}
 
 
 def verify(

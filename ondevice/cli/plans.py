@@ -24,7 +24,7 @@ def plan(
     batch_size: common.BatchSize = None,
     max_length: common.MaxLength = None,
     quantize: Annotated[
-        str | None, typer.Option("--quantize", help="none, q4, 8da4w, nf4, int8 (with --exported).")
+        str | None, typer.Option("--quantize", help="none, int8, q4, 8da4w, 8da8w, nf4 (with --exported).")
     ] = None,
     backend: common.Backend = None,
     settings: common.Settings = None,
@@ -40,6 +40,7 @@ def plan(
     from ondevice.api.runfile import RunConfig
     from ondevice.core.registry import backend_for
     from ondevice.planning.advice import describe, measure, predict_step, recommend
+    from ondevice.planning.estimate import PLAN_LENGTH_TOKENS
     from ondevice.planning.estimate import plan as make_plan
     from ondevice.planning.render import render
 
@@ -58,12 +59,20 @@ def plan(
         )
         | method_options,
     )
+    if run_config.data.path is not None and run_config.data.max_length_tokens is None and not exported:
+        from ondevice.training.length import with_length
+
+        run_config.check_data()
+        run_config, notes = with_length(run_config)
+        for note in notes:
+            err.print(note, markup=False)
     spec = target(run_config.export.target)
+    length_tokens = run_config.data.max_length_tokens or PLAN_LENGTH_TOKENS
     estimate = make_plan(
         run_config.model.source,
         run_config.method,
         batch_size=run_config.export.batch_size if exported else run_config.train.batch_size,
-        length_tokens=max(run_config.export.lengths_tokens) if exported else run_config.data.max_length_tokens,
+        length_tokens=max(run_config.export.lengths_tokens) if exported else length_tokens,
         dtype=spec.dtype(run_config.model) if exported else run_config.model.dtype,
         export=run_config.export if exported else None,
         runtime=spec.runtime if exported else backend_for(run_config.method, run_config.train.backend),

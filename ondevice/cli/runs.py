@@ -19,7 +19,9 @@ def train(
     method: common.Method = None,
     data: common.Data = None,
     eval_data: common.EvalData = None,
+    validation_split: common.Split = None,
     task: common.Task = None,
+    columns: common.Columns = None,
     steps: common.Steps = None,
     batch_size: common.BatchSize = None,
     max_length: common.MaxLength = None,
@@ -41,8 +43,6 @@ def train(
 ) -> None:
     """Fine-tune in eager PyTorch, or in MLX: any of the methods."""
     from ondevice.api.runfile import RunConfig
-    from ondevice.api.train import train as train_run
-    from ondevice.planning.devices import place
 
     run_config = RunConfig.load(
         config,
@@ -52,7 +52,9 @@ def train(
             method__name=method,
             data__path=data,
             data__eval_path=eval_data,
+            data__validation_split=validation_split,
             data__task=task,
+            data__columns=common.columns_of(columns),
             train__steps=steps,
             train__batch_size=batch_size,
             data__max_length_tokens=max_length,
@@ -64,6 +66,10 @@ def train(
         )
         | method_options,
     )
+    run_config.check_data()  # before the frameworks, which take seconds to import
+    from ondevice.api.train import train as train_run
+    from ondevice.planning.devices import place
+
     placement = place(run_config)
     if dry_run:
         if placement.rank == 0:  # under torchrun every rank runs this verb, and one of them prints
@@ -80,7 +86,9 @@ def run(
     config: common.Config = None,
     data: common.Data = None,
     eval_data: common.EvalData = None,
+    validation_split: common.Split = None,
     task: common.Task = None,
+    columns: common.Columns = None,
     steps: common.Steps = None,
     learning_rate: common.LearningRate = None,
     memory_limit: common.MemoryLimit = None,
@@ -94,19 +102,23 @@ def run(
 ) -> None:
     """Fine-tune with an exported program in its own runtime, on this machine."""
     from ondevice.api.export import run_config as resolve
-    from ondevice.api.train import run_artifact
 
     flags = overrides(
         settings,
         data__path=data,
         data__eval_path=eval_data,
+        data__validation_split=validation_split,
         data__task=task,
+        data__columns=common.columns_of(columns),
         train__steps=steps,
         train__memory_limit_bytes=memory_limit,
         train__out=target_dir,
         method__learning_rate=learning_rate,
     )
     run_config = resolve(artifact, config, flags)
+    run_config.check_data()
+    from ondevice.api.train import run_artifact
+
     with _progress(json or quiet) as sink:
         trained = run_artifact(artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink])
     _finish(trained, json, f"ondevice run '{artifact}' --resume --out '{run_config.train.out}' ...")
@@ -145,13 +157,16 @@ def replay(
 def evaluate(
     source: Annotated[str, typer.Argument(help="A model (hub id, directory, .gguf, package:...) or an artifact.")],
     data: Annotated[
-        str | None, typer.Option("--data", "-d", help="Rows: .jsonl, .csv or .txt; of a benchmark also a folder.")
+        str | None,
+        typer.Option("--data", "-d", help="Rows: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name."),
     ] = None,
     task: Annotated[
-        str | None, typer.Option("--task", help="A benchmark (mmlu, gsm8k, mt_bench) or a prompt template (sst2, ...).")
+        str | None,
+        typer.Option("--task", help="A benchmark (mmlu, gsm8k, mt_bench), a template (sst2, ...) or your .yaml file."),
     ] = None,
     adapter: common.AdapterPath = None,
     rows: Annotated[int | None, typer.Option("--rows", "--limit", min=1, help="Only the first so many rows.")] = None,
+    columns: common.Columns = None,
     max_length: common.MaxLength = None,
     shots: Annotated[
         int | None, typer.Option("--shots", min=0, help="Worked examples before each question (mmlu, gsm8k).")
@@ -166,14 +181,26 @@ def evaluate(
     quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter; or a benchmark."""
-    from ondevice.api.evaluate import evaluate as evaluate_rows
+    """Compute loss and accuracy (by label likelihood) of a model or an artifact, with or without an adapter; or a
+    benchmark."""
     from ondevice.data.benchmarks import BENCHMARKS, find_benchmark
+    from ondevice.data.formats import named_task
+    from ondevice.data.records import check_source
 
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")
     name = find_benchmark(task)
+    if name is None:  # before the frameworks, which take seconds to import
+        check_source(data)
+        if task is not None:
+            named_task(task, data)
+    from ondevice.api.evaluate import evaluate as evaluate_rows
+
     flags = {"--shots": shots, "--max-new-tokens": max_new_tokens, "--out": target_dir, "--overwrite": overwrite}
+    if name is not None and columns:
+        raise ConfigError(
+            "--column is not for a benchmark", expected="the columns of the benchmark", received=columns[0]
+        )
     used = [flag for flag, value in flags.items() if value]
     if name is None and used:
         raise ConfigError(f"{used[0]} is for a benchmark", expected=f"--task {' or '.join(BENCHMARKS)}", received=task)
@@ -182,8 +209,9 @@ def evaluate(
         _benchmark(source, name, Path(data), json, quiet, adapter=adapter, shots=shots or 0, out=target_dir,
                    overwrite=overwrite, **limits)  # fmt: skip
         return
+    named = common.columns_of(columns)
     result = evaluate_rows(
-        source, Path(data), task=task, adapter=adapter, rows=rows, max_length_tokens=max_length or 128
+        source, Path(data), task=task, adapter=adapter, rows=rows, columns=named, max_length_tokens=max_length
     )
     if json:
         print_json(result.figures() | {"correct": result.correct, "accuracy_interval": result.accuracy_interval})
@@ -226,15 +254,20 @@ def _dry_run(config: Any, placement: Any, json: bool) -> None:
     from ondevice.data import read_rows
     from ondevice.planning.estimate import plan_run
     from ondevice.planning.render import render
+    from ondevice.training.length import with_length
 
-    if config.data.path is None:
-        raise ConfigError("no data is given", expected="data.path in the run file, or --data")
-    for path in filter(None, (config.data.path, config.data.eval_path)):
-        read_rows(path, task=config.data.task)  # bad rows are found now, not after the model is loaded
+    # Bad rows are found now, not after loading.
+    rows, *_ = [
+        read_rows(path, task=config.data.task, columns=config.data.columns)
+        for path in filter(None, (config.data.path, config.data.eval_path))
+    ]
+    config, notes = with_length(config, rows)
     estimate = plan_run(config, placement)
     if json:
         print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})
     else:
+        for note in notes:
+            err.print(note, markup=False)
         out.print(render(estimate))
 
 
@@ -246,7 +279,7 @@ def _finish(trained: Any, json: bool, again: str) -> None:
         shown = {
             key: value
             for key, value in values.items()
-            if key not in ("evaluation", "interrupted", "overlap") and value is not None
+            if key not in ("evaluation", "interrupted", "overlap", "data") and value is not None
         }
         shown["peak_memory_bytes"] = mebibytes(values["peak_memory_bytes"])
         if values["evaluation"]:

@@ -30,13 +30,13 @@ class StrictConfig(BaseModel):
 
     @classmethod
     def parse(
-        cls, values: dict[str, Any], where: str = "run file", elsewhere: Callable[[], set[str]] | None = None
+        cls, values: dict[str, Any], where: str = "run file", elsewhere: Callable[[], dict[str, set[str]]] | None = None
     ) -> Self:
         """Validate `values`.
 
         Args:
             where: what they are, for messages.
-            elsewhere: keys that other configurations of the kind have.
+            elsewhere: keys that other configurations of the kind have, each with whose it is.
 
         Raises:
             ConfigError: with the dotted path of every key that is unknown or has a wrong value.
@@ -48,7 +48,7 @@ class StrictConfig(BaseModel):
 
 
 def _explain(
-    error: ValidationError, model: type[BaseModel], where: str, elsewhere: Callable[[], set[str]] | None
+    error: ValidationError, model: type[BaseModel], where: str, elsewhere: Callable[[], dict[str, set[str]]] | None
 ) -> ConfigError:
     problems, first = [], error.errors()[0]
     for item in error.errors():
@@ -57,10 +57,13 @@ def _explain(
             problems.append(f"{where}: {old}")
         elif item["type"] == "extra_forbidden":
             # A key that another method has is not misspelt: guessing a near one would send the user the wrong way.
-            keys, key = _all_keys(model) | (elsewhere() if elsewhere else set()), str(item["loc"][-1])
+            keys, key = _all_keys(model), str(item["loc"][-1])
+            for name, owners in (elsewhere() if elsewhere else {}).items():
+                keys.setdefault(name, set()).update(owners)
             near = difflib.get_close_matches(key, sorted(keys), n=1)
             guess = f", did you mean '{near[0]}'?" if near else ""
-            problems.append(f"{where}: unknown key '{path}'" + (", which others have" if key in keys else guess))
+            owners = ", ".join(sorted(keys.get(key, ()))) or "other sections"
+            problems.append(f"{where}: unknown key '{path}'" + (f"; it is a key of {owners}" if key in keys else guess))
         else:
             problems.append(f"{where}: '{path}': {item['msg']} (received {item['input']!r})")
     hint = "`ondevice config schema` lists every key with its meaning"
@@ -76,7 +79,7 @@ def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> 
     key = str(loc[-1])
     if key in section.REMOVED:
         return f"'{'.'.join([*path, key])}' is no longer a setting: {section.REMOVED[key]}"
-    for old in (key, f"{key}={value}"):
+    for old in (f"{key}={value}", key):  # one key may have become two, by its value
         if old in section.RENAMED:
             new = section.RENAMED[old]
             elsewhere = "." in new.partition("=")[0]
@@ -104,12 +107,14 @@ def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[S
     return (model, path) if issubclass(model, StrictConfig) else None
 
 
-def _all_keys(model: type[BaseModel]) -> set[str]:
-    """Every key of `model` and of the sections below it."""
+def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:
+    """Every key of `model` and of the sections below it, with the names of the methods that have it."""
     schema = model.model_json_schema()
-    keys = set(schema.get("properties", {}))
-    for definition in schema.get("$defs", {}).values():
-        keys |= set(definition.get("properties", {}))
+    keys: dict[str, set[str]] = {}
+    for definition in (schema, *schema.get("$defs", {}).values()):
+        name = definition.get("properties", {}).get("name", {}).get("const")
+        for key in definition.get("properties", {}):
+            keys.setdefault(key, set()).update({name} if name else ())
     return keys
 
 
@@ -138,19 +143,35 @@ class DataConfig(StrictConfig):
     """Which rows, and how they become token ids."""
 
     path: Path | None = None
-    """A `.jsonl` or `.csv` file, a plain text file, or the name of a Hugging Face data set."""
+    """A file of JSON lines, a JSON list, CSV (also with tabs or semicolons), Excel, Parquet or plain text; a folder of
+    such files; or the name of a Hugging Face data set."""
 
     eval_path: Path | None = None
     """Rows that are only evaluated, never trained on."""
 
-    task: str | None = None
-    """A task of the P-RGE paper's Table 7 (sst2, rte, boolq, ...); None infers the format from the keys."""
+    validation_split: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the rows that is kept from training and evaluated, drawn by `train.seed`; 0 keeps none."""
 
-    max_length_tokens: int = Field(default=128, ge=8)
-    """Longer rows are truncated at the front of the prompt, never in the answer."""
+    task: str | None = None
+    """A task of the P-RGE paper's Table 7 (sst2, rte, boolq, ...), or a template of one's own, a `.yaml` file; None
+    infers the format from the keys."""
+
+    columns: dict[str, str] = {}
+    """The file's columns, where they have other names than the format's fields: {prompt: Question}. Dots step into
+    objects."""
+
+    max_length_tokens: int | None = Field(default=None, ge=8)
+    """Longer prompts lose tokens at their front, conversations whole turns, answers nothing. None takes the length that
+    holds 99% of the rows, and says it."""
 
     train_on_prompt: bool = False
     """Also train on the tokens of the prompt (user turns)."""
+
+    @model_validator(mode="after")
+    def _one_validation(self) -> DataConfig:
+        if self.validation_split and self.eval_path is not None:
+            raise ValueError("validation_split and eval_path both name rows to evaluate: give one of them")
+        return self
 
 
 class TrainConfig(StrictConfig):
@@ -221,11 +242,13 @@ class ExportConfig(StrictConfig):
     generator: Literal["auto", "aten", "op"] = "auto"
     """Lowering of the noise: an op-free graph, or this project's op. `auto`: the op where other ops are needed too."""
 
-    quantize: Literal["none", "q4", "8da4w", "w8", "nf4", "int8"] = "none"
-    """`q4`: 4-bit weights, float32 activations (this project's op). `8da4w`: XNNPACK's 8-bit dynamic activations,
-    which distort zeroth-order gradients at small perturbation scales. `w8` (NPU only): 8-bit weights, float16
-    activations. `nf4` and `int8` (PyTorch on a GPU): by bitsandbytes, activations in `model.dtype`. `none` is
-    float16 on the NPU, `model.dtype` or else bfloat16 in PyTorch, and float32 elsewhere."""
+    quantize: Literal["none", "int8", "q4", "8da4w", "8da8w", "w8", "nf4"] = "none"
+    """`int8`: 8-bit weights, float32 activations: in programs with exact gradients, and by bitsandbytes in PyTorch on a
+    GPU, where activations are in `model.dtype`, as with `nf4`. `q4`: 4-bit weights, float32 activations (by this
+    project's op where the whole step is one program). `8da4w`: XNNPACK's 8-bit dynamic activations, which distort
+    zeroth-order gradients at small perturbation scales. `8da8w`: the same with 8-bit weights, for exact gradients.
+    `w8` (NPU only): 8-bit weights, float16 activations. `none` is float16 on the NPU,
+    `model.dtype` or else bfloat16 in PyTorch, and float32 elsewhere."""
 
     loss: Literal["auto", "tiled", "plain", "op"] = "auto"
     """Cross-entropy: vocabulary tiles, all logits at once, or this project's fused op."""
@@ -250,7 +273,7 @@ class ExportConfig(StrictConfig):
         return self
 
     def resolved(self) -> ExportConfig:
-        """A copy without `auto`: a program that needs this project's ops anyway uses all of them; else none."""
+        """Return a copy without `auto`: a program that needs this project's ops anyway uses all of them; else none."""
         auto = {"generator": "op", "loss": "op"} if self.quantize == "q4" else {"generator": "aten", "loss": "tiled"}
         return self.model_copy(update={name: value for name, value in auto.items() if getattr(self, name) == "auto"})
 

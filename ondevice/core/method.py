@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel, ModelDims, ModelFiles
 
 Backend = Literal["torch", "mlx"]
-TargetKind = Literal["executorch", "qnn", "mlx", "torch"]
-"""The runtime of an exported program: ExecuTorch on a CPU, ExecuTorch with a Qualcomm NPU, MLX, or PyTorch."""
 
 
 def load_place(place: str, package: str) -> Any:
@@ -91,6 +89,8 @@ class MemoryModel:
             computes; None: the whole model, as it is loaded.
         program: (dims, config, batch_size, length_tokens) to the planned arena of an exported program that runs on
             the runtime's own kernels; None: a program keeps what `step` says.
+        blocks: (dims, config, batch_size, length_tokens, quantize) to what a run of an exported block program keeps
+            beside the mapped weights; None: there are no such programs.
         notes: (dims, config) to sentences below the plan.
         host_note: what is in host memory, in a sentence.
         host_hint: what to set where the host's memory does not suffice.
@@ -101,6 +101,7 @@ class MemoryModel:
     host: Callable[[ModelDims, Any, int, int, int], dict[str, int]] | None = None
     weights: Callable[[ModelDims, Any, int, str], int] | None = None
     program: Callable[[ModelDims, Any, int, int], dict[str, int]] | None = None
+    blocks: Callable[[ModelDims, Any, int, int, str], dict[str, int]] | None = None
     notes: Callable[[ModelDims, Any], list[str]] | None = None
     host_note: str = ""
     host_hint: str = ""

@@ -6,7 +6,7 @@ one contract: `GraphProgram` for `executorch` and `qnn`, `TorchProgram` for `tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,9 @@ Batch = tuple["np.ndarray", "np.ndarray"]
 """Token ids and labels, int64 [rows, tokens] each."""
 Batches = Callable[[int], Iterable[Batch]]
 """So many batches, or more."""
+LOWEST = -1e30
+"""The largest logit before the first tile of a block program, and a logit that does not count: its exponential is zero,
+and unlike minus infinity it can be subtracted from itself."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,44 @@ class ProgramModule:
     module: nn.Module
     inputs: tuple[TensorPort, ...]
     outputs: tuple[TensorPort, ...]
+    per_layer: bool = False
+    """It holds weights of a layer (`BuiltProgram.constants_of_layers`), so that every layer has its own."""
 
     def example_inputs(self) -> tuple[Tensor, ...]:
-        """Zeros of the ports' shapes and dtypes: torch.export reads nothing else."""
+        """Return zeros of the ports' shapes and dtypes: torch.export reads nothing else."""
         import torch
 
-        kinds = {"int64": torch.int64, "float32": torch.float32}
-        return tuple(torch.zeros(port.shape, dtype=kinds[port.dtype]) for port in self.inputs)
+        return tuple(torch.zeros(port.shape, dtype=getattr(torch, port.dtype)) for port in self.inputs)
+
+
+@dataclass(frozen=True)
+class LayerConstants:
+    """Weights that functions of a block hold, for a backend that multiplies integers with constants alone.
+
+    Attributes:
+        markers: noise that the modules hold in their place, by name with `{layer}`. A module is lowered once; a layer's
+            program is that one with the layer's bytes where the markers' are.
+        layers: the same names, shapes and dtypes for every layer.
+    """
+
+    markers: Mapping[str, np.ndarray]
+    layers: Sequence[Mapping[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class NpuPart:
+    """A function of one layer, a part of which an NPU's compiler takes.
+
+    Attributes:
+        name: of the function, as in the manifest.
+        body: what is compiled, with its example `inputs`; the layer's frozen weights are constants of it.
+        finish: (name, compiled body) to the function.
+    """
+
+    name: str
+    body: nn.Module
+    inputs: tuple[Tensor, ...]
+    finish: Callable[[str, nn.Module], ProgramModule]
 
 
 @dataclass(frozen=True)
@@ -73,6 +107,9 @@ class BuiltProgram:
             pass: a backend would pack a copy of every weight, and one of it transposed.
         blocks: for `qnn`, the module of all transformer blocks and its example inputs; `finish` takes it compiled and
             gives the modules, which are empty before.
+        parts: for `qnn` and shape `blocks`, a layer's number to its functions, which are in a program file of their
+            own; `modules` has the others.
+        eval_batch_size: rows of an evaluation, where the program decides them.
     """
 
     eager: Any
@@ -97,8 +134,14 @@ class BuiltProgram:
     """Of `blocks`."""
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Of `blocks`: the frozen weights by the names of the `frozen` ports, in the order in which a step reads them."""
+    constants_of_layers: LayerConstants | None = None
+    """Of `blocks`, where modules are `per_layer`."""
     blocks: tuple[nn.Module, tuple[Tensor, ...]] | None = None
     finish: Callable[[nn.Module], tuple[ProgramModule, ...]] | None = None
+    parts: Callable[[int], tuple[NpuPart, ...]] | None = None
+    loss_scale: float | None = None
+    """Of `blocks`; see `ProgramSpec.loss_scale`."""
+    eval_batch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,8 +153,10 @@ class GraphProgram:
         build: (loaded, config, export, seed) to the program; changes the model in place.
         compare: (session, built, batches, learning_rate) to how the session agrees with eager; the session is
             somewhere else afterwards.
-        rounding: (session, float32, config, batches) to measured values and warnings, for programs with rounded
-            activations: `float32` is the program built over the model as it was, `batches` gives so many.
+        rounding: (session, float32, config, batches) to measured values and warnings: what rounding did to gradients.
+            `float32` is the program built over the model as it was, `batches` gives so many.
+        rounded: values of `export.quantize` for which `rounding` is asked.
+        uses_ops: (export) whether the program needs kernels of this project in the runtime.
     """
 
     problems: Callable[[Any, ExportConfig, ModelDims], list[str]]
@@ -123,6 +168,8 @@ class GraphProgram:
         ]
         | None
     ) = None
+    rounded: tuple[str, ...] = ()
+    uses_ops: Callable[[ExportConfig], bool] = lambda export: export.uses_ops
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ GROUP = "ondevice.methods"
 TARGET_GROUP = "ondevice.targets"
 """The entry point group of targets outside `exporters`."""
 EXPORTERS = "ondevice.exporters"
-DEFAULT_METHOD = "prge"
+DEFAULT_METHOD = "mesp"
 
 
 @cache
@@ -50,7 +50,7 @@ def method_names() -> tuple[str, ...]:
 
 
 def method(name: str) -> MethodSpec:
-    """The spec of method `name`, as a run file or a job says it: anything may stand there.
+    """Return the spec of method `name`, as a run file or a job says it: anything may stand there.
 
     Raises:
         ConfigError: there is none, or another package's cannot be imported.
@@ -69,7 +69,7 @@ def _spec(name: str) -> MethodSpec:
 
 
 def methods() -> tuple[MethodSpec, ...]:
-    """All specs; one of another package that cannot be imported is left out, with a warning."""
+    """Return all specs; one of another package that cannot be imported is left out, with a warning."""
     places = _places()
     return tuple(_all(method, places, {name for name, place in places.items() if isinstance(place, str)}))
 
@@ -91,13 +91,13 @@ def _target_places() -> dict[str, TargetSpec | EntryPoint]:
 
 
 def target_names() -> tuple[str, ...]:
-    """The names of all targets, in alphabetical order."""
+    """Return the names of all targets, in alphabetical order."""
     return tuple(_target_places())
 
 
 @cache
 def target(name: str) -> TargetSpec:
-    """The spec of target `name`.
+    """Return the spec of target `name`.
 
     Raises:
         ConfigError: there is none, or another package's cannot be imported.
@@ -109,7 +109,7 @@ def target(name: str) -> TargetSpec:
 
 
 def targets() -> tuple[TargetSpec, ...]:
-    """All specs; one of another package that cannot be imported is left out, with a warning."""
+    """Return all specs; one of another package that cannot be imported is left out, with a warning."""
     places = _target_places()
     return tuple(_all(target, places, {name for name, place in places.items() if isinstance(place, TargetSpec)}))
 
@@ -170,9 +170,13 @@ def method_config(name: str, values: dict[str, Any] | None = None) -> Any:
     return method(name).config.parse({**(values or {}), "name": name}, "method", elsewhere=_keys_elsewhere)
 
 
-def _keys_elsewhere() -> set[str]:
-    """Settings that any method has."""
-    return {key for spec in methods() for key in spec.config.model_fields}
+def _keys_elsewhere() -> dict[str, set[str]]:
+    """Settings that any method has, with the methods' names."""
+    keys: dict[str, set[str]] = {}
+    for spec in methods():
+        for key in spec.config.model_fields:
+            keys.setdefault(key, set()).add(spec.name)
+    return keys
 
 
 def backend_for(config: Any, backend: str) -> Backend:
@@ -197,7 +201,7 @@ def backend_for(config: Any, backend: str) -> Backend:
 
 @cache
 def metal() -> bool:
-    """True on a Mac with MLX and Metal."""
+    """Return True on a Mac with MLX and Metal."""
     if sys.platform != "darwin" or importlib.util.find_spec("mlx") is None:
         return False
     return bool(importlib.import_module("mlx.core").metal.is_available())

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 
+IGNORE = -100
+"""Label of a token that is not trained on."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's two moments in a first-order session's state, by torch.optim's names: `exp_avg/<parameter>`."""
+
+OPTIMIZER_STEP = "optimizer_step"
+"""The optimizer's count of its own updates in a session's state, int64 [1]."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Losses of one optimizer step, and the scalars that replay it.
@@ -161,13 +170,18 @@ class Session(ABC):
 
 
 class ProgramSession(Session):
-    """A session of an artifact: shapes are fixed."""
+    """A session of an artifact: shapes are fixed.
+
+    Attributes:
+        constants: by name, what a graph takes as an input that no step changes, such as the scale of a perturbation.
+    """
 
     manifest: Manifest
     batch_size: int
     eval_batch_size: int
     lengths_tokens: tuple[int, ...]
     seed: int
+    constants: dict[str, float]
 
 
 @dataclass(frozen=True)

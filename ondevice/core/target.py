@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ondevice.core.method import TargetKind, load_place
+from ondevice.core.method import load_place
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +68,8 @@ class TargetSpec:
         name: as in `--target`.
         package: the target's own package, `__name__` in its `__init__.py`.
         summary: half a sentence for lists.
-        kind: key into `MethodSpec.programs`: which form of a method's step it takes.
+        kind: key into `MethodSpec.programs`: which runtime's program it takes. Ours are `executorch` (on a CPU), `qnn`
+            (ExecuTorch with a Qualcomm NPU), `mlx` and `torch`; a new one needs no more than methods that have it.
         runtime: what a plan of an artifact counts with.
         exporter: place of its `Exporter` (`exporters.base`), a class that is called with this spec.
         placement: place of (dims, weights, export, loss_tiles, evaluates) to `WeightPlacement`; None: all weights are
@@ -85,7 +86,7 @@ class TargetSpec:
     name: str
     package: str
     summary: str
-    kind: TargetKind
+    kind: str
     runtime: Runtime
     exporter: str
     placement: str | None = None
@@ -105,7 +106,7 @@ class TargetSpec:
         return self.load(self.exporter)(self)
 
     def check(self, job: Any) -> list[str]:
-        """Every reason why an `ExportJob` cannot be exported; no weights are loaded."""
+        """Return every reason why an `ExportJob` cannot be exported; no weights are loaded."""
         return self._exporter.check(job)
 
     def export(self, job: Any, out: Path) -> Any:
@@ -113,7 +114,7 @@ class TargetSpec:
         return self._exporter.export(job, out)
 
     def open(self, folder: Path, manifest: Any) -> ProgramSession:
-        """A session of an artifact.
+        """Return a session of an artifact.
 
         Raises:
             MissingPackageError: a package that the runtime needs is not installed.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ondevice.data.batching import Batch, Batches, pad_examples
-from ondevice.data.encode import IGNORE, Dataset, Example, Item, encode, pad_id_of, read_dataset
+from ondevice.data.batching import Batch, Batches, pad_examples, pad_id_of, split_rows
+from ondevice.data.encode import IGNORE, Dataset, Example, Item, encode, read_dataset
 from ondevice.data.formats import read_rows
-from ondevice.data.preview import Preview, preview
+from ondevice.data.lengths import Length, length_of
+from ondevice.data.preview import Preview, preview, preview_rows
 from ondevice.data.rows import Row, RowProblem, Rows
 from ondevice.data.scoring import exact_match, f1_score, first_line, pick_candidate
 from ondevice.data.templates import TASKS, find_task
@@ -15,5 +16,5 @@ __all__ = [
     "encode", "Dataset", "Item", "Example", "IGNORE", "pad_id_of", "read_dataset",
     "Batches", "Batch", "pad_examples",
     "TASKS", "find_task", "pick_candidate", "first_line", "exact_match", "f1_score",
-    "Preview", "preview",
+    "Preview", "preview", "preview_rows", "Length", "length_of", "split_rows",
 ]  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.encode import IGNORE, Dataset, Example
+from ondevice.data.encode import IGNORE, Dataset, Example, Item
 
 ROUND_TO_TOKENS = 8
 
@@ -119,3 +120,40 @@ def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -
         ids[row, : len(example)] = example.ids
         labels[row, : len(example)] = example.labels
     return Batch(ids, labels)
+
+
+def split_rows(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Split a data set into rows to train on and rows to validate on, both in the order of the file.
+
+    The validation rows are the first of the stable argsort of n raw words of numpy's PCG64 seeded with (seed, 0, 1),
+    which is no epoch's order; the Android app draws them alike. Windows that begin on one line of the
+    file stay together. Problems stay with the rows to train on.
+
+    Args:
+        share: of the rows, above 0 and below 1; at least one row goes to either side.
+        seed: of the run, 0 or above.
+
+    Raises:
+        DataError: there is one row only.
+    """
+    places = [(item.file, item.line) for item in dataset.items]
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    count = len(numbers)
+    if count < 2:
+        raise DataError("there are too few rows to split", expected="two rows or more", received=count)
+    kept = min(max(1, round(count * share)), count - 1)
+    words = np.random.PCG64(np.random.SeedSequence((seed, 0, 1))).random_raw(count)
+    held = set(np.argsort(words, kind="stable")[:kept].tolist())
+    sides: tuple[list[Item], list[Item]] = ([], [])
+    for item, place in zip(dataset.items, places):
+        sides[numbers[place] in held].append(item)
+    return replace(dataset, items=sides[0]), replace(dataset, items=sides[1], problems=[], too_long_tokens=[], notes=())
+
+
+def pad_id_of(tokenizer: Any) -> int:
+    """Return the id to pad with: the tokenizer's pad token, else its end-of-sequence token, else 0. Padding is
+    on the right and never labelled, so the choice does not change a result."""
+    for name in ("pad_token_id", "eos_token_id"):
+        if getattr(tokenizer, name, None) is not None:
+            return int(getattr(tokenizer, name))
+    return 0

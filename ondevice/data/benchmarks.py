@@ -18,7 +18,8 @@ from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.data.formats import choice_index, task_fields, texts_of
-from ondevice.data.rows import BadRow, Row, RowProblem, check_text, describe, read_records
+from ondevice.data.records import check_text, describe, read_records
+from ondevice.data.rows import BadRow, Row, RowProblem
 from ondevice.data.scoring import final_number
 from ondevice.data.templates import column, plain_name
 
@@ -84,7 +85,7 @@ def read_questions(path: Path, task: str) -> list[Question]:
     """
     read = {"mmlu": _mmlu, "gsm8k": _gsm8k, "mt_bench": _mt_bench}[task]
     questions, problems = [], []
-    for line, record in read_records(path)[1]:
+    for line, record, _ in read_records(path).records:
         try:
             if isinstance(record, BadRow):
                 raise record

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.chat import render_chat
-from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows
-
-IGNORE = -100
-"""The label of a token that is not trained on."""
+from ondevice.core.session import IGNORE
+from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows, count_reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +46,18 @@ class Item:
     line: int = 0
     """Line of the data file, from 1."""
 
+    file: str = ""
+    """The file inside a folder of files; empty where the data is one file."""
+
+    value: float | None = None
+    """The number that a row of a regression is of."""
+
     prompt_tokens: int = 0
     """Tokens before the answer (for chat before the last assistant turn): `ids[:prompt_tokens]` is what
     a model continues when it answers."""
 
     dropped_tokens: int = 0
-    """Tokens cut from the front of the prompt to fit the maximum length."""
+    """Tokens cut from the front of the prompt, or in whole turns, to fit the maximum length."""
 
 
 @dataclass(slots=True)
@@ -66,18 +69,36 @@ class Dataset:
     format: Format = "text"
     max_length_tokens: int = 0
     too_long_tokens: list[int] = field(default_factory=list)
-    """Full lengths of the rows left out because their answer does not fit."""
+    """Full lengths of the rows left out because they do not fit."""
 
     template: str = ""
     """The template that framed the rows: "chat template", "instruction prompt", a task's name, or ""."""
+
+    notes: tuple[str, ...] = ()
+    """How the file was understood, where that is not plain."""
+
+    metric: str = ""
+    values: tuple[float, ...] = ()
+    """Of a template of one's own: what it is judged by, and the numbers that a regression's candidates stand for."""
 
     def __len__(self) -> int:
         return len(self.items)
 
     @property
     def truncated(self) -> int:
-        """Rows that lost tokens at the front of their prompt."""
+        """Rows that lost tokens of their prompt."""
         return sum(item.dropped_tokens > 0 for item in self.items)
+
+    def figures(self) -> dict[str, Any]:
+        """Return what a run's log and `--json` say of the rows: how many, which were left out or cut, and why."""
+        return {
+            "sequences": len(self.items),
+            "left_out": count_reasons(self.problems) if self.problems else {},
+            "cut": self.truncated,
+            "cut_tokens": sum(item.dropped_tokens for item in self.items),
+            "max_length_tokens": self.max_length_tokens,
+            "notes": list(self.notes),
+        }
 
 
 def encode(
@@ -104,8 +125,9 @@ def encode(
     Args:
         rows: from `read_rows`.
         tokenizer: a fast tokenizer of transformers.
-        max_length_tokens: longest sequence, at least 2. Prompts lose tokens at their front to fit; a row
-            whose answer does not fit behind one token of context becomes a problem.
+        max_length_tokens: longest sequence, at least 2. Prompts lose tokens at their front to fit, and
+            conversations whole turns; a row whose answer does not fit behind one token of context, or whose
+            last turns do not fit whole, becomes a problem.
         train_on_prompt: label the prompt, too.
         allow_empty: return the problems alone where no row could be encoded, instead of raising.
 
@@ -119,28 +141,36 @@ def encode(
     if not getattr(tokenizer, "is_fast", False):
         raise DataError("a slow tokenizer cannot say which text a token covers", expected="a fast tokenizer",
                         received=type(tokenizer).__name__, hint="save it with a tokenizer.json")  # fmt: skip
-    chat = bool(rows.items and rows.items[0].messages)
-    if chat and not getattr(tokenizer, "chat_template", None):
-        if not rows.items[0].pairs:
-            raise DataError(
-                f"{rows.file} has chat rows, and the tokenizer has no chat template",
-                expected="a tokenizer with a chat template, as instruction-tuned models have",
-                received=getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__,
-                hint="use an instruction-tuned model, or write the rows as prompt and completion",
-            )
-        chat = False
+    # A base model has no template; rows of one question and one answer do without.
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    first = rows.items[0] if rows.items else Row(0)
+    if first.messages and not first.pairs and not has_template:
+        raise DataError(
+            f"{rows.file} has chat rows, and the tokenizer has no chat template",
+            expected="a tokenizer with a chat template, as instruction-tuned models have",
+            received=getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__,
+            hint="use an instruction-tuned model, or write the rows as prompt and completion",
+        )
     framed = "instruction prompt" if rows.format == "instruct" else rows.task or ""
-    template = "chat template" if chat else framed
-    dataset = Dataset(format=rows.format, max_length_tokens=max_length_tokens, template=template)
+    dataset = Dataset(
+        format=rows.format,
+        max_length_tokens=max_length_tokens,
+        template="chat template" if first.messages and has_template else framed,
+        notes=tuple(rows.notes),
+        metric=rows.metric,
+        values=rows.values,
+    )
+    if has_template and any(row.messages for row in rows.items):
+        from ondevice.data.chat import chat_item
     for row in rows.items:
         try:
             if rows.format == "text":
                 dataset.items.extend(_windows(row, tokenizer, max_length_tokens))
             else:
-                make = _chat_item if chat else _pair_item
+                make = chat_item if row.messages and has_template else _pair_item
                 dataset.items.append(make(row, tokenizer, max_length_tokens, train_on_prompt))
         except BadRow as bad:
-            dataset.problems.append(RowProblem(rows.file, row.line, bad.field, bad.reason))
+            dataset.problems.append(RowProblem(row.file or rows.file, row.line, bad.field, bad.reason))
             if isinstance(bad, AnswerTooLong):
                 dataset.too_long_tokens.append(bad.length_tokens)
     if not dataset.items and not allow_empty:
@@ -149,15 +179,6 @@ def encode(
         raise DataError(f"no row can be trained on: {first}", received=f"{len(rows.items)} rows", hint=hint)
     dataset.problems = sorted(rows.problems + dataset.problems, key=lambda problem: problem.line)
     return dataset
-
-
-def pad_id_of(tokenizer: Any) -> int:
-    """Return the id to pad with: the tokenizer's pad token, else its end-of-sequence token, else 0. Padding is
-    on the right and never labelled, so the choice does not change a result."""
-    for name in ("pad_token_id", "eos_token_id"):
-        if getattr(tokenizer, name, None) is not None:
-            return int(getattr(tokenizer, name))
-    return 0
 
 
 def _tokenize(tokenizer: Any, text: str) -> list[int]:
@@ -179,6 +200,8 @@ def _common_prefix(first: list[int], second: list[int]) -> int:
 def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
     """Encode a row of pairs: completion, classification, multiple choice, question answering, and instruct without a
     chat template. All candidates lose as many prompt tokens as the one with the longest answer needs."""
+    if not row.pairs:
+        raise BadRow("messages", "the tokenizer has no chat template")
     # Prompt and answer as one text, as a model would have seen them.
     pair_ids = [_tokenize(tokenizer, prompt + answer) for prompt, answer in row.pairs]
     shared: dict[str, list[int]] = {}
@@ -191,7 +214,7 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
             ids.append(tokenizer.eos_token_id)
         if len(ids) - max(start, 1) < 1:
             raise BadRow("", "the answer has no token that can be trained on")
-    _check_fit(max(len(ids) - start for ids, start in sequences), limit, min(start for _, start in sequences))
+    check_fit(max(len(ids) - start for ids, start in sequences), limit, min(start for _, start in sequences))
     # Cut all prompts at their front to one length: candidates are compared behind the same context.
     bos = _leading_bos(tokenizer, sequences[0][0], sequences[0][1])
     keep = limit - max(len(ids) - start for ids, start in sequences)
@@ -203,15 +226,15 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
     candidates = tuple(_example(ids, start) for ids, start in cut) if row.gold is not None else ()
     ids, start = cut[row.gold or 0]
     example = _example(ids, 0 if train_on_prompt else start)
-    return Item(example, candidates, row.gold, row.answers, row.line, start, dropped)
+    return Item(example, candidates, row.gold, row.answers, row.line, row.file, row.value, start, dropped)
 
 
-def _check_fit(answer_tokens: int, limit: int, prompt_tokens: int) -> None:
+def check_fit(answer_tokens: int, limit: int, prompt_tokens: int, full_tokens: int = 0) -> None:
     """Raise `AnswerTooLong` unless the answer fits behind one token of the prompt, if there is one."""
     room = limit - 1 if prompt_tokens else limit
     if answer_tokens > room:
         reason = f"the answer has {answer_tokens} tokens; with max_length_tokens={limit} at most {room} fit"
-        raise AnswerTooLong(reason, prompt_tokens + answer_tokens)
+        raise AnswerTooLong(reason, full_tokens or prompt_tokens + answer_tokens)
 
 
 def _leading_bos(tokenizer: Any, ids: list[int], start: int) -> int:
@@ -221,34 +244,6 @@ def _leading_bos(tokenizer: Any, ids: list[int], start: int) -> int:
 
 def _example(ids: list[int], start: int) -> Example:
     return Example(tuple(ids), (IGNORE,) * start + tuple(ids[start:]))
-
-
-def _chat_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> Item:
-    """Encode a chat row. To fit, whole turns go first, from the oldest after the system turn, then tokens of the last
-    prompt."""
-    messages = list(row.messages)
-    ids, trained, start = render_chat(tokenizer, messages)
-    full = len(ids)
-    system = int(messages[0][0] == "system")
-    while len(ids) > limit:
-        rest = messages[system:]
-        following = next((i for i, turn in enumerate(rest) if i and turn[0] == "user"), None)
-        if following is None:
-            break
-        messages = messages[:system] + rest[following:]
-        ids, trained, start = render_chat(tokenizer, messages)
-    if len(ids) > limit:
-        _check_fit(len(ids) - start, limit, start)
-        bos, lost = _leading_bos(tokenizer, ids, start), len(ids) - limit
-        if any(trained[bos + lost - 1 : start]):  # assistant turns before the last one are not cut in half
-            trained[:start] = [False] * start
-        ids, start = ids[:bos] + ids[bos + lost :], start - lost
-        trained = trained[:bos] + trained[bos + lost :]
-    if not any(trained[1:]):
-        raise BadRow("messages", "no assistant turn has a token that can be trained on")
-    labels = ids if train_on_prompt else [i if t else IGNORE for i, t in zip(ids, trained, strict=True)]
-    example = Example(tuple(ids), tuple(labels))
-    return Item(example, line=row.line, prompt_tokens=start, dropped_tokens=full - len(ids))
 
 
 def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
@@ -264,23 +259,37 @@ def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
     for begin in range(0, len(ids) - 1, limit - 1):
         window = ids[begin : begin + limit]
         line = row.line + bisect_right(newlines, offsets[begin][0] - 1) if not row.end else row.line
-        yield Item(_example(window, 0), line=line)
+        yield Item(_example(window, 0), line=line, file=row.file)
 
 
 def read_dataset(
-    path: Path | str, tokenizer: Any, *, task: str | None, max_length_tokens: int, train_on_prompt: bool = False
+    path: Path | str,
+    tokenizer: Any,
+    *,
+    task: str | None,
+    max_length_tokens: int,
+    train_on_prompt: bool = False,
+    columns: Mapping[str, str] | None = None,
 ) -> Dataset:
     """Read and encode the rows of a file; bad rows are in `.problems`.
 
     Raises:
-        DataError: if no row can be used.
+        DataError: if no row can be used, or the rows are preferences, which no method here trains on.
     """
     from ondevice.data.formats import read_rows
 
-    rows = read_rows(path, task=task)
-    dataset = encode(rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt)
-    if not dataset.items:
+    rows = read_rows(path, task=task, columns=columns)
+    refuse_preferences(rows)
+    return encode(rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt)
+
+
+def refuse_preferences(rows: Rows) -> None:
+    """Raise DataError for rows that are read and shown, and that no method here trains on."""
+    column = {"preference": "chosen", "thumbs": "completion"}.get(rows.format)
+    if column is not None:
         raise DataError(
-            f"{path} has no rows that can be used", received="; ".join(map(str, dataset.problems[:3])) or "nothing"
+            f"{rows.file} holds preferences, which `ondevice data` shows and no method here trains on",
+            expected="rows with answers to learn",
+            received=f"format {rows.format}",
+            hint=f"--column prompt=prompt --column completion={column} trains on the {column} texts alone",
         )
-    return dataset

@@ -2,8 +2,11 @@
 
 | format          | keys                                                                                 |
 |-----------------|--------------------------------------------------------------------------------------|
-| chat            | messages: [{role, content}, ...]                                                     |
-| instruct        | instruction, output, and maybe input (or context, response); or prompt, response     |
+| chat            | messages: [{role, content}, ...] or conversations: [{from, value}, ...]              |
+| preference      | chosen, rejected, and maybe prompt                                                   |
+| thumbs          | prompt, completion, and label: true or false                                         |
+| instruct        | instruction, output, and maybe input (or context, response); prompt, response; or    |
+|                 | question, answer                                                                     |
 | completion      | prompt, completion                                                                   |
 | text            | text                                                                                 |
 | classification  | text or sentence, and label                                                          |
@@ -14,53 +17,77 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ondevice.core.errors import DataError
-from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows, check_text, describe, read_records
+from ondevice.core.errors import ConfigError, DataError
+from ondevice.data.records import check_text, describe, read_records
+from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows
 from ondevice.data.templates import TASKS, Task, find_task, label_key, plain_name, render
 
 
-def read_rows(path: str | Path, *, task: str | None = None, allow_empty: bool = False) -> Rows:
-    """Read every row of a file (or of a Hugging Face data set named `name[:config][@split]`).
+def read_rows(
+    path: str | Path, *, task: str | None = None, columns: Mapping[str, str] | None = None, allow_empty: bool = False
+) -> Rows:
+    """Read every row of a file, a folder, or a Hugging Face data set named `name[:config][@split]`.
 
     The first record whose keys fit a format decides it for the whole file; rows of other keys, and rows
     with wrong values, are left out and listed in `Rows.problems`.
 
     Args:
-        path: a .jsonl, .csv (with header) or .txt file in UTF-8, or a data set's name.
-        task: a task of Table 7 (`templates.TASKS`); None takes it from the rows' own "task", if any.
+        path: a file of one of `records.SUFFIXES`, a folder of them, or a data set's name.
+        task: a task of Table 7 (`templates.TASKS`), or the path of a template of one's own (`.yaml`); None takes it
+            from the rows' own "task", if any.
+        columns: {field: the file's column}, for columns of other names; dots step into objects.
         allow_empty: return the problems alone where no row is usable, instead of raising.
 
     Raises:
-        ConfigError: `task` is not a task.
+        ConfigError: `task` is not a task, or `columns` names no field.
         DataError: the file is missing, empty or unreadable, or not one row is usable.
-        MissingPackageError: a data set's name, and `datasets` is not installed.
+        MissingPackageError: the package that reads this kind of file is not installed.
     """
-    chosen = find_task(task) if task else None
-    kind, records = read_records(path)
-    name, problems, usable = str(path), [], []
-    for line, record in records:
+    chosen = named_task(task, path) if task else None
+    source = read_records(path)
+    name, notes, problems, usable = str(path), list(source.notes), [], []
+    for line, record, file in source.records:
         if isinstance(record, BadRow):
-            problems.append(RowProblem(name, line, record.field, record.reason))
+            problems.append(RowProblem(file or name, line, record.field, record.reason))
         else:
-            usable.append((line, record))
+            usable.append((line, record, file))
+    if columns or (usable and chosen is None and _plainly(usable[0][1]) is None):
+        from ondevice.data.columns import rename
+
+        usable, named = rename(usable, columns, chosen, problems, notes, name)
+    else:
+        named = frozenset()
     if not usable and allow_empty:
-        return Rows(name, chosen.kind if chosen else "text", [], problems, chosen.name if chosen else None)
-    format_, chosen = _infer([record for _, record in usable], chosen, name, problems)
-    convert = converter(format_, chosen, [record for _, record in usable], kind)
+        return Rows(name, chosen.kind if chosen else "text", [], problems, chosen.name if chosen else None, notes)
+    format_, chosen = _infer([record for _, record, _ in usable], chosen, named, name, problems)
+    convert = converter(format_, chosen, [record for _, record, _ in usable], source.kind)
     items = []
-    for line, record in usable:
+    for line, record, file in usable:
         try:
-            items.append(convert(line, record))
+            items.append(convert(line, record, file))
         except BadRow as bad:
-            problems.append(RowProblem(name, line, bad.field, bad.reason))
-    problems.sort(key=lambda problem: problem.line)
+            problems.append(RowProblem(file or name, line, bad.field, bad.reason))
+    problems.sort(key=lambda problem: (problem.file, problem.line))
     if not items and not allow_empty:
         raise _no_rows(name, problems)
-    return Rows(name, format_, items, problems, chosen.name if chosen else None)
+    if chosen is None:
+        return Rows(name, format_, items, problems, None, notes)
+    return Rows(name, format_, items, problems, chosen.name, notes, chosen.metric, chosen.values)
+
+
+def named_task(task: str, path: str | Path) -> Task:
+    """Find the task of a file; the ConfigError where there is none says what the file is without a task."""
+    try:
+        return find_task(task)
+    except ConfigError as unknown:
+        from ondevice.data.columns import advise_task
+
+        unknown.hint = advise_task(path, unknown.hint)
+        raise
 
 
 def _no_rows(name: str, problems: list[RowProblem]) -> DataError:
@@ -75,45 +102,51 @@ def _no_rows(name: str, problems: list[RowProblem]) -> DataError:
 
 
 def _infer(
-    records: list[dict[str, Any]], task: Task | None, name: str, problems: list[RowProblem]
+    records: list[dict[str, Any]], task: Task | None, named: frozenset[str], name: str, problems: list[RowProblem]
 ) -> tuple[Format, Task | None]:
-    """Infer the file's format and task; the format of a task is its kind."""
+    """Infer the file's format and task; the format of a task is its kind. Columns that the user `named` decide alone,
+    where they suffice."""
     if task is not None:
         return task.kind, task
     unknown = None
     for record in records:
-        if "prompt_fields" in record:
+        if "prompt_fields" in record and not named:
             task = TASKS.get(plain_name(str(record.get("task"))))
             if task is not None:
                 return task.kind, task
             unknown = unknown or record.get("task")
-        elif (format_ := _format_of(record)) is not None:
+        elif (format_ := format_of(record, named)) is not None:
             return format_, None
-    if unknown is not None:
-        message = f"{name} is of a task without a prompt"
-        hint = "write the rows as prompt and completion, or as messages"
-        raise DataError(message, expected=f"one of {', '.join(TASKS)}", received=describe(unknown), hint=hint)
     if not records:
         raise _no_rows(name, problems)
-    raise DataError(
-        f"cannot tell the format of {name}",
-        expected="the keys messages; instruction and output; prompt and completion; text; text and label; "
-        "question, choices and answer; or a task with its columns",
-        received="the keys " + ", ".join(str(key) for key in records[0]),
-        hint=f"name the task with --task ({', '.join(TASKS)}) or rename the keys",
-    )
+    from ondevice.data.columns import no_format
+
+    raise no_format(records[0], unknown, name)
 
 
-def _format_of(record: dict[str, Any]) -> Format | None:
+def _plainly(record: dict[str, Any]) -> Format | str | None:
+    return "task" if "prompt_fields" in record else format_of(record)
+
+
+def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Format | None:
+    """Return the format that a record's keys fit; of the columns that the user `named` alone, where they fit one."""
+    if named and (found := format_of({key: record[key] for key in record if key in named})) is not None:
+        return found
     keys = set(record)
-    if "messages" in keys:
+    if {"chosen", "rejected"} <= keys:
+        return "preference"
+    if keys & {"messages", "conversations"}:
         return "chat"
     if ("instruction" in keys and keys & {"output", "response"}) or {"prompt", "response"} <= keys:
         return "instruct"
     if {"prompt", "completion"} <= keys:
-        return "completion"
+        if "thumbs" in keys or str(record.get("label")).strip().lower() in ("true", "false"):
+            return "thumbs"
+        return "chat" if isinstance(record["prompt"], list) or isinstance(record["completion"], list) else "completion"
     if {"choices", "answer"} <= keys and keys & {"question", "prompt"}:
         return "multiple_choice"
+    if {"question", "answer"} <= keys:
+        return "instruct"
     if keys & {"text", "sentence"} and "label" in keys:
         return "classification"
     return "text" if "text" in keys else None
@@ -122,44 +155,49 @@ def _format_of(record: dict[str, Any]) -> Format | None:
 MAX_CLASSES = 50
 """More distinct labels than this are taken for free text, not for classes."""
 
-ROLES = ("system", "user", "assistant")
-
 
 def converter(
     format_: Format, task: Task | None, records: list[dict[str, Any]], kind: str
-) -> Callable[[int, dict[str, Any]], Row]:
-    """Return the function (line, record) -> Row of a format; it raises BadRow."""
+) -> Callable[[int, dict[str, Any], str], Row]:
+    """Return the function (line, record, file) -> Row of a format; it raises BadRow."""
     if task is not None:
-        return lambda line, record: _task_row(task, line, record)
+        return lambda line, record, file: _task_row(task, line, record, file)
     if format_ == "classification":
         classes = _classes(records)
-        return lambda line, record: _class_row(classes, line, record)
+        return lambda line, record, file: _class_row(classes, line, record, file)
     if format_ == "text":
         # A whole file is a stretch of running text, not a document that ends.
-        return lambda line, record: Row(line, pairs=(("", _text(record, "text")),), end=kind != "txt")
-    return {"chat": _chat_row, "instruct": _instruct_row, "completion": _completion_row,
-            "multiple_choice": _choice_row}[format_]  # fmt: skip
+        return lambda line, record, file: Row(line, (("", _text(record, "text")),), end=kind != "txt", file=file)
+    if format_ in ("chat", "preference", "thumbs"):
+        from ondevice.data import conversations
+
+        if format_ == "chat" and not any({"messages", "conversations"} & set(record) for record in records):
+            return conversations.prompt_row
+        return {"chat": conversations.chat_row, "preference": conversations.preference_row,
+                "thumbs": conversations.thumbs_row}[format_]  # fmt: skip
+    return {"instruct": _instruct_row, "completion": _completion_row, "multiple_choice": _choice_row}[format_]
 
 
-def task_fields(name: str, record: dict[str, Any]) -> dict[str, Any]:
+def task_fields(name: str | None, record: dict[str, Any]) -> dict[str, Any]:
     """Flatten the columns of a task's record, with its label.
 
     Raises:
-        BadRow: the record is of another task, or its `prompt_fields` are no object.
+        BadRow: the record is of another task than `name`, or its `prompt_fields` are no object.
     """
     if "prompt_fields" not in record:
         return record
     named = record.get("task", name)
-    if plain_name(str(named)) != plain_name(name):
+    if name is not None and plain_name(str(named)) != plain_name(name):
         raise BadRow("task", f"expected '{name}', received {describe(named)}")
     if not isinstance(record["prompt_fields"], dict):
         raise BadRow("prompt_fields", f"expected an object, received {describe(record['prompt_fields'])}")
     return record["prompt_fields"] | ({"label": record["label"]} if "label" in record else {})
 
 
-def _task_row(task: Task, line: int, record: dict[str, Any]) -> Row:
-    rendered = render(task, task_fields(task.name, record))
-    return Row(line, rendered.pairs, rendered.gold, answers=rendered.answers, label=rendered.label, end=False)
+def _task_row(task: Task, line: int, record: dict[str, Any], file: str) -> Row:
+    rendered = render(task, task_fields(None if task.own else task.name, record))
+    return Row(line, rendered.pairs, rendered.gold, answers=rendered.answers, label=rendered.label,
+               end=task.kind == "completion", file=file, value=rendered.value)  # fmt: skip
 
 
 def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
@@ -171,41 +209,19 @@ def _text(record: dict[str, Any], *keys: str, empty: bool = False) -> str:
     raise BadRow(keys[0], f"is missing; the keys are {', '.join(str(key) for key in record)}")
 
 
-def _chat_row(line: int, record: dict[str, Any]) -> Row:
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise BadRow("messages", f"expected a list of turns, received {describe(messages)}")
-    turns = []
-    for index, message in enumerate(messages):
-        where = f"messages.{index}"
-        if not isinstance(message, dict):
-            raise BadRow(where, f"expected an object with role and content, received {describe(message)}")
-        if message.get("role") not in ROLES:
-            reason = f"expected {', '.join(ROLES)}; received {describe(message.get('role'))}"
-            raise BadRow(f"{where}.role", reason)
-        turns.append((message["role"], check_text(message.get("content"), f"{where}.content")))
-    while turns and turns[-1][0] != "assistant":
-        turns.pop()  # nothing after the last assistant turn is trained on or needed as context
-    if not turns:
-        raise BadRow("messages", "has no assistant turn to train on")
-    if turns[0][0] == "assistant":
-        raise BadRow("messages.0.role", "expected system or user first, received assistant")
-    return Row(line, messages=tuple(turns))
-
-
-def _instruct_row(line: int, record: dict[str, Any]) -> Row:
-    instruction = _text(record, "instruction", "prompt")
+def _instruct_row(line: int, record: dict[str, Any], file: str) -> Row:
+    instruction = _text(record, "instruction", "prompt", "question")
     filled = {key: value for key, value in record.items() if value is not None}
     context = _text(filled, "input", "context", empty=True)
-    answer = _text(record, "output", "response")
+    answer = _text(record, "output", "response", "answer")
     asked = f"{instruction}\n\n{context}" if context.strip() else instruction
     block = f"\n\n### Input:\n{context}" if context.strip() else ""
     prompt = f"### Instruction:\n{instruction}{block}\n\n### Response:\n"
-    return Row(line, pairs=((prompt, answer),), messages=(("user", asked), ("assistant", answer)))
+    return Row(line, ((prompt, answer),), messages=(("user", asked), ("assistant", answer)), file=file)
 
 
-def _completion_row(line: int, record: dict[str, Any]) -> Row:
-    return Row(line, pairs=((_text(record, "prompt", empty=True), _text(record, "completion")),))
+def _completion_row(line: int, record: dict[str, Any], file: str) -> Row:
+    return Row(line, pairs=((_text(record, "prompt", empty=True), _text(record, "completion")),), file=file)
 
 
 def _classes(records: list[dict[str, Any]]) -> dict[str, str]:
@@ -225,7 +241,7 @@ def _classes(records: list[dict[str, Any]]) -> dict[str, str]:
     return dict(sorted(classes.items()))
 
 
-def _class_row(classes: dict[str, str], line: int, record: dict[str, Any]) -> Row:
+def _class_row(classes: dict[str, str], line: int, record: dict[str, Any], file: str) -> Row:
     text = _text(record, "text", "sentence")
     label = record.get("label")
     key = label_key(label)
@@ -233,15 +249,16 @@ def _class_row(classes: dict[str, str], line: int, record: dict[str, Any]) -> Ro
         raise BadRow("label", f"expected a text, a number or a boolean, received {describe(label)}")
     check_text(classes[key], "label")
     pairs = tuple((f"{text.strip()}\nLabel:", f" {answer}") for answer in classes.values())
-    return Row(line, pairs, list(classes).index(key), label=classes[key], end=False)
+    return Row(line, pairs, list(classes).index(key), label=classes[key], end=False, file=file)
 
 
-def _choice_row(line: int, record: dict[str, Any]) -> Row:
+def _choice_row(line: int, record: dict[str, Any], file: str) -> Row:
     question = _text(record, "question", "prompt").strip()
     texts = texts_of(record.get("choices"), "choices", least=2)
     gold = choice_index(record.get("answer"), texts)
     pairs = tuple((f"{question}\nAnswer:", f" {text}") for text in texts)
-    return Row(line, pairs, gold, label=chr(ord("A") + gold) if gold < 26 else str(gold), end=False)
+    label = chr(ord("A") + gold) if gold < 26 else str(gold)
+    return Row(line, pairs, gold, label=label, end=False, file=file)
 
 
 def texts_of(value: Any, name: str, least: int = 1) -> list[str]:

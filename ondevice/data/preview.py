@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.data.batching import round_up
-from ondevice.data.encode import IGNORE, Dataset, Example, encode
+from ondevice.data.encode import IGNORE, Dataset, Example, Item, encode
 from ondevice.data.formats import read_rows
+from ondevice.data.lengths import length_of
 from ondevice.data.rows import RowProblem, Rows
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """One data file at a glance. Lengths are in tokens; they count what truncation dropped and the rows
-    whose answer is too long.
+    """One data file at a glance. Lengths are in tokens, of a row's longest candidate; they count what truncation
+    dropped and the rows that are too long.
 
     `render()` is for a rich console, `to_dict()` is what `--json` prints.
     """
@@ -65,9 +67,14 @@ class Preview:
     labels: dict[str, int]
     examples: tuple[tuple[Segment, ...], ...]
     problems: tuple[RowProblem, ...]
+    example_names: tuple[str, ...] = ()
+    """What each example is, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
+
+    notes: tuple[str, ...] = ()
+    """How the file was understood, where that is not plain: a separator, a sheet, columns, the length."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON types."""
+        """Return everything as JSON types."""
         return asdict(self)
 
     def render(self) -> RenderableType:
@@ -75,7 +82,8 @@ class Preview:
         from rich.console import Group
 
         parts: list[RenderableType] = [_facts(self)]
-        parts += [_panel(number, segments) for number, segments in enumerate(self.examples, 1)]
+        names = self.example_names or ("",) * len(self.examples)
+        parts += [_panel(number, name, shown) for number, (name, shown) in enumerate(zip(names, self.examples), 1)]
         if self.problems:
             parts.append(_problems(self.problems))
         return Group(*parts)
@@ -86,18 +94,31 @@ def preview(
     tokenizer: Any,
     *,
     task: str | None = None,
-    max_length_tokens: int = 128,
+    columns: Mapping[str, str] | None = None,
+    max_length_tokens: int | None = None,
     train_on_prompt: bool = False,
     rows: int = 3,
 ) -> Preview:
     """Read, encode and summarise a data file; `rows` is the number of examples to decode.
 
     A file without one usable row is no error here: its problems are what the user wants to see.
+    `max_length_tokens` is taken from the data unless given, as by a training run.
 
     Raises:
         ConfigError, DataError, MissingPackageError: as `read_rows` and `encode`.
     """
-    read = read_rows(path, task=task, allow_empty=True)
+    read = read_rows(path, task=task, columns=columns, allow_empty=True)
+    return preview_rows(read, tokenizer, max_length_tokens, train_on_prompt, rows)
+
+
+def preview_rows(
+    read: Rows, tokenizer: Any, max_length_tokens: int | None = None, train_on_prompt: bool = False, rows: int = 3
+) -> Preview:
+    """Encode and summarise rows that have been read; see `preview`."""
+    if max_length_tokens is None:
+        length = length_of(read, tokenizer)
+        max_length_tokens = length.tokens
+        read.notes.append(length.said)
     dataset = encode(read, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt,
                      allow_empty=True)  # fmt: skip
     return summarise(read, dataset, tokenizer, examples=rows)
@@ -105,10 +126,12 @@ def preview(
 
 def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3) -> Preview:
     """Summarise a file that `read_rows` and `encode` have been through, with its first rows decoded."""
-    full = [len(item.example) + item.dropped_tokens for item in dataset.items] + dataset.too_long_tokens
-    # "higher": a length that some row has, so that the suggested maximum holds the 99% that it promises.
-    lengths = {f"p{p}": int(np.percentile(full, p, method="higher")) for p in PERCENTILES} if full else {}
+    full = [max(len(example) for example in (item.example, *item.candidates)) + item.dropped_tokens
+            for item in dataset.items] + dataset.too_long_tokens  # fmt: skip
+    # Lengths that some row has, so that the suggested maximum holds the 99% that it promises.
+    lengths = {f"p{p}": int(np.percentile(full, p, method="inverted_cdf")) for p in PERCENTILES} if full else {}
     labels = Counter(row.label for row in rows.items if row.label is not None)
+    shown = _examples(rows, dataset.items[:examples])
     return Preview(
         file=rows.file,
         format=rows.format,
@@ -123,9 +146,20 @@ def summarise(rows: Rows, dataset: Dataset, tokenizer: Any, *, examples: int = 3
         trained_tokens=sum(item.example.trained_tokens for item in dataset.items),
         suggested_max_length_tokens=None if rows.format == "text" or not full else round_up(lengths["p99"]),
         labels=dict(labels.most_common()),
-        examples=tuple(segments(item.example, tokenizer) for item in dataset.items[:examples]),
+        examples=tuple(segments(example, tokenizer) for _, example in shown),
         problems=tuple(dataset.problems),
+        example_names=tuple(name for name, _ in shown) if rows.format in ("preference", "thumbs") else (),
+        notes=dataset.notes,
     )
+
+
+def _examples(rows: Rows, items: list[Item]) -> list[tuple[str, Example]]:
+    """List the examples of the rows with what they are; a preference pair has two."""
+    if rows.format == "preference":
+        names = ("chosen", "rejected")
+        return [pair for item in items for pair in zip(names, item.candidates, strict=True)]
+    thumbs = {(row.file, row.line): f"thumbs {row.label}" for row in rows.items} if rows.format == "thumbs" else {}
+    return [(thumbs.get((item.file, item.line), ""), item.example) for item in items]
 
 
 def segments(example: Example, tokenizer: Any) -> tuple[Segment, ...]:
@@ -150,17 +184,22 @@ def _facts(view: Preview) -> RenderableType:
 
     lengths = "  ".join(f"{name} {tokens}" for name, tokens in view.lengths_tokens.items())
     cut = f"{view.truncated} of {view.sequences} prompts cut at the front to {view.max_length_tokens} tokens"
+    if view.template == "chat template":
+        cut = (
+            f"{view.truncated} of {view.sequences} conversations cut by whole turns to {view.max_length_tokens} tokens"
+        )
     facts = {
         "file": view.file,
+        "read as": "\n".join(view.notes),
         "format": " ".join(filter(None, (view.format, view.task and f"(task {view.task})"))),
         "framed by": view.template if view.template not in ("", view.task) else "",
         "rows": f"{view.rows} in the file, {len(view.problems)} left out, {view.sequences} sequences",
         "tokens": lengths,
         "trained on": f"{view.trained_tokens} tokens",
         "truncated": cut if view.truncated else f"none at {view.max_length_tokens} tokens",
-        "too long": f"rows left out because their answer does not fit: {view.too_long}" if view.too_long else "",
+        "too long": f"rows left out because they do not fit: {view.too_long}" if view.too_long else "",
         "suggested": f"max_length_tokens={view.suggested_max_length_tokens} holds 99% of the rows"
-        if view.suggested_max_length_tokens
+        if view.suggested_max_length_tokens not in (None, view.max_length_tokens)
         else "",
         "labels": "  ".join(f"{label} {count}" for label, count in view.labels.items()),
     }
@@ -173,14 +212,15 @@ def _facts(view: Preview) -> RenderableType:
     return table
 
 
-def _panel(number: int, example: tuple[Segment, ...]) -> RenderableType:
+def _panel(number: int, name: str, example: tuple[Segment, ...]) -> RenderableType:
     from rich.panel import Panel
     from rich.text import Text
 
     text = Text()
     for segment in example:
         _append(text, segment)
-    return Panel(text, title=f"example {number}: dim is context, green is trained on", title_align="left")
+    trained = f"{name}, not trained on yet" if name else "dim is context, green is trained on"
+    return Panel(text, title=f"example {number}: {trained}", title_align="left")
 
 
 def _append(text: Text, segment: Segment) -> None:

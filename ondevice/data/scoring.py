@@ -1,4 +1,5 @@
-"""Scores of answers: candidates by likelihood, free answers by SQuAD's F1 and exact match, sums by number."""
+"""Scores of answers: candidates by likelihood, free answers by SQuAD's F1 and exact match, sums by number; and of a
+whole file the measures of classes and of numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 from decimal import Decimal
+
+import numpy as np
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -87,3 +90,47 @@ def wilson_interval(correct: int, rows: int, z: float = 1.959964) -> tuple[float
     centre, width = share + spread / 2, z * math.sqrt((share * (1 - share) + spread / 4) / rows)
     low, high = (centre - width) / (1 + spread), (centre + width) / (1 + spread)
     return (low if correct else 0.0, high if correct < rows else 1.0)
+
+
+def macro_f1(gold: Sequence[int], predicted: Sequence[int]) -> float:
+    """Compute the mean over classes of F1, over the classes that occur on either side."""
+    scores = []
+    for label in sorted({*gold, *predicted}):
+        both = sum(right == guess == label for right, guess in zip(gold, predicted, strict=True))
+        total = gold.count(label) + predicted.count(label)
+        scores.append(2 * both / total)
+    return sum(scores) / len(scores) if scores else math.nan
+
+
+def matthews(gold: Sequence[int], predicted: Sequence[int]) -> float:
+    """Compute Matthews' correlation coefficient, -1 to 1, for any number of classes; 0 where one side has one class."""
+    count, right = len(gold), sum(a == b for a, b in zip(gold, predicted, strict=True))
+    labels = {*gold, *predicted}
+    golds, guesses = ({label: side.count(label) for label in labels} for side in (gold, predicted))
+    shared = right * count - sum(golds[label] * guesses[label] for label in labels)
+    spread = [count**2 - sum(number**2 for number in counts.values()) for counts in (golds, guesses)]
+    return shared / math.sqrt(spread[0] * spread[1]) if all(spread) else 0.0
+
+
+def pearson(first: Sequence[float], second: Sequence[float]) -> float:
+    """Compute Pearson's correlation, -1 to 1; NaN where one side does not vary."""
+    if len(first) < 2 or len(set(first)) < 2 or len(set(second)) < 2:
+        return math.nan
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Compute Spearman's rank correlation, -1 to 1; equal values share the mean of their ranks."""
+    return pearson(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return ((2 * ends - counts + 1) / 2)[places].tolist()
+
+
+def expected_value(scores: Sequence[float], values: Sequence[float]) -> float:
+    """Compute the mean of `values` by the candidates' probabilities, of which `scores` are the log likelihoods."""
+    shares = np.exp(np.asarray(scores, dtype=np.float64) - max(scores))
+    return float(shares @ np.asarray(values, dtype=np.float64) / shares.sum())

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ondevice.core.errors import ConfigError
-from ondevice.data.rows import BadRow, check_text, describe
+from ondevice.data.records import check_text, describe
+from ondevice.data.rows import BadRow
 
 Pairs = tuple[tuple[str, str], ...]
 
@@ -39,13 +40,19 @@ class Task:
     """
 
     name: str
-    kind: Literal["classification", "multiple_choice", "qa"]
+    kind: Literal["classification", "multiple_choice", "qa", "completion", "regression"]
     columns: dict[str, tuple[str, ...]]
     choices: tuple[Choice, ...] = ()
     prompt: str = ""
     label: tuple[str, ...] = ("label",)
     clean: Callable[[dict[str, str]], dict[str, str]] = dict
     pairs: Callable[[dict[str, str]], Pairs] | None = None
+    own: Callable[[Task, dict[str, Any]], Rendered] | None = None
+    """Renders a row of a template of one's own (`custom.load_task`)."""
+
+    metric: str = ""
+    values: tuple[float, ...] = ()
+    """Of a template of one's own: what it is judged by, and the numbers that a regression's candidates stand for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +64,33 @@ class Rendered:
     gold: int | None = None
     answers: tuple[str, ...] = ()
     label: str | None = None
+    value: float | None = None
+
+
+def is_template(name: str | None) -> bool:
+    """True if a task's name is the path of a template of one's own."""
+    return name is not None and name.lower().endswith((".yaml", ".yml"))
 
 
 def find_task(name: str) -> Task:
-    """Return the task of that name; case, '-' and '_' do not matter ("SST-2" is sst2).
+    """Return the task of that name; case, '-' and '_' do not matter ("SST-2" is sst2). A path of a `.yaml` file is
+    a template of one's own.
 
     Raises:
-        ConfigError: no such task.
+        ConfigError: no such task, or the template cannot be used.
     """
+    if is_template(name):
+        from ondevice.data.custom import load_task
+
+        return load_task(name)
     task = TASKS.get(plain_name(name))
     if task is None:
         near = difflib.get_close_matches(plain_name(name), TASKS, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else "without a task the format is inferred from the keys"
-        raise ConfigError(f"unknown task '{name}'", expected=", ".join(TASKS), received=name, hint=hint)
+        hint = (
+            f"did you mean '{near[0]}'?" if near else "write a template of your own and name its file: --task my.yaml"
+        )
+        expected = f"{', '.join(TASKS)}, or a .yaml file"
+        raise ConfigError(f"unknown task '{name}'", expected=expected, received=name, hint=hint)
     return task
 
 
@@ -79,10 +100,12 @@ def render(task: Task, fields: dict[str, Any]) -> Rendered:
     Raises:
         BadRow: a column is missing, not a text or empty, or the label is not one of the task's.
     """
+    if task.own is not None:
+        return task.own(task, fields)
     values = {name: check_text(column(fields, keys), keys[0]).strip() for name, keys in task.columns.items()}
     values = task.clean(values)
     if task.kind == "qa":
-        answers = _answers(column(fields, task.label), task.label[0])
+        answers = answers_of(column(fields, task.label), task.label[0])
         return Rendered(((task.prompt.format(**values), f" {answers[0]}\n"),), answers=answers)
     pairs = task.pairs(values) if task.pairs else _append(task, values)
     gold = _gold(task, fields)
@@ -132,8 +155,12 @@ def column(fields: dict[str, Any], keys: tuple[str, ...]) -> Any:
     raise BadRow(keys[0], f"is missing{others}")
 
 
-def _answers(value: Any, name: str) -> tuple[str, ...]:
-    """Read answers: SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list of texts or one text."""
+def answers_of(value: Any, name: str) -> tuple[str, ...]:
+    """Read answers: SQuAD's [{"text": ...}], Hugging Face's {"text": [...]}, a list of texts or one text.
+
+    Raises:
+        BadRow: there is none, or one is no text.
+    """
     if isinstance(value, dict):
         value = value.get("text")
     items = value if isinstance(value, list) else [value]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ondevice.core.errors import CheckpointError
-from ondevice.core.session import Session, StepResult
+from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
 from ondevice.methods import model_loss
 from ondevice.models.save import save_loaded
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ondevice.models import LoadedModel
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWSession(Session):
@@ -47,11 +45,11 @@ class AdamWSession(Session):
         return StepResult(value, (value,))
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
+        """Compute row losses and token counts; see `Session.evaluate`."""
         return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Trained parameters and AdamW's moments, float32, and the optimizer's step."""
+        """Return trained parameters and AdamW's moments, float32, and the optimizer's step."""
         result: dict[str, np.ndarray] = {}
         for name, parameter in self.parameters.items():
             result[name] = parameter.detach().float().cpu().numpy().copy()
@@ -60,17 +58,17 @@ class AdamWSession(Session):
                 if moment in moments:
                     result[f"{moment}/{name}"] = moments[moment].float().cpu().numpy().copy()
             if "step" in moments:
-                result["optimizer_step"] = np.array([int(moments["step"])], dtype=np.int64)
+                result[OPTIMIZER_STEP] = np.array([int(moments["step"])], dtype=np.int64)
         return result
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Restore what `state` gave."""
         model_loss.load_parameters(self.parameters, state)
-        if "optimizer_step" not in state:
+        if OPTIMIZER_STEP not in state:
             return
         for name, parameter in self.parameters.items():
             entry = self.optimizer.state[parameter]
-            entry["step"] = torch.tensor(float(state["optimizer_step"][0]), device=self.device)
+            entry["step"] = torch.tensor(float(state[OPTIMIZER_STEP][0]), device=self.device)
             for moment in MOMENTS:
                 value = state.get(f"{moment}/{name}")
                 if value is None:
@@ -80,5 +78,5 @@ class AdamWSession(Session):
                 entry[moment] = torch.from_numpy(value.copy()).to(parameter.device, parameter.dtype)
 
     def save_model(self, folder: Path) -> None:
-        """The trained model as transformers loads it, with its tokenizer."""
+        """Write the trained model as transformers loads it, with its tokenizer."""
         save_loaded(self.loaded, folder)

@@ -32,7 +32,7 @@ class EngineSession(Session):
         self.steps_done = 0
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One AdamW step; its last updates run on while the next step begins."""
+        """Run one AdamW step; its last updates run on while the next step begins."""
         with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", self.step_hint):
             loss = self.engine.step(ids, labels, self.steps_done, learning_rate)
         self.steps_done += 1
@@ -44,15 +44,15 @@ class EngineSession(Session):
         return None if overlap is None else overlap.to_dict()
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
+        """Compute row losses and token counts; see `Session.evaluate`."""
         return self.engine.evaluate(ids, labels)
 
     @abstractmethod
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name, on the host."""
+        """Return the trained parameters by name, on the host."""
 
     def save_model(self, folder: Path) -> None:
-        """The trained model as transformers loads it, with its tokenizer."""
+        """Write the trained model as transformers loads it, with its tokenizer."""
         save_weights(folder, self.weights(), self.loaded)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class EngineSession(Session):
 
 
 def steps_of(value: np.ndarray | None) -> int:
-    """Steps that a checkpoint's `optimizer_step` tells.
+    """Return steps that a checkpoint's `optimizer_step` tells.
 
     Raises:
         CheckpointError: the checkpoint lacks it.
@@ -72,5 +72,5 @@ def steps_of(value: np.ndarray | None) -> int:
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory; bfloat16 as uint16."""
+    """Return the same memory; bfloat16 as uint16."""
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

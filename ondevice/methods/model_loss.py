@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 def row_nll(family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """Negative log likelihood of each row's labelled tokens and their count, float32 [rows] each."""
+    """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows] each."""
     return evaluate_hidden(family, ids_RT, labels_RT, lambda h, y: token_nll(h, family.head_weight, y, tiles))
 
 
 def evaluate_hidden(
     family: Family, ids_RT: Tensor, labels_RT: Tensor, token_loss: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`row_nll` with any loss of hidden states and labels, such as one of fixed shapes."""
+    """Return `row_nll` with any loss of hidden states and labels, such as one of fixed shapes."""
     rows = ids_RT.shape[0]
     hidden_ND, labels_N = shift(forward_hidden(family, ids_RT), labels_RT)
     nll = token_loss(hidden_ND, labels_N).reshape(rows, -1).sum(1)
@@ -37,7 +37,7 @@ def evaluate_hidden(
 
 
 def evaluate(family: Family, ids: np.ndarray, labels: np.ndarray, tiles: int) -> tuple[np.ndarray, np.ndarray]:
-    """`Session.evaluate` for a plain model."""
+    """Return `Session.evaluate` for a plain model."""
     device = family.head_weight.device
     with torch.inference_mode():
         nll, count = row_nll(family, torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device), tiles)
@@ -74,10 +74,10 @@ class ModelSession:
         self.backend = f"torch-{loaded.family.head_weight.device.type}"
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
+        """Compute row losses and token counts; see `Session.evaluate`."""
         return evaluate(self.loaded.family, ids, labels, self.tiles)
 
     def save_model(self, folder: Path) -> None:
-        """The model as transformers loads it, with its tokenizer."""
+        """Write the model as transformers loads it, with its tokenizer."""
         with quiet_transformers():
             save_loaded(self.loaded, folder)

@@ -1,6 +1,6 @@
 """Bytes and operations of a training step that several methods' plans are made of, from dimensions alone.
 
-Held against measurements by `benchmarks.plan_accuracy`.
+Held against measurements by `benchmarks.planning.accuracy`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INPUTS_ON_THE_WAY = 3
 
 
 def forward_bytes(dims: ModelDims, rows: int, length_tokens: int, activation_bytes: int) -> int:
-    """The most that one block holds at once in a forward pass over [rows, length_tokens].
+    """Return the most that one block holds at once in a forward pass over [rows, length_tokens].
 
     The MLP holds gate, up and their product beside the residual, its norm and two temporaries (without a gate,
     four parts of a GELU); the attention holds queries, keys and values before and after the rotation, its output,
@@ -47,7 +47,7 @@ def backward_bytes(dims: ModelDims, batch_size: int, length_tokens: int, activat
 
 
 def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int) -> int:
-    """The tiled cross-entropy over `tokens` labelled tokens, float32.
+    """Return the tiled cross-entropy over `tokens` labelled tokens, float32.
 
     A tile's logits are there three times (as they are, shifted, exponentiated), and the hidden states four times
     (final norm, shifted by one token, the labelled rows, the rows of the head for the labels).
@@ -79,7 +79,8 @@ def passes_bytes(
 
 
 def forward_flops(dims: ModelDims, rows: float, length_tokens: int, layers: int | None = None) -> float:
-    """Operations of `layers` blocks (None: all) over [rows, length_tokens], without the head; attention is causal."""
+    """Return operations of `layers` blocks (None: all) over [rows, length_tokens], without the head; attention is
+    causal."""
     tokens = rows * length_tokens
     matrices = dims.active_matrices / dims.layers
     attention = 2 * tokens * length_tokens * dims.heads * dims.head_dim
@@ -87,17 +88,17 @@ def forward_flops(dims: ModelDims, rows: float, length_tokens: int, layers: int 
 
 
 def head_flops(dims: ModelDims, rows: float, length_tokens: int) -> float:
-    """Operations of the logits of [rows, length_tokens]."""
+    """Return operations of the logits of [rows, length_tokens]."""
     return 2.0 * rows * length_tokens * dims.vocab * dims.hidden
 
 
 def recomputed_flops(dims: ModelDims, batch_size: int, length_tokens: int) -> float:
-    """Operations of first-order training of all parameters where the backward pass computes each layer again."""
+    """Return operations of first-order training of all parameters where the backward pass computes each layer again."""
     return 4 * forward_flops(dims, batch_size, length_tokens) + 3 * head_flops(dims, batch_size, length_tokens)
 
 
 def adapter_step_cost(dims: ModelDims, config: Any, batch_size: int, length_tokens: int, weight_bytes: int) -> StepCost:
-    """Work of a first-order step that trains an adapter alone; see `MethodSpec.step_cost`."""
+    """Return work of a first-order step that trains an adapter alone; see `MethodSpec.step_cost`."""
     # The tiled loss computes the logits a second time in the backward pass; frozen weights need no gradients.
     forward, head = forward_flops(dims, batch_size, length_tokens), head_flops(dims, batch_size, length_tokens)
     return StepCost(2 * forward + 3 * head, 2 * weight_bytes)

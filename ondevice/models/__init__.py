@@ -10,7 +10,7 @@ from ondevice.models.load import (
     read_dims,
     save_tokenizer,
 )
-from ondevice.models.registry import families
+from ondevice.models.registry import families, families_with
 from ondevice.models.source import SourceInfo, find_cached
 from ondevice.models.tiny import save_tiny, tiny_model
 
@@ -21,6 +21,7 @@ __all__ = [
     "ModelFiles",
     "SourceInfo",
     "families",
+    "families_with",
     "find_cached",
     "forward_hidden",
     "load_model",

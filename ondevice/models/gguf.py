@@ -82,6 +82,10 @@ def _open(path: Path) -> GGUFReader:
         ) from None
 
 
+_OWN = ("rope.freq_base", "rope.dimension_count", "attention.head_count_kv", "vocab_size")
+"""Keys of transformers' table that need more than a new name."""
+
+
 def _optional(reader: GGUFReader, key: str) -> Any:
     field = reader.get_field(key)
     return None if field is None else field.contents()
@@ -96,6 +100,8 @@ def _field(reader: GGUFReader, key: str, path: Path) -> Any:
 
 def _config(reader: GGUFReader, family: type[Family], path: Path) -> dict[str, Any]:
     prefix = family.gguf_architecture
+
+    from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     def need(key: str) -> Any:
         return _field(reader, f"{prefix}.{key}", path)
@@ -120,15 +126,14 @@ def _config(reader: GGUFReader, family: type[Family], path: Path) -> dict[str, A
         "model_type": family.model_type,
         "dtype": "float32",
         "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": need("feed_forward_length"),
-        "num_hidden_layers": need("block_count"),
-        "num_attention_heads": heads,
+        **{
+            name: _short(need(key))
+            for key, name in GGUF_CONFIG_MAPPING[str(prefix)].items()
+            if name and key not in _OWN
+        },
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "vocab_size": names["token_embd.weight"][0],
-        "max_position_embeddings": need("context_length"),
-        "rms_norm_eps": _short(need("attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope(reader, prefix, path),
         "tie_word_embeddings": "output.weight" not in names,
     }
@@ -157,9 +162,9 @@ def _rope(reader: GGUFReader, prefix: str | None, path: Path) -> dict[str, Any]:
     return rope | ({"original_max_position_embeddings": original} if original else {})
 
 
-def _short(value: float) -> float:
+def _short(value: Any) -> Any:
     """Convert a float32 of the metadata to the decimal number it was written as: 9.9999997e-06 is 1e-05."""
-    return float(f"{float(value):.7g}")
+    return float(f"{value:.7g}") if isinstance(value, float) else value
 
 
 def _write_weights(reader: GGUFReader, family: type[Family], dims: ModelDims, path: Path, out: Path) -> None:

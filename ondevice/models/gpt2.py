@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
+from ondevice.core.registry import methods
 from ondevice.models.base import Family, ModelDims, read_size, refuse_quantised
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from transformers import GPT2Config
 
 ACTIVATIONS = ("gelu_new", "gelu", "gelu_pytorch_tanh", "relu")
 _CONFIG_NAMES = {
@@ -42,7 +42,7 @@ class Gpt2Dims(ModelDims):
         }
 
     def linear_shape(self, target: str) -> tuple[int, int]:
-        """As `ModelDims.linear_shape`; ModelError names the methods that do work."""
+        """Return what `ModelDims.linear_shape` does; ModelError names the methods that do work."""
         return self.linear_shapes[target] if target in self.linear_shapes else _refuse_replacing(target)
 
     @property
@@ -95,15 +95,14 @@ class Gpt2(Family):
         )
 
     @classmethod
-    def tiny_config(cls, **sizes: Any) -> GPT2Config:
-        from transformers import GPT2Config
-
+    def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
+        """Return what `Family.tiny_config` does, under GPT-2's names."""
         sizes.pop("num_key_value_heads", None)
-        return GPT2Config(**{_CONFIG_NAMES.get(name, name): value for name, value in sizes.items()})
+        return {_CONFIG_NAMES.get(name, name): value for name, value in sizes.items()}
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
-        """Every weight by transformers' name, with its shape; a tied head is not among them."""
+        """Return every weight by transformers' name, with its shape; a tied head is not among them."""
         shapes: dict[str, tuple[int, ...]] = {
             "transformer.wte.weight": (dims.vocab, dims.hidden),
             "transformer.wpe.weight": (dims.max_positions, dims.hidden),
@@ -125,11 +124,11 @@ class Gpt2(Family):
         return self.model.transformer.wte
 
     def layer(self, i: int) -> nn.Module:
-        """Transformers' own module of block `i`."""
+        """Return transformers' own module of block `i`."""
         return self.model.transformer.h[i]
 
     def place(self, rows: Tensor) -> Tensor:
-        """Rows of the token embedding and their positions: [B, T, hidden].
+        """Return rows of the token embedding and their positions: [B, T, hidden].
 
         Raises:
             ModelError: the sequence is longer than the table of positions.
@@ -147,7 +146,7 @@ class Gpt2(Family):
         return rows + self.model.transformer.wpe(torch.arange(length, device=rows.device))
 
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Blocks take no positions: two tensors [1, length, 0]."""
+        """Return blocks take no positions: two tensors [1, length, 0]."""
         import torch
 
         empty = torch.empty(1, length, 0, device=device, dtype=dtype)
@@ -156,12 +155,12 @@ class Gpt2(Family):
     def attention_branch(
         self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None
     ) -> Tensor:
-        """attention(norm(h)) of block `i`, without the residual: [B, T, hidden]; `position` is not read."""
+        """Compute attention(norm(h)) of block `i`, without the residual: [B, T, hidden]; `position` is not read."""
         layer: Any = self.layer(i)
         return layer.attn(layer.ln_1(h), attention_mask=mask)[0]
 
     def mlp_branch(self, i: int, h: Tensor) -> Tensor:
-        """mlp(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
+        """Compute mlp(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
         layer: Any = self.layer(i)
         return layer.mlp(layer.ln_2(h))
 
@@ -170,22 +169,23 @@ class Gpt2(Family):
         return self.model.transformer.ln_f(h)
 
     def linear(self, i: int, target: str) -> nn.Module:
-        """Always ModelError: a Conv1D cannot be handed out as a linear layer."""
+        """Refuse with ModelError: a Conv1D cannot be handed out as a linear layer."""
         _refuse_replacing(target)
 
     def set_linear(self, i: int, target: str, module: nn.Module) -> None:
-        """Always ModelError, as `linear`."""
+        """Refuse, as `linear` does."""
         _refuse_replacing(target)
 
     def linear_name(self, i: int, target: str) -> str:
-        """Its full name in state dictionaries; ModelError for one that GPT-2 does not have."""
+        """Return its full name in state dictionaries; ModelError for one that GPT-2 does not have."""
         return f"transformer.h.{i}.{target}" if target in self.linear_targets else _refuse_replacing(target)
 
 
 def _refuse_replacing(target: str) -> NoReturn:
+    own = [spec.name for spec in methods() if spec.trains == "all" and spec.network is None]
     raise ModelError(
         "the layers of a gpt2 model carry no adapter and no quantised weights: they are Conv1D, not nn.Linear",
-        expected="method full, mezo, slideformer or lsp, which train the model's own parameters",
+        expected=f"a method that trains the model's own parameters: {', '.join(own)}",
         received=f"linear layer {target}",
         hint="choose one of these methods, or a model of another family for adapters",
     )

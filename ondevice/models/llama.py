@@ -8,7 +8,6 @@ from ondevice.models.base import Family, ModelDims, decoder_dims
 
 if TYPE_CHECKING:
     import numpy as np
-    from transformers import LlamaConfig
 
 
 class Llama(Family):
@@ -21,12 +20,6 @@ class Llama(Family):
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
         return decoder_dims("llama", config, where, qkv_bias=attention, o_bias=attention, mlp_bias=mlp)
-
-    @classmethod
-    def tiny_config(cls, **sizes: Any) -> LlamaConfig:
-        from transformers import LlamaConfig
-
-        return LlamaConfig(**sizes)
 
     @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:

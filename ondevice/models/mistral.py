@@ -11,7 +11,6 @@ from ondevice.models.base import Family, ModelDims, decoder_dims, read_size
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from transformers import MistralConfig
 
 WINDOW = 4096
 """Transformers' own default where `config.json` does not say; null there is no window."""
@@ -31,14 +30,8 @@ class Mistral(Family):
         window = _window(config, where)
         return dims if window is None else replace(dims, max_positions=min(dims.max_positions, window))
 
-    @classmethod
-    def tiny_config(cls, **sizes: Any) -> MistralConfig:
-        from transformers import MistralConfig
-
-        return MistralConfig(**sizes)
-
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As `Family.positions`.
+        """Return what `Family.positions` does.
 
         Raises:
             ModelError: `length` exceeds the sliding window, where attention would no longer be causal alone.

@@ -131,6 +131,7 @@ def _put(model: Family, owner: str, stored: dict[str, torch.Tensor], kind: str, 
         raise ArtifactError("a tensor belongs to no part of the model", received=owner) from None
     bias = stored.pop(f"{owner}.bias", None)
     shape = tuple(place.weight.shape)
+    # A packed matrix is several tensors (codes and scales), a dense one a single weight.
     if len(stored) > 1:
         tensors = {_matrix_name(owner, name): value for name, value in stored.items()}
         try:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ondevice.core.errors import ModelError
 from ondevice.models.base import Family, ModelDims, decoder_dims
-
-if TYPE_CHECKING:
-    from transformers import Qwen2Config
 
 
 class Qwen2(Family):
@@ -32,12 +29,6 @@ class Qwen2(Family):
                 hint="set use_sliding_window to false where sequences stay shorter than the window",
             )
         return decoder_dims("qwen2", config, where, qkv_bias=True, o_bias=False, mlp_bias=False)
-
-    @classmethod
-    def tiny_config(cls, **sizes: Any) -> Qwen2Config:
-        from transformers import Qwen2Config
-
-        return Qwen2Config(**sizes)
 
 
 FAMILY = Qwen2

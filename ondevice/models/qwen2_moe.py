@@ -11,11 +11,12 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ondevice.core.errors import ModelError
+from ondevice.core.registry import methods
 from ondevice.models.base import Family, ModelDims, decoder_dims, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel, Qwen2MoeConfig
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class MoeDims(ModelDims):
         return {target: shapes[target] for target in Qwen2Moe.linear_targets}
 
     def linear_shape(self, target: str) -> tuple[int, int]:
-        """As `ModelDims.linear_shape`; ModelError names the targets that do work."""
+        """Return what `ModelDims.linear_shape` does; ModelError names the targets that do work."""
         return self.linear_shapes[target] if target in self.linear_shapes else _refuse_adapter(target)
 
     @property
@@ -118,6 +119,7 @@ class Qwen2Moe(Family):
         if len(dense_layers) == base.layers:
             raise ModelError(f"{where}: no layer has experts", expected="model_type qwen2 for an ordinary decoder")
         values = {field.name: getattr(base, field.name) for field in fields(ModelDims)}
+        # The width that one token passes through: plans count activations and operations from it.
         values |= {"experts": experts, "intermediate": active * expert + shared}
         return MoeDims(
             **values,
@@ -129,16 +131,15 @@ class Qwen2Moe(Family):
         )
 
     @classmethod
-    def tiny_config(cls, **sizes: Any) -> Qwen2MoeConfig:
-        from transformers import Qwen2MoeConfig
-
+    def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
+        """Return what `Family.tiny_config` does, with 6 experts of which a token takes 2."""
         width = sizes["intermediate_size"]
         experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": max(8, width // 4)}
-        return Qwen2MoeConfig(**{**experts, "shared_expert_intermediate_size": width, **sizes})
+        return {**experts, "shared_expert_intermediate_size": width, **sizes}
 
     @classmethod
     def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
-        """Every weight by transformers' name, with its shape; a tied head is not among them."""
+        """Return every weight by transformers' name, with its shape; a tied head is not among them."""
         assert isinstance(dims, MoeDims)  # noqa: S101
         shapes = super().weight_shapes(dims)
         for i in range(dims.layers):
@@ -186,11 +187,12 @@ def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ..
 
 
 def _refuse_adapter(target: str) -> NoReturn:
+    everything = [spec.name for spec in methods() if spec.trains == "all"]
     raise ModelError(
         f"in a qwen2_moe model {target} takes no adapter: the experts of a layer are one tensor",
         expected=f"targets among {', '.join(Qwen2Moe.linear_targets)}",
         received=target,
-        hint="--method revffn, full or slideformer train the experts themselves",
+        hint=f"a method that trains all parameters trains the experts themselves: {', '.join(everything)}",
     )
 
 

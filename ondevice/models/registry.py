@@ -25,6 +25,11 @@ def families() -> dict[str, type[Family]]:
     return dict(sorted(by_type.items()))
 
 
+def families_with(linear: str) -> list[str]:
+    """List the families whose blocks have a linear layer of this name, such as `gate_proj` of a gated MLP."""
+    return [name for name, family in families().items() if linear in family.linear_targets]
+
+
 def _family(model_type: str) -> type[Family] | None:
     """Return the family in the file of that name, importing no other file; None where there is none."""
     if not model_type.isidentifier() or importlib.util.find_spec(f"ondevice.models.{model_type}") is None:

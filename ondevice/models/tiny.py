@@ -30,30 +30,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_model(
-    family: str = "llama",
-    seed: int = 0,
-    *,
-    layers: int = 2,
-    hidden: int = 64,
-    intermediate: int | None = None,
-    heads: int = 4,
-    kv_heads: int = 2,
-    vocab: int = VOCABULARY,
-    tied: bool = True,
-    max_positions: int = 512,
-    **config: Any,
-) -> LoadedModel:
+def tiny_model(family: str = "llama", seed: int = 0, **sizes: Any) -> LoadedModel:
     """Build a random float32 model on the CPU, in the state that `load_model` gives.
 
     Args:
         family: `gpt2`, `llama`, `mistral`, `qwen2` or `qwen2_moe`.
         seed: of the weights.
-        hidden: a multiple of 32 (the group of 4-bit weights) and of `heads`.
-        intermediate: width of the MLP; 2 * hidden if None.
-        vocab: at least 260, the bytes and four special tokens.
-        kv_heads: not for `gpt2`, whose heads are never grouped.
-        config: more fields of the transformers configuration.
+        sizes: as `_config` takes them.
 
     Raises:
         ModelError: an unknown family or sizes that do not fit.
@@ -61,18 +44,7 @@ def tiny_model(
     from ondevice.models.load import wrap
 
     kind = _family(family)
-    _check(hidden, heads, kv_heads, vocab)
-    sizes = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate or 2 * hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": max_positions,
-    }
-    model = _build(kind, {**_TOKEN_IDS, **sizes, **config})
+    model = _build(_config(family, **sizes))
     _fill(model, seed)
     model.generation_config.eos_token_id = [257, 259]
     model.generation_config.pad_token_id = 256
@@ -92,9 +64,9 @@ def save_tiny(folder: str | Path, family: str = "llama", seed: int = 0, **sizes:
 
 
 def tiny_dims(family: str) -> tuple[ModelDims, type[Family]]:
-    """Return the dimensions of `tiny:FAMILY`, and its family."""
+    """Return the dimensions of `tiny:FAMILY`, and its family; without transformers."""
     kind = _family(family)
-    return tiny_model(family).dims, kind  # a few milliseconds; the defaults stay in one place
+    return kind.dims_from_config(_config(family), f"{TINY_PREFIX}{family}"), kind
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -147,16 +119,53 @@ def _check(hidden: int, heads: int, kv_heads: int, vocab: int) -> None:
         raise ModelError("a tiny model's sizes do not fit", expected=f"vocab >= {VOCABULARY}", received=vocab)
 
 
-def _build(kind: type[Family], config: dict[str, Any]) -> PreTrainedModel:
+def _config(
+    family: str,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    intermediate: int | None = None,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = VOCABULARY,
+    tied: bool = True,
+    max_positions: int = 512,
+    **more: Any,
+) -> dict[str, Any]:
+    """Return a tiny model's `config.json`.
+
+    Args:
+        hidden: a multiple of 32 (the group of 4-bit weights) and of `heads`.
+        intermediate: width of the MLP; 2 * hidden if None.
+        vocab: at least 260, the bytes and four special tokens.
+        kv_heads: not for `gpt2`, whose heads are never grouped.
+        more: other fields of the file.
+    """
+    kind = _family(family)
+    _check(hidden, heads, kv_heads, vocab)
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate or 2 * hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": max_positions,
+    }
+    return {"model_type": family, **kind.tiny_config(**{**_TOKEN_IDS, **sizes, **more})}
+
+
+def _build(config: dict[str, Any]) -> PreTrainedModel:
     try:
         import torch
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise missing("transformers") from None
     # transformers draws random weights, which `_fill` replaces: the caller's random numbers stay as they were.
     with torch.random.fork_rng(devices=[]):
         return AutoModelForCausalLM.from_config(
-            kind.tiny_config(**config), attn_implementation="sdpa", dtype=torch.float32
+            AutoConfig.for_model(**config), attn_implementation="sdpa", dtype=torch.float32
         )
 
 

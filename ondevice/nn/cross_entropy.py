@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORE = -100
-"""Label of a token that is not trained on."""
+from ondevice.core.session import IGNORE
 
 
 def shift(hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.nn.cross_entropy import IGNORE, tile_bounds
+from ondevice.core.session import IGNORE
+from ondevice.nn.cross_entropy import tile_bounds
 
 Tile = tuple[int, Callable[[Tensor], Tensor]]
 """First vocabulary index of a tile, and hidden [N, D] -> logits [N, size]."""

@@ -76,13 +76,13 @@ class LoRALinear(nn.Module):
         return self.lora_B.shape[0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs], in the dtype of `base`'s output."""
+        """Return [..., inputs] -> [..., outputs], in the dtype of `base`'s output."""
         y = self.base(x)
         xa = F.linear(x, self.lora_A.to(x.dtype))
         return y + F.linear(xa, self.lora_B.to(x.dtype)) * self.scale
 
     def delta(self) -> Tensor:
-        """The adapter's change of the weight, (alpha / rank) B A: float32 [outputs, inputs]."""
+        """Return the adapter's change of the weight, (alpha / rank) B A: float32 [outputs, inputs]."""
         return (self.lora_B @ self.lora_A) * self.scale
 
     @torch.no_grad()

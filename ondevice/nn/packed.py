@@ -54,7 +54,7 @@ class Packed(Protocol):
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that `from_tensors` needs, by bitsandbytes' names."""
+        """Return everything that `from_tensors` needs, by bitsandbytes' names."""
         ...
 
 

@@ -48,7 +48,7 @@ class Q8Embedding(nn.Module):
         return torch.ops.ondevice.q8_embedding(ids, self.weight, self.scales)
 
     def token_nll(self, hidden_ND: Tensor, labels_N: Tensor) -> Tensor:
-        """Cross-entropy with this table as the head; logits never exist."""
+        """Return cross-entropy with this table as the head; logits never exist."""
         return torch.ops.ondevice.q8_linear_cross_entropy(hidden_ND, self.weight, self.scales, labels_N)
 
 

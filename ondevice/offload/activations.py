@@ -23,7 +23,8 @@ class ActivationFile(Protocol):
     """A file that takes inputs from their host buffers."""
 
     def begin(self, count: int, size_bytes: int, buffers: int, pin: bool) -> list[Tensor]:
-        """Room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their count."""
+        """Make room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their
+        count."""
         ...
 
     def place(self, at: int) -> None:
@@ -49,7 +50,7 @@ class Activations:
         self.bytes = 0
 
     def begin(self, layers: int, micro_batches: int, like: Tensor) -> None:
-        """Memory for a step: `like` is the largest input. Nothing is allocated where it fits the last step's."""
+        """Get memory for a step: `like` is the largest input. Nothing is allocated where it fits the last step's."""
         self.kept: dict[int, Tensor] = {}
         self.leaving: deque[tuple[Event, Tensor, int]] = deque()
         self.left_host: dict[int, Event] = {}
@@ -118,7 +119,7 @@ class Activations:
             self.left_host[at] = event
 
     def load(self, layer: int, micro: int, shape: tuple[int, ...]) -> Tensor:
-        """The input of a layer again; `done` says when it is no longer needed."""
+        """Return the input of a layer again; `done` says when it is no longer needed."""
         at = layer * self.micro_batches + micro
         if self.place == "device":
             return self.kept.pop(at)

@@ -96,7 +96,8 @@ def calibrate(config: EngineConfig, device: str) -> Rates:
 
 
 def predict(lanes_at: Callable[[int], dict[str, float]], batch_size: int) -> Prediction:
-    """A step of `batch_size` rows; `lanes_at` gives seconds by lane of any number of rows, as `lanes_of` does."""
+    """Return a step of `batch_size` rows; `lanes_at` gives seconds by lane of any number of rows, as `lanes_of`
+    does."""
     lanes = lanes_at(batch_size)
     longest = max(lanes, key=lambda lane: lanes[lane])
     rest = max(value for lane, value in lanes.items() if lane != "compute")
@@ -127,13 +128,13 @@ def _update(config: EngineConfig, kind: str) -> Any:
     """One update of `UPDATE_NUMEL` parameters as the engine does it."""
     count, dtype = UPDATE_NUMEL, DTYPES[config.compute]
     moments, threads = config.moments_dtype, config.threads or host_threads(kind)
-    held = moments_in(buffer(moments_bytes(count, moments), pin=False), count, moments)
+    moment_buffers = moments_in(buffer(moments_bytes(count, moments), pin=False), count, moments)
     gradient, adam = torch.zeros(count, dtype=dtype), AdamStep(learning_rate=1e-5)
     if native(config) and dtype == torch.bfloat16:
         halves = torch.zeros(count, dtype=torch.bfloat16), torch.zeros(count, dtype=torch.uint16)
-        state = HostState(None, *halves, held)
+        state = HostState(None, *halves, moment_buffers)
     else:
-        state = HostState(torch.zeros(count), None, None, held)
+        state = HostState(torch.zeros(count), None, None, moment_buffers)
     if native(config):
         return lambda: layer_adam(gradient, state, adam, threads=threads)
     scratch, converted = torch.zeros(count), torch.zeros(count, dtype=dtype)

@@ -48,13 +48,13 @@ class Clipping:
         return self.limit is not None and self.rule == "global"
 
     def begin(self, step: int, learning_rate: float) -> None:
-        """The updates of step `step` (from 0) follow."""
+        """Begin the updates of step `step` (from 0)."""
         c = self.config
         adam = AdamStep(learning_rate, c.beta1, c.beta2, c.eps, c.weight_decay, step + 1)
         self.now = Step(adam, {}, self.now.squares)
 
     def apply(self, now: Step, unit: Unit) -> AdamStep:
-        """AdamW's settings for a unit whose norm is in `now`."""
+        """Return AdamW's settings for a unit whose norm is in `now`."""
         if self.limit is None:
             return now.adam
         own = math.sqrt(now.squares.get(unit.index, 0.0))
@@ -69,7 +69,7 @@ class Clipping:
         return replace(now.adam, grad_scale=min(1.0, self.limit / (norm + TINY)))
 
     def scale(self, square: Tensor) -> Tensor:
-        """The factor of a unit whose squared norm is a tensor on the accelerator."""
+        """Return the factor of a unit whose squared norm is a tensor on the accelerator."""
         own = square.sqrt()
         if self.rule == "layer":
             norm = own
@@ -80,8 +80,8 @@ class Clipping:
         return ((self.limit or 0.0) / (norm + TINY)).clamp(max=1.0)
 
     def norms(self) -> dict[str, Tensor]:
-        """The last step's squared norms of the units that are kept here, for a checkpoint; nothing where no later
-        step reads them."""
+        """Return the last step's squared norms of the units that are kept here, for a checkpoint; nothing where no
+        later step reads them."""
         if self.limit is None or self.rule != "previous":
             return {}
         squares = self.now.squares

@@ -62,7 +62,7 @@ class Device(Protocol):
         ...
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory that copies run through without a stop in between."""
+        """Return host memory that copies run through without a stop in between."""
         ...
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor: ...
@@ -147,8 +147,8 @@ class _CudaEvent:
         self.event.synchronize()
 
     def since(self, event: _CudaEvent) -> float:
-        """Seconds from `event`, both reached, at least the timer's 1 us; `Device.seconds` has fewer digits the longer a
-        run is."""
+        """Return seconds from `event`, both reached, at least the timer's 1 us; `Device.seconds` has fewer digits the
+        longer a run is."""
         return max(1e-6, event.event.elapsed_time(self.event) / 1000)
 
 
@@ -187,7 +187,7 @@ class CudaDevice:
         torch.cuda.set_device(self.index)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Locked in place: torch's own pinned allocator rounds up to a power of two.
+        """Return locked in place: torch's own pinned allocator rounds up to a power of two.
 
         Raises:
             DoesNotFitError: the system does not give or lock so much memory.
@@ -326,14 +326,14 @@ def memory_errors(doing: str, hint: str) -> Iterator[None]:
 
 
 def open_device(name: str) -> Device:
-    """`cpu`, or `cuda` with an optional index."""
+    """Return `cpu`, or `cuda` with an optional index."""
     device = torch.device(name)
     return CpuDevice() if device.type == "cpu" else CudaDevice(device.index)
 
 
 def throttled(device: Device, gb_per_s: float | None) -> Device:
-    """A device just opened, with a simulated bus: a copy in lane "h2d" or "d2h" takes at least bytes / (gb_per_s * 1e9)
-    seconds in its lane, each direction by itself. None gives the device itself.
+    """Return a device just opened, with a simulated bus: a copy in lane "h2d" or "d2h" takes at least bytes / (gb_per_s
+    * 1e9) seconds in its lane, each direction by itself. None gives the device itself.
 
     On CUDA a copy is right within some percent from about 1 MB on; a smaller one may be faster than the limit says.
     """

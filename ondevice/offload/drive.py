@@ -30,7 +30,7 @@ _REASONS = {
 
 
 def round_up(size_bytes: int) -> int:
-    """`size_bytes` up to the next whole block."""
+    """Return `size_bytes` up to the next whole block."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
@@ -51,7 +51,7 @@ class _Pages(mmap.mmap):
 
 
 def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
-    """A zeroed uint8 CPU tensor [`size_bytes` rounded up to 4096] whose address is a multiple of 4096.
+    """Return a zeroed uint8 CPU tensor [`size_bytes` rounded up to 4096] whose address is a multiple of 4096.
 
     Unlike torch's own pinned memory it is not rounded up to a power of two, and it goes back to the system
     with the last tensor that views it. Finish the copies to and from the GPU before that.
@@ -84,8 +84,8 @@ def buffer(size_bytes: int, pin: bool) -> torch.Tensor:
     return tensor
 
 
-def checksum(piece: torch.Tensor) -> bytes:
-    """16 bytes from the sums (modulo 2^64) of a piece's 4096-byte rows and of its 512 columns of 8-byte words.
+def checksum(chunk: torch.Tensor) -> bytes:
+    """Return 16 bytes from the sums (modulo 2^64) of a chunk's 4096-byte rows and of its 512 columns of 8-byte words.
 
     Runs at memory speed. Finds for certain (but for a collision of BLAKE2b)
     every change inside one 4096-byte block, every change inside one column, and blocks that changed places
@@ -93,9 +93,9 @@ def checksum(piece: torch.Tensor) -> bytes:
     once, such that every sum stays. No defence against somebody who forges.
 
     Args:
-        piece: uint8 on the CPU, contiguous, a multiple of 4096 bytes.
+        chunk: uint8 on the CPU, contiguous, a multiple of 4096 bytes.
     """
-    table = piece.numpy().view(np.int64).reshape(-1, BLOCK_BYTES // 8)
+    table = chunk.numpy().view(np.int64).reshape(-1, BLOCK_BYTES // 8)
     digest = hashlib.blake2b(digest_size=16)
     for axis in (1, 0):
         digest.update(table.sum(axis).data)
@@ -165,17 +165,17 @@ class Drive:
         except OSError as error:
             raise StorageError(f"{path}: the offload file cannot be opened: {reason(error)}") from error
 
-    def move(self, piece: torch.Tensor, offset: int, *, write: bool) -> int:
-        """Move `piece` (uint8, contiguous, whole blocks) to or from byte `offset`, without a copy in Python.
+    def move(self, chunk: torch.Tensor, offset: int, *, write: bool) -> int:
+        """Move `chunk` (uint8, contiguous, whole blocks) to or from byte `offset`, without a copy in Python.
 
         Returns:
-            The bytes moved; fewer than the piece has at the end of the file, or where the drive stopped.
+            The bytes moved; fewer than the chunk has at the end of the file, or where the drive stopped.
 
         Raises:
             OSError: what the system reports.
         """
         call = os.pwritev if write else os.preadv
-        view, done = piece.numpy().data, 0
+        view, done = chunk.numpy().data, 0
         while done < len(view):
             count = call(self._file, [view[done:]], offset + done)
             done += count

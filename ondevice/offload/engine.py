@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ondevice.core.errors import DataError
-from ondevice.nn.cross_entropy import IGNORE
+from ondevice.core.session import IGNORE
 from ondevice.offload.device import open_device, throttled
 from ondevice.offload.kernels import patch_layers, use_liger
 from ondevice.offload.report import Overlap, Spans, Timeline, overlap
@@ -46,7 +46,7 @@ class OffloadEngine:
         self.spans: Spans = []
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
+        """Return each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
         self._open(False)
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, False, ids)
@@ -56,7 +56,7 @@ class OffloadEngine:
     def _open(self, step: bool) -> bool:
         """Begin a pass. True if the one before was a step, whose spans are taken."""
         self.watch.check()
-        now, spans, seen = time.perf_counter(), self.timeline.take(), self.began is not None
+        now, spans, seen = time.perf_counter(), self.timeline.drain(), self.began is not None
         if self.began is not None:
             self.spans, self.overlap = spans, overlap(spans, now - self.began, self.config.bus_limit_gb_per_s)
         self.began = now if step else None
@@ -79,6 +79,6 @@ class OffloadEngine:
 
 
 def host_threads(device: str, ranks: int = 1) -> int:
-    """This rank's share of the processors, but for two beside an accelerator: they feed it."""
+    """Return this rank's share of the processors, but for two beside an accelerator: they feed it."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, processors // ranks - 2 * (device != "cpu"))

@@ -83,7 +83,7 @@ class Graphs:
     def run(
         self, name: tuple[Any, ...], state: tuple[Any, ...] | None, inputs: tuple[Tensor, ...], compute: Compute
     ) -> tuple[Tensor, ...]:
-        """`compute(*inputs)`: tensors that are the caller's own.
+        """Run `compute(*inputs)`: tensors that are the caller's own.
 
         Args:
             state: addresses and numbers that `compute` reads beside its inputs; None: they are never the same.

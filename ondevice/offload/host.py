@@ -36,12 +36,12 @@ def release(unit: Unit, dtype: torch.dtype) -> None:
 
 
 def parameters(unit: Unit, flat: Tensor) -> dict[str, Tensor]:
-    """A unit's parameters by name, views of its flat memory."""
+    """Return a unit's parameters by name, views of its flat memory."""
     return {p.name: flat[p.offset : p.offset + p.numel].view(p.shape) for p in unit.pieces}
 
 
 def native(config: EngineConfig) -> bool:
-    """True where the update is the C++ pass.
+    """Return True where the update is the C++ pass.
 
     Raises:
         MissingPackageError: it is asked for and there is no compiler.
@@ -59,7 +59,7 @@ def native(config: EngineConfig) -> bool:
 
 
 def moments_in(memory: Tensor, numel: int, kind: str) -> layer_adam.Moments:
-    """Moments of `numel` elements as views of uint8 `memory`, of at least `moments_bytes`."""
+    """Return moments of `numel` elements as views of uint8 `memory`, of at least `moments_bytes`."""
     fields, offset = {}, 0
     for name, like in layer_adam.Moments.empty(0, kind).tensors().items():
         count = -(-numel // 128) if name.endswith("_scale") else numel
@@ -77,7 +77,7 @@ def moments_bytes(numel: int, kind: str) -> int:
 
 
 def is_split(config: EngineConfig) -> bool:
-    """True where masters are kept as bfloat16 values and the 16 bits that are missing to float32."""
+    """Return True where masters are kept as bfloat16 values and the 16 bits that are missing to float32."""
     return config.compute == "bfloat16" and native(config)
 
 
@@ -94,33 +94,33 @@ class HostStore:
         self.native, self.split = native(config), is_split(config)
         self.converted: list[tuple[Tensor, Event | None]] = []
         self.turn = 0
-        self.states = {unit.index: self._take(unit, config.moments_dtype) for unit in self.owned}
+        self.states = {unit.index: self._host_state(unit, config.moments_dtype) for unit in self.owned}
         if self.dtype == torch.bfloat16 and not self.split:
             largest = max((unit.numel for unit in self.owned), default=0)
             self.converted = [(device.pinned(largest, self.dtype), None) for _ in range(2)]
 
-    def _take(self, unit: Unit, moments: str) -> layer_adam.HostState:
+    def _host_state(self, unit: Unit, moments: str) -> layer_adam.HostState:
         """Fill a unit's state from its parameters, and let go of their memory."""
         master = torch.zeros(unit.numel) if self.split else self.device.pinned(unit.numel, torch.float32)
         for piece in unit.pieces:
             flat = master[piece.offset : piece.offset + piece.numel]
             flat.copy_(piece.parameter.detach().reshape(-1))
         release(unit, self.dtype)
-        held = moments_in(buffer(moments_bytes(unit.numel, moments), pin=False), unit.numel, moments)
-        state = layer_adam.HostState(master, None, None, held, unit.index)
+        moment_buffers = moments_in(buffer(moments_bytes(unit.numel, moments), pin=False), unit.numel, moments)
+        state = layer_adam.HostState(master, None, None, moment_buffers, unit.index)
         if self.split:
             high = self.device.pinned(unit.numel, torch.bfloat16)
             low = buffer(2 * unit.numel, pin=False).view(torch.uint16)[: unit.numel]
-            layer_adam.split_(master, high, low, held)
-            state = layer_adam.HostState(None, high, low, held, unit.index)
+            layer_adam.split_(master, high, low, moment_buffers)
+            state = layer_adam.HostState(None, high, low, moment_buffers, unit.index)
         return state
 
     def moments(self, unit: Unit) -> layer_adam.Moments:
-        """A unit's moments: views."""
+        """Return a unit's moments: views."""
         return self.states[unit.index].moments
 
     def outgoing(self, unit: Unit, span: slice) -> Tensor:
-        """Elements `span` of a unit as the accelerator reads them, in the compute dtype; call `sent` after."""
+        """Return elements `span` of a unit as the accelerator reads them, in the compute dtype; call `sent` after."""
         state = self.states[unit.index]
         if state.high is not None:
             return state.high[span]
@@ -134,12 +134,12 @@ class HostStore:
         return memory[: master.numel()].copy_(master)
 
     def sent(self, event: Event) -> None:
-        """The copy of what `outgoing` gave last has ended at `event`."""
+        """Note that the copy of what `outgoing` gave last has ended at `event`."""
         if self.converted:
             self.converted[self.turn] = (self.converted[self.turn][0], event)
 
     def masters(self) -> dict[str, Tensor]:
-        """Every parameter of the units by name in float32, as copies."""
+        """Return every parameter of the units by name in float32, as copies."""
         masters = {}
         for unit in self.owned:
             state = self.states[unit.index]
@@ -151,7 +151,7 @@ class HostStore:
         return masters
 
     def arrays(self) -> dict[str, Tensor]:
-        """Everything a resume needs, as views."""
+        """Return everything a resume needs, as views."""
         return {f"{part}/{unit.key}": tensor for unit in self.owned for part, tensor in self._parts(unit).items()}
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:

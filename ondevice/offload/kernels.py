@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import MissingPackageError
-from ondevice.nn.cross_entropy import IGNORE
+from ondevice.core.session import IGNORE
 
 if TYPE_CHECKING:
     from ondevice.models import Family
@@ -74,7 +74,7 @@ class LigerLoss:
         self.grad_hidden = hidden_ND
 
     def forward_backward(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
-        """The summed loss, float32; the gradient of the head is added to `grad_VD`."""
+        """Return the summed loss, float32; the gradient of the head is added to `grad_VD`."""
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyright: ignore[reportMissingImports]
 
         hidden, weight = self.hidden.detach().requires_grad_(True), weight_VD.detach().requires_grad_(True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ondevice.nn.cross_entropy import IGNORE
+from ondevice.core.session import IGNORE
 
 
 class ChunkedLoss:
     """Loss over one micro-batch. A head that is there as a whole needs one pass (`forward_backward`); one that comes in
-    chunks of the vocabulary a pass for the log-sum-exp (`forward`) and one for the gradients (`backward`).
+    tiles of the vocabulary a pass for the log-sum-exp (`forward`) and one for the gradients (`backward`).
 
     Args:
         hidden_ND: [N, hidden], the normed hidden states in the compute dtype.
@@ -23,7 +23,7 @@ class ChunkedLoss:
     """
 
     def __init__(self, hidden_ND: Tensor, labels_N: Tensor, scale: float, chunk_tokens: int) -> None:
-        self.hidden, self.labels, self.scale, self.chunk = hidden_ND, labels_N, scale, chunk_tokens
+        self.hidden, self.labels, self.scale, self.chunk_tokens = hidden_ND, labels_N, scale, chunk_tokens
         count = hidden_ND.shape[0]
         self.maximum = torch.full((count,), float("-inf"), device=hidden_ND.device)
         self.sum, self.target = torch.zeros_like(self.maximum), torch.zeros_like(self.maximum)
@@ -32,52 +32,53 @@ class ChunkedLoss:
 
     @torch.no_grad()
     def forward_backward(self, weight_VD: Tensor, grad_VD: Tensor) -> Tensor:
-        """The summed loss, float32; the gradient of the whole head [V, hidden] is added to `grad_VD`."""
+        """Return the summed loss, float32; the gradient of the whole head [V, hidden] is added to `grad_VD`."""
         total = torch.zeros((), device=self.hidden.device)
-        for low in range(0, self.hidden.shape[0], self.chunk):
-            part = slice(low, low + self.chunk)
-            hidden, active, at = self.hidden[part], self.active[part], self.labels[part].clamp(min=0)[:, None]
+        for low in range(0, self.hidden.shape[0], self.chunk_tokens):
+            chunk = slice(low, low + self.chunk_tokens)
+            hidden, active, at = self.hidden[chunk], self.active[chunk], self.labels[chunk].clamp(min=0)[:, None]
             logits = (hidden @ weight_VD.t()).float()
             logsumexp = logits.logsumexp(-1, keepdim=True)
             total += ((logsumexp - logits.gather(1, at))[:, 0] * active).sum()
             probability = logits.sub_(logsumexp).exp_()
             probability.scatter_add_(1, at, torch.full_like(at, -1, dtype=torch.float32))
             scaled = probability.mul_((active * self.scale)[:, None]).to(hidden.dtype)
-            torch.mm(scaled, weight_VD, out=self.grad_hidden[part])
+            torch.mm(scaled, weight_VD, out=self.grad_hidden[chunk])
             grad_VD.addmm_(scaled.t(), hidden)
         return total
 
     @torch.no_grad()
     def forward(self, weight_vD: Tensor, first: int) -> None:
-        """First pass: rows `first` onwards of the head."""
-        for low in range(0, self.hidden.shape[0], self.chunk):
-            part = slice(low, low + self.chunk)
-            logits = (self.hidden[part] @ weight_vD.t()).float()
-            larger = torch.maximum(self.maximum[part], logits.amax(-1))
-            decayed = self.sum[part] * (self.maximum[part] - larger).exp()
-            self.sum[part] = decayed + (logits - larger[:, None]).exp().sum(-1)
-            self.maximum[part] = larger
-            inside, at = self._inside(part, first, weight_vD.shape[0])
-            self.target[part] += logits.gather(1, at)[:, 0] * inside
+        """Run the first pass: rows `first` onwards of the head."""
+        for low in range(0, self.hidden.shape[0], self.chunk_tokens):
+            chunk = slice(low, low + self.chunk_tokens)
+            logits = (self.hidden[chunk] @ weight_vD.t()).float()
+            larger = torch.maximum(self.maximum[chunk], logits.amax(-1))
+            decayed = self.sum[chunk] * (self.maximum[chunk] - larger).exp()
+            self.sum[chunk] = decayed + (logits - larger[:, None]).exp().sum(-1)
+            self.maximum[chunk] = larger
+            inside, at = self._inside(chunk, first, weight_vD.shape[0])
+            self.target[chunk] += logits.gather(1, at)[:, 0] * inside
 
     @torch.no_grad()
     def backward(self, weight_vD: Tensor, first: int, grad_vD: Tensor) -> None:
-        """Second pass over the same rows; adds to `grad_vD`."""
+        """Run the second pass over the same rows; adds to `grad_vD`."""
         logsumexp = self.maximum + self.sum.log()
-        for low in range(0, self.hidden.shape[0], self.chunk):
-            part = slice(low, low + self.chunk)
-            probability = (self.hidden[part] @ weight_vD.t()).float().sub_(logsumexp[part, None]).exp_()
-            inside, at = self._inside(part, first, weight_vD.shape[0])
+        for low in range(0, self.hidden.shape[0], self.chunk_tokens):
+            chunk = slice(low, low + self.chunk_tokens)
+            probability = (self.hidden[chunk] @ weight_vD.t()).float().sub_(logsumexp[chunk, None]).exp_()
+            inside, at = self._inside(chunk, first, weight_vD.shape[0])
             probability.scatter_add_(1, at, -inside[:, None].float())
-            scaled = probability.mul_((self.active[part] * self.scale)[:, None]).to(self.hidden.dtype)
-            self.grad_hidden[part].addmm_(scaled, weight_vD)
-            grad_vD.addmm_(scaled.t(), self.hidden[part])
+            scaled = probability.mul_((self.active[chunk] * self.scale)[:, None]).to(self.hidden.dtype)
+            self.grad_hidden[chunk].addmm_(scaled, weight_vD)
+            grad_vD.addmm_(scaled.t(), self.hidden[chunk])
 
     def tokens(self) -> Tensor:
-        """Negative log likelihood of each token, float32 [N], 0 where there is no label; after the first pass."""
+        """Return negative log likelihood of each token, float32 [N], 0 where there is no label; after the first
+        pass."""
         return (self.maximum + self.sum.log() - self.target) * self.active
 
-    def _inside(self, part: slice, first: int, rows: int) -> tuple[Tensor, Tensor]:
-        labels = self.labels[part]
+    def _inside(self, chunk: slice, first: int, rows: int) -> tuple[Tensor, Tensor]:
+        labels = self.labels[chunk]
         inside = (labels >= first) & (labels < first + rows)
         return inside, (labels - first).clamp(0, rows - 1)[:, None]

@@ -36,43 +36,43 @@ class WeightCache(Protocol):
 
     Attributes:
         layers: memory for as many layers as are there at once.
-        chunks: rows of the output head, first and one after the last, that are there at once.
+        tiles: rows of the output head, first and one after the last, that are there at once.
     """
 
     dtype: torch.dtype
     layers: list[Slot]
     rest: Slot
     rest_gradient: Slot
-    chunks: list[tuple[int, int]]
+    tiles: list[tuple[int, int]]
 
     def forget_layers(self) -> None:
-        """Layers have been updated: what is held of them is out of date."""
+        """Forget the layers that are loaded: they have been updated."""
         ...
 
     def fetch_layer(self, i: int) -> None: ...
 
     def fetch_rest(self) -> None: ...
 
-    def fetch_head(self, chunk: int) -> None: ...
+    def fetch_head(self, tile: int) -> None: ...
 
     def fetch_rows(self, rows: Tensor, most: int) -> Slot:
-        """Rows of the embedding, int64 [R], of at most `most`: [R, hidden]."""
+        """Return rows of the embedding, int64 [R], of at most `most`: [R, hidden]."""
         ...
 
     def arrive(self, slot: Slot) -> Slot: ...
 
     def layer(self, i: int) -> Slot: ...
 
-    def head_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
-        """Its weight, [rows, hidden]."""
+    def head_tile(self, tile: int) -> tuple[Slot, Tensor]:
+        """Return its weight, [rows, hidden]."""
         ...
 
     def layer_gradient(self, i: int) -> Slot:
-        """Zeroed memory."""
+        """Return zeroed memory."""
         ...
 
-    def head_gradient_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
-        """Zeroed memory, [rows, hidden]."""
+    def head_gradient_tile(self, tile: int) -> tuple[Slot, Tensor]:
+        """Return zeroed memory, [rows, hidden]."""
         ...
 
     def bind(self, unit: Unit, slot: Slot, gradient: Slot | None = None) -> None:
@@ -83,17 +83,17 @@ class WeightCache(Protocol):
         self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
         compute: Compute,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`compute(*inputs)` of layer `i`."""
+        """Run `compute(*inputs)` of layer `i`."""
         ...
 
     def send_layer(self, i: int, slot: Slot) -> None: ...
 
-    def send_head(self, chunk: int, slot: Slot) -> None: ...
+    def send_head(self, tile: int, slot: Slot) -> None: ...
 
     def send_rest(self) -> None: ...
 
     def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
-        """The embedding's gradient: int64 [R], [R, hidden]."""
+        """Send the embedding's gradient: int64 [R], [R, hidden]."""
         ...
 
 
@@ -122,7 +122,7 @@ class Passes:
 
     @torch.no_grad()
     def forward(self, ids: np.ndarray, micro_batches: list[slice], keep: bool, every: np.ndarray) -> list[Tensor]:
-        """The last layer's output of each micro-batch, [rows, T, hidden]; `keep` saves each layer's input.
+        """Return the last layer's output of each micro-batch, [rows, T, hidden]; `keep` saves each layer's input.
 
         `every` is what all ranks read together; `ids` itself where there is one.
         """
@@ -156,14 +156,14 @@ class Passes:
 
     @torch.no_grad()
     def score(self, h: list[Tensor], labels: list[np.ndarray]) -> Tensor:
-        """Negative log likelihood of each row, float32 [B]."""
+        """Return negative log likelihood of each row, float32 [B]."""
         scores = self._scores([self.family.final_norm(x) for x in h], labels, 1.0)
-        self._score_chunks(scores)
+        self._score_tiles(scores)
         nll = [score.tokens().view(len(rows), -1).sum(1) for score, rows in zip(scores, labels, strict=True)]
         return torch.cat(nll)
 
     def head(self, h: list[Tensor], labels: list[np.ndarray], scale: float) -> tuple[list[Tensor], Tensor]:
-        """Gradients of the last layer's outputs, and the summed loss; the head's own gradients leave."""
+        """Return gradients of the last layer's outputs, and the summed loss; the head's own gradients leave."""
         leaving = self.window.arrive(self.window.rest_gradient)
         leaving.memory.zero_()
         self.window.bind(self.units.rest, self.window.rest, leaving)
@@ -181,7 +181,7 @@ class Passes:
         return gradients, total
 
     def backward(self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]) -> None:
-        """Down through the layers; every unit's gradients leave as soon as they are there."""
+        """Go down through the layers; every unit's gradients leave as soon as they are there."""
         window, activations = self.window, self.activations
         position = self._positions(ids.shape[1])
         micro = range(len(micro_batches))
@@ -258,41 +258,41 @@ class Passes:
             scores.append(loss.ChunkedLoss(flat, targets, scale, self.config.loss_chunk_tokens))
         return scores
 
-    def _score_chunks(self, scores: list[loss.ChunkedLoss]) -> None:
-        """The first pass over the head's chunks."""
-        for chunk, (low, _) in enumerate(self.window.chunks):
-            slot, weight = self._head_chunk(chunk)
+    def _score_tiles(self, scores: list[loss.ChunkedLoss]) -> None:
+        """The first pass over the head's tiles."""
+        for tile, (low, _) in enumerate(self.window.tiles):
+            slot, weight = self._head_tile(tile)
             for score in scores:
                 score.forward(weight, low)
             slot.used = self.device.record("compute")
 
     def _head_backward(self, scores: list[loss.ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
         """The summed loss, and the gradients of the normed hidden states; those of the head leave."""
-        window, single_chunk = self.window, len(self.window.chunks) == 1
+        window, single_tile = self.window, len(self.window.tiles) == 1
         fused: list[Any] = (
             [LigerLoss(score.hidden, score.labels, score.scale) for score in scores] if self.liger else scores
         )
         total = torch.zeros((), device=self.where)
-        if not single_chunk:
-            self._score_chunks(scores)
+        if not single_tile:
+            self._score_tiles(scores)
             window.fetch_head(0)
-        for chunk, (low, _) in enumerate(window.chunks):
-            slot, weight = self._head_chunk(chunk)
-            leaving, gradient = window.head_gradient_chunk(chunk)
-            if single_chunk:
+        for tile, (low, _) in enumerate(window.tiles):
+            slot, weight = self._head_tile(tile)
+            leaving, gradient = window.head_gradient_tile(tile)
+            if single_tile:
                 total += torch.stack([score.forward_backward(weight, gradient) for score in fused]).sum()
-            for score in scores if not single_chunk else ():
+            for score in scores if not single_tile else ():
                 score.backward(weight, low, gradient)
             slot.used = self.device.record("compute")
-            window.send_head(chunk, leaving)
-        if not single_chunk:
+            window.send_head(tile, leaving)
+        if not single_tile:
             total += torch.stack([score.tokens().sum() for score in scores]).sum()
-        return total, [score.grad_hidden for score in (fused if single_chunk else scores)]
+        return total, [score.grad_hidden for score in (fused if single_tile else scores)]
 
-    def _head_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
-        if chunk + 1 < len(self.window.chunks):
-            self.window.fetch_head(chunk + 1)
-        return self.window.head_chunk(chunk)
+    def _head_tile(self, tile: int) -> tuple[Slot, Tensor]:
+        if tile + 1 < len(self.window.tiles):
+            self.window.fetch_head(tile + 1)
+        return self.window.head_tile(tile)
 
     def _positions(self, length: int) -> tuple[Tensor, Tensor]:
         """The family's, kept: making them waits for the accelerator."""

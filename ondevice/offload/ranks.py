@@ -58,14 +58,14 @@ class Ranks:
             self.steps = self.sums if device == "cpu" else dist.new_group(backend="nccl", timeout=limit)
 
     def owner(self, unit: Unit) -> int:
-        """The rank that keeps and updates `unit`."""
+        """Return the rank that keeps and updates `unit`."""
         return unit.index % self.world
 
     def owns(self, unit: Unit) -> bool:
         return self.owner(unit) == self.rank
 
     def share(self, rows: int) -> slice:
-        """This rank's rows of a batch.
+        """Return this rank's rows of a batch.
 
         Raises:
             ConfigError: the ranks cannot have equally many.
@@ -92,7 +92,8 @@ class Ranks:
                 dist.all_reduce(memory, group=self.steps)
 
     def all_reduce_values(self, values: dict[int, float], count: int) -> dict[int, float]:
-        """Values of units below `count` from all ranks, in the same order everywhere; waits (transfer thread)."""
+        """Return values of units below `count` from all ranks, in the same order everywhere; waits (transfer
+        thread)."""
         if self.single:
             return values
         summed = torch.tensor([values.get(i, 0.0) for i in range(count)], dtype=torch.float64)
@@ -101,7 +102,7 @@ class Ranks:
         return dict(enumerate(summed.tolist()))
 
     def broadcast_object(self, value: T | None = None) -> T:
-        """The value that rank 0 gives, on every rank."""
+        """Return the value that rank 0 gives, on every rank."""
         values: list[Any] = [value]
         if not self.single:
             with _together():
@@ -120,23 +121,24 @@ class Ranks:
                 raise error
 
     def gather(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On rank 0 the arrays of all ranks: its own as they are, copies of the others', one at a time."""
+        """Return on rank 0 the arrays of all ranks: its own as they are, copies of the others', one at a time."""
         gathered = dict(arrays)
         if self.single:
             return gathered
         with _together():
             if self.rank:
                 for name, tensor in arrays.items():
-                    self._give(0, name, tensor)
-                self._give(0, None, None)
+                    self._send(0, name, tensor)
+                self._send(0, None, None)
             for other in range(1, self.world if self.rank == 0 else 1):
-                while (entry := self._take(other))[0] is not None and entry[1] is not None:
+                while (entry := self._receive(other))[0] is not None and entry[1] is not None:
                     gathered[entry[0]] = entry[1]
         return gathered
 
     @contextmanager
     def lent(self, arrays: Mapping[str, np.ndarray] | None) -> Iterator[Arrays]:
-        """Arrays of rank 0 by name, fetched when they are asked for; rank 0 serves the others when it is done."""
+        """Yield the arrays of rank 0 by name, fetched when they are asked for; rank 0 serves the others when it is
+        done."""
         if self.rank == 0:
             yield arrays or {}
             if not self.single:
@@ -153,28 +155,28 @@ class Ranks:
             for other in range(1, self.world):
                 while (name := self._ask(other)) is not None:
                     value = arrays.get(name)
-                    self._give(other, name, None if value is None else torch.from_numpy(value))
+                    self._send(other, name, None if value is None else torch.from_numpy(value))
 
     def _ask(self, source: int) -> Any:
         values: list[Any] = [None]
         dist.recv_object_list(values, source, group=self.calls)
         return values[0]
 
-    def _give(self, target: int, name: str | None, tensor: Tensor | None) -> None:
+    def _send(self, target: int, name: str | None, tensor: Tensor | None) -> None:
         head = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
         dist.send_object_list([(name, head)], target, group=self.calls)
         if tensor is not None and tensor.numel():
-            for part in tensor.contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
-                dist.send(part, target, group=self.calls)
+            for chunk in tensor.contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
+                dist.send(chunk, target, group=self.calls)
 
-    def _take(self, source: int) -> tuple[str | None, Tensor | None]:
+    def _receive(self, source: int) -> tuple[str | None, Tensor | None]:
         name, head = self._ask(source)
         if head is None:
             return name, None
         tensor = torch.empty(head[0], dtype=head[1])
         if tensor.numel():
-            for part in tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
-                dist.recv(part, source, group=self.calls)
+            for chunk in tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
+                dist.recv(chunk, source, group=self.calls)
         return name, tensor
 
 
@@ -187,7 +189,7 @@ class _Remote:
     def get(self, name: str, /) -> np.ndarray | None:
         with _together():
             dist.send_object_list([name], 0, group=self.ranks.calls)
-            tensor = self.ranks._take(0)[1]
+            tensor = self.ranks._receive(0)[1]
         return None if tensor is None else tensor.numpy()
 
 
@@ -196,7 +198,7 @@ SINGLE = Ranks()
 
 
 def launched() -> tuple[int, int]:
-    """Rank and number of processes that `torchrun` set, else 0 and 1.
+    """Return rank and number of processes that `torchrun` set, else 0 and 1.
 
     Raises:
         ConfigError: they are spread over several hosts.
@@ -209,7 +211,7 @@ def launched() -> tuple[int, int]:
 
 
 def check_rows(rows: int, world: int) -> None:
-    """Every rank has the same number of rows, so that all do the same transfers.
+    """Check that every rank has the same number of rows, so that all do the same transfers.
 
     Raises:
         ConfigError: the rows do not divide.
@@ -223,7 +225,7 @@ def check_rows(rows: int, world: int) -> None:
 
 
 def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
-    """The processes that `torchrun` started, once all are there, and this one's device.
+    """Return the processes that `torchrun` started, once all are there, and this one's device.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks.

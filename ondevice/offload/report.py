@@ -72,8 +72,8 @@ class Timeline:
         """Add a span of the accelerator."""
         self.spans.append(_Span(lane, name, start, end, size_bytes))
 
-    def take(self) -> Spans:
-        """Every span that has ended: lane, name, start and end in seconds, bytes; the others stay."""
+    def drain(self) -> Spans:
+        """Return every span that has ended: lane, name, start and end in seconds, bytes; the others stay."""
         ended: Spans = []
         for _ in range(len(self.spans)):
             span = self.spans.popleft()

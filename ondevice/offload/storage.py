@@ -26,8 +26,8 @@ import torch
 from ondevice.core.errors import StorageError
 from ondevice.offload.drive import BLOCK_BYTES, Backend, Drive, Meter, buffer, checksum, reason, reserve, round_up
 
-PIECE_BYTES = 8 << 20
-"""One request; a record's pieces are spread over the threads, so that the drive has several to work on."""
+CHUNK_BYTES = 8 << 20
+"""One request; a record's chunks are spread over the threads, so that the drive has several to work on."""
 _RESUME = "resume from the last checkpoint"
 _TRAILER = struct.Struct("<8sIIQQ16s")
 _FIELDS = ("magic", "version", "record number", "generation", "payload length in bytes", "payload checksum")
@@ -36,7 +36,7 @@ _MAGIC, _VERSION = b"ODTIER\r\n", 1
 
 @dataclass(eq=False)
 class Job:
-    """One read or write of one record; `left` counts its pieces."""
+    """One read or write of one record; `left` counts its chunks."""
 
     record: int
     payload: torch.Tensor
@@ -49,9 +49,9 @@ class Job:
     error: BaseException | None = None
 
     def seal(self, payload_bytes: int) -> bytes:
-        """The trailer block that belongs to what was moved."""
-        pieces = b"".join(self.checksums[start] for start in sorted(self.checksums))
-        digest = hashlib.blake2b(pieces, digest_size=16).digest()
+        """Return the trailer block that belongs to what was moved."""
+        sums = b"".join(self.checksums[start] for start in sorted(self.checksums))
+        digest = hashlib.blake2b(sums, digest_size=16).digest()
         fields = _TRAILER.pack(_MAGIC, _VERSION, self.record, self.generation, payload_bytes, digest)
         return fields.ljust(BLOCK_BYTES, b"\0")
 
@@ -172,7 +172,8 @@ class TierFile:
         return self._submit(record, into, write=False)
 
     def payload(self, record: int) -> torch.Tensor:
-        """A record's payload as a read-only map of the file, uint8, not checked; only while nothing is written."""
+        """Return a record's payload as a read-only map of the file, uint8, not checked; only while nothing is
+        written."""
         shape = (self._sizes[record],)
         return torch.from_numpy(np.memmap(self.path, np.uint8, "c", self._starts[record], shape))
 
@@ -238,7 +239,7 @@ class TierFile:
                 task()
 
     def _begin(self, job: Job) -> None:
-        """First in its record's line: check, and cut it into pieces for all threads."""
+        """First in its record's line: check, and cut it into chunks for all threads."""
         runs = job.future.set_running_or_notify_cancel()
         with self._changed:
             self._meter(job).run(1)
@@ -250,12 +251,12 @@ class TierFile:
         if not runs or job.error:
             return self._end(job)
         stop = len(job.payload) + (0 if job.write else BLOCK_BYTES)
-        starts = [*range(0, len(job.payload), PIECE_BYTES), *([] if job.write else [len(job.payload)])]
+        starts = [*range(0, len(job.payload), CHUNK_BYTES), *([] if job.write else [len(job.payload)])]
         job.left = len(starts)
         for start, end in zip(starts, [*starts[1:], stop]):
-            self._tasks.put(partial(self._piece, job, start, end))
+            self._tasks.put(partial(self._chunk, job, start, end))
 
-    def _piece(self, job: Job, start: int, stop: int) -> None:
+    def _chunk(self, job: Job, start: int, stop: int) -> None:
         try:
             if job.error is None:
                 self._move(job, start, stop)
@@ -275,11 +276,11 @@ class TierFile:
     def _move(self, job: Job, start: int, stop: int) -> None:
         """Bytes `start` to `stop` of the record; those behind the payload are the trailer."""
         behind = start >= len(job.payload)
-        piece = job.trailer if behind else job.payload[start:stop]
+        chunk = job.trailer if behind else job.payload[start:stop]
         if job.write and not behind:
-            job.checksums[start] = checksum(piece)
+            job.checksums[start] = checksum(chunk)
         try:
-            moved = self._drive.move(piece, self._starts[job.record] + start, write=job.write)
+            moved = self._drive.move(chunk, self._starts[job.record] + start, write=job.write)
         except OSError as error:
             raise self._error(job, f"cannot be {_done(job)}: {reason(error)}", offset=start) from error
         with self._changed:
@@ -288,10 +289,10 @@ class TierFile:
             what = f"was {_done(job)} only in part"
             raise self._error(job, what, f"{stop - start} bytes", f"{moved} bytes", offset=start)
         if not job.write and not behind:
-            job.checksums[start] = checksum(piece)
+            job.checksums[start] = checksum(chunk)
 
     def _finish(self, job: Job) -> None:
-        """All pieces moved: write the trailer, or check the one that was read."""
+        """All chunks moved: write the trailer, or check the one that was read."""
         block, size = job.seal(self._sizes[job.record]), len(job.payload)
         if job.write:
             job.trailer.numpy()[:] = np.frombuffer(block, np.uint8)

@@ -27,7 +27,7 @@ class Slot:
 
 
 def square(gradient: Tensor) -> Tensor:
-    """The squared norm, float32 [1]."""
+    """Return the squared norm, float32 [1]."""
     return torch.linalg.vector_norm(gradient, dtype=torch.float32).square().reshape(1)
 
 

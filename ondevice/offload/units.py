@@ -91,6 +91,7 @@ def cut(family: Family) -> Units:
     def unit(index: int, name: str, kind: Kind, order: int, parameters: list[nn.Parameter]) -> Unit:
         pieces, offset = [], 0
         for parameter in parameters:
+            # In two units it would be moved and updated twice a step.
             if id(parameter) in seen:
                 raise ModelError(f"parameter {names[id(parameter)]} is used by two layers", hint="untie it first")
             seen.add(id(parameter))

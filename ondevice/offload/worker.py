@@ -66,11 +66,11 @@ class Pool:
     def __init__(self, buffers: list[Tensor], watch: Watch) -> None:
         self.buffers, self.watch, self.changed = buffers, watch, threading.Condition()
 
-    def take(self, doing: str) -> Tensor:
-        """A free one; waits until one is given back, and raises as `Watch.until` does."""
+    def borrow(self, doing: str) -> Tensor:
+        """Return a free one; waits until one is given back, and raises as `Watch.until` does."""
         taken: list[Tensor] = []
 
-        def take(seconds: float) -> bool:
+        def borrow_within(seconds: float) -> bool:
             with self.changed:
                 if not self.buffers:
                     self.changed.wait(seconds)
@@ -78,7 +78,7 @@ class Pool:
                     taken.append(self.buffers.pop())
             return bool(taken)
 
-        self.watch.until(take, doing)
+        self.watch.until(borrow_within, doing)
         return taken[0]
 
     def give(self, buffer: Tensor) -> None:
@@ -103,7 +103,7 @@ class Task:
         self.result: Any = None
 
     def wait(self) -> Any:
-        """Its result; raises as `Watch.until` does."""
+        """Return its result; raises as `Watch.until` does."""
         self.watch.until(self.finished.wait, self.doing)
         return self.result
 

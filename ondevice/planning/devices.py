@@ -207,7 +207,7 @@ class Device:
         return replace(self, usable_bytes=limit_bytes, rule=rule, limited=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields; bytes and operations a second."""
+        """Return all fields; bytes and operations a second."""
         return {**self.__dict__, "flops_s": dict(self.flops_s)}
 
 

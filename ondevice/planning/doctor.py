@@ -103,7 +103,7 @@ ALWAYS = ("python", "memory", "disk", "model-cache")
 
 
 def checks_by_target() -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Names for `doctor`, with the checks that each needs and those of what it can use."""
+    """Return names for `doctor`, with the checks that each needs and those of what it can use."""
     return MACHINES | {spec.name: (spec.needs, spec.uses) for spec in targets()}
 
 
@@ -166,7 +166,7 @@ def _kernel(name: str) -> Outcome:
     if name in ON_GPU and not gpus() and not jetson.model():
         return None, "no GPU that the driver lists", "install the NVIDIA driver, if this machine has a GPU"
     # In a process: a package that imports may still crash at its first kernel, and the doctor must go on.
-    ok, detail, fix = run_kernel([sys.executable, "-m", "ondevice.planning.kernels", name])
+    ok, detail, fix = run_kernel([sys.executable, "-P", "-m", "ondevice.planning.kernels", name])
     if not ok:
         detail = f"{_version(kernel.packages[0])}: {detail}"
     release = jetson.release()

@@ -29,8 +29,12 @@ PACKED = ("nf4", "int8")
 """Weights that PyTorch makes dense a matrix at a time; the other tensors keep the model's precision."""
 
 
-def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none") -> WeightBytes:
+def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none", by_rows: bool = False) -> WeightBytes:
     """Count the bytes of a model's weights in `dtype`, or quantised as `ExportConfig.quantize` says.
+
+    Args:
+        by_rows: of a block program, whose tables are in 8 bits with a scale a row; integers that are multiplied as they
+            are (8da8w) lie there twice, once transposed.
 
     Raises:
         ConfigError: for a dtype or quantisation that is not known.
@@ -41,11 +45,16 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
     vectors = dims.parameters - linears - table * (1 if dims.tied else 2)
     if quantize == "none":
         return WeightBytes(linears * item, table * item, 0 if dims.tied else table * item, vectors * item)
+    rows = table + dims.vocab * 4
+    if by_rows and quantize in ("int8", "q4", "8da8w"):
+        outputs = dims.layers * sum(outputs for _, outputs in dims.linear_shapes.values())
+        bits = {"int8": 8, "q4": Q4_BITS, "8da8w": 16}[quantize]
+        packed = int(linears * bits / 8) + (0 if quantize == "q4" else 4 * outputs)
+        return WeightBytes(packed, rows, 0 if dims.tied else rows, vectors * 4)
     if quantize in PACKED:
         outputs = sum(outputs for _, outputs in dims.linear_shapes.values())
         packed = int(linears * NF4_BITS / 8) if quantize == "nf4" else linears + dims.layers * outputs * 8
         return WeightBytes(packed, table * item, 0 if dims.tied else table * item, vectors * item)
-    rows = table + dims.vocab * 4
     if quantize == "q4":
         return WeightBytes(int(linears * Q4_BITS / 8), rows, 0 if dims.tied else rows, vectors * 4)
     if quantize == "8da4w":
@@ -53,7 +62,7 @@ def weight_bytes(dims: ModelDims, dtype: str = "float32", quantize: str = "none"
     if quantize == "w8":
         scales = dims.layers * sum(outputs * 4 for _, outputs in dims.linear_shapes.values())
         return WeightBytes(linears + scales, table * 4, 0 if dims.tied else table * 4, vectors * 4)
-    raise ConfigError("unknown quantisation", expected="none, q4, 8da4w, w8, nf4, int8", received=quantize)
+    raise ConfigError("unknown quantisation", expected="none, int8, q4, 8da4w, 8da8w, w8, nf4", received=quantize)
 
 
 def in_torch(weights: WeightBytes) -> WeightPlacement:
@@ -219,6 +228,10 @@ def plan(
     return plan_request(name, request)
 
 
+PLAN_LENGTH_TOKENS = 128
+"""Length that is planned for where neither the run file nor its data says one."""
+
+
 def plan_run(config: RunConfig, placement: Placement) -> Plan:
     """Estimate the run of a run file where it computes here; under `torchrun`, of each rank.
 
@@ -229,7 +242,7 @@ def plan_run(config: RunConfig, placement: Placement) -> Plan:
         config.model.source,
         config.method,
         batch_size=config.train.batch_size // placement.world,
-        length_tokens=config.data.max_length_tokens,
+        length_tokens=config.data.max_length_tokens or PLAN_LENGTH_TOKENS,
         dtype=config.model.dtype,
         runtime=placement.backend,
         device=f"this-{placement.device}",
@@ -244,7 +257,7 @@ def plan_request(name: str, request: Request) -> Plan:
     spec, rows, length = spec_of(method), request.batch_size, request.length_tokens
     quantize = export.quantize if export else "none"
     # What a step needs beside the weights, as the method says it.
-    weights = weight_bytes(dims, request.dtype, quantize)
+    weights = weight_bytes(dims, request.dtype, quantize, by_rows=_in_blocks(request))
     memory, item = spec.memory_model, DTYPE_BYTES[request.dtype]
     working = memory.step(dims, method, rows, length, item)
     host: dict[str, int] = {}
@@ -303,6 +316,12 @@ def plan_request(name: str, request: Request) -> Plan:
     )
 
 
+def _in_blocks(request: Request) -> bool:
+    """True for an ExecuTorch program of functions of one block."""
+    has_blocks = request.runtime == "executorch" and spec_of(request.method).memory_model.blocks is not None
+    return has_blocks and request.export is not None and request.export.program != "whole"
+
+
 def _as_program(
     request: Request, weights: WeightBytes, working: dict[str, int], notes: list[str]
 ) -> tuple[WeightPlacement, dict[str, int], int]:
@@ -310,13 +329,19 @@ def _as_program(
     dims, method, export = request.dims, request.method, request.export
     assert export is not None  # noqa: S101  the caller looked
     memory = spec_of(method).memory_model
-    if memory.program is not None:  # on the runtime's own kernels: the mapped file and the arena are all
+    # On the runtime's own kernels the mapped file and the arenas are all.
+    if memory.blocks is not None and _in_blocks(request):
+        working = memory.blocks(dims, method, request.batch_size, request.length_tokens, export.quantize)
+        packed, tiles = (working.pop(part) for part in ("packed weights", "head tiles"))
+        place = WeightPlacement(sum(weights), packed, tiles, sum(weights))
+        notes.append("weights are mapped: the system may drop their pages and read them again")
+    elif memory.program is not None:
         place = WeightPlacement(sum(weights), 0, 0, sum(weights))
         working = memory.program(dims, method, request.batch_size, request.length_tokens)
     else:
         place = target(export.target).place(dims, weights, export, method.loss_tiles, request.evaluates)
     notes += place.notes
-    if export.quantize == "q4" or export.uses_ops:
+    if export.uses_ops and memory.program is None:
         notes.append("the program needs this project's ops in the runtime")
     return place, working, BASELINE_BYTES["executorch", "app" if request.device.kind == "phone" else "python"]
 

@@ -216,7 +216,7 @@ def memory_limit(limit_bytes: int | None, plan: Plan) -> Iterator[None]:
 
 
 def shared() -> bool:
-    """True if the first GPU has no memory of its own."""
+    """Return True if the first GPU has no memory of its own."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return False

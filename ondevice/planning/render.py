@@ -84,6 +84,7 @@ def render(plan: Plan) -> RenderableType:
     if plan.fits:
         lines.append(Text(f"fits, {size_text(plan.margin_bytes)} to spare", style="green"))
     else:
+        # The device or the host may be too small; the larger lack is the one to repair first.
         over = max(-plan.margin_bytes, plan.host_total_bytes - (plan.host_usable_bytes or plan.host_total_bytes))
         lines.append(Text(f"does not fit: {size_text(over)} too much", style="bold red"))
         for words, other in alternatives(plan):

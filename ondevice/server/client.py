@@ -68,19 +68,19 @@ class Client:
         return self.ask("GET", "/v1/health")
 
     def system(self) -> dict[str, Any]:
-        """Memory, disk, temperatures and power of its machine."""
+        """Return memory, disk, temperatures and power of its machine."""
         return self.ask("GET", "/v1/system")
 
     def metrics(self) -> dict[str, Any]:
-        """Figures of the daemon."""
+        """Return figures of the daemon."""
         return self.ask("GET", "/v1/metrics")
 
     def models(self) -> list[dict[str, Any]]:
-        """Models that a job can name."""
+        """Return models that a job can name."""
         return self.ask("GET", "/v1/models")
 
     def artifacts(self) -> list[dict[str, Any]]:
-        """Exported programs that a job can name."""
+        """Return exported programs that a job can name."""
         return self.ask("GET", "/v1/artifacts")
 
     def delete_model(self, model: str) -> None:
@@ -92,7 +92,7 @@ class Client:
         self.ask("DELETE", f"/v1/artifacts/{quote(artifact)}")
 
     def datasets(self) -> list[dict[str, Any]]:
-        """Data sets in the store."""
+        """Return data sets in the store."""
         return self.ask("GET", "/v1/datasets")
 
     def delete_dataset(self, dataset: str) -> None:
@@ -100,7 +100,7 @@ class Client:
         self.ask("DELETE", f"/v1/datasets/{quote(dataset)}")
 
     def preview(self, dataset: str, model: str | None = None, **options: Any) -> dict[str, Any]:
-        """Rows as the model sees them, or `artifact`, by its own tokenizer."""
+        """Return rows as the model sees them, or `artifact`, by its own tokenizer."""
         return self.ask("GET", f"/v1/datasets/{quote(dataset)}/preview", query={"model": model, **options})
 
     def upload(self, kind: str, path: str | Path, name: str | None = None, **options: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Client:
         Args:
             kind: dataset, model, artifact or adapter.
             name: the file's, if None.
-            options: `task`, `skip_bad_rows`.
+            options: `task`, `columns`, `skip_bad_rows`.
 
         Raises:
             RefusedError: with file, line, field and reason of what is wrong.
@@ -142,15 +142,15 @@ class Client:
         return self.ask("POST", "/v1/jobs", job)
 
     def jobs(self, *states: str) -> list[dict[str, Any]]:
-        """All jobs, or those in `states`."""
+        """Return all jobs, or those in `states`."""
         return self.ask("GET", "/v1/jobs", query={"state": list(states)})
 
     def job(self, job: str) -> dict[str, Any]:
-        """One job."""
+        """Return one job."""
         return self.ask("GET", f"/v1/jobs/{quote(job)}")
 
     def change_job(self, job: str, **values: Any) -> dict[str, Any]:
-        """Another priority, window or limits."""
+        """Set another priority, window or limits."""
         return self.ask("PATCH", f"/v1/jobs/{quote(job)}", values)
 
     def pause(self, job: str) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class Client:
         return row
 
     def adapters(self) -> list[dict[str, Any]]:
-        """Adapters in the store."""
+        """Return adapters in the store."""
         return self.ask("GET", "/v1/adapters")
 
     def download_adapter(self, adapter: str, folder: str | Path) -> Path:

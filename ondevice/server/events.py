@@ -184,7 +184,7 @@ class Hub:
                 self._loop = None
 
     async def read(self, job: str, last: int, *, follow: bool = True) -> AsyncIterator[bytes]:
-        """Frames of a job's events behind event `last`, in order and without gaps, until the job has ended.
+        """Yield frames of a job's events behind event `last`, in order and without gaps, until the job has ended.
 
         Args:
             follow: wait for more; without, the stream ends with the newest event.
@@ -236,14 +236,14 @@ class Hub:
             await channel.dirty.wait()
             channel.dirty.clear()
             try:
-                await self._take(job, channel)
+                await self._collect(job, channel)
             except Exception:  # such as a disk that fails: the readers wait
                 _log.exception("the events of job %s cannot be read, and are tried again", job)
                 channel.dirty.set()
                 await asyncio.sleep(RETRY_S)
             await asyncio.sleep(max(SHORTEST_S, channel.readers / READERS_PER_S))
 
-    async def _take(self, job: str, channel: Channel) -> None:
+    async def _collect(self, job: str, channel: Channel) -> None:
         """Read new events from the store, and wake the readers that wait."""
         rows = await to_thread.run_sync(self.store.events, job, channel.last, PAGE_EVENTS)
         for row in rows:

@@ -90,7 +90,8 @@ class Helper:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ondevice.server.helper", str(os.getpid())],
+                # -P: a module of the folder that the daemon was started in is not imported.
+                [sys.executable, "-P", "-m", "ondevice.server.helper", str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
@@ -152,6 +153,10 @@ def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
     from ondevice.planning.render import MEANING
 
     run = RunConfig.parse(config, "job")
+    if artifact is None:
+        from ondevice.training.length import with_length
+
+        run, _ = with_length(run)
     if artifact is not None:
         folder = Path(artifact)
         planned = plan_artifact(folder, read_manifest(folder), run.train.memory_limit_bytes)
@@ -161,11 +166,11 @@ def plan(config: dict[str, Any], artifact: str | None) -> dict[str, Any]:
     return planned.to_dict() | {"meaning": {part: MEANING.get(part, "") for part in parts}}
 
 
-def validate(file: str, task: str | None) -> dict[str, Any]:
+def validate(file: str, task: str | None, columns: dict[str, str] | None = None) -> dict[str, Any]:
     """Read every row; return format, counts and every bad row with line, field and reason."""
     from ondevice.data import read_rows
 
-    rows = read_rows(file, task=task, allow_empty=True)
+    rows = read_rows(file, task=task, columns=columns, allow_empty=True)
     name = Path(file).name
     problems = [problem.to_dict() | {"file": name} for problem in rows.problems]
     return {"format": rows.format, "rows": len(rows.items), "problems": problems}
@@ -175,19 +180,27 @@ def preview(
     file: str,
     model: str | None,
     task: str | None,
-    max_length_tokens: int,
+    max_length_tokens: int | None,
     train_on_prompt: bool,
     rows: int,
     artifact: str | None = None,
+    columns: list[str] | None = None,
 ) -> dict[str, Any]:
     """Decode examples, with lengths and labels, by the model's tokenizer or the artifact's own."""
     from ondevice.data import preview as preview_rows
+    from ondevice.data.columns import parse_columns
     from ondevice.models import load_tokenizer
     from ondevice.models.load import artifact_tokenizer
 
     tokenizer = load_tokenizer(str(model)) if artifact is None else artifact_tokenizer(Path(artifact))
     shown = preview_rows(
-        file, tokenizer, task=task, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt, rows=rows
+        file,
+        tokenizer,
+        task=task,
+        columns=parse_columns(columns or ()),
+        max_length_tokens=max_length_tokens,
+        train_on_prompt=train_on_prompt,
+        rows=rows,
     )
     return shown.to_dict() | {"file": Path(file).name}
 

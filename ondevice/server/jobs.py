@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,9 @@ Clock = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", example
 _SECTIONS = ("method", "train", "data", "model")
 _OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out", "memory_limit_bytes")}
 """Keys of a run file that the store fills in: a job that could set a path would read and write anywhere."""
+TASK_NAME = r"^[\w -]*$"
+"""What a task is called here: a path of a template would be one of the server's files."""
+
 _DEEPEST = 20
 
 
@@ -105,7 +109,6 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
     """
     from ondevice.api.export import run_config
     from ondevice.api.runfile import RunConfig
-    from ondevice.core.registry import DEFAULT_METHOD
 
     if (spec.model is None) == (spec.artifact is None):
         raise ConfigError("a job has a model or an artifact", expected="one of them", received="both or none")
@@ -128,10 +131,17 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
     for key, value in ours.items():
         section, name = key.split(".")
         config[section][name] = value
-    method = config.get("method", {})
-    if isinstance(method, dict):
-        method.setdefault("name", DEFAULT_METHOD)
+    if isinstance(config.setdefault("method", {}), dict):
+        config["method"].setdefault("name", method_name(config))
     return RunConfig.load(None, _sections(config))
+
+
+def method_name(config: dict[str, Any]) -> str:
+    """Return the name of the method that a job's `config` asks for; the default where it names none."""
+    from ondevice.core.registry import DEFAULT_METHOD
+
+    method = config.get("method", {})
+    return str(method.get("name", DEFAULT_METHOD) if isinstance(method, dict) else method)
 
 
 def dataset_file(store: Store, name: str) -> Path:
@@ -170,6 +180,9 @@ def _check_sections(config: dict[str, Any]) -> None:
                     expected="the job's fields model, dataset, eval_dataset, limits",
                     received=f"config.{section}.{key}",
                 )
+            if (section, key) == ("data", "task") and not re.fullmatch(TASK_NAME, str(values[key])):
+                raise ConfigError("a job takes a task by its name", expected="a task of GET /v1/settings",
+                                  received=str(values[key])[:80])  # fmt: skip
             if "." in key:
                 raise ConfigError("a key has a dot", expected=f"a setting of '{section}'", received=repr(key))
 

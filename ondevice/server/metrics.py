@@ -20,7 +20,8 @@ HWMON, THERMAL = Path("/sys/class/hwmon"), Path("/sys/class/thermal")
 
 
 def system(root: Path, hwmon: Path = HWMON, thermal: Path = THERMAL) -> dict[str, Any]:
-    """Memory, disk, load, temperatures (degrees Celsius) and power (watts) of this machine, where it says them."""
+    """Return memory, disk, load, temperatures (degrees Celsius) and power (watts) of this machine, where it says
+    them."""
     import psutil
 
     from ondevice.planning.devices import available_bytes, cores, total_bytes

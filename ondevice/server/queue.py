@@ -131,7 +131,8 @@ class Queue:
         return Job.of(row)
 
     def list(self, *states: str) -> list[Job]:
-        """All jobs, or those in `states`: what runs and waits first, in the order it will run; then the newest."""
+        """Return all jobs, or those in `states`: what runs and waits first, in the order it will run; then the
+        newest."""
         marks = ",".join("?" * len(states))
         where = f"WHERE state IN ({marks})" if states else ""
         order = (
@@ -279,7 +280,7 @@ _PAST = {"pause": "paused by the user", "resume": "resumed by the user", "cancel
 
 
 def in_window(spec: dict[str, Any], now_s: float) -> bool:
-    """True if a job may run at this time: always, or from `start` to `end`, local time, also over midnight."""
+    """Return True if a job may run at this time: always, or from `start` to `end`, local time, also over midnight."""
     window = spec.get("window")
     if not window:
         return True

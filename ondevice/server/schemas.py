@@ -172,6 +172,11 @@ class PreviewAnswer(Answer):
     labels: dict[str, int]
     examples: list[list[Segment]]
     problems: list[RowProblem]
+    example_names: list[str]
+    """What each example is, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
+
+    notes: list[str]
+    """How the file was understood: a separator, a sheet, columns, the length."""
 
 
 class Upload(Answer):
@@ -206,6 +211,8 @@ class JobAnswer(Answer):
     priority: int
     model: str | None
     artifact: str | None
+    method: str | None
+    """The training method; None for an artifact, whose program has one."""
     dataset: str
     eval_dataset: str | None
     adapter: str | None

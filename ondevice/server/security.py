@@ -43,12 +43,13 @@ def check(store: Store, secret: str, kind: str = "token") -> str | None:
 
 
 def has_tokens(store: Store) -> bool:
-    """True if there is a token: then every request needs one."""
+    """Return True if there is a token: then every request needs one."""
     return store.row("SELECT 1 FROM tokens WHERE kind = 'token' LIMIT 1") is not None
 
 
 def needs_token(store: Store, host: str) -> bool:
-    """True if a server bound to `host` asks for one: always beyond this machine, even where the last was revoked."""
+    """Return True if a server bound to `host` asks for one: always beyond this machine, even where the last was
+    revoked."""
     return not is_loopback(host) or has_tokens(store)
 
 
@@ -80,7 +81,7 @@ def end_session(store: Store, secret: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """True if a server bound to `host` can be reached from this machine only."""
+    """Return True if a server bound to `host` can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -105,7 +106,7 @@ def ensure_guarded(store: Store, host: str) -> None:
 
 
 def same_origin(host: str, origin: str | None, fetch_site: str | None) -> bool:
-    """True if a request that changes something comes from this server's own page, or from no page at all."""
+    """Return True if a request that changes something comes from this server's own page, or from no page at all."""
     if fetch_site is not None and fetch_site not in ("same-origin", "none"):
         return False
     try:
@@ -123,7 +124,7 @@ def host_name(host: str) -> str | None:
 
 
 def is_own_name(host: str, bound: str) -> bool:
-    """True if the Host header names this machine as seen from itself; another name is DNS rebinding."""
+    """Return True if the Host header names this machine as seen from itself; another name is DNS rebinding."""
     name = host_name(host) or ""
     return name in ("localhost", bound.strip("[]").lower()) or is_loopback(name)
 
@@ -142,7 +143,7 @@ class Tries:
         self._failed: OrderedDict[str, deque[float]] = OrderedDict()
 
     def wait_s(self, address: str) -> float:
-        """Seconds that `address` has to wait; 0 where it may try."""
+        """Return seconds that `address` has to wait; 0 where it may try."""
         times = self._recent(address)
         return 0.0 if len(times) < TRIES else max(0.0, times[0] + WINDOW_S - self.clock())
 

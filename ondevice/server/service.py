@@ -178,7 +178,7 @@ class Cgroup:
         return True
 
     def killed(self) -> bool:
-        """True if the kernel ended a process of the job for its memory."""
+        """Return True if the kernel ended a process of the job for its memory."""
         try:
             lines = (self.folder / "memory.events").read_text().splitlines() if self.folder else []
         except OSError:

@@ -5,28 +5,13 @@ It alone starts and stops workers; the rest of the daemon changes the queue and 
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from ondevice.artifact.files import atomic_write
-from ondevice.core.errors import (
-    INTERRUPTED_EXIT_CODE,
-    BusyError,
-    DoesNotFitError,
-    OndeviceError,
-    StorageError,
-    TrainingError,
-)
+from ondevice.core.errors import BusyError, OndeviceError, StorageError, TrainingError
 from ondevice.server import worker
 from ondevice.server.adapters import register_outcome
 from ondevice.server.events import follow
@@ -34,6 +19,7 @@ from ondevice.server.jobs import JobSpec, adapter_folder, artifact_folder, resol
 from ondevice.server.queue import ACTIVE, Job, Outcome, Queue, in_window
 from ondevice.server.service import Cgroup, own_bytes, trim
 from ondevice.server.store import Store
+from ondevice.server.worker_process import Running, judge, over_memory, reported_error, start_process
 
 _log = logging.getLogger(__name__)
 POLL_S = 0.1
@@ -44,34 +30,6 @@ CANCEL_GRACE_S = 5.0
 BUSY_WAIT_S = 0.5
 LONG_TURN_S = 1800.0
 """How long a turn may take that starts or ends a job: it hashes an artifact or copies an adapter of any size."""
-
-
-@dataclass
-class Running:
-    """The worker that runs."""
-
-    job: str
-    process: subprocess.Popen[bytes]
-    limits: dict[str, Any]
-    started: float = field(default_factory=time.monotonic)
-    ran_before_s: float = 0.0
-    asked: str = ""
-    """Why it was asked to stop; empty while it may go on."""
-    kill_at: float = 0.0
-    over: OndeviceError | None = None
-    """The limit that it broke."""
-    in_cgroup: bool = False
-    placed_bytes: int | None = None
-    """The limit that the cgroup keeps."""
-    memory_bytes: int = 0
-    peak_bytes: int = 0
-    ended: float | None = None
-    """When it was seen that it has ended."""
-
-    @property
-    def ran_s(self) -> float:
-        """Seconds that the job's workers have run, in all."""
-        return self.ran_before_s + (self.ended or time.monotonic()) - self.started
 
 
 class Supervisor(threading.Thread):
@@ -146,22 +104,8 @@ class Supervisor(threading.Thread):
                 "adapter": str(adapter_folder(self.store, spec.adapter)) if spec.adapter else None,
                 "force": spec.force,
             }
-            atomic_write(folder / worker.JOB, json.dumps(values))
-            (folder / worker.ERROR).unlink(missing_ok=True)
-            trim(folder / "worker.log")
             self.make_room()
-            with open(folder / "worker.log", "ab") as log:
-                # A process, not a thread: a crash of a framework must not take the daemon, and its end gives all
-                # memory back. A session of its own, so that all that it starts can be killed with it.
-                process = subprocess.Popen(
-                    [self.python, "-m", "ondevice.server.worker", str(folder), str(os.getpid())],
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    env=worker.child_environment(),
-                )
+            process = start_process(self.python, folder, values)
         except (OndeviceError, OSError) as error:
             problem = _as_error(error, "the worker cannot be started")
             outcome: Outcome = "crashed" if isinstance(problem, StorageError) else "refused"
@@ -195,7 +139,7 @@ class Supervisor(threading.Thread):
             self._move_limit(running, memory)
         if memory and running.memory_bytes > memory and running.over is None:
             running.over = over_memory(memory, running.memory_bytes)
-            self._kill(running)
+            running.kill()
         elif seconds and running.ran_s > seconds and not running.asked:
             running.over = TrainingError(
                 "the job's time is over; its state is saved",
@@ -203,18 +147,18 @@ class Supervisor(threading.Thread):
                 received=f"{running.ran_s:.0f} s",
                 hint="raise limits.time_s, and resume",
             )
-            self._ask(running, "time limit", SAVE_GRACE_S)
+            running.ask("time limit", SAVE_GRACE_S)
         elif job.state == "cancelling" and running.asked != "cancelled":
-            self._ask(running, "cancelled", CANCEL_GRACE_S)
+            running.ask("cancelled", CANCEL_GRACE_S)
         elif not running.asked:
             if job.state == "pausing":
-                self._ask(running, "paused", SAVE_GRACE_S)
+                running.ask("paused", SAVE_GRACE_S)
             elif self._ending.is_set():
-                self._ask(running, "the daemon was stopped", SAVE_GRACE_S)
+                running.ask("the daemon was stopped", SAVE_GRACE_S)
             elif not in_window(job.spec, self.queue.clock()):
-                self._ask(running, "its window has closed", SAVE_GRACE_S)
+                running.ask("its window has closed", SAVE_GRACE_S)
         if running.kill_at and time.monotonic() > running.kill_at:
-            self._kill(running)
+            running.kill()
 
     def _move_limit(self, running: Running, limit: int | None) -> None:
         """Give the kernel a memory limit that was changed while the job runs."""
@@ -225,23 +169,11 @@ class Supervisor(threading.Thread):
         except OSError as error:
             _log.warning("job %s: the memory limit holds from its next start: %s", running.job, error)
 
-    def _ask(self, running: Running, why: str, grace_s: float) -> None:
-        _log.info("job %s: asked to stop: %s", running.job, why)
-        running.asked, running.kill_at = why, time.monotonic() + grace_s
-        running.process.terminate()  # SIGTERM: it ends its step and saves
-
-    def _kill(self, running: Running) -> None:
-        running.asked = running.asked or "killed"
-        try:
-            os.killpg(running.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
     def _ended(self, running: Running, code: int) -> None:
         """Write down how a worker ended. What fails here, as on a full disk, is tried again at the next turn."""
         if running.ended is None:
             running.ended = time.monotonic()
-            self._kill_group(running.process.pid)
+            running.kill_group()
             if running.in_cgroup and running.placed_bytes and self.cgroup.killed():
                 running.over = over_memory(running.placed_bytes, None)
             self.cgroup.remove()
@@ -254,7 +186,7 @@ class Supervisor(threading.Thread):
         # The log first: the progress in it says whether a crashed worker had saved a new checkpoint.
         follow(self.store, self.queue, running.job, running.ran_s)
         folder = self.store.path("jobs", running.job)
-        outcome, error = judge(code, running, _error_of(folder))
+        outcome, error = judge(code, running, reported_error(folder))
         reason = "" if outcome == "finished" else running.asked or str((error or {}).get("message", ""))
         try:
             done = register_outcome(self.store, running.job, folder) if outcome == "finished" else lambda job: None
@@ -269,45 +201,6 @@ class Supervisor(threading.Thread):
                 db.execute("UPDATE jobs SET crashes = 0, not_before_s = ? WHERE id = ?", (now + BUSY_WAIT_S, job.id))
         _log.info("job %s: ended with %d, now %s %s", job.id, code, job.state, reason)
 
-    @staticmethod
-    def _kill_group(pid: int) -> None:
-        """Kill processes that the worker started and left; its session is its own, so nothing else is in it."""
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
-
-
-def judge(code: int, running: Running, reported: dict[str, Any] | None) -> tuple[Outcome, dict[str, Any] | None]:
-    """Interpret an exit status: return how the worker ended, and the error to show.
-
-    Args:
-        code: negative for a signal.
-        reported: `error.json` of the worker, if it wrote one.
-    """
-    if code == 0:  # all is done, whatever it was asked meanwhile
-        return "finished", None
-    if running.over is not None:
-        return "refused", running.over.to_dict()
-    if code == INTERRUPTED_EXIT_CODE or (running.asked and code < 0):
-        return "interrupted", None
-    if reported is not None and reported.get("exit_code") == code:
-        again = code in (BusyError.exit_code, StorageError.exit_code)  # these may be over the next time
-        return ("crashed" if again else "refused"), reported
-    name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
-    problem = TrainingError(f"the worker ended with {name}", hint="GET /v1/jobs/ID/log has what it printed")
-    return "crashed", problem.to_dict()
-
-
-def over_memory(limit: int, taken: int | None) -> DoesNotFitError:
-    """Build the error of a job that took more memory than it may; bytes."""
-    return DoesNotFitError(
-        "the job took more memory than its limit",
-        expected=f"at most {limit / 2**20:,.0f} MiB",
-        received="more" if taken is None else f"{taken / 2**20:,.0f} MiB",
-        hint="a smaller batch or shorter rows; a dry run gives the plan's table",
-    )
-
 
 def remove_job(store: Store, queue: Queue, job: str) -> None:
     """Forget an ended job and remove its folder; its adapters stay."""
@@ -317,11 +210,3 @@ def remove_job(store: Store, queue: Queue, job: str) -> None:
 
 def _as_error(error: OndeviceError | OSError, message: str) -> OndeviceError:
     return error if isinstance(error, OndeviceError) else StorageError(f"{message}: {error.strerror or error}")
-
-
-def _error_of(folder: Path) -> dict[str, Any] | None:
-    try:
-        values = json.loads((folder / worker.ERROR).read_text())
-    except (OSError, ValueError):
-        return None
-    return values if isinstance(values, dict) else None

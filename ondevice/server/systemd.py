@@ -111,7 +111,7 @@ def unit(
     Raises:
         ConfigError: a path or host that cannot stand in a unit.
     """
-    words = [python, "-m", "ondevice", "serve", "--host", host, "--port", str(port)]
+    words = [python, "-P", "-m", "ondevice", "serve", "--host", host, "--port", str(port)]
     for flag, path in (("--tls-cert", tls_cert), ("--tls-key", tls_key)):
         if path is not None:
             words += [flag, str(Path(path).absolute())]

@@ -21,6 +21,7 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ArtifactError, BusyError, ConfigError, DataError, ModelError, StorageError
 from ondevice.server.adapters import copy_adapter, insert_adapter
 from ondevice.server.helper import Helper
+from ondevice.server.jobs import TASK_NAME
 from ondevice.server.store import MissingError, Store, new_id
 from ondevice.server.unpack import unpack
 
@@ -32,7 +33,7 @@ SPARE_BYTES = 256 << 20
 """Bytes that an upload leaves free on the disk: jobs and the database must be able to go on."""
 KEPT_S = 24 * 3600.0
 PROBLEMS = 100
-ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".txt")
+ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".xlsx", ".parquet", ".txt")
 
 
 class UploadRequest(StrictConfig):
@@ -50,8 +51,11 @@ class UploadRequest(StrictConfig):
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """Of the file; what arrives otherwise is refused."""
 
-    task: str | None = Field(default=None, max_length=64)
+    task: str | None = Field(default=None, max_length=64, pattern=TASK_NAME)
     """For rows: a prompt template of the tasks; None infers the format from the keys."""
+
+    columns: dict[str, str] = Field(default={}, max_length=40)
+    """For rows: the file's column of a field, where it has another name."""
 
     skip_bad_rows: bool = False
     """For rows: leave out bad ones instead of refusing the file."""
@@ -205,7 +209,7 @@ def _dataset(store: Store, request: UploadRequest, content: Path, helper: Helper
     rows = content.with_name(f"rows{suffix}")
     os.rename(content, rows)
     try:
-        validated = helper("validate", file=str(rows), task=request.task)
+        validated = helper("validate", file=str(rows), task=request.task, columns=request.columns)
     except DataError as error:
         message = error.message.replace(str(rows), request.name)
         raise DataError(message, expected=error.expected, received=error.received, hint=error.hint) from None

@@ -59,7 +59,7 @@ class BenchmarkResult:
     interrupted: bool = False
 
     def figures(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return JSON values."""
         return asdict(self) | {"answers": str(self.answers)}
 
 
@@ -96,7 +96,8 @@ def run_benchmark(
 def choose(
     session: Evaluator, tokenizer: Any, questions: Sequence[Question], shots: Shots, max_length_tokens: int
 ) -> Iterator[Record]:
-    """`mmlu`: the letter of the highest likelihood behind the question. Examples are dropped until it fits."""
+    """Choose for `mmlu` the letter of the highest likelihood behind the question. Examples are dropped until it
+    fits."""
     for question in questions:
         examples = _shots(question, shots)
         dataset, cut = _fitting(question, examples, tokenizer, max_length_tokens)
@@ -109,7 +110,7 @@ def choose(
 
 
 def solve(answer: Answer, questions: Sequence[Question], shots: Shots, chat: bool) -> Iterator[Record]:
-    """`gsm8k`: the number that the greedy answer ends with, against the right one."""
+    """Solve `gsm8k`: compare the number that the greedy answer ends with, against the right one."""
     for question in questions:
         examples = _shots(question, shots)
         text, used = None, len(examples)
@@ -125,7 +126,8 @@ def solve(answer: Answer, questions: Sequence[Question], shots: Shots, chat: boo
 
 
 def converse(answer: Answer, questions: Sequence[Question], model: str) -> Iterator[Record]:
-    """`mt_bench`: an answer to each turn, in the layout of FastChat's model answers, for another model to judge."""
+    """Answer `mt_bench`: an answer to each turn, in the layout of FastChat's model answers, for another model to
+    judge."""
     for question in questions:
         messages, replies, cut = Messages(), list[str](), False
         for turn in question.turns:

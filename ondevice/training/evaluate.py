@@ -7,14 +7,24 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.core.errors import DataError
 from ondevice.data.batching import pad_examples, round_up
-from ondevice.data.scoring import exact_match, f1_score, first_line, wilson_interval
+from ondevice.data.scoring import (
+    exact_match,
+    expected_value,
+    f1_score,
+    first_line,
+    macro_f1,
+    matthews,
+    pearson,
+    spearman,
+    wilson_interval,
+)
 
 if TYPE_CHECKING:
     from ondevice.core.session import Evaluator
@@ -62,6 +72,7 @@ class EvalResult:
         tokens: labelled tokens of the right answers.
         seconds_s: wall time.
         predictions: one a row, in the order of the data.
+        metric, metric_value: what a template of one's own is judged by, where that is none of the above.
     """
 
     loss: float
@@ -73,6 +84,8 @@ class EvalResult:
     tokens: int
     seconds_s: float
     predictions: tuple[Prediction, ...] = ()
+    metric: str | None = None
+    metric_value: float | None = None
 
     @property
     def correct(self) -> int | None:
@@ -90,13 +103,16 @@ class EvalResult:
 
     @property
     def score(self) -> tuple[float, ...]:
-        """For comparison, higher is better: F1 or accuracy first where there is one, then the loss."""
+        """For comparison, higher is better: the template's metric, F1 or accuracy first where there is one, then the
+        loss."""
         main = self.f1 if self.f1 is not None else self.accuracy
+        if self.metric_value is not None and math.isfinite(self.metric_value):
+            main = self.metric_value
         quality = -self.loss if math.isfinite(self.loss) else -sys.float_info.max  # JSON has no infinity
         return (quality,) if main is None else (main, quality)
 
     def figures(self) -> dict[str, Any]:
-        """All but the predictions, as JSON values."""
+        """Return all but the predictions, as JSON values."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "predictions"}
 
 
@@ -154,7 +170,31 @@ def evaluate_dataset(
         gold_nll, gold_tokens = gold_nll + nll, gold_tokens + count
         scores = tuple(_score(*totals[index, slot]) for slot in range(len(item.candidates)))
         predictions.append(_predict(item, nll / count if count else None, scores, generate))
-    return _summary(predictions, gold_nll, gold_tokens, time.perf_counter() - started)
+    result = _summary(predictions, gold_nll, gold_tokens, time.perf_counter() - started)
+    return result if dataset.metric not in METRICS else replace(
+        result, metric=dataset.metric, metric_value=_measure(dataset, items, predictions))  # fmt: skip
+
+
+METRICS = ("macro_f1", "matthews", "pearson", "spearman")
+
+
+def _measure(dataset: Dataset, items: list[Item], predictions: list[Prediction]) -> float | None:
+    """Compute a template's metric: of classes, or of a regression's numbers against the expected ones.
+
+    The expected number is the mean of the candidates' by their probabilities, so that ranked answers ("0" to "5") give
+    every number between them.
+    """
+    if dataset.metric in ("macro_f1", "matthews"):
+        chosen = [
+            (row.gold, row.predicted) for row in predictions if row.gold is not None and row.predicted is not None
+        ]
+        gold, predicted = ([pair[side] for pair in chosen] for side in (0, 1))
+        return {"macro_f1": macro_f1, "matthews": matthews}[dataset.metric](gold, predicted) if chosen else None
+    pairs = [(item.value, expected_value(row.scores, dataset.values)) for item, row in zip(items, predictions)
+             if item.value is not None and any(map(math.isfinite, row.scores))]  # fmt: skip
+    first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+    value = {"pearson": pearson, "spearman": spearman}[dataset.metric](first, second)
+    return value if math.isfinite(value) else None
 
 
 def _examples(item: Item) -> list[tuple[int, Example]]:

@@ -36,7 +36,7 @@ class Event:
         return {"event": self.kind, **values}
 
     def to_line(self) -> bytes:
-        """One line of `events.jsonl`, ending in a line feed."""
+        """Return one line of `events.jsonl`, ending in a line feed."""
         return json.dumps(self.to_dict(), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
@@ -59,6 +59,8 @@ class Start(Event):
     model_sha256: str = ""
     steps: int = 0
     """Steps asked for."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """What was read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut, notes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,9 @@ class Evaluate(Event):
     f1: float | None = None
     exact_match: float | None = None
     majority_share: float | None = None
+    metric: str | None = None
+    metric_value: float | None = None
+    """What a template of one's own is judged by: `macro_f1`, `matthews`, `pearson` or `spearman`."""
     rows: int = 0
     seconds_s: float = 0.0
     best: bool = False
@@ -255,7 +260,7 @@ class LogContent:
         return first if isinstance(first, Start) else None
 
     def steps(self) -> list[Step]:
-        """All optimizer steps, in order."""
+        """Return all optimizer steps, in order."""
         return [entry.event for entry in self.entries if isinstance(entry.event, Step)]
 
 

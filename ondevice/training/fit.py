@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from ondevice.artifact.adapter import (
 )
 from ondevice.artifact.files import atomic_directory, read_tensors, sha256_file
 from ondevice.core.errors import TrainingError
-from ondevice.data import Batches, pad_id_of, read_dataset
+from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
 from ondevice.training import events
 from ondevice.training.checkpoint import STATE_FILE
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
@@ -56,7 +56,7 @@ class Ordinary:
     rows: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As `--json` prints it, in `Trained.to_dict`."""
+        """Return what `--json` prints, in `Trained.to_dict`."""
         return {
             "ordinary_model": str(self.path),
             "reversible_loss": self.trained_loss,
@@ -82,6 +82,7 @@ class Trained:
         best_adapter: folder of the adapter with the best evaluation, where there was more than one.
         model: folder of the trained model, for a full-parameter method.
         problems: rows that were not used.
+        data: what was read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut.
         ordinary: what came of the conversion back to the ordinary architecture, for a method that trains another.
     """
 
@@ -91,6 +92,7 @@ class Trained:
     model: Path | None
     problems: tuple[Any, ...]
     ordinary: Ordinary | None = None
+    data: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -100,7 +102,7 @@ class Trained:
             path = getattr(self, name)
             values[name] = str(path) if path else None
         values |= {} if self.ordinary is None else self.ordinary.to_dict()
-        return {**values, "unused_rows": len(self.problems)}
+        return {**values, "unused_rows": len(self.problems), "data": self.data}
 
 
 @dataclass(frozen=True)
@@ -112,12 +114,14 @@ class Options:
         overwrite: replace the run that is there.
         adapter: start from this adapter.
         sinks: called with every event.
+        notes: to be said of the rows, beside what reading them says.
     """
 
     resume: bool = False
     overwrite: bool = False
     adapter: Path | None = None
     sinks: Iterable[Sink] = ()
+    notes: tuple[str, ...] = ()
 
 
 def train_model(config: RunConfig, placement: Placement, options: Options) -> Trained:
@@ -142,6 +146,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
         with StopRequest():  # a signal is for rank 0, which ends the running step and saves
             return session.follow()
     # The rows come before the session: a mistake in them is reported before memory is taken.
+    assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens)
     session = open_session()
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
@@ -174,11 +179,15 @@ def read_rows_of(config: RunConfig, tokenizer: Any, max_length_tokens: int, task
             path,
             tokenizer,
             task=data.task or task,
+            columns=data.columns,
             max_length_tokens=max_length_tokens,
             train_on_prompt=data.train_on_prompt,
         )
 
-    return RunRows(read(data.path), read(data.eval_path) if data.eval_path else None, pad_id_of(tokenizer))
+    train = read(data.path)
+    if data.validation_split:
+        return RunRows(*split_rows(train, data.validation_split, config.train.seed), pad_id_of(tokenizer))
+    return RunRows(train, read(data.eval_path) if data.eval_path else None, pad_id_of(tokenizer))
 
 
 def fit(
@@ -204,14 +213,19 @@ def fit(
     settings = config.train
     if options.adapter is not None:
         session.load_adapter(load_adapter(options.adapter))
+    figures = {"train": rows.train.figures()}
+    figures["train"]["notes"] += options.notes
+    if rows.evaluation is not None:
+        figures["evaluation"] = rows.evaluation.figures()
     start = events.Start(
         config=config.model_dump(mode="json"),
-        identity={**identity, "data": _data_identity(config), **adapter_identity(options.adapter)},
+        identity={**identity, "data": config.data_identity(), **adapter_identity(options.adapter)},
         seed=settings.seed if seed is None else seed,
         backend=session.backend,
         generator_backend=session.generator_backend,
         model_source=model.source,
         model_sha256=model.sha256,
+        data=figures,
     )
     evaluated = rows.evaluation or rows.train
 
@@ -248,17 +262,7 @@ def fit(
             session.save_model(temporary)
         ordinary = _save_ordinary(session, evaluated, rows.pad, settings.out / ORDINARY)
     session.close()
-    return Trained(result, adapter, best, folder, tuple(rows.train.problems), ordinary)
-
-
-def _data_identity(config: RunConfig) -> dict[str, Any]:
-    data = config.data
-    digest = sha256_file(data.path) if data.path is not None and Path(data.path).is_file() else None
-    return {
-        "sha256": digest,
-        "batch_size": config.train.batch_size,
-        **data.model_dump(mode="json", exclude={"path", "eval_path"}),
-    }
+    return Trained(result, adapter, best, folder, tuple(rows.train.problems), ordinary, figures)
 
 
 def adapter_identity(adapter: Path | None) -> dict[str, Any]:

@@ -118,6 +118,7 @@ def fuse(
     dtype: str | None = None,
     revision: str | None = None,
     prompts: Sequence[str] = PROMPTS,
+    overwrite: bool = False,
 ) -> FuseReport:
     """Write base plus adapter as a Hugging Face folder (safetensors, tokenizer), checked before it is there.
 
@@ -128,12 +129,13 @@ def fuse(
         source: the base model, as for `load_model`; or an artifact, which says what it was made from. Packed weights
             cannot take an adapter, so the sum is in the original's.
         dtype: of the written weights; None keeps the base's.
+        overwrite: replace a model that is in `out`.
 
     Raises:
         ArtifactError: the adapter is damaged or does not fit the model.
         VerificationError: the adapter changes nothing, or the result is not base plus adapter; nothing is
             written then.
-        ModelError, StorageError: as in `load_model`; `out` holds other files.
+        ModelError, StorageError: as in `load_model`; `out` holds a model, or other files.
     """
     adapter, exported = load_adapter(adapter_folder), None
     if (Path(source) / MANIFEST_NAME).is_file():
@@ -151,6 +153,8 @@ def fuse(
     loaded = load_model(source, revision=revision, dtype=dtype)
     if loaded.source.path is not None and os.path.realpath(out) == os.path.realpath(loaded.source.path):
         raise StorageError(f"{out} is the base model itself", expected="another folder", hint="choose another name")
+    if not overwrite and (Path(out) / "config.json").exists():
+        raise StorageError(f"{out} already holds a model", expected="a new folder", hint="--overwrite replaces it")
     if exported is not None and loaded.source.sha256 != exported.sha256:
         raise ArtifactError(
             f"{source} is not the model that was exported",

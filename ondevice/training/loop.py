@@ -150,6 +150,13 @@ class Run:
         if head is not None:
             check_identity(_identity(head), self.identity, f"{path}: the log")
         loaded = self.store.newest(warnings.append)
+        if loaded is not None and loaded.meta.step > self.steps:
+            raise CheckpointError(
+                f"the run in {self.out} is beyond the steps that are asked for",
+                expected=f"--steps {loaded.meta.step} or more",
+                received=f"--steps {self.steps}",
+                hint="`--steps` counts from the run's beginning; nothing was changed",
+            )
         if loaded is not None:
             self.session.load_state(loaded.state)
             self.done, self.saved = loaded.meta.step, loaded.path

@@ -38,7 +38,7 @@ def anonymous_bytes() -> int:
 
 
 def cuda_peak_bytes() -> int | None:
-    """Highest memory of CUDA tensors since the last reset; None unless torch is loaded and has used CUDA."""
+    """Return highest memory of CUDA tensors since the last reset; None unless torch is loaded and has used CUDA."""
     cuda = _cuda()
     return None if cuda is None else int(cuda.max_memory_allocated())
 
@@ -59,7 +59,7 @@ class PeakMemory:
             cuda.reset_peak_memory_stats()
 
     def resident_bytes(self) -> int:
-        """Highest resident memory so far."""
+        """Return highest resident memory so far."""
         mark = _high_water_bytes()
         if self._exact or mark > self._mark:
             return mark
@@ -67,7 +67,7 @@ class PeakMemory:
         return self._sampled
 
     def device_bytes(self) -> int | None:
-        """Highest memory of CUDA tensors so far, or None without CUDA."""
+        """Return highest memory of CUDA tensors so far, or None without CUDA."""
         return cuda_peak_bytes()
 
 

@@ -20,6 +20,10 @@ LINES = 20
 """About so many lines a run has without a terminal."""
 
 
+REASONS = 5
+"""Reasons of rows left out that are shown."""
+
+
 class ProgressSink:
     """Shows events. A context manager and a callback.
 
@@ -58,6 +62,9 @@ class ProgressSink:
                 self.steps = event.steps
                 if isinstance(event, events.Resume):
                     self._say(f"resumed at step {event.step} of {event.steps}")
+                else:
+                    for part, figures in event.data.items():
+                        self._say("\n".join(describe_data(part, figures)))
                 if self.stream.isatty():
                     self._begin(event.step if isinstance(event, events.Resume) else 0)
             case events.Step():
@@ -147,6 +154,19 @@ class RowProgress:
             self.silent = True
 
 
+def describe_data(part: str, figures: dict[str, Any]) -> list[str]:
+    """Describe the rows of a part in lines: how they were understood, what was left out and what was cut, and why."""
+    lines = [f"{part} data: {note}" for note in figures["notes"]]
+    left_out = sum(figures["left_out"].values())
+    told = f"{part} data: {figures['sequences']:,} sequences, {left_out:,} rows left out, "
+    lines.append(f"{told}{figures['cut']:,} cut to {figures['max_length_tokens']} tokens")
+    reasons = list(figures["left_out"].items())
+    lines += [f"  {count:,} left out: {reason}" for reason, count in reasons[:REASONS]]
+    if reasons[REASONS:]:
+        lines.append(f"  {sum(count for _, count in reasons[REASONS:]):,} for other reasons")
+    return lines
+
+
 def describe(event: events.Evaluate) -> str:
     """Describe an evaluation's figures in one line."""
     parts = [f"loss {event.loss:.4f}"]
@@ -154,6 +174,8 @@ def describe(event: events.Evaluate) -> str:
         value = getattr(event, name)
         if value is not None:
             parts.append(f"{name.replace('_', ' ')} {value:.4f}")
+    if event.metric is not None and event.metric_value is not None:
+        parts.append(f"{event.metric.replace('_', ' ')} {event.metric_value:.4f}")
     if event.majority_share is not None:
         parts.append(f"(majority class {event.majority_share:.4f})")
     return ", ".join(parts) + (" (best so far)" if event.best else "")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.core.errors import CheckpointError, ConfigError
+from ondevice.core.registry import methods
 from ondevice.training import events
 from ondevice.training.events import FILE_NAME, read_log
 
@@ -60,6 +61,7 @@ def read_run(path: Path) -> RunLog:
     content = read_log(path)
     if not content.entries and not content.unfinished:
         raise CheckpointError(f"{path}: there is no log", expected=f"a run's folder or its {FILE_NAME}")
+    # A torn last line is a run that was killed while it wrote, and replays up to there; one in between is damage.
     if content.damaged:
         raise CheckpointError(
             f"{path}: line {content.damaged[0]} is damaged",
@@ -90,9 +92,10 @@ def read_run(path: Path) -> RunLog:
                 hint="a replay needs every step; take the adapter from the run's newest checkpoint instead",
             )
         if not step.projected_gradients:
+            replayable = [spec.name for spec in methods() if spec.replayable]
             raise ConfigError(
                 f"{path}: line {entry.line}: step {step.step} has no projected gradients",
-                expected="the log of a zeroth-order method (prge, mezo)",
+                expected=f"the log of a zeroth-order method ({', '.join(replayable)})",
                 received="the log of a first-order method",
                 hint="take the adapter from the run's newest checkpoint",
             )

@@ -141,7 +141,9 @@ int64_t linear_cross_entropy(const float* hidden, int64_t rows, const Head& head
   for (int64_t lane = 0; lane < count; ++lane) {
     double maximum = -3.0e38, sum = 0.0;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      maximum = std::fmax(maximum, maxima[static_cast<size_t>(chunk * padded + lane)]);
+      // Not std::fmax: GCC 12 for ARM crashes where it vectorises one of floats in doubles.
+      const double value = maxima[static_cast<size_t>(chunk * padded + lane)];
+      maximum = value > maximum ? value : maximum;
     }
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const size_t at = static_cast<size_t>(chunk * padded + lane);

@@ -27,7 +27,7 @@ def dex_classes(data: bytes) -> set[str]:
 
 @dataclass(frozen=True)
 class Elf:
-    """What a phone's loader looks at first."""
+    """The part of a file that a phone's loader looks at first."""
 
     machine: int
     needed: tuple[str, ...]

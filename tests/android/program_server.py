@@ -5,6 +5,7 @@ this Python. All numbers are little-endian.
 
     request   u32 length of the method's name, the name; u32 number of tensors, the tensors
     tensor    u8 dtype (0 int64, 1 float32); u32 dimensions; u32 each; the elements
+              or u8 2, u32 dimensions; u32 each; u32 length of a weight's name, the name; u32 its first row
     answer    u8 0 and then u32 number of tensors, the tensors; or u8 1 and then u32 length, a message
 
 The process ends when its standard input does.
@@ -18,12 +19,17 @@ import os
 import struct
 import sys
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from ondevice.artifact.weights import MappedWeights
+
 DTYPES = (np.dtype("<i8"), np.dtype("<f4"))
 KINDS = ("train_step", "evaluate")
+FROZEN = 2
+"""The kind of a tensor that is rows of the weights file."""
 
 
 class EndOfInput(Exception):
@@ -41,9 +47,17 @@ def read_u32(stream: BinaryIO) -> int:
     return struct.unpack("<I", read_exactly(stream, 4))[0]
 
 
-def read_tensor(stream: BinaryIO) -> np.ndarray:
-    dtype = DTYPES[read_exactly(stream, 1)[0]]
+def read_tensor(stream: BinaryIO, weights: MappedWeights | None = None) -> np.ndarray:
+    """An array of the request, or rows of the artifact's own weights, which are not sent."""
+    kind = read_exactly(stream, 1)[0]
     shape = [read_u32(stream) for _ in range(read_u32(stream))]
+    if kind == FROZEN:
+        name, first = read_exactly(stream, read_u32(stream)).decode(), read_u32(stream)
+        assert weights is not None
+        rows = weights.whole(name)[first : first + shape[0]]
+        assert list(rows.shape) == shape, (name, rows.shape, shape)
+        return rows
+    dtype = DTYPES[kind]
     data = read_exactly(stream, int(np.prod(shape)) * dtype.itemsize)
     return np.frombuffer(data, dtype=dtype).reshape(shape).copy()
 
@@ -55,23 +69,36 @@ def tensor_bytes(value: np.ndarray) -> bytes:
 
 
 class Methods:
-    """Loads a method when it is first needed, and drops `evaluate` before `train_step` and the other way round."""
+    """Loads a method when it is first needed, and drops `evaluate` before `train_step` and the other way round.
 
-    def __init__(self, program: Path, soc: str | None) -> None:
+    The functions of a block program, which has `weights`, all stay: they hold no weights of their own.
+    """
+
+    def __init__(self, program: Path, soc: str | None, weights: Path | None = None) -> None:
         from ondevice.exporters.android_npu import qnn
         from ondevice.exporters.executorch.session import load_runtime
 
         if soc is not None:
             qnn.load()  # an NPU program runs in the simulator
 
-        self.program = load_runtime().load_program(str(program))
+        runtime = load_runtime()
+        import executorch.extension.pybindings.portable_lib as portable_lib
+
+        # The programs are tiny: a second thread only waits, and for long where other work has the processor.
+        portable_lib._unsafe_reset_threadpool(1)
+        self.program = runtime.load_program(str(program))
         self.loaded: dict[str, object] = {}
+        self.weights: MappedWeights | None = None
+        if weights is not None:
+            from ondevice.artifact.weights import MappedWeights
+
+            self.weights = MappedWeights(weights)
 
     def run(self, name: str, inputs: list[np.ndarray]) -> list[np.ndarray]:
         import torch
 
         if name not in self.loaded:
-            for known in [known for known in self.loaded if not known.startswith(_kind(name))]:
+            for known in [known for known in self.loaded if self.weights is None and not known.startswith(_kind(name))]:
                 del self.loaded[known]
             self.loaded[name] = self.program.load_method(name)
         outputs = self.loaded[name].execute([torch.from_numpy(value) for value in inputs])  # type: ignore[attr-defined]
@@ -87,7 +114,7 @@ def serve(methods: Methods, source: BinaryIO, target: BinaryIO) -> None:
     while True:
         try:
             name = read_exactly(source, read_u32(source)).decode()
-            inputs = [read_tensor(source) for _ in range(read_u32(source))]
+            inputs = [read_tensor(source, methods.weights) for _ in range(read_u32(source))]
         except EndOfInput:
             return
         try:
@@ -108,7 +135,9 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    serve(Methods(folder / manifest["program"], manifest.get("soc")), sys.stdin.buffer, answers)
+    weights = manifest["program_spec"].get("weights")
+    methods = Methods(folder / manifest["program"], manifest.get("soc"), folder / weights if weights else None)
+    serve(methods, sys.stdin.buffer, answers)
 
 
 if __name__ == "__main__":

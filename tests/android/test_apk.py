@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -24,6 +26,7 @@ PERMISSIONS = {
     "android.permission.FOREGROUND_SERVICE",
     "android.permission.FOREGROUND_SERVICE_SPECIAL_USE",
     "android.permission.POST_NOTIFICATIONS",
+    "android.permission.RECEIVE_BOOT_COMPLETED",
     "android.permission.WAKE_LOCK",
 }
 SHORT_LIVED = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
@@ -81,19 +84,32 @@ def libraries(apk: Path) -> dict[str, bytes]:
 
 def elements(manifest: str, tag: str) -> list[dict[str, str]]:
     """Attributes of every element of a name in aapt2's tree."""
-    found = []
+    collected = []
     for block in re.split(r"\n\s*(?=E: )", manifest):
         if re.match(rf"\s*(N:.*\n\s*)?E: {tag} ", block):
             pairs = re.findall(r"A: (?:[^\s:=]+:)*?//?[^\s=]*?:?(\w+)\(0x\w+\)=(?:\"([^\"]*)\"|(\S+))", block)
             pairs += re.findall(r"A: (package)=\"([^\"]*)\"()", block)
-            found.append({name: text or value for name, text, value in pairs})
-    return found
+            collected.append({name: text or value for name, text, value in pairs})
+    return collected
 
 
 def test_signature_and_alignment(apk: Path) -> None:
     said = run("apksigner", "verify", "--verbose", "--min-sdk-version", "26", apk)
     assert "Verified using v2 scheme (APK Signature Scheme v2): true" in said
     run("zipalign", "-c", "-p", "4", apk)
+
+
+def test_libraries_lie_on_pages_of_16_kb(apk: Path, libraries: dict[str, bytes]) -> None:
+    """Phones with Android 15 and pages of 16 KB map them from the APK: where they begin, and their segments."""
+    raw, page = apk.read_bytes(), 16384
+    with zipfile.ZipFile(apk) as archive:
+        entries = [entry for entry in archive.infolist() if entry.filename.startswith("lib/")]
+    assert len(entries) == len(libraries) >= 4
+    for entry in entries:
+        name_bytes, extra_bytes = struct.unpack_from("<HH", raw, entry.header_offset + 26)
+        start = entry.header_offset + 30 + name_bytes + extra_bytes
+        assert raw[start : start + 4] == b"\x7fELF" and start % page == 0, f"{entry.filename} begins at {start}"
+        assert formats.elf(libraries[entry.filename]).alignment % page == 0, entry.filename
 
 
 def test_a_changed_apk_does_not_verify(apk: Path, tmp_path: Path) -> None:
@@ -107,7 +123,7 @@ def test_a_changed_apk_does_not_verify(apk: Path, tmp_path: Path) -> None:
 def test_package_and_versions(apk: Path) -> None:
     badging = run("aapt2", "dump", "badging", apk)
     assert "package: name='org.ondevice.app'" in badging
-    assert "sdkVersion:'26'" in badging and "targetSdkVersion:'34'" in badging
+    assert "sdkVersion:'26'" in badging and "targetSdkVersion:'35'" in badging
     assert "application-label:'ondevice'" in badging
     assert "launchable-activity: name='org.ondevice.app.MainActivity'" in badging
     assert re.search(r"native-code: 'arm64-v8a' 'x86_64'", badging)
@@ -174,9 +190,9 @@ def test_libraries(apk: Path, libraries: dict[str, bytes]) -> None:
         names = {name.rsplit("/", 1)[1] for name in libraries if name.startswith(f"lib/{abi}/")}
         assert {"libexecutorch.so", "libfbjni.so"} <= names
         for name in names:
-            found = formats.elf(libraries[f"lib/{abi}/{name}"])
-            assert found.machine == machine, name
-            assert set(found.needed) <= SYSTEM_LIBRARIES | names, f"{abi}/{name} needs {found.needed}"
+            actual = formats.elf(libraries[f"lib/{abi}/{name}"])
+            assert actual.machine == machine, name
+            assert set(actual.needed) <= SYSTEM_LIBRARIES | names, f"{abi}/{name} needs {actual.needed}"
 
 
 def test_cpp_symbols_resolve_inside_the_apk(libraries: dict[str, bytes]) -> None:
@@ -201,7 +217,7 @@ def test_resources(apk: Path) -> None:
     assert about["flavour"] == "cpu" and about["abis"] == sorted(MACHINES)
 
 
-@pytest.mark.parametrize("name", ["functional", "q4", "8da4w", "exact", "exact, sgd"])
+@pytest.mark.parametrize("name", ["functional", "q4", "8da4w", "exact", "exact, sgd", "blocks", "blocks, sgd"])
 def test_the_runtime_has_every_kernel_of_an_export(name: str, libraries: dict[str, bytes]) -> None:
     """A program of this checkout's exporter needs no kernel that the packaged ExecuTorch lacks."""
     pytest.importorskip("executorch")
@@ -272,13 +288,44 @@ def test_an_unknown_flavour_is_refused() -> None:
     assert done.returncode == 1 and "FLAVOUR: expected one of cpu, qnn, received 'foo'" in done.stderr
 
 
+def test_the_translation_is_whole() -> None:
+    """German has every text of English, and the same places for what is put in."""
+    entry = re.compile(r'<(string|string-array|plurals) name="(\w+)"([^>]*)>(.*?)</\1>', re.DOTALL)
+    texts = []
+    for folder in ("values", "values-de"):
+        content = (APP / f"app/src/main/res/{folder}/strings.xml").read_text("utf-8")
+        entries = [match.groups()[1:] for match in entry.finditer(content)]
+        places = {name: sorted(re.findall(r"%\d\$[sd]|<item", text)) for name, _, text in entries}
+        texts.append({name: places[name] for name, more, _ in entries if "translatable" not in more})
+    assert texts[0] == texts[1] and len(texts[0]) > 150
+
+
 def test_gradle_and_maven_name_the_same_versions() -> None:
     pom = dict(re.findall(r"<([\w.]+\.version)>([^<]+)</", (APP / "pom.xml").read_text("utf-8")))
     core = dict(re.findall(r"<([\w.]+\.version)>([^<]+)</", (APP / "core/pom.xml").read_text("utf-8")))
     lines = (APP / "gradle.properties").read_text("utf-8").splitlines()
-    gradle = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith(("#", "org.gradle")))
+    gradle = dict(
+        line.split("=", 1) for line in lines if "=" in line and not line.startswith(("#", "org.gradle", "android."))
+    )
     assert gradle.keys() == {"agp", "kotlin", "executorch", "qnn", "gson"}
     assert gradle["kotlin"] == pom["kotlin.version"] == core["kotlin.version"]
     assert gradle["gson"] == core["gson.version"]
     for name in ("executorch", "qnn"):
         assert gradle[name] == pom[f"{name}.version"], name
+    build = (APP / "app/build.gradle.kts").read_text("utf-8")
+    resources = (APP / "tools/resources.py").read_text("utf-8")
+    ((minimum, target),) = re.findall(r'MIN_SDK, TARGET_SDK = "(\d+)", "(\d+)"', resources)
+    assert f"minSdk = {minimum}" in build and f"targetSdk = {target}" in build and f"compileSdk = {target}" in build
+    assert "android.useAndroidX=true" in lines
+
+
+def test_the_gradle_wrapper_is_whole_and_gradle_s_own() -> None:
+    """Android Studio asks for it; the jar is the recorded one."""
+    wrapper = APP / "gradle" / "wrapper"
+    properties = (wrapper / "gradle-wrapper.properties").read_text("utf-8")
+    assert "distributionUrl=https\\://services.gradle.org/distributions/gradle-8.10.2-bin.zip" in properties
+    digest = hashlib.sha256((wrapper / "gradle-wrapper.jar").read_bytes()).hexdigest()
+    assert digest == "2db75c40782f5e8ba1fc278a5574bab070adccb2d21ca5a6e5ed840888448046"
+    with zipfile.ZipFile(wrapper / "gradle-wrapper.jar") as archive:
+        assert "org/gradle/wrapper/GradleWrapperMain.class" in archive.namelist()
+    assert os.access(APP / "gradlew", os.X_OK) and (APP / "gradlew.bat").is_file()

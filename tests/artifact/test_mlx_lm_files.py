@@ -62,9 +62,9 @@ def in_peft(model: Path, folder: Path) -> np.ndarray:
         ).logits.numpy()
 
 
-@pytest.mark.parametrize("made", [adapter(), adapter(("q_proj",)), adapter(layers=(0,)), adapter(layers=(1,))])
-def test_mlx_lm_and_peft_give_the_same_logits(model, tmp_path, made) -> None:
-    save_adapter(made, tmp_path / "peft")
+@pytest.mark.parametrize("lora", [adapter(), adapter(("q_proj",)), adapter(layers=(0,)), adapter(layers=(1,))])
+def test_mlx_lm_and_peft_give_the_same_logits(model, tmp_path, lora) -> None:
+    save_adapter(lora, tmp_path / "peft")
     save_mlx_lm_adapter(load_adapter(tmp_path / "peft"), tmp_path / "mlx")
     expected = in_peft(model, tmp_path / "peft")
     np.testing.assert_allclose(in_mlx_lm(model, tmp_path / "mlx"), expected, rtol=0, atol=2e-5)
@@ -88,10 +88,10 @@ def test_what_mlx_lm_trained_is_read(model, tmp_path) -> None:
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), trained)
     config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": parameters, "model": "some/model"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    found = load_adapter(tmp_path)
-    assert (found.rank, found.alpha, found.base_model) == (4, 80.0, "some/model")
-    assert found.linears == ("model.layers.1.mlp.up_proj", "model.layers.1.self_attn.v_proj")
-    save_adapter(found, tmp_path / "peft")
+    answer = load_adapter(tmp_path)
+    assert (answer.rank, answer.alpha, answer.base_model) == (4, 80.0, "some/model")
+    assert answer.linears == ("model.layers.1.mlp.up_proj", "model.layers.1.self_attn.v_proj")
+    save_adapter(answer, tmp_path / "peft")
     np.testing.assert_allclose(in_peft(model, tmp_path / "peft"), in_mlx_lm(model, tmp_path), rtol=0, atol=5e-4)
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: order of measurement, result files, command line."""
+"""The benchmarks' common part: order of measurement, result files, command line."""
 
 from __future__ import annotations
 
@@ -106,10 +106,10 @@ def test_what_is_committed_keeps_every_table_and_not_every_row() -> None:
         {"name": "b", "step_s": [0.5, 0.1, 1 / 3, 0.2, 0.3], "seeds": [0, 1, 2, 3, 4], "diverged_at": [None, 7]},
     ]
     document = common.result("room/name", rows, columns)
-    found = common.concise(document)
-    assert tables.render(found) == tables.render(document)
-    assert found["rows"][0] == {
+    actual = common.concise(document)
+    assert tables.render(actual) == tables.render(document)
+    assert actual["rows"][0] == {
         "name": "a", "step_s": [0.1, 0.25, 0.4], "parts": {"b": 1}, "twice": [0.1, 0.2], "repeats": 4,
     }  # fmt: skip
-    assert found["rows"][1] == rows[1] | {"step_s": [0.5, 0.1, 0.3333333333, 0.2, 0.3]}
-    assert common.concise(found) == found
+    assert actual["rows"][1] == rows[1] | {"step_s": [0.5, 0.1, 0.3333333333, 0.2, 0.3]}
+    assert common.concise(actual) == actual

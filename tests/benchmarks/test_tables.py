@@ -21,9 +21,9 @@ COMMITTED = sorted(RESULTS.glob("*/*/*.json"))
 @pytest.fixture
 def document() -> dict:
     """The example of benchmarks/results/README.md."""
-    found = re.search(r"```json\n(.*?)```", (RESULTS / "README.md").read_text(), re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    match = re.search(r"```json\n(.*?)```", (RESULTS / "README.md").read_text(), re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
 
 
 def test_the_documented_example_is_valid(document: dict) -> None:

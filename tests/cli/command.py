@@ -14,7 +14,7 @@ from ondevice.cli.app import run
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left: its exit code and what it printed."""
+    """A command's exit code and output."""
 
     code: int
     out: str

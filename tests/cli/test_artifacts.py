@@ -134,7 +134,7 @@ def test_export_checks_before_it_loads(ondevice, tmp_path) -> None:
     export = ("export", "--model", model("two layers"), "--out", tmp_path / "a")
     assert ondevice(*export, "--length", 16, "--dry-run").code == 0
     for options, words in (
-        (["--quantize", "torchao"], "'none', 'q4', '8da4w', 'w8', 'nf4' or 'int8'"),
+        (["--quantize", "torchao"], "'none', 'int8', 'q4', '8da4w', '8da8w', 'w8' or 'nf4'"),
         (["--target", "ios"], "android-cpu"),
         (["--method", "lora"], "does not export"),
         (["--length", "100000"], "positions"),

@@ -42,11 +42,11 @@ def test_a_folder_and_a_model_with_an_adapter(folder, ondevice) -> None:
         asked = ("--task", "mmlu", "--data", folder / "mmlu", "--shots", 1)
         done = ondevice("eval", model, *asked, "--out", out, "--json", *more)
         assert done.code == 0, done.err
-        found, rows = done.json, lines(out / "answers.jsonl")
-        assert found == json.loads((out / "figures.json").read_text())
-        assert found["rows"] == 6 and found["correct"] == sum(row["correct"] for row in rows)
-        assert found["accuracy_interval"][0] <= found["accuracy"] <= found["accuracy_interval"][1]
-        assert {key: one["rows"] for key, one in found["groups"].items()} == {"x": 3, "y": 3}
+        actual, rows = done.json, lines(out / "answers.jsonl")
+        assert actual == json.loads((out / "figures.json").read_text())
+        assert actual["rows"] == 6 and actual["correct"] == sum(row["correct"] for row in rows)
+        assert actual["accuracy_interval"][0] <= actual["accuracy"] <= actual["accuracy_interval"][1]
+        assert {key: one["rows"] for key, one in actual["groups"].items()} == {"x": 3, "y": 3}
         scores[name] = [row["scores"] for row in rows]
     assert scores["base"] != scores["adapter"]
     shown = ondevice("eval", model, "--task", "gsm8k", "--data", folder / "gsm8k", "--limit", 2, "--max-new-tokens", 3,
@@ -108,9 +108,9 @@ def test_mistakes_say_what_to_do(folder, ondevice) -> None:
 
 def test_the_accuracy_of_other_rows_has_its_interval(folder, ondevice) -> None:
     data = classes(folder / "rows.jsonl")
-    found = ondevice("eval", "tiny:llama", "--data", data, "--json").json
-    assert found["correct"] == round(found["accuracy"] * 12)
-    assert found["accuracy_interval"][0] <= found["accuracy"] <= found["accuracy_interval"][1]
+    actual = ondevice("eval", "tiny:llama", "--data", data, "--json").json
+    assert actual["correct"] == round(actual["accuracy"] * 12)
+    assert actual["accuracy_interval"][0] <= actual["accuracy"] <= actual["accuracy_interval"][1]
     assert "95%) of 12" in ondevice("eval", "tiny:llama", "--data", data).out
 
 
@@ -130,6 +130,6 @@ def test_ctrl_c_keeps_the_answers(folder) -> None:
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in errors, errors
-    found = json.loads(printed.splitlines()[-1])
-    assert found["interrupted"] is True and 3 <= found["rows"] < 50_000
-    assert len(lines(out / "answers.jsonl")) == found["rows"] and f"stopped after {found['rows']} rows" in errors
+    loaded = json.loads(printed.splitlines()[-1])
+    assert loaded["interrupted"] is True and 3 <= loaded["rows"] < 50_000
+    assert len(lines(out / "answers.jsonl")) == loaded["rows"] and f"stopped after {loaded['rows']} rows" in errors

@@ -9,7 +9,7 @@ from tests.cli.command import classes, tiny
 
 @pytest.fixture
 def keyboard(monkeypatch):
-    """What is typed, line by line, until Ctrl-D."""
+    """Type each text, line by line, until Ctrl-D."""
 
     def typed(*lines: str) -> None:
         waiting = list(lines)

@@ -11,6 +11,7 @@ from ondevice.training.checkpoint import RunLock
 from tests.cli.command import classes, tiny, write_rows
 from tests.cli.test_training import bits
 
+PRGE = ["--method", "prge"]
 CONFIG, DATA, MODEL, ARTIFACT, CHECKPOINT, BUSY, TRAINING, STORAGE = 2, 3, 4, 5, 6, 7, 9, 11
 
 
@@ -22,9 +23,9 @@ MISTAKES = {
     "a key in --set": (["--set", "train.stepz=3"], CONFIG, "did you mean 'steps'"),
     "a key of the method": (["--set", "method.ranks=3"], CONFIG, "did you mean 'rank'"),
     "a key that has another name now": (
-        ["--set", "method.inner_loop=false"], CONFIG, "'method.inner_loop' is now 'method.batch_signs'"
+        [*PRGE, "--set", "method.inner_loop=false"], CONFIG, "'method.inner_loop' is now 'method.batch_signs'"
     ),
-    "a key that is gone": (["--set", "method.form=copies"], CONFIG, "'method.form' is no longer a setting"),
+    "a key that is gone": ([*PRGE, "--set", "method.form=copies"], CONFIG, "'method.form' is no longer a setting"),
     "a section": (["--set", "trian.steps=3"], CONFIG, "did you mean 'train'"),
     "a --set without a value": (["--set", "train.steps"], CONFIG, "key=value"),
     "a flag": (["--stepz", "3"], CONFIG, "--stepz"),
@@ -34,7 +35,7 @@ MISTAKES = {
     "a method": (["--method", "prgee"], CONFIG, "full, lora, lora-fa, lsp, mesp, mezo, prge"),
     "a key of another method": (["--method", "lora", "--queries", "4"], CONFIG, "queries"),
     "two settings that exclude each other": (
-        ["--queries", "1", "--set", "method.estimator=one_sided"], CONFIG, "needs queries >= 2"
+        [*PRGE, "--queries", "1", "--set", "method.estimator=one_sided"], CONFIG, "needs queries >= 2"
     ),
     "a target": (["--set", "method.target_modules=[q_proj, qq_proj]"], CONFIG, "q_proj"),
     "a task": (["--task", "sst"], CONFIG, "sst2"),
@@ -155,13 +156,28 @@ def test_a_damaged_checkpoint_is_passed_over(ondevice, tmp_path) -> None:
 @pytest.mark.parametrize(("key", "value"), [("train.seed", 4), ("method.rank", 3), ("model.dtype", "bfloat16")])
 def test_a_run_of_other_settings_is_not_resumed(key, value, ondevice, tmp_path) -> None:
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
-    train = ("train", "--model", "tiny:llama", "--queries", 2, "--data", data, "--out", out)
+    train = ("train", "--model", "tiny:llama", *PRGE, "--queries", 2, "--data", data, "--out", out)
     assert ondevice(*train, "--steps", 2).code == 0
     done = ondevice(*train, "--steps", 4, "--set", f"{key}={value}", "--resume")
     assert done.code == CHECKPOINT and key.split(".")[1] in done.err
     write_rows(data, [{"text": "other", "label": "yes"}, {"text": "rows", "label": "no"}])
     done = ondevice(*train, "--steps", 4, "--resume")
     assert done.code == CHECKPOINT and "data" in done.err
+
+
+def test_a_resume_with_fewer_steps_than_there_are_is_refused(ondevice, tmp_path) -> None:
+    data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
+    train = ("train", *tiny(), "--data", data, "--out", out)
+    assert ondevice(*train, "--steps", 3).code == 0
+    before = (out / "events.jsonl").read_bytes()
+    done = ondevice(*train, "--steps", 2, "--resume")
+    assert done.code == CHECKPOINT and "--steps 3 or more" in done.err
+    assert (out / "events.jsonl").read_bytes() == before
+
+
+def test_a_group_without_a_verb_shows_its_help(ondevice) -> None:
+    done = ondevice("config")
+    assert done.code == CONFIG and done.err.startswith("Usage:") and "schema" in done.err
 
 
 def test_two_runs_in_one_folder(ondevice, tmp_path) -> None:

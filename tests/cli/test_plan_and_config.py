@@ -48,7 +48,7 @@ def test_every_key_has_a_description(ondevice) -> None:
 
 
 def test_a_plan_that_does_not_fit_has_an_exit_code(ondevice, tmp_path) -> None:
-    plan = ("plan", "--model", "tiny:llama", "--json")
+    plan = ("plan", "--model", "tiny:llama", "--json", "--method", "prge")
     fits = ondevice(*plan, "--device", "h200")
     assert fits.code == 0 and fits.json["fits"] and sum(fits.json["parts_bytes"].values()) == fits.json["total_bytes"]
     assert {"weights", "adapter", "activations", "logits"} <= fits.json["parts_bytes"].keys()
@@ -76,7 +76,7 @@ def test_force_runs_what_the_plan_refuses(ondevice, tmp_path, monkeypatch) -> No
 
     monkeypatch.setattr(estimate.Plan, "fits", property(lambda plan: False))
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
-    options = ("--model", "tiny:llama", "--queries", 1, "--data", data, "--steps", 1, "--out", out)
+    options = ("--model", "tiny:llama", "--data", data, "--steps", 1, "--out", out)
     assert ondevice("train", *options).code == 8 and not out.exists()
     assert ondevice("train", *options, "--force").code == 0 and (out / "adapter").is_dir()
 

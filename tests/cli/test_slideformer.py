@@ -91,9 +91,9 @@ def test_the_plan_counts_host_memory_and_predicts_the_step(ondevice) -> None:
     assert sum(host.values()) == planned.json["host_total_bytes"] and smaller["masters and moments"] < 0.6 * states
     measured = ondevice("plan", *options, "--device", "this-cpu", "--calibrate", "--batch-size", "2")
     assert measured.code == 0, measured.err
-    found = measured.json["offload"]
-    lanes = [found[f"{lane}_s"] for lane in ("compute", "h2d", "d2h", "update", "disk")]
-    assert found["step_s"] == max(lanes) > 0 and found["bound"] in ("compute", "update")
+    actual = measured.json["offload"]
+    lanes = [actual[f"{lane}_s"] for lane in ("compute", "h2d", "d2h", "update", "disk")]
+    assert actual["step_s"] == max(lanes) > 0 and actual["bound"] in ("compute", "update")
     other = ondevice("plan", "--model", "tiny:llama", "--method", "full", "--calibrate")
     assert other.code == 2 and "offload" in other.err
 

@@ -1,4 +1,4 @@
-"""What every row is held against: the method in plain PyTorch, float64, over transformers' own forward.
+"""The reference of every row: the method in plain PyTorch, float64, over transformers' own forward.
 
 Nothing of `ondevice.methods` computes here. Noise is the numpy generator's, kept in memory; gradients are
 autograd's; the optimizer is torch's AdamW, not fused; the loss is torch's cross_entropy over all logits.
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ondevice.core.registry import spec_of
 from ondevice.models.tiny import tiny_model
 from ondevice.runtime_ops import generator
 from tests.methods.prge.reference import Reference
@@ -103,7 +104,7 @@ class PlainFirstOrder:
         self.optimizer = kind(trained, lr=0.0, weight_decay=config.weight_decay, foreach=False)
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        if self.config.name in ("full", "slideformer", "lsp"):
+        if spec_of(self.config).trains == "all":
             return self.leaves
         scale, weights = self.config.alpha / self.config.rank, {}
         for name in self.leaves:

@@ -15,7 +15,7 @@ from ondevice.core.errors import ConfigError, MissingPackageError
 from ondevice.core.method import MethodSpec
 from ondevice.core.registry import method, method_config, method_names, methods, open_session
 from tests.core.foreign import METHOD, install
-from tests.core.names import named_in, offences
+from tests.core.names import named_in, named_in_script, offences
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +38,7 @@ def test_an_unknown_method_and_a_key_of_another_are_said() -> None:
     with pytest.raises(ConfigError, match="unknown method 'prgee'") as told:
         method("prgee")
     assert told.value.expected == ", ".join(method_names())
-    with pytest.raises(ConfigError, match="'queries', which others have"):
+    with pytest.raises(ConfigError, match="'queries'; it is a key of mezo, prge"):
         method_config("lora", {"queries": 2})
 
 
@@ -52,8 +52,8 @@ def test_a_framework_that_is_missing_is_said_however_the_session_is_opened(monke
 
 
 def test_no_line_outside_its_folder_names_a_method() -> None:
-    found = offences(ROOT)
-    assert not found, "\n".join(found)
+    actual = offences(ROOT)
+    assert not actual, "\n".join(actual)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,19 @@ def test_no_line_outside_its_folder_names_a_method() -> None:
         "def f():\n    import ondevice.methods.lora.torch",
         'if kind in ("full", "lora"):\n    pass',
         'if name == "mezo":\n    pass',
+        'raise ConfigError("try --method revffn or slideformer")',
     ],
 )
 def test_the_count_sees_a_name(line: str) -> None:
     assert named_in(line)
+    assert not named_in('"""Docstrings say prge and mezo."""\nhint = "a full model, with its LoRA"')
+
+
+def test_the_count_sees_a_name_in_the_page() -> None:
+    assert named_in_script('const usual = method ?? "prge";') == [(1, "names prge")]
+    assert named_in_script('`${job.method ?? "prge"}, ${job.state}`')
+    assert named_in_script("h('p', {}, 'try lora, or mesp')")
+    assert not named_in_script('const usual = job.method ?? "artifact"; // prge')
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +111,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def ondevice(elsewhere: Path, cwd: Path, *commands: list[str]) -> list[str]:
-    """What each command prints; they run one after the other in one new process."""
+    """Return what each command prints; they run one after the other in one new process."""
     return [json.loads(line) for line in run(elsewhere, "-c", COMMANDS, json.dumps(commands), cwd=cwd).splitlines()]
 
 

@@ -26,7 +26,7 @@ def mentions(source: str, names: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, type(owners[id(node)]).__name__
 
 
-def found(root: Path) -> list[str]:
+def mentioned(root: Path) -> list[str]:
     names, listed = {*target_names()}, []
     folders = {spec_folder for spec_folder in (root / "exporters").iterdir() if (spec_folder / "target.py").is_file()}
     for top in SOURCES:
@@ -42,7 +42,7 @@ def found(root: Path) -> list[str]:
 
 
 def test_no_line_names_a_target(root: Path) -> None:
-    assert found(root) == []
+    assert mentioned(root) == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data import IGNORE, Batches, Dataset, Example, Item, pad_examples
+from ondevice.data import IGNORE, Batches, Dataset, Example, Item, pad_examples, split_rows
 
 PAD = 99
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=12)
@@ -74,13 +74,13 @@ def test_smallest_length_that_holds_the_longest_row(sizes: list[int], batch: int
 def test_padding_is_on_the_right_and_never_trained(sizes: list[int], batch: int, step: int) -> None:
     data = dataset(sizes)
     batches = Batches(data, batch, None, 3, PAD)
-    made = batches.at(step)
-    assert made.ids.dtype == made.labels.dtype == np.int64 and made.ids.shape == made.labels.shape
+    batch_at = batches.at(step)
+    assert batch_at.ids.dtype == batch_at.labels.dtype == np.int64 and batch_at.ids.shape == batch_at.labels.shape
     for place, row in enumerate(batches.rows_at(step)):
         example, size = data.items[row].example, sizes[row]
-        assert tuple(made.ids[place, :size]) == example.ids
-        assert tuple(made.labels[place, :size]) == example.labels
-        assert (made.ids[place, size:] == PAD).all() and (made.labels[place, size:] == IGNORE).all()
+        assert tuple(batch_at.ids[place, :size]) == example.ids
+        assert tuple(batch_at.labels[place, :size]) == example.labels
+        assert (batch_at.ids[place, size:] == PAD).all() and (batch_at.labels[place, size:] == IGNORE).all()
 
 
 def test_mistakes_are_named() -> None:
@@ -92,8 +92,9 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match="longer than the program's largest length") as caught:
         Batches(dataset([3, 17]), 1, (8, 16), 0, PAD)
     assert "max_length_tokens=16" in str(caught.value) and "17" in str(caught.value)
-    with pytest.raises(ConfigError, match="longer than"):
+    with pytest.raises(ConfigError, match="longer than") as caught:
         Batches(dataset([3]), 1, (), 0, PAD)
+    assert "max_length_tokens=0" in str(caught.value)
     with pytest.raises(ConfigError, match="counted from 0"):
         Batches(dataset([3]), 1, None, 0, PAD).at(-1)
     with pytest.raises(ConfigError, match="does not fit"):
@@ -101,7 +102,41 @@ def test_mistakes_are_named() -> None:
 
 
 def test_pad_examples() -> None:
-    made = pad_examples([Example((1, 2), (IGNORE, 2)), Example((3,), (3,))], 3, PAD)
-    assert made.ids.tolist() == [[1, 2, PAD], [3, PAD, PAD]]
-    assert made.labels.tolist() == [[IGNORE, 2, IGNORE], [3, IGNORE, IGNORE]]
+    padded = pad_examples([Example((1, 2), (IGNORE, 2)), Example((3,), (3,))], 3, PAD)
+    assert padded.ids.tolist() == [[1, 2, PAD], [3, PAD, PAD]]
+    assert padded.labels.tolist() == [[IGNORE, 2, IGNORE], [3, IGNORE, IGNORE]]
     assert pad_examples([], 3, PAD).ids.shape == (0, 3)
+
+
+def lines(*numbers: int) -> Dataset:
+    """One item a line of the file; windows of one text have the same line."""
+    return Dataset([Item(Example((number, number), (number, number)), line=number) for number in numbers])
+
+
+@given(count=st.integers(2, 60), share=st.floats(0.01, 0.99), seed=seeds)
+def test_a_split_is_disjoint_whole_and_of_the_seed(count: int, share: float, seed: int) -> None:
+    parts = split_rows(lines(*range(count)), share, seed)
+    train, held = ([item.line for item in part.items] for part in parts)
+    assert sorted(train + held) == list(range(count)) and train == sorted(train) and held == sorted(held)
+    assert len(held) == min(max(1, round(count * share)), count - 1)
+    assert split_rows(lines(*range(count)), share, seed) == parts
+
+
+def test_a_split_is_the_phones() -> None:
+    """The rows that the Android app keeps of 20 and of 100 rows with seed 7 (its fixtures are drawn alike)."""
+    for count, share in ((20, 0.1), (100, 0.1)):
+        words = np.random.PCG64(np.random.SeedSequence((7, 0, 1))).random_raw(count)
+        kept = sorted(np.argsort(words, kind="stable")[: count // 10].tolist())
+        assert [item.line for item in split_rows(lines(*range(count)), share, 7)[1].items] == kept
+
+
+def test_windows_of_a_row_stay_together() -> None:
+    for seed in range(20):
+        train, held = split_rows(lines(1, 1, 1, 2, 2, 3), 0.4, seed)
+        assert {item.line for item in train.items}.isdisjoint(item.line for item in held.items)
+        assert len(train.items) + len(held.items) == 6
+
+
+def test_one_row_cannot_be_split() -> None:
+    with pytest.raises(DataError, match="too few rows to split"):
+        split_rows(lines(1, 1), 0.5, 0)

@@ -28,14 +28,14 @@ def conversation(drawn: tuple[bool, list[tuple[str, str]]]) -> tuple[tuple[str, 
 
 def trained_text(dataset: Dataset, tokenizer: Any) -> list[str]:
     """The stretches that are trained on, decoded."""
-    found: list[list[int]] = []
+    collected: list[list[int]] = []
     before = IGNORE
     for label in dataset.items[0].example.labels:
         if label != IGNORE:
-            found = [*found, []] if before == IGNORE else found
-            found[-1].append(label)
+            collected = [*collected, []] if before == IGNORE else collected
+            collected[-1].append(label)
         before = label
-    return [tokenizer.decode(stretch) for stretch in found]
+    return [tokenizer.decode(stretch) for stretch in collected]
 
 
 @settings(max_examples=60, deadline=None)
@@ -64,9 +64,13 @@ def test_no_answer_is_cut_in_half(drawn: Any, limit: int, tokenizer: Any) -> Non
     full = len(encode(chat(*messages), tokenizer, max_length_tokens=10_000).items[0].example)
     dataset = encode(chat(*messages), tokenizer, max_length_tokens=limit, allow_empty=True)
     if not dataset.items:
-        assert "the answer has" in dataset.problems[0].reason and dataset.too_long_tokens
+        reason = dataset.problems[0].reason
+        assert "the answer has" in reason or "the last turns have" in reason
+        assert dataset.too_long_tokens == [full]
         return
     (item,) = dataset.items
+    begins = {tokenizer.decode(item.example.ids).startswith(f"<|start|>{role}") for role in ("user", "system")}
+    assert begins == {True, False}  # a turn's beginning: what goes is whole turns
     assert len(item.example) <= limit and item.dropped_tokens == full - len(item.example)
     answers = [text + "<|end|>" for role, text in messages if role == "assistant"]
     kept = [text.removeprefix("\n") for text in trained_text(dataset, tokenizer)]
@@ -82,6 +86,29 @@ def test_oldest_turns_go_first_and_the_system_turn_stays(tokenizer: Any) -> None
         "<|start|>system\nBe kind.<|end|>\n<|start|>user\nthe book?<|end|>\n<|start|>assistant\nterrible<|end|>"
     )
     assert dataset.truncated == 1
+
+
+def test_a_prompt_is_never_cut_inside(tokenizer: Any) -> None:
+    rows = chat(("system", "Be kind."), ("user", "the film " * 9), ("assistant", "great"))
+    full = len(encode(rows, tokenizer, max_length_tokens=999).items[0].example)
+    dataset = encode(rows, tokenizer, max_length_tokens=full - 1, allow_empty=True)
+    assert dataset.items == [] and dataset.too_long_tokens == [full]
+    assert dataset.problems[0].reason == (
+        f"the last turns have {full} tokens; with max_length_tokens={full - 1} they do not fit whole"
+    )
+    assert dataset.figures()["left_out"] == {
+        f"the last turns have N tokens; with max_length_tokens={full - 1} they do not fit whole": 1
+    }
+
+
+def test_one_token_to_train_on_is_enough_but_not_the_first(tokenizer: Any) -> None:
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (item,) = encode(chat(("user", "a"), ("assistant", " great")), bare, max_length_tokens=99).items
+    assert item.example.labels == (IGNORE, item.example.ids[1])
+    bare.chat_template = "{% for message in messages if message.role == 'assistant' %}{{ message.content }}{% endfor %}"
+    dataset = encode(chat(("user", "a"), ("assistant", " great")), bare, max_length_tokens=99, allow_empty=True)
+    assert "no assistant turn has a token" in dataset.problems[0].reason
 
 
 def test_train_on_prompt(tokenizer: Any) -> None:

@@ -163,6 +163,7 @@ def test_windows_predict_every_token_once(
     for item in dataset.items:
         check(item.example, limit)
         assert item.example.labels == item.example.ids and item.example.ids[0] == joined[-1]
+        assert item.dropped_tokens == item.prompt_tokens == 0
         joined += item.example.ids[1:]
     assert joined == ids
 

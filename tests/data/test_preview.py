@@ -83,8 +83,26 @@ def test_answers_that_do_not_fit_count_towards_the_suggestion(write: Write, toke
     rows = [{"prompt": "a", "completion": " great"}, {"prompt": "a", "completion": " great" * 40}]
     view = preview(write(rows), tokenizer, max_length_tokens=16)
     assert (view.too_long, view.sequences) == (1, 1)
-    assert view.suggested_max_length_tokens == 48 and "do not fit" not in drawn(view)
-    assert "their answer does not fit: 1" in drawn(view)
+    assert view.suggested_max_length_tokens == 48 and "max_length_tokens=48 holds 99%" in drawn(view)
+    assert "rows left out because they do not fit: 1" in drawn(view)
+
+
+def test_the_length_is_the_rows_own(write: Write, tokenizer: Any) -> None:
+    view = preview(
+        write([{"prompt": "a", "completion": " great"}, {"prompt": "a", "completion": " great" * 40}]), tokenizer
+    )
+    assert (view.max_length_tokens, view.too_long, view.truncated) == (48, 0, 0)
+    assert "max length 48 tokens: holds 99% of the rows, the longest has 42" in drawn(view)
+
+
+def test_both_answers_of_a_preference_are_shown(write: Write, tokenizer: Any) -> None:
+    view = preview(write([{"prompt": "2 + 2?", "chosen": "four", "rejected": "five"}]), tokenizer)
+    assert view.example_names == ("chosen", "rejected")
+    said = [[segment.text for segment in example if segment.trained] for example in view.examples]
+    assert [text.strip() for (text,) in said] == ["four<|end|>", "five<|end|>"]
+    assert "example 2: rejected, not trained on yet" in drawn(view)
+    thumbs = preview(write([{"prompt": "2 + 2?", "completion": "five", "label": False}]), tokenizer)
+    assert thumbs.example_names == ("thumbs down",) and thumbs.labels == {"down": 1}
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

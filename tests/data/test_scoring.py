@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 
 import pytest
@@ -9,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.data import exact_match, f1_score, first_line, pick_candidate
-from ondevice.data.scoring import final_number, normalize_answer, wilson_interval
+from ondevice.data.scoring import (
+    expected_value,
+    final_number,
+    macro_f1,
+    matthews,
+    normalize_answer,
+    pearson,
+    spearman,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +127,27 @@ def test_wilson_interval_holds_the_share_and_solves_its_equation(rows: int, data
     for end in (low, high):
         if 0 < end < 1:
             assert (share - end) ** 2 == pytest.approx(1.959964**2 * end * (1 - end) / rows, rel=1e-6, abs=1e-12)
+
+
+def test_measures_of_classes() -> None:
+    gold, predicted = [0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 0, 2]
+    # By hand: F1 of the classes is 2/3, 1/2 and 1; of two classes Matthews is (tp*tn - fp*fn) / sqrt(...).
+    assert macro_f1(gold, predicted) == pytest.approx((2 / 3 + 1 / 2 + 1) / 3)
+    gold, predicted = [1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 1]
+    assert matthews(gold, predicted) == pytest.approx((2 * 4 - 1 * 1) / math.sqrt(3 * 3 * 5 * 5))
+    assert matthews([0, 1, 2], [0, 1, 2]) == 1.0 and matthews([0, 1], [1, 1]) == 0.0
+    assert macro_f1([0, 0], [1, 1]) == 0.0 and math.isnan(macro_f1([], []))
+
+
+def test_measures_of_numbers() -> None:
+    assert pearson([1, 2, 3], [2, 4, 6]) == pytest.approx(1) and pearson([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert pearson([0, 0, 1, 1], [0, 1, 0, 1]) == pytest.approx(0)
+    # Ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: covariance 4.5, spreads 4.5 and 5.
+    assert spearman([1, 5, 5, 100], [0, 1, 2, 3]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert math.isnan(pearson([1, 1], [0, 1])) and math.isnan(spearman([], []))
+
+
+def test_the_expected_value_is_the_mean_by_probability() -> None:
+    assert expected_value([math.log(0.25), math.log(0.75)], [0, 4]) == pytest.approx(3)
+    assert expected_value([-1e9, -1e9 - 800], [2, 5]) == pytest.approx(2)
+    assert expected_value([-math.inf, 0], [2, 5]) == pytest.approx(5)

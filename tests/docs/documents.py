@@ -33,7 +33,7 @@ def blocks(text: str) -> list[Block]:
     Raises:
         ValueError: a marker is not followed by a block of its language, which would silently not be tested.
     """
-    lines, found, inside = text.splitlines(), [], False
+    lines, actual, inside = text.splitlines(), [], False
     for index, line in enumerate(lines):
         if line.startswith("```"):
             inside = not inside
@@ -51,8 +51,8 @@ def blocks(text: str) -> list[Block]:
         body = lines[start + 1 : end]
         if marker[1] == "run":
             body = commands(body)
-        found.append(Block(marker[1], "\n".join(body) + "\n", start + 2))
-    return found
+        actual.append(Block(marker[1], "\n".join(body) + "\n", start + 2))
+    return actual
 
 
 def commands(lines: list[str]) -> list[str]:
@@ -80,14 +80,14 @@ def links(text: str) -> list[str]:
 def anchors(text: str) -> set[str]:
     """The anchors that the headings of a document have on GitHub, and explicit `id="..."`s."""
     body = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    found: set[str] = set()
+    collected: set[str] = set()
     for heading in re.findall(r"^#+ +(.+?)\s*$", body, re.MULTILINE):
         words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower())
         slug, count = words.replace(" ", "-"), 1
-        while slug in found:
+        while slug in collected:
             slug, count = f"{words.replace(' ', '-')}-{count}", count + 1
-        found.add(slug)
-    return found | set(re.findall(r'id="([^"]+)"', body))
+        collected.add(slug)
+    return collected | set(re.findall(r'id="([^"]+)"', body))
 
 
 def broken_links(path: Path, root: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,11 @@ from types import ModuleType
 
 import pytest
 
-PAGES = ("api", "artifact", "cli", "config", "errors", "events")
+PAGES = (
+    *(f"docs/reference/{name}.md" for name in ("api", "artifact", "cli", "config", "errors", "events")),
+    "docs/methods/index.md",
+    "README.md",
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,15 +29,34 @@ def generate(root: Path) -> ModuleType:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_page_is_what_the_code_says(page: str, generate: ModuleType, root: Path) -> None:
-    text = (root / f"docs/reference/{page}.md").read_text()
+    text = (root / page).read_text()
     assert generate.MARKED.search(text), "the page has no generated part"
     assert text == generate.update(text), "try: make docs"
 
 
 def test_every_part_is_on_a_page(generate: ModuleType, root: Path) -> None:
-    pages = [*(root / f"docs/reference/{page}.md" for page in PAGES), root / "docs/methods/index.md"]
-    text = "".join(page.read_text() for page in pages)
+    text = "".join((root / page).read_text() for page in PAGES)
     assert {match[2] for match in generate.MARKED.finditer(text)} == set(generate.PARTS)
+
+
+def test_the_devices_of_the_readme_name_what_there_is(root: Path) -> None:
+    """Every command of the table names a method that has a part in the target and the backend beside it."""
+    from ondevice.core.registry import method, methods, target
+
+    text = (root / "README.md").read_text()
+    table = text[text.index("| You have | Method | Command |") :].split("\n\n")[0].splitlines()[2:]
+    assert len(table) > 5
+    for row in table:
+        flags = dict(re.findall(r"--(method|target|backend) ([\w-]+)", row))
+        named = re.findall(r"`([\w-]+)`", row.split("|")[2])
+        assert named and flags.get("method", named[0]) == named[0], row
+        for spec in map(method, named):
+            assert flags.get("backend", "torch") in spec.sessions, row
+            assert "target" not in flags or target(flags["target"]).kind in spec.programs, row
+            for verb in set(re.findall(r"ondevice (\w+)", row)) - {"train", "serve"}:
+                assert verb == "export" and spec.programs, row
+    pages = {spec.page for spec in methods()}
+    assert set(re.findall(r"docs/methods/(\w+\.md)", text)) - {"index.md"} == pages
 
 
 def test_a_page_that_differs_is_seen(generate: ModuleType) -> None:

@@ -92,8 +92,8 @@ class Notebook(Exporter):
         loaded = load_model(source, dtype="float32", device="cpu")
         check_model(loaded, source, manifest)
         batches = request.batches(session, loaded.tokenizer, request.steps or 2)
-        found = compare(session, open_session(loaded, session.config, session.seed), batches, 1e-2)
-        return {**found.values, "backend": session.backend, "ok": not beyond(found, TOLERANCE)}
+        agreement = compare(session, open_session(loaded, session.config, session.seed), batches, 1e-2)
+        return {**agreement.values, "backend": session.backend, "ok": not beyond(agreement, TOLERANCE)}
 """
 
 

@@ -1,4 +1,4 @@
-"""What LoRA, LoRA-FA and full fine-tuning share: AdamW, resume, refusals."""
+"""Properties that LoRA, LoRA-FA and full fine-tuning share: AdamW, resume, refusals."""
 
 from __future__ import annotations
 

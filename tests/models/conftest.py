@@ -45,7 +45,7 @@ def write_gguf() -> Callable[..., Path]:
 
 
 def _interleave(weights: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k of the llama architecture."""
+    """Permute as llama.cpp's converter does q and k of the llama architecture."""
     return weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 

@@ -21,13 +21,13 @@ WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 32
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_float32_gguf_is_the_model(write_gguf: Callable[..., Path], family: str, tied: bool, tmp_path: Path) -> None:
-    made = tiny_model(family, 1, tied=tied, **WIDE)
-    path = write_gguf(tmp_path / "tiny.gguf", made)
-    assert read_dims(str(path)) == made.dims
+    built = tiny_model(family, 1, tied=tied, **WIDE)
+    path = write_gguf(tmp_path / "tiny.gguf", built)
+    assert read_dims(str(path)) == built.dims
     assert find_cached(str(path)) is None
     loaded = load_model(str(path), verify=True)
-    assert loaded.dims == made.dims
-    for name, tensor in made.model.state_dict().items():
+    assert loaded.dims == built.dims
+    for name, tensor in built.model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], tensor), name
     assert loaded.tokenizer("xab\n")["input_ids"] == [120, 260, 10]
     assert loaded.source.path == find_cached(str(path))

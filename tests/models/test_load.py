@@ -33,10 +33,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_folder_round_trip(folder: Path) -> None:
-    loaded, made = load_model(str(folder)), tiny_model("llama", 5)
-    for name, tensor in made.model.state_dict().items():
+    loaded, built = load_model(str(folder)), tiny_model("llama", 5)
+    for name, tensor in built.model.state_dict().items():
         assert torch.equal(loaded.model.state_dict()[name], tensor)
-    assert loaded.dims == made.dims == read_dims(str(folder))
+    assert loaded.dims == built.dims == read_dims(str(folder))
     assert not loaded.model.training and not any(p.requires_grad for p in loaded.model.parameters())
     assert loaded.model.config._attn_implementation == "sdpa"
     assert loaded.family.embedding.padding_idx is None
@@ -55,14 +55,14 @@ def test_identity_follows_the_weights(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 def test_dims_without_weights(family: str, sizes: dict, tmp_path: Path) -> None:
     """From the raw file, also as transformers 4 wrote it, equal to those of the model."""
-    made = tiny_model(family, **sizes).dims
+    dims = tiny_model(family, **sizes).dims
     path = save_tiny(tmp_path / "model", family, **sizes)
     (path / "model.safetensors").unlink()
-    assert read_dims(str(path)) == made
+    assert read_dims(str(path)) == dims
     config = json.loads((path / "config.json").read_text())
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     (path / "config.json").write_text(json.dumps(config))
-    assert read_dims(str(path)) == made
+    assert read_dims(str(path)) == dims
     assert read_dims(f"tiny:{family}").family == family
 
 

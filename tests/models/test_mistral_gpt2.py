@@ -1,4 +1,4 @@
-"""What is special to `mistral` (the sliding window) and to `gpt2` (positions, no adapters), and what is refused."""
+"""The peculiarities of `mistral` (the sliding window) and of `gpt2` (positions, no adapters), and what is refused."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def test_dropout_of_the_configuration_is_off() -> None:
 @torch.no_grad()
 def test_gpt2_as_the_hub_has_it(tmp_path: Path) -> None:
     """Names without the prefix, masks as buffers, and a configuration that says nothing of tying or the MLP."""
-    made = tiny_model("gpt2", 4, intermediate=256)
+    built = tiny_model("gpt2", 4, intermediate=256)
     folder = change(save_tiny(tmp_path / "m", "gpt2", 4, intermediate=256), tie_word_embeddings=..., n_inner=None)
     tensors = {n.removeprefix("transformer."): t for n, t in load_file(folder / "model.safetensors").items()}
     tensors["h.0.attn.bias"] = torch.ones(1, 1, 512, 512).tril()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     loaded = load_model(str(folder))
-    assert loaded.dims == made.dims == read_dims(str(folder))
-    assert torch.equal(logits(loaded, ids_of(9)), logits(made, ids_of(9)))
+    assert loaded.dims == built.dims == read_dims(str(folder))
+    assert torch.equal(logits(loaded, ids_of(9)), logits(built, ids_of(9)))
 
 
 REFUSED = {
@@ -129,7 +129,7 @@ def test_adapters_and_quantised_weights_on_gpt2_are_refused_with_what_does_work(
         before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
         with pytest.raises(ModelError, match="carry no adapter") as caught:
             call(loaded)
-        assert "full, mezo, slideformer or lsp" in caught.value.expected
+        assert "full, lsp, mezo, slideformer" in caught.value.expected
         after = loaded.model.state_dict()
         assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
@@ -138,8 +138,8 @@ def test_a_gpt2_that_does_not_fit_is_told_of_mezo_and_not_of_adapters() -> None:
     sizes = {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257, "n_positions": 1024}
     dims = Gpt2.dims_from_config(sizes)
     assert dims.parameters == 124_439_808
-    found = plan(dims, method_config("full"), batch_size=4, length_tokens=128)
-    words = [words for words, _ in alternatives(found)]
+    planned = plan(dims, method_config("full"), batch_size=4, length_tokens=128)
+    words = [words for words, _ in alternatives(planned)]
     assert "--method mezo" in words and not any("prge" in text for text in words)
 
 

@@ -48,11 +48,11 @@ def read(folder: Path, loaded):
 def test_what_was_written_is_read_to_the_bits(tmp_path_factory, family, kind, dtype, tied) -> None:
     folder = tmp_path_factory.mktemp("packed") / "model"
     loaded, logits = write(folder, family, kind, dtype, tied=tied)
-    found = read(folder, loaded)
+    answer = read(folder, loaded)
     with torch.no_grad():
-        assert torch.equal(found.model(IDS).logits, logits)
-    assert found.dims == loaded.dims and not any(p.requires_grad for p in found.model.parameters())
-    assert (found.family.head_weight is found.family.embedding.weight) == tied
+        assert torch.equal(answer.model(IDS).logits, logits)
+    assert answer.dims == loaded.dims and not any(p.requires_grad for p in answer.model.parameters())
+    assert (answer.family.head_weight is answer.family.embedding.weight) == tied
 
 
 def test_transformers_reads_the_folder_too(tmp_path: Path) -> None:

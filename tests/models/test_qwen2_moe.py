@@ -1,4 +1,4 @@
-"""What is special to `qwen2_moe`: experts, blocks without them, what else runs on it, and what is refused."""
+"""The peculiarities of `qwen2_moe`: experts, blocks without them, what else runs on it, and what is refused."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def test_logits_and_gradients_are_transformers_own(form: str) -> None:
     loaded.model.set_experts_implementation("eager")  # its grouped product takes whole 16 bytes only
     model, ids = loaded.model, torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
     model.requires_grad_(True)
-    found = forward_hidden(loaded.family, ids) @ loaded.family.head_weight.T
+    actual = forward_hidden(loaded.family, ids) @ loaded.family.head_weight.T
     expected = model(ids).logits
-    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
     into = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
     named = dict(model.named_parameters())
-    pairs = [torch.autograd.grad(out, list(named.values()), into) for out in (found, expected)]
+    pairs = [torch.autograd.grad(out, list(named.values()), into) for out in (actual, expected)]
     for name, mine, theirs in zip(named, *pairs, strict=True):
         assert theirs.abs().max() > 0, name
         assert (mine - theirs).norm() <= 1e-4 * theirs.norm(), name
@@ -86,11 +86,11 @@ def test_a_model_that_the_block_does_not_do_is_refused(case: str, tmp_path: Path
 
 def test_folders_of_both_layouts_load(tmp_path: Path) -> None:
     """The hub's files have a tensor an expert; what is saved here has transformers' own names."""
-    made = tiny_model("qwen2_moe", 5)
+    built = tiny_model("qwen2_moe", 5)
     hub = load_model(str(save_tiny(tmp_path / "hub", "qwen2_moe", 5)))
-    save_weights(tmp_path / "own", {name: p.detach() for name, p in made.model.named_parameters()}, made)
+    save_weights(tmp_path / "own", {name: p.detach() for name, p in built.model.named_parameters()}, built)
     own = load_model(str(tmp_path / "own"))
-    expected = made.model.state_dict()
+    expected = built.model.state_dict()
     for loaded in (hub, own):
         state = loaded.model.state_dict()
         assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
@@ -160,8 +160,8 @@ def test_the_plan_counts_all_experts_as_weights_and_the_chosen_as_work() -> None
     many, few = (tiny_model("qwen2_moe", **{**sizes, "num_experts": n}).dims for n in (32, 4))
     assert many.matrices > 3 * few.matrices
     assert many.active_matrices - few.active_matrices == 2 * 28 * 64  # the routers
-    found = plan(many, method_config("full"), batch_size=1, length_tokens=16)
-    assert found.parts["weights"] >= 4 * many.matrices
+    planned = plan(many, method_config("full"), batch_size=1, length_tokens=16)
+    assert planned.parts["weights"] >= 4 * many.matrices
 
 
 @pytest.mark.parametrize("target", ["android-cpu", "android-npu"])

@@ -1,7 +1,9 @@
 """How much of the numerics could be wrong without a test noticing: mutants made by cosmic-ray, one at a time.
 
     pip install cosmic-ray
-    python -m tests.mutation.run --each 14 --record      14 mutants of every module; writes tests/mutation/RESULTS.md
+    python -m tests.mutation.run                     all modules; outcomes are kept in build/mutation.json
+    python -m tests.mutation.run --only lsp,prge     some modules; --survivors: only mutants that are not known to die
+    python -m tests.mutation.run --record            runs nothing; writes tests/mutation/RESULTS.md of what is kept
 
 Each mutant changes one operator, number, comparison or condition of a module of the numerics, in a copy of the
 checkout, and the module's own tests run over it. Mutants are drawn with a seed, so a run can be repeated. What changes
@@ -12,6 +14,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import hashlib
+import importlib
+import json
 import os
 import random
 import shutil
@@ -20,75 +26,93 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from tests.mutation.equivalents import EQUIVALENT
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests/mutation/RESULTS.md"
+KEPT = ROOT / "build/mutation.json"
+GRADIENTS = tuple(  # without the longest, whose models and settings are drawn
+    f"tests/methods/mesp/torch/test_gradients.py::test_{name}"
+    for name in (
+        "attention_s_tiles_do_not_depend_on_each_other",
+        "attention_with_a_mask_is_attention_without",
+        "a_chunk_of_queries_has_so_many_scores",
+        "gradients_of_smollm2_s_shape",
+        "nothing_below_the_last_pair_is_needed",
+        "a_half_precision_model_has_float32_pairs_and_gradients_near_float32_s",
+    )
+)
+REVFFN, LAYER_ADAM = "tests/methods/revffn", ("tests/runtime_ops/test_layer_adam.py",)
 MODULES: dict[str, tuple[str, ...]] = {
+    "runtime_ops/generator.py": ("tests/runtime_ops/test_generator.py",),
+    "runtime_ops/layer_adam.py": LAYER_ADAM,
+    "runtime_ops/adam_state.py": LAYER_ADAM,
+    "ondevice/data/batching.py": ("tests/data/test_batching.py",),
+    "ondevice/data/encode.py": ("tests/data/test_encode.py", "tests/data/test_chat.py"),
     "ondevice/nn/cross_entropy.py": ("tests/nn/test_cross_entropy.py",),
     "ondevice/nn/graph_loss.py": ("tests/nn/test_cross_entropy.py", "tests/methods/prge/test_torch.py"),
     "ondevice/nn/lora.py": ("tests/nn/test_lora.py",),
-    "ondevice/methods/prge/torch.py": ("tests/methods/prge/test_torch.py",),
+    "ondevice/methods/prge/step.py": ("tests/methods/prge/test_torch.py",),
     "ondevice/methods/mezo/torch.py": ("tests/methods/mezo",),
-    "ondevice/methods/mesp/torch/stages.py": ("tests/methods/mesp/torch/test_gradients.py",),
-    "ondevice/methods/mesp/torch/attention.py": ("tests/methods/mesp/torch/test_gradients.py",),
-    "ondevice/methods/revffn/couplings.py": ("tests/methods/revffn/test_reversible.py",),
-    "ondevice/methods/revffn/streams.py": (
-        "tests/methods/revffn/test_streams.py",
-        "tests/methods/revffn/test_scale.py",
+    "ondevice/methods/mesp/torch/stages.py": GRADIENTS,
+    "ondevice/methods/mesp/torch/attention.py": GRADIENTS,
+    "ondevice/methods/revffn/couplings.py": tuple(
+        f"{REVFFN}/test_{name}.py" for name in ("inversion", "scale", "reversible")
     ),
+    "ondevice/methods/revffn/streams.py": (f"{REVFFN}/test_streams.py", f"{REVFFN}/test_scale.py"),
+    "ondevice/methods/revffn/updates.py": (f"{REVFFN}/test_updates.py",),
     "ondevice/methods/lsp/projector.py": ("tests/methods/lsp/test_projector.py", "tests/methods/lsp/test_matrix.py"),
+    "ondevice/offload/clipping.py": ("tests/methods/slideformer/test_clip.py",),
     "ondevice/training/schedule.py": ("tests/training/test_schedule.py",),
-    "ondevice/data/batching.py": ("tests/data/test_batching.py",),
-    "runtime_ops/generator.py": ("tests/runtime_ops/test_generator.py",),
 }
 """Modules of the numerics, and the tests that guard each."""
-LIMIT_S = 240
+PROJECT = ("ondevice", "exporters", "runtime_ops", "benchmarks", "tests", "conftest")
 
 
 @dataclass
 class Mutant:
-    """One change of one line, and what became of it: killed, survived or timeout (which counts as killed)."""
+    """One change of one line, and its outcome: killed, survived or timeout (which counts as killed)."""
 
     module: str
     line: int
     before: str
     after: str
-    source: str
+    digest: str
     outcome: str = ""
 
 
-def mutants_of(module: str, count: int, seed: int) -> list[Mutant]:
-    """Draw `count` mutants of a module whose code differs from the original."""
+def mutants_of(module: str, count: int, seed: int) -> list[tuple[Mutant, str]]:
+    """Draw `count` mutants of a module whose code differs from the original, each with its source."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator, operator_names
 
     original = (ROOT / module).read_text()
-    meaning, found = _meaning(original), {}
+    original_dump, sources = _semantic_dump(original), set[str]()
     for name in (name for name in operator_names() if "Variable" not in name):  # those take the names of variables
         for occurrence in range(200):
-            changed = mutate_code(original, get_operator(name)(), occurrence)
-            if changed is None:
+            source = mutate_code(original, get_operator(name)(), occurrence)
+            if source is None:
                 break
             try:
-                differs = changed not in found and _meaning(changed) != meaning
+                if _semantic_dump(source) != original_dump:
+                    sources.add(source)
             except SyntaxError:  # the unpacking of an argument is no product
                 continue
-            if differs:
-                found[changed] = name
-    drawn = random.Random(f"{seed} {module}").sample(sorted(found), min(count, len(found)))
-    return [_mutant(module, original, source) for source in drawn]
+    drawn = random.Random(f"{seed} {module}").sample(sorted(sources), min(count, len(sources)))
+    return [(_mutant(module, original, source), source) for source in drawn]
 
 
 def _mutant(module: str, original: str, source: str) -> Mutant:
     pairs = zip(original.splitlines(), source.splitlines())
     line, (before, after) = next((n, pair) for n, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    return Mutant(module, line, before.strip(), after.strip(), source)
+    return Mutant(module, line, before.strip(), after.strip(), hashlib.sha256(source.encode()).hexdigest()[:16])
 
 
-def _meaning(source: str) -> str:
-    """The code without annotations, docstrings and the messages of errors: changes of these alone are no mutants."""
+def _semantic_dump(source: str) -> str:
+    """The syntax tree without annotations, docstrings and messages of errors: changes of these alone are no mutants."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign):
@@ -104,90 +128,155 @@ def _meaning(source: str) -> str:
     return ast.dump(tree)
 
 
-def run_tests(copy: Path, tests: tuple[str, ...]) -> str:
-    """Run tests over the copy in a fork of this process."""
-    child = os.fork()
-    if child == 0:
+class Checkout:
+    """A copy of the checkout, in which one module at a time is changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        for name in files:
+            place = folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, place, follow_symlinks=False)
+
+    def write(self, module: str, source: str) -> None:
+        """Write a module, and remove its bytecode, which Python would believe if the size and second are the same."""
+        path = self.folder / module
+        path.write_text(source)
+        for stale in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            stale.unlink()
+
+    def run_tests(self, tests: tuple[str, ...], limit_s: float) -> str:
+        """Run tests over the copy in a fork of this process; survived, killed or timeout."""
+        child = os.fork()
+        if child == 0:
+            self._run_pytest(tests)
+        began = time.monotonic()
+        while time.monotonic() - began < limit_s:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+            time.sleep(0.02)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return "timeout"
+
+    def _run_pytest(self, tests: tuple[str, ...]) -> None:
         os.setsid()
-        os.chdir(copy)
-        sys.path[:0] = [str(copy)]
-        os.environ["PYTHONPATH"] = str(copy)
+        os.chdir(self.folder)
+        sys.path[:0] = [str(self.folder)]
+        os.environ["PYTHONPATH"] = str(self.folder)
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
+        import hypothesis
         import pytest
 
-        os._exit(int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *tests])))
-    began = time.monotonic()
-    while time.monotonic() - began < LIMIT_S:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
-        time.sleep(0.05)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout"
+        # One failing example is enough: no time goes into a smaller one.
+        settings, phases = hypothesis.settings, (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+        settings.register_profile("mutation", settings.get_profile("ci"), phases=phases)
+        settings.load_profile("mutation")
+        marks = "not slow and not gpu and not model"
+        status = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]))
+        names = [name for name in sys.modules if name.partition(".")[0] not in PROJECT]
+        (self.folder / "modules.json").write_text(json.dumps(names))
+        os._exit(status)
+
+    def load_frameworks(self) -> None:
+        """Import what the last tests imported beside the project, so that each fork has it already."""
+        for name in json.loads((self.folder / "modules.json").read_text()):
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
+def run_module(copy: Checkout, module: str, drawn: list[tuple[Mutant, str]], known: dict[str, str]) -> list[Mutant]:
+    """Run a module's tests over its mutants; one whose digest is `known` has that outcome."""
+    original, tests, limit_s = (ROOT / module).read_text(), MODULES[module], 600.0
+    if any(mutant.digest not in known for mutant, _ in drawn):
+        for _ in range(2):  # the first also finds what to load
+            began = time.monotonic()
+            if copy.run_tests(tests, limit_s) != "survived":
+                raise SystemExit(f"{', '.join(tests)}: fail without any mutant")
+            limit_s = max(20.0, 4 * (time.monotonic() - began))
+            copy.load_frameworks()
+    for mutant, source in drawn:
+        mutant.outcome = known.get(mutant.digest, "")
+        if not mutant.outcome:
+            copy.write(module, source)
+            mutant.outcome = copy.run_tests(tests, limit_s)
+            print(f"{mutant.outcome:9}{module}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
+    copy.write(module, original)
+    return [mutant for mutant, _ in drawn]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--each", type=int, default=14, help="mutants of each module")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="modules whose path has one of these in it, with commas")
-    parser.add_argument("--record", action="store_true", help="write RESULTS.md")
+    parser.add_argument("--survivors", action="store_true", help="run only mutants that are not known to die")
+    parser.add_argument("--record", action="store_true", help="write RESULTS.md of the kept outcomes, and run nothing")
     options = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "CI": "true"}
-    import hypothesis
-    import numpy
-    import pytest
-    import torch
-    import transformers.models.llama.modeling_llama
-
-    print("with", *(module.__name__ for module in (hypothesis, numpy, pytest, torch, transformers)))
-    every: list[Mutant] = []
+    os.environ |= {"OMP_NUM_THREADS": "1", "CI": "true", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+    kept = {name: [Mutant(**m) for m in rows] for name, rows in _read_kept().items() if name in MODULES}
+    if options.record:
+        mutants = [mutant for module in MODULES for mutant in kept.get(module, ())]
+        if stale := {mutant.module for mutant in mutants if not _is_current(mutant)}:
+            raise SystemExit(f"changed since they were run: {', '.join(sorted(stale))}; run them again with --only")
+        RESULTS.write_text(report(mutants, options.each, options.seed))
+        return
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "checkout"
-        files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-        for name in files:
-            place = copy / name
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, place, follow_symlinks=False)
-        for module, tests in MODULES.items():
+        copy = Checkout(Path(folder) / "checkout")
+        for module in MODULES:
             if options.only and not any(words in module for words in options.only.split(",")):
                 continue
-            if run_tests(copy, tests) != "survived":
-                raise SystemExit(f"{', '.join(tests)}: fail without any mutant")
-            for mutant in mutants_of(module, options.each, options.seed):
-                (copy / module).write_text(mutant.source)
-                mutant.outcome = run_tests(copy, tests)
-                shutil.copy2(ROOT / module, copy / module)
-                print(f"{mutant.outcome:9}{module}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
-                every.append(mutant)
-    killed = sum(mutant.outcome != "survived" for mutant in every)
-    print(f"{killed} of {len(every)} killed, {killed / max(1, len(every)):.1%}")
-    if options.record:
-        RESULTS.write_text(report(every, options.each, options.seed))
+            dead = {m.digest: m.outcome for m in kept.get(module, ()) if m.outcome != "survived"}
+            drawn = mutants_of(module, options.each, options.seed)
+            kept[module] = run_module(copy, module, drawn, dead if options.survivors else {})
+            print(f"{module}: {_summary(kept[module])}", flush=True)
+            KEPT.parent.mkdir(exist_ok=True)
+            KEPT.write_text(json.dumps({name: [asdict(m) for m in rows] for name, rows in kept.items()}, indent=1))
 
 
-def report(every: list[Mutant], each: int, seed: int) -> str:
-    """The table of modules, and every survivor."""
-    killed = sum(mutant.outcome != "survived" for mutant in every)
+def _is_current(mutant: Mutant) -> bool:
+    lines = (ROOT / mutant.module).read_text().splitlines()
+    return mutant.line <= len(lines) and lines[mutant.line - 1].strip() == mutant.before
+
+
+def _read_kept() -> dict[str, list[dict]]:
+    return json.loads(KEPT.read_text()) if KEPT.is_file() else {}
+
+
+def _summary(mutants: list[Mutant]) -> str:
+    killed = sum(mutant.outcome != "survived" for mutant in mutants)
+    return f"{killed} of {len(mutants)} killed ({killed / max(1, len(mutants)):.1%})"
+
+
+def report(mutants: list[Mutant], each: int, seed: int) -> str:
+    """The table of modules, and every survivor with the reason why it lives."""
     lines = [
         "# Mutants of the numerics", "",
-        f"`python -m tests.mutation.run --each {each} --seed {seed} --record`: {killed} of {len(every)} killed "
-        f"({killed / len(every):.1%}).", "",
+        f"`python -m tests.mutation.run --each {each} --seed {seed}`: {_summary(mutants)}.", "",
         "| Module | Mutants | Killed | Tests |", "| --- | ---: | ---: | --- |",
     ]  # fmt: skip
     for module, tests in MODULES.items():
-        own = [mutant for mutant in every if mutant.module == module]
+        own = [mutant for mutant in mutants if mutant.module == module]
         if own:
             dead = sum(mutant.outcome != "survived" for mutant in own)
-            lines.append(f"| `{module}` | {len(own)} | {dead} | {', '.join(f'`{name}`' for name in tests)} |")
-    lines += ["", "## Survivors", "", "| Line | From | To |", "| --- | --- | --- |"]
-    for mutant in every:
+            files = dict.fromkeys(f"`{name.partition('::')[0]}`" for name in tests)
+            lines.append(f"| `{module}` | {len(own)} | {dead} | {', '.join(files)} |")
+    lines += [
+        "",
+        "## Survivors",
+        "",
+        "| Line | From | To | Why no test on a CPU can tell |",
+        "| --- | --- | --- | --- |",
+    ]
+    for mutant in mutants:
         if mutant.outcome == "survived":
             cells = (f"`{text.replace('|', chr(92) + '|')}`" for text in (mutant.before, mutant.after))
-            lines.append(f"| `{mutant.module}:{mutant.line}` | {' | '.join(cells)} |")
+            reason = EQUIVALENT.get((mutant.module, mutant.before, mutant.after), "")
+            lines.append(f"| `{mutant.module}:{mutant.line}` | {' | '.join(cells)} | {reason} |")
     return "\n".join(lines) + "\n"
 
 

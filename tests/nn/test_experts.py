@@ -43,9 +43,9 @@ def gradients(out: Tensor, parts: list[Tensor]) -> tuple[Tensor, ...]:
 @given(st.integers(1, 13), st.integers(1, 7), st.integers(1, 7), st.integers(0, 99))
 def test_value_and_gradients_are_those_of_a_loop_over_tokens(tokens: int, experts: int, chosen: int, seed: int) -> None:
     parts = inputs(tokens, experts, min(chosen, experts), seed=seed)
-    found, expected = mixture(*parts, silu), by_token(*parts)
-    torch.testing.assert_close(found, expected)
-    for mine, theirs in zip(gradients(found, parts), gradients(expected, parts), strict=True):
+    actual, expected = mixture(*parts, silu), by_token(*parts)
+    torch.testing.assert_close(actual, expected)
+    for mine, theirs in zip(gradients(actual, parts), gradients(expected, parts), strict=True):
         torch.testing.assert_close(mine, theirs)
 
 
@@ -58,8 +58,8 @@ def test_experts_without_tokens_have_gradients_of_zero() -> None:
 
 
 def test_rows_of_no_expert_are_none() -> None:
-    found = grouped_linear(torch.zeros(0, 6), torch.randn(3, 4, 6), torch.zeros(3, dtype=torch.int64))
-    assert found.shape == (0, 4)
+    actual = grouped_linear(torch.zeros(0, 6), torch.randn(3, 4, 6), torch.zeros(3, dtype=torch.int64))
+    assert actual.shape == (0, 4)
 
 
 def assert_the_same_bits(device: str, dtype: torch.dtype, hidden: int, width: int) -> None:
@@ -98,5 +98,5 @@ def test_the_grouped_product_is_the_loop_on_cuda() -> None:
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((97, 128), (5, 64, 128)))
     ends = torch.tensor([10, 10, 50, 96, 97])
-    found = grouped_linear(rows.cuda(), weight.cuda(), ends.cuda()).cpu()
-    torch.testing.assert_close(found, grouped_linear(rows, weight, ends), atol=0.2, rtol=0.02)
+    actual = grouped_linear(rows.cuda(), weight.cuda(), ends.cuda()).cpu()
+    torch.testing.assert_close(actual, grouped_linear(rows, weight, ends), atol=0.2, rtol=0.02)

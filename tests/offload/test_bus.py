@@ -99,15 +99,15 @@ def test_a_slow_bus_changes_no_bits(config: dict[str, Any]) -> None:
 
 def test_the_report_says_that_the_bus_is_simulated(engine: Any) -> None:
     limit = 0.05
-    found = {}
+    by_name = {}
     for limited in (True, False):
         opened = engine({"bus_limit_gb_per_s": limit} if limited else {}, layers=3)
         run(opened, batches(1))
         for step, batch in enumerate(batches(2), 1):
             opened.flush()
             opened.step(*batch, step, 1e-3)
-        found[limited] = opened.overlap
-    slow, fast = found[True], found[False]
+        by_name[limited] = opened.overlap
+    slow, fast = by_name[True], by_name[False]
     assert slow.h2d_bytes > 0 < slow.d2h_bytes
     assert slow.h2d_s > 0.99 * slow.h2d_bytes / (limit * 1e9)
     assert slow.d2h_s > 0.99 * slow.d2h_bytes / (limit * 1e9)
@@ -219,8 +219,8 @@ def test_a_slow_bus_on_cuda_takes_its_time_and_lets_the_host_go_on() -> None:
     def median(points: list[tuple[Any, Any]]) -> float:
         for _, ended in points:
             ended.wait()
-        found = sorted(device.seconds(ended) - device.seconds(started) for started, ended in points)
-        return found[len(found) // 2]
+        ordered = sorted(device.seconds(ended) - device.seconds(started) for started, ended in points)
+        return ordered[len(ordered) // 2]
 
     for lane in pairs:
         points = put(lane)

@@ -27,12 +27,12 @@ def train(name: str, data: list[Any], **values: Any) -> tuple[list[float], dict[
     family, sizes = FAMILIES[name]
     engine = LspEngine(tiny_model(family, **sizes).family, settings(**values), "cpu")
     try:
-        losses, made = [], []
+        losses, collected = [], []
         for step, (ids, labels) in enumerate(data):
             losses.append(engine.step(ids, labels, step, RATE))
-            made.append(engine.graphs.made)
+            collected.append(engine.graphs.made)
         engine.flush()
-        return losses, engine.weights(), made
+        return losses, engine.weights(), collected
     finally:
         engine.close()
 
@@ -53,11 +53,11 @@ def test_an_engine_with_graphs_has_the_bits_of_one_without(
     chosen = {"check_every": 6, **values}
     losses, weights, none = train(name, data, **chosen)
     monkeypatch.setattr(lsp_engine, "recorder", lambda _: record)
-    ours, trained, made = train(name, data, **chosen)
+    ours, trained, built = train(name, data, **chosen)
     assert ours == losses and furthest(trained, weights) == 0
-    assert not any(none) and made[1] == 0 < made[4]
-    assert made[6] == made[5] and made[12] == made[11], "a step that looks at the bias is done as it stands"
-    *_, without = train(name, data, **chosen, cuda_graphs=False)
+    assert not any(none) and built[1] == 0 < built[4]
+    assert built[6] == built[5] and built[12] == built[11], "a step that looks at the bias is done as it stands"
+    *_, without = train(name, data[:5], **chosen, cuda_graphs=False)
     assert not any(without)
 
 
@@ -79,8 +79,8 @@ def test_steady_work_is_recorded_once_and_other_state_again() -> None:
 
 def test_what_comes_out_is_the_callers_own() -> None:
     graphs = Graphs(record)
-    found = [graphs.run(("a",), (), (torch.full((2,), float(i)),), lambda x: (x + 1,))[0] for i in range(8)]
-    assert [float(x[0]) for x in found] == [i + 1.0 for i in range(8)]
+    collected = [graphs.run(("a",), (), (torch.full((2,), float(i)),), lambda x: (x + 1,))[0] for i in range(8)]
+    assert [float(x[0]) for x in collected] == [i + 1.0 for i in range(8)]
 
 
 def test_further_shapes_run_as_they_stand() -> None:
@@ -97,9 +97,9 @@ def test_learning_with_graphs_has_the_same_bits(rows: int) -> None:
     plane = Plane(record)
     for seed in range(5):
         gradient, drawn = low_rank(rows, 23, 3, seed), pair(rows, 23, 9, 4)
-        expected, found = fit(*drawn, gradient), fit(*drawn, gradient, descents=plane.descents)
-        assert found.losses == expected.losses and found.bias == expected.bias
-        for a, b in ((found.left, expected.left), (found.right, expected.right)):
+        expected, fitted = fit(*drawn, gradient), fit(*drawn, gradient, descents=plane.descents)
+        assert fitted.losses == expected.losses and fitted.bias == expected.bias
+        for a, b in ((fitted.left, expected.left), (fitted.right, expected.right)):
             assert a.exact == b.exact
             assert a.exact or np.array_equal(a.values.numpy(), b.values.numpy())  # pyright: ignore
     assert plane.descents.graphs.made == 1 + (rows > 9)

@@ -32,14 +32,14 @@ BY_HAND: Spans = [
 
 
 def test_the_sums_are_those_of_the_spans() -> None:
-    found = overlap(BY_HAND, 10.0)
-    assert (found.forward_s, found.backward_s, found.h2d_s, found.d2h_s) == (2.5, 3.0, 1.25, 0.5)
-    assert (found.update_s, found.disk_s, found.wall_s) == (1.5, 0.5, 10.0)
-    assert found.idle_s == 10.0 - 2.5 - 3.0
-    assert (found.h2d_bytes, found.d2h_bytes) == (120, 7)
-    assert found.hiding_factor == 3.0 / (0.5 + 1.5)
-    assert found.bound == "compute"
-    assert json.loads(json.dumps(found.to_dict()))["hiding_factor"] == 1.5
+    actual = overlap(BY_HAND, 10.0)
+    assert (actual.forward_s, actual.backward_s, actual.h2d_s, actual.d2h_s) == (2.5, 3.0, 1.25, 0.5)
+    assert (actual.update_s, actual.disk_s, actual.wall_s) == (1.5, 0.5, 10.0)
+    assert actual.idle_s == 10.0 - 2.5 - 3.0
+    assert (actual.h2d_bytes, actual.d2h_bytes) == (120, 7)
+    assert actual.hiding_factor == 3.0 / (0.5 + 1.5)
+    assert actual.bound == "compute"
+    assert json.loads(json.dumps(actual.to_dict()))["hiding_factor"] == 1.5
 
 
 @pytest.mark.parametrize("lane", ["h2d", "d2h", "update", "disk"])
@@ -61,7 +61,7 @@ def traced(engine: Any, config: dict[str, Any], **sizes: Any) -> Any:
     """An engine whose `overlap` and `spans` are those of one whole step, and the step's batch."""
     opened, (first, second, third) = engine(config, **sizes), batches(3)
     run(opened, [first])
-    opened.timeline.take()
+    opened.timeline.drain()
     opened.began = None
     opened.step(*second, 1, 1e-3)
     opened.flush()
@@ -74,23 +74,23 @@ def test_a_step_moves_each_byte_that_it_must(config: dict[str, Any], engine: Any
     """Every layer comes twice, but for the window at the turn; gradients and inputs go once, inputs come once.
     Of the embedding the rows that occur come, and their gradients go; a tied head's go as the head's."""
     opened, (ids, _) = traced(engine, config, layers=5)
-    units, item, found = opened.units, 2, opened.overlap
+    units, item, actual = opened.units, 2, opened.overlap
     layers, width = [unit.numel for unit in units.layers], 64
     inputs, rows, once = 5 * ids.size * width, len(np.unique(ids)) * width, units.rest.numel + 260 * width
-    assert found.h2d_bytes == item * (sum(layers) + sum(layers[:2]) + once + rows + inputs)
-    assert found.d2h_bytes == item * (sum(layers) + once + rows + inputs)
+    assert actual.h2d_bytes == item * (sum(layers) + sum(layers[:2]) + once + rows + inputs)
+    assert actual.d2h_bytes == item * (sum(layers) + once + rows + inputs)
 
 
 @pytest.mark.parametrize("config", [{}, {"disk_fraction": 1.0}, {"optimizer": "torch"}], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_report_of_a_step_adds_up(config: dict[str, Any], tied: bool, engine: Any) -> None:
     opened, _ = traced(engine, config, layers=5, tied=tied)
-    spans, found = opened.spans, opened.overlap
+    spans, actual = opened.spans, opened.overlap
     busy = {lane: sum(end - start for at, _, start, end, _ in spans if at == lane) for lane in LANES}
-    assert {lane: found.to_dict()[f"{lane}_s"] for lane in LANES} == pytest.approx(busy)
-    assert found.hiding_factor == pytest.approx(busy["backward"] / (busy["d2h"] + busy["update"]))
-    assert found.forward_s + found.backward_s + found.idle_s == pytest.approx(found.wall_s)
-    assert 0 < found.update_s < found.wall_s
+    assert {lane: actual.to_dict()[f"{lane}_s"] for lane in LANES} == pytest.approx(busy)
+    assert actual.hiding_factor == pytest.approx(busy["backward"] / (busy["d2h"] + busy["update"]))
+    assert actual.forward_s + actual.backward_s + actual.idle_s == pytest.approx(actual.wall_s)
+    assert 0 < actual.update_s < actual.wall_s
     names = {lane: sorted(name for at, name, *_ in spans if at == lane) for lane in LANES}
     layers = [f"layer {i}" for i in range(5)]
     assert names["forward"] == layers
@@ -144,14 +144,14 @@ def test_what_has_not_ended_stays_for_the_next_report() -> None:
     begun = device.record("h2d")
     timeline.span("h2d", "layer 0", begun, end := device.record("h2d"), 5)
     timeline.add("update", "layer 1", 1.0, 2.0)
-    assert [span[1] for span in timeline.take()] == ["layer 1"]
+    assert [span[1] for span in timeline.drain()] == ["layer 1"]
     end.wait()
-    assert [(name, size) for _, name, _, _, size in timeline.take()] == [("layer 0", 5)]
-    assert timeline.take() == []
+    assert [(name, size) for _, name, _, _, size in timeline.drain()] == [("layer 0", 5)]
+    assert timeline.drain() == []
 
 
 def test_threads_lose_no_span() -> None:
-    timeline, found = Timeline(CpuDevice()), []
+    timeline, collected = Timeline(CpuDevice()), []
 
     def add() -> None:
         for number in range(5000):
@@ -161,9 +161,9 @@ def test_threads_lose_no_span() -> None:
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
-        found += timeline.take()
-    found += timeline.take()
-    assert len(found) == 3 * 5000
+        collected += timeline.drain()
+    collected += timeline.drain()
+    assert len(collected) == 3 * 5000
 
 
 def test_an_evaluation_does_not_hide_the_step_before_it(engine: Any) -> None:

@@ -18,10 +18,10 @@ torch = pytest.importorskip("torch")
 
 from ondevice.core.errors import StorageError  # noqa: E402
 from ondevice.offload import drive  # noqa: E402
-from ondevice.offload.storage import BLOCK_BYTES, PIECE_BYTES, TierFile, buffer, checksum  # noqa: E402
+from ondevice.offload.storage import BLOCK_BYTES, CHUNK_BYTES, TierFile, buffer, checksum  # noqa: E402
 
 BACKENDS = ("direct", "buffered")
-SIZES = (1, 4095, 4096, 4097, PIECE_BYTES + 12345, 2 * PIECE_BYTES, 100_003)
+SIZES = (1, 4095, 4096, 4097, CHUNK_BYTES + 12345, 2 * CHUNK_BYTES, 100_003)
 SMALL = (10_000, 10_000, 10_000)
 START = 3 * BLOCK_BYTES + BLOCK_BYTES  # of record 1 in a file of SMALL: 10000 bytes are 3 blocks, and a trailer
 WAIT_S = 60
@@ -109,7 +109,7 @@ def test_a_file_system_that_refuses_direct_io_is_buffered(tmp_path: Path, monkey
 
 
 def test_requests_of_one_record_keep_their_order(tmp_path: Path) -> None:
-    size = 3 * PIECE_BYTES
+    size = 3 * CHUNK_BYTES
     with TierFile(tmp_path, "tier.bin", [size], workers=4) as tier:
         futures, targets = [], []
         for seed in range(6):
@@ -183,9 +183,9 @@ def test_a_source_changed_during_its_write_is_found(tmp_path: Path, monkeypatch:
 
 
 def test_checksum_finds_what_a_plain_sum_or_one_weighted_by_odd_numbers_misses() -> None:
-    piece = filled(16 * BLOCK_BYTES, 0)
-    words = piece.view(torch.int64).view(16, -1)
-    top, seen = -(2**63), {checksum(piece)}
+    chunk = filled(16 * BLOCK_BYTES, 0)
+    words = chunk.view(torch.int64).view(16, -1)
+    top, seen = -(2**63), {checksum(chunk)}
     in_a_block, in_a_column = words.clone(), words.clone()
     in_a_block[5, [3, 7]] ^= top
     in_a_column[[3, 7], 5] ^= top
@@ -301,14 +301,14 @@ def test_a_transfer_in_parts_is_gone_on_with(tmp_path: Path, monkeypatch: pytest
 
 
 def test_close_waits_for_what_is_queued(tmp_path: Path) -> None:
-    tier = TierFile(tmp_path, "tier.bin", [PIECE_BYTES] * 4)
-    futures = [tier.write(record, filled(PIECE_BYTES, record)) for record in range(4)]
+    tier = TierFile(tmp_path, "tier.bin", [CHUNK_BYTES] * 4)
+    futures = [tier.write(record, filled(CHUNK_BYTES, record)) for record in range(4)]
     tier.close()
     assert all(future.done() and future.exception() is None for future in futures)
     assert not tier.path.exists()
     tier.close()
     with pytest.raises(StorageError, match="closed"):
-        tier.write(0, filled(PIECE_BYTES, 0))
+        tier.write(0, filled(CHUNK_BYTES, 0))
 
 
 def test_close_gives_up_on_a_drive_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,11 +349,11 @@ def test_a_slow_drive_is_not_a_dead_one(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_cancelled_request_holds_nothing_up(tmp_path: Path) -> None:
-    with TierFile(tmp_path, "tier.bin", [PIECE_BYTES], workers=1) as tier:
-        futures = [tier.write(0, filled(PIECE_BYTES, seed)) for seed in range(4)]
+    with TierFile(tmp_path, "tier.bin", [CHUNK_BYTES], workers=1) as tier:
+        futures = [tier.write(0, filled(CHUNK_BYTES, seed)) for seed in range(4)]
         cancelled = futures[3].cancel()
-        tier.read(0, target := buffer(PIECE_BYTES, pin=False)).result(WAIT_S)
-        assert torch.equal(target, filled(PIECE_BYTES, 2 if cancelled else 3))
+        tier.read(0, target := buffer(CHUNK_BYTES, pin=False)).result(WAIT_S)
+        assert torch.equal(target, filled(CHUNK_BYTES, 2 if cancelled else 3))
 
 
 def test_what_a_killed_process_left_is_replaced(tmp_path: Path) -> None:

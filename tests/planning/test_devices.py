@@ -92,8 +92,8 @@ def test_this_machine_is_measured() -> None:
 
 
 def test_a_gpu_of_the_table_brings_its_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = machine.parse_tool("NVIDIA H200, 143771, 143000\n")
-    monkeypatch.setattr(devices, "gpus", lambda: found)
+    planned = machine.parse_tool("NVIDIA H200, 143771, 143000\n")
+    monkeypatch.setattr(devices, "gpus", lambda: planned)
     device = find_device("this")
     assert device.torch_device == "cuda" and device.memory_bytes == 143771 << 20
     assert device.usable_bytes == pytest.approx((143000 << 20) * 0.9, abs=1)

@@ -36,11 +36,11 @@ def smollm(method: str = "prge", device: Device = PHONE, **values: object) -> Pl
     return plan(SMOLLM, method_config(method), device=device, **arguments)  # type: ignore[arg-type]
 
 
-def text_of(found: Plan) -> str:
+def text_of(actual: Plan) -> str:
     from rich.console import Console
 
     console = Console(file=io.StringIO(), width=140)
-    console.print(render(found))
+    console.print(render(actual))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -96,20 +96,20 @@ def test_what_backward_keeps_is_what_autograd_saves(sizes: dict[str, int], famil
 
 
 def test_a_plan_of_a_source_loads_only_dimensions() -> None:
-    found = plan("tiny:llama", method_config("prge"), batch_size=2, length_tokens=32)
-    assert found.model == "tiny:llama" and found.fits
-    assert found.request.dims.hidden == 64
-    assert found.total_bytes == sum(found.parts.values())
-    assert found.margin_bytes == found.usable_bytes - found.total_bytes > 0
+    planned = plan("tiny:llama", method_config("prge"), batch_size=2, length_tokens=32)
+    assert planned.model == "tiny:llama" and planned.fits
+    assert planned.request.dims.hidden == 64
+    assert planned.total_bytes == sum(planned.parts.values())
+    assert planned.margin_bytes == planned.usable_bytes - planned.total_bytes > 0
 
 
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_can_be_planned(name: str) -> None:
-    found = smollm(name)
+    planned = smollm(name)
     weights = "masters and moments" if method(name).offloads else "weights"
-    assert {weights, "activations", "logits", "runtime"} <= set(found.parts)
-    assert all(size > 0 for size in found.parts.values()) and found.flops > 0
-    assert json.loads(json.dumps(found.to_dict()))["parts_bytes"] == found.parts
+    assert {weights, "activations", "logits", "runtime"} <= set(planned.parts)
+    assert all(size > 0 for size in planned.parts.values()) and planned.flops > 0
+    assert json.loads(json.dumps(planned.to_dict()))["parts_bytes"] == planned.parts
 
 
 def test_zeroth_order_needs_less_than_first_order() -> None:
@@ -138,10 +138,10 @@ def test_executorch_packs_linears_for_each_loaded_method() -> None:
 
 
 def test_q4_reads_the_mapped_file_and_packs_nothing() -> None:
-    found = smollm(runtime="executorch", export=export("q4"))
-    assert "packed weights" not in found.parts
-    assert found.parts["weights"] == found.file_bytes == sum(weight_bytes(SMOLLM, quantize="q4"))
-    assert any("ops" in note for note in found.notes)
+    planned = smollm(runtime="executorch", export=export("q4"))
+    assert "packed weights" not in planned.parts
+    assert planned.parts["weights"] == planned.file_bytes == sum(weight_bytes(SMOLLM, quantize="q4"))
+    assert any("ops" in note for note in planned.notes)
 
 
 def test_an_int4_program_has_the_size_that_was_measured() -> None:
@@ -165,36 +165,36 @@ def test_a_phone_runs_an_app_and_this_machine_python() -> None:
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help() -> None:
-    found = plan(LLAMA_7B, method_config("prge"), batch_size=2, length_tokens=64, runtime="executorch", device=PHONE)
-    assert not found.fits and found.margin_bytes < 0
+    planned = plan(LLAMA_7B, method_config("prge"), batch_size=2, length_tokens=64, runtime="executorch", device=PHONE)
+    assert not planned.fits and planned.margin_bytes < 0
     with pytest.raises(DoesNotFitError) as caught:
-        ensure_fits(found)
+        ensure_fits(planned)
     error = caught.value
     assert error.exit_code == 8 and "packed weights" in error.message
-    assert size_text(found.total_bytes) == error.received and size_text(PHONE.usable_bytes) in str(error.expected)
+    assert size_text(planned.total_bytes) == error.received and size_text(PHONE.usable_bytes) in str(error.expected)
     assert error.hint and error.hint.startswith("--quantize q4 (") and "fits" in error.hint and "--force" in error.hint
-    ensure_fits(found, force=True)
+    ensure_fits(planned, force=True)
 
 
 def test_the_first_alternative_fits_where_one_does() -> None:
-    found = smollm("full", device=small(1800))
-    options = alternatives(found)
+    planned = smollm("full", device=small(1800))
+    options = alternatives(planned)
     assert options[0][1].fits and options[0][0] == "--method prge"
-    assert all(other.total_bytes < found.total_bytes for _, other in options)
+    assert all(other.total_bytes < planned.total_bytes for _, other in options)
 
 
 def test_changes_are_combined_where_none_fits_alone() -> None:
-    found = plan(LLAMA_7B, method_config("full"), batch_size=8, length_tokens=256, device=small(16000))
-    options = alternatives(found)
+    planned = plan(LLAMA_7B, method_config("full"), batch_size=8, length_tokens=256, device=small(16000))
+    options = alternatives(planned)
     assert options[0][0].count(",") >= 2 and options[0][1].fits
     assert not any(other.fits for _, other in options[1:])
 
 
 def test_what_cannot_shrink_offers_only_force() -> None:
     method = method_config("prge", {"queries": 1})
-    found = plan(SMOLLM, method, batch_size=1, length_tokens=16, dtype="bfloat16", device=small(10))
+    planned = plan(SMOLLM, method, batch_size=1, length_tokens=16, dtype="bfloat16", device=small(10))
     with pytest.raises(DoesNotFitError) as caught:
-        ensure_fits(found)
+        ensure_fits(planned)
     assert caught.value.hint == "--force to run anyway"
 
 

@@ -1,4 +1,4 @@
-"""What a Jetson's files say, on a copied tree: paths and contents as on an Orin Nano with JetPack 6.2."""
+"""Reading a Jetson's files, on a copied tree: paths and contents as on an Orin Nano with JetPack 6.2."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def test_a_run_file_takes_text_and_numbers() -> None:
 def test_a_device_within_a_limit() -> None:
     board = find_device("orin-nano-8gb")
     assert board.within(None) is board and board.within(64 << 30) is board
-    found = board.within(4 << 30)
-    assert found.usable_bytes == 4 << 30 and found.limited and "--memory-limit" in found.rule
+    planned = board.within(4 << 30)
+    assert planned.usable_bytes == 4 << 30 and planned.limited and "--memory-limit" in planned.rule
 
 
 @pytest.mark.parametrize(("quantize", "gib"), [("nf4", 3.60), ("int8", 6.5), ("none", 12.55)])
@@ -66,9 +66,9 @@ def llama2_7b():
 def test_an_nf4_plan_of_7b_fits_a_board_and_a_step_within_4_5_gb() -> None:
     export = ExportConfig(target="jetson", quantize="nf4", lengths_tokens=(128,), batch_size=2)
     settings = {"batch_size": 2, "length_tokens": 128, "dtype": "bfloat16", "export": export, "runtime": "torch"}
-    found = plan(llama2_7b(), method_config("prge", {"queries": 1}), device="orin-nano-8gb", **settings)
-    on_the_gpu = sum(size for part, size in found.parts.items() if part not in ("runtime", "tokenizer"))
-    assert found.fits and on_the_gpu < 4.5e9 and found.parts["dense matrix"] == 4096 * 11008 * 2
+    planned = plan(llama2_7b(), method_config("prge", {"queries": 1}), device="orin-nano-8gb", **settings)
+    on_the_gpu = sum(size for part, size in planned.parts.items() if part not in ("runtime", "tokenizer"))
+    assert planned.fits and on_the_gpu < 4.5e9 and planned.parts["dense matrix"] == 4096 * 11008 * 2
 
 
 def test_packed_weights_are_planned_as_they_are() -> None:
@@ -100,6 +100,7 @@ def test_nothing_is_loaded_where_the_plan_does_not_fit(tmp_path, monkeypatch) ->
     (tmp_path / "rows.jsonl").write_text(ROWS)
     values = {
         "model.source": "tiny:llama",
+        "method.name": "prge",
         "data.path": str(tmp_path / "rows.jsonl"),
         "train.memory_limit_bytes": "64MiB",
     }
@@ -113,18 +114,18 @@ def test_nothing_is_loaded_where_the_plan_does_not_fit(tmp_path, monkeypatch) ->
 def test_other_errors_pass_and_the_limit_is_taken_back() -> None:
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    found = plan("tiny:llama", method_config("prge"), batch_size=1, length_tokens=16, device="this-cpu")
-    with pytest.raises(RuntimeError, match="shapes"), memory_limit(64 << 30, found):
+    planned = plan("tiny:llama", method_config("prge"), batch_size=1, length_tokens=16, device="this-cpu")
+    with pytest.raises(RuntimeError, match="shapes"), memory_limit(64 << 30, planned):
         assert resource.getrlimit(resource.RLIMIT_DATA) != before
         raise RuntimeError("shapes do not match")
-    with pytest.raises(DoesNotFitError, match=r"refused; planned: runtime"), memory_limit(64 << 30, found):
+    with pytest.raises(DoesNotFitError, match=r"refused; planned: runtime"), memory_limit(64 << 30, planned):
         raise MemoryError
     said = pytest.raises(DoesNotFitError, match=r"refused; planned: runtime")  # where a method says it first, too
-    with said, memory_limit(64 << 30, found), memory_errors("a step", "less"):
+    with said, memory_limit(64 << 30, planned), memory_errors("a step", "less"):
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
-    with pytest.raises(DoesNotFitError, match="by hand"), memory_limit(64 << 30, found):
+    with pytest.raises(DoesNotFitError, match="by hand"), memory_limit(64 << 30, planned):
         raise DoesNotFitError("by hand")
-    with memory_limit(None, found):
+    with memory_limit(None, planned):
         assert resource.getrlimit(resource.RLIMIT_DATA) == before
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
@@ -181,11 +182,11 @@ def group():
         except OSError:
             continue
         try:
-            found = Cgroup(folder, LIMIT + (300 << 20))
+            actual = Cgroup(folder, LIMIT + (300 << 20))
         except OSError:
             folder.rmdir()
             continue
-        yield found
+        yield actual
         folder.rmdir()
         return
     yield None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ondevice.core.config import ExportConfig
 from ondevice.core.registry import method_config, open_session
-from ondevice.methods.mesp.memory import host_memory, memory, trained_numbers, weights
+from ondevice.methods.mesp.memory import blocks_memory, host_memory, memory, trained_numbers, weights
 from ondevice.models import ModelDims, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from ondevice.planning.devices import find_device
@@ -24,8 +25,8 @@ def test_weights_in_mlx_are_planned_as_they_are_packed(tmp_path, dtype, item, bi
     files = open_model(str(folder), dtype=dtype)
     session = open_session(files, method_config("mesp", {"bits": bits}), 3, backend="mlx")
     held = session.model.weights
-    made = sum(array.nbytes for part in (*held.blocks, held.table, held.final) for array in part.arrays.values())
-    assert weights(files.dims, session.config, item, "mlx") == pytest.approx(made, rel=1e-3)
+    total = sum(array.nbytes for part in (*held.blocks, held.table, held.final) for array in part.arrays.values())
+    assert weights(files.dims, session.config, item, "mlx") == pytest.approx(total, rel=1e-3)
     session.close()
 
 
@@ -58,18 +59,49 @@ def test_a_row_of_524288_tokens_waits_in_137_gb_of_host_memory() -> None:
 
 def test_a_plan_counts_mlx_s_weights_as_they_are_packed() -> None:
     config = method_config("mesp", {"bits": 4})
-    found = plan(QWEN, config, batch_size=1, length_tokens=256, runtime="mlx", device="this-cpu")
-    kept = found.parts["weights"] + found.parts["adapter"]
+    planned = plan(QWEN, config, batch_size=1, length_tokens=256, runtime="mlx", device="this-cpu")
+    kept = planned.parts["weights"] + planned.parts["adapter"]
     assert kept == pytest.approx(311.5 * 2**20, rel=0.01)
 
 
 def test_a_plan_lists_the_inputs_on_the_host_beside_the_accelerator_s_parts() -> None:
     options = {"batch_size": 1, "length_tokens": 524_288, "dtype": "bfloat16"}
     config = method_config("mesp", {"bits": 4, "activations": "host"})
-    found = plan(LLAMA_8B, config, device="h200", **options)
-    assert found.host_parts["inputs on the host"] == 32 * 524_288 * 4096 * 2 and "inputs on the host" not in found.parts
-    assert "pinned host memory" in " ".join(found.notes) and found.host_usable_bytes is None
+    planned = plan(LLAMA_8B, config, device="h200", **options)
+    assert (
+        planned.host_parts["inputs on the host"] == 32 * 524_288 * 4096 * 2
+        and "inputs on the host" not in planned.parts
+    )
+    assert "pinned host memory" in " ".join(planned.notes) and planned.host_usable_bytes is None
     on_cpu = plan(LLAMA_8B, config, device=find_device("this-cpu"), **options)
-    assert on_cpu.parts["inputs on the host"] == found.host_parts["inputs on the host"] and not on_cpu.host_parts
+    assert on_cpu.parts["inputs on the host"] == planned.host_parts["inputs on the host"] and not on_cpu.host_parts
     usual = plan(LLAMA_8B, method_config("mesp", {"bits": 4}), device="h200", **options)
     assert usual.host_parts == {} and "tokenizer" in usual.parts
+
+
+SMOLLM = ModelDims("llama", 30, 576, 1536, 9, 3, 64, 49152, True, False, 1e5, 1e-5, 8192)
+PLANNED = {"int8": (15_948_288, 18_248_272), "8da8w": (16_164_864, 18_248_272)}
+"""Bytes that an export of SmolLM2-135M at 128 tokens planned: `embed`, `block_forward` and `block_backward`; and
+`head_sums` and `head_gradient`."""
+
+
+@pytest.mark.parametrize("quantize", PLANNED)
+def test_the_plan_of_a_block_program_has_its_arenas(quantize) -> None:
+    parts = blocks_memory(SMOLLM, method_config("mesp", {}), 1, 128, quantize)
+    assert (parts["activations"], parts["head tiles"]) == pytest.approx(PLANNED[quantize], rel=0.15)
+    assert parts["block inputs"] == 30 * 128 * 576 * 4 and parts["optimizer"] == 2 * parts["adapter"]
+    one_layer = sum(inputs * outputs for inputs, outputs in SMOLLM.linear_shapes.values())
+    assert parts["packed weights"] == (2 * one_layer if quantize == "8da8w" else 0)
+
+
+def test_a_plan_of_a_program_says_which_form_it_has() -> None:
+    method, totals = method_config("mesp", {}), {}
+    for name, more in (("whole", {"program": "whole"}), ("none", {}), ("int8", {}), ("q4", {}), ("8da8w", {})):
+        quantize = "none" if name == "whole" else name
+        export = ExportConfig.parse({"lengths_tokens": [128], "quantize": quantize, **more}, "test")
+        planned = plan(SMOLLM, method, batch_size=1, length_tokens=128, export=export, runtime="executorch")
+        assert ("mapped" in " ".join(planned.notes)) == (name != "whole") and "ops" not in " ".join(planned.notes)
+        totals[name] = (planned.file_bytes, planned.total_bytes - planned.parts["weights"])
+    files = {name: file for name, (file, _) in totals.items()}
+    assert files["none"] == files["whole"] > files["8da8w"] > files["int8"] > files["q4"] > files["none"] / 8
+    assert totals["none"][1] < totals["whole"][1]

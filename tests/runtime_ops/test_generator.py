@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from ondevice.core.errors import ConfigError
 from ondevice.runtime_ops import generator, golden
 from ondevice.runtime_ops.generator import normal, rademacher, read_golden, stream_key, words
 
@@ -59,6 +60,13 @@ def test_scalar_and_vector_forms_of_the_mix_agree():
     values = [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF]
     mixed = generator.mix(np.array(values, dtype=np.uint64))
     assert [int(v) for v in mixed] == [generator.mix_int(v) for v in values]
+
+
+def test_a_noise_s_name_means_an_op():
+    names = ("gaussian", "normal", "rademacher")
+    assert [generator.noise_kind(name) for name in names] == ["normal", "normal", "rademacher"]
+    with pytest.raises(ConfigError, match="unknown kind of noise"):
+        generator.noise_kind("uniform")
 
 
 @pytest.mark.parametrize("form", [normal, rademacher])

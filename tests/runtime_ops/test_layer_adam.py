@@ -230,17 +230,30 @@ def test_stochastic_rounding_is_unbiased_and_follows_the_seed_and_step(kind):
 
     wanted = (0.9 * float(value_m), 0.999 * float(value_v)) if kind == "bfloat16" else (0.07, 0.00049)
     keep = torch.arange(count) % la.TILE != 0
-    found = after(1, 5)
-    for got, exact in zip(found, wanted):
+    actual = after(1, 5)
+    for got, exact in zip(actual, wanted):
         got = got[keep].double()
         gap = float(got.max() - got.min())
         assert gap > 0 and len(got.unique()) == 2
         assert abs(float(got.mean()) - exact) < 5 * gap / 2 / got.numel() ** 0.5 + 1e-4 * gap
     for other in (after(2, 5), after(1, 6)):
-        assert (other[0] != found[0])[keep].double().mean() > 0.1
-    assert torch.equal(after(1, 5)[1], found[1])
+        assert (other[0] != actual[0])[keep].double().mean() > 0.1
+    assert torch.equal(after(1, 5)[1], actual[1])
     if kind == "bfloat16":
         assert float((value_v.float() * 0.999).bfloat16()) == float(value_v), "nearest rounding does not move"
+
+
+@needs_compiler
+def test_every_array_and_step_rounds_by_random_bits_of_its_own():
+    """Bits that come again would push the same elements up again: a bias."""
+    roundings = set()
+    for seed in range(8):
+        for number in range(1, 33):
+            state = HostState(torch.zeros(256), None, None, Moments.empty(256, "bfloat16"), seed)
+            state.moments.m.fill_(0.7)
+            la.layer_adam(torch.zeros(256), state, AdamStep(0.0, step=number))
+            roundings.add(bits(state.moments.m).numpy().tobytes())
+    assert len(roundings) == 8 * 32
 
 
 def decoded(moments: Moments) -> tuple[Tensor, Tensor]:
@@ -342,7 +355,7 @@ def test_the_table_of_bytes(form, kind):
 
 def test_refusals(monkeypatch):
     good, grad = make(torch.zeros(256), "plain", "float32"), torch.zeros(256)
-    for bad in (torch.zeros(255), torch.zeros(256).double(), torch.zeros(512)[::2]):
+    for bad in (torch.zeros(255), torch.zeros(257), torch.zeros(256).double(), torch.zeros(512)[::2]):
         with pytest.raises(ModelError, match="wrong grad"):
             la.layer_adam(bad, good, STEP)
     with pytest.raises(ModelError, match="wrong high"):
@@ -355,8 +368,9 @@ def test_refusals(monkeypatch):
         la.layer_adam(grad, replace(good, low=torch.zeros(256, dtype=torch.uint16)), STEP)
     with pytest.raises(ModelError, match="unknown kind"):
         Moments.empty(4, "float16")
-    with pytest.raises(ModelError, match="wrong width"):
+    with pytest.raises(ModelError, match="wrong width") as error:
         la.layer_adam(grad, good, STEP, torch.tensor([0]), 100)
+    assert error.value.expected == "a positive divisor of 256"
     for rows in ([-1, 0], [0, 4]):
         with pytest.raises(DataError, match="outside the table") as error:
             la.layer_adam(grad, good, STEP, torch.tensor(rows), 64)

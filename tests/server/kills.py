@@ -73,13 +73,13 @@ def trouble(folder: Path, kills: int, seed: int, steps: int, log: Any = lambda t
         done = client.wait(job, 900)
         assert done["state"] == "done", done
         events = list(client.events(job, follow=False))
-        found = adapter_bits(client.download_adapter(job, folder / "found"))
+        actual = adapter_bits(client.download_adapter(job, folder / "found"))
         listed = {item["id"] for item in client.adapters()}
         assert client.job(other)["state"] == "paused"
     finally:
         daemon.kill()
     check_stream(events, steps)
-    assert found == expected, "the adapter is another than that of the undisturbed run"
+    assert actual == expected, "the adapter is another than that of the undisturbed run"
     assert job in listed
     return {"kills": sum(counts.values()), **counts, "steps": steps, "events": len(events), "attempts": done["attempt"]}
 
@@ -126,8 +126,8 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="ondevice-kills-"))
     try:
         began = time.monotonic()
-        found = trouble(folder, given.kills, given.seed, given.steps, lambda text: print(text, flush=True))
-        print(json.dumps(found | {"seconds": round(time.monotonic() - began)}))
+        report = trouble(folder, given.kills, given.seed, given.steps, lambda text: print(text, flush=True))
+        print(json.dumps(report | {"seconds": round(time.monotonic() - began)}))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -51,15 +51,15 @@ def jsonl(chance: random.Random) -> tuple[str, bytes, bool]:
             ("NaN", lambda line: b'{"prompt": "x", "completion": NaN}'),
             ("rubbish", lambda line: chance.randbytes(chance.randrange(1, 200)).replace(b"\n", b"") or b"?"),
             ("UTF-16", None),
-            ("a list", None),
+            ("a list without its end", None),
             ("nothing", None),
         ]
     )
     what, change = broken
     if what == "UTF-16":
         return what, b"\n".join(lines).decode().encode("utf-16"), True
-    if what == "a list":
-        return what, b"[" + b",".join(lines) + b"]", True
+    if what == "a list without its end":
+        return what, b"[" + b",".join(lines), True
     if what == "nothing":
         return what, chance.choice([b" ", b"\n\n", b"\xef\xbb\xbf", b"\t \n"]), True
     assert change is not None
@@ -257,7 +257,7 @@ def _send(client: Client, kind: str, content: bytes) -> dict[str, Any]:
 
 
 def _files(store: Path) -> set[str]:
-    """What lies in the store, without the database and the log, which grow."""
+    """List the store's files, without the database and the log, which grow."""
     paths = (path.relative_to(store) for path in store.rglob("*"))
     return {str(path) for path in paths if path.parts[0] != "logs" and not path.name.startswith("ondevice.db")}
 
@@ -270,8 +270,8 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         with DaemonProcess(Path(scratch) / "store") as daemon:
-            found = attack(daemon.client, daemon.store, Path(scratch), given.count, given.seed)
-    print(json.dumps({"uploads": given.count, **found}))
+            report = attack(daemon.client, daemon.store, Path(scratch), given.count, given.seed)
+    print(json.dumps({"uploads": given.count, **report}))
 
 
 if __name__ == "__main__":

@@ -100,15 +100,15 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120.0) 
     """The first value that is true."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if found := condition():
-            return found
+        if actual := condition():
+            return actual
         time.sleep(0.05)
     pytest.fail(f"waited in vain: {what}")
 
 
 def workers(store: Path) -> list[int]:
     """Process ids of the workers of a store."""
-    found = []
+    collected = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
@@ -116,8 +116,8 @@ def workers(store: Path) -> list[int]:
             except OSError:
                 continue
             if b"ondevice.server.worker" in words and any(word.startswith(os.fsencode(store)) for word in words):
-                found.append(int(folder.name))
-    return found
+                collected.append(int(folder.name))
+    return collected
 
 
 def adapter_bits(folder: Path) -> dict[str, bytes]:

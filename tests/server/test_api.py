@@ -97,11 +97,11 @@ def test_a_job_from_upload_to_adapter(served, tmp_path) -> None:
 
 def test_a_dry_run_gives_the_plan_and_queues_nothing(served) -> None:
     before = len(served.client.jobs())
-    found = served.client.plan(model="tiny:llama", dataset=served.dataset, config=settings())
-    plan = found["plan"]
+    planned = served.client.plan(model="tiny:llama", dataset=served.dataset, config=settings())
+    plan = planned["plan"]
     assert plan["fits"] and plan["total_bytes"] == sum(plan["parts_bytes"].values())
     assert plan["parts_bytes"].keys() <= plan["meaning"].keys() and all(plan["meaning"].values())
-    assert found["config"]["train"]["steps"] == 40 and found["config"]["method"]["rank"] == 2
+    assert planned["config"]["train"]["steps"] == 40 and planned["config"]["method"]["rank"] == 2
     assert len(served.client.jobs()) == before
     tight = served.client.plan(model="tiny:llama", dataset=served.dataset, limits={"memory_bytes": 1 << 26})["plan"]
     assert not tight["fits"] and tight["usable_bytes"] == 1 << 26
@@ -163,7 +163,11 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ({"config": {"data": {"task": [[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]}}}, 422, "nested too deeply"),
         ({"name": "\ud800"}, 422, "name"),
         ({"config": {"train": {"setps": 3}}}, 422, "did you mean 'steps'"),
-        ({"config": {"method": {"outer_loop": False}}}, 422, "'method.outer_loop' is now 'method.batch_queries'"),
+        (
+            {"config": {"method": {"name": "prge", "outer_loop": False}}},
+            422,
+            "'method.outer_loop' is now 'method.batch_queries'",
+        ),
         ({"config": {"method": {"name": "magic"}}}, 422, "unknown method"),
         ({"config": {"method": "magic"}}, 422, ""),
         ({"config": {"train": 3}}, 422, "no section"),
@@ -251,8 +255,8 @@ def test_bad_rows_are_listed_and_can_be_left_out(served, tmp_path) -> None:
     path.write_text(path.read_text() + '{"text": "x", "label": \n{"text": "", "label": "no"}\n')
     with pytest.raises(RefusedError) as caught:
         served.client.upload("dataset", path)
-    found = [(problem["file"], problem["line"], problem["field"]) for problem in caught.value.problems]
-    assert found == [("rows.jsonl", 13, ""), ("rows.jsonl", 14, "text")] and caught.value.exit_code == 3
+    collected = [(problem["file"], problem["line"], problem["field"]) for problem in caught.value.problems]
+    assert collected == [("rows.jsonl", 13, ""), ("rows.jsonl", 14, "text")] and caught.value.exit_code == 3
     assert all(problem["reason"] for problem in caught.value.problems)
     dataset = served.client.upload("dataset", path, skip_bad_rows=True)["id"]
     kept = served.client.ask("GET", f"/v1/datasets/{dataset}")
@@ -273,8 +277,8 @@ def test_parts_of_an_upload(served, tmp_path) -> None:
         client.ask("POST", f"{place}/finish")
     assert client.ask("GET", place)["received_bytes"] == 100
     client.ask("PUT", place, content[100:], query={"offset": 100})
-    made = client.ask("POST", f"{place}/finish")
-    client.ask("DELETE", f"/v1/datasets/{made['id']}")
+    created = client.ask("POST", f"{place}/finish")
+    client.ask("DELETE", f"/v1/datasets/{created['id']}")
     with pytest.raises(RefusedError):
         client.ask("GET", place)
     wrong = client.ask("POST", "/v1/uploads", request | {"sha256": "0" * 64})["id"]
@@ -285,6 +289,7 @@ def test_parts_of_an_upload(served, tmp_path) -> None:
 
 def test_an_artifact_must_be_whole(served, tmp_path) -> None:
     manifest = {"schema_version": 1, "files": {"../../secret": "0" * 64}, "program": "program.pte"}
+    before = served.client.artifacts()  # those of other tests
     for files in ({"manifest.json": "{}"}, {"manifest.json": json.dumps(manifest)}, {"program.txt": "x"}):
         with zipfile.ZipFile(tmp_path / "artifact.zip", "w") as archive:
             for name, text in files.items():
@@ -292,7 +297,7 @@ def test_an_artifact_must_be_whole(served, tmp_path) -> None:
         with pytest.raises(RefusedError) as caught:
             served.client.upload("artifact", tmp_path / "artifact.zip", name="mine")
         assert caught.value.status == 422 and str(served.daemon.store) not in str(caught.value)
-    assert served.client.artifacts() == []
+    assert served.client.artifacts() == before
 
 
 def test_a_client_without_a_daemon_says_so() -> None:
@@ -300,3 +305,32 @@ def test_a_client_without_a_daemon_says_so() -> None:
         Client("http://127.0.0.1:9").health()
     with pytest.raises(ConfigError):
         Client("ftp://x")
+
+
+def test_columns_of_other_names_and_other_kinds_of_files(served, tmp_path: Path) -> None:
+    client: Client = served.client
+    data = tmp_path / "tickets.tsv"
+    data.write_text("Body\tTeam\nIt broke.\trepairs\nWhere is it?\tpost\n")
+    columns = {"text": "Body", "label": "Team"}
+    placed = client.upload("dataset", data, columns=columns)
+    found = next(one for one in client.datasets() if one["id"] == placed["id"])
+    assert (found["format"], found["rows"]) == ("classification", 2)
+    looked = client.preview(placed["id"], "tiny:llama", column=["text=Body", "label=Team"])
+    assert looked["labels"] == {"repairs": 1, "post": 1} and looked["max_length_tokens"] % 8 == 0
+    assert looked["notes"][0] == "columns: text is 'Body', label is 'Team'"
+    with pytest.raises(RefusedError, match="field=column"):
+        client.preview(placed["id"], "tiny:llama", column=["Body"])
+
+
+def test_a_template_is_no_file_of_the_server(served, tmp_path: Path) -> None:
+    """A task that names a path would be read by the daemon, for whoever may upload."""
+    client: Client = served.client
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"text": "a", "label": "b"}\n{"text": "c", "label": "d"}\n')
+    with pytest.raises(RefusedError, match="task"):
+        client.upload("dataset", data, task="/etc/x.yaml")
+    placed = client.upload("dataset", data)
+    with pytest.raises(RefusedError, match="task"):
+        client.preview(placed["id"], "tiny:llama", task="/etc/x.yaml")
+    with pytest.raises(RefusedError, match="by its name"):
+        client.plan(model="tiny:llama", dataset=placed["id"], config={"data": {"task": "/etc/x.yaml"}})

@@ -1,4 +1,4 @@
-"""What a board installs from an artifact's requirements file is enough for the daemon."""
+"""The packages that a board installs from an artifact's requirements file are enough for the daemon."""
 
 from __future__ import annotations
 

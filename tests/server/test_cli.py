@@ -25,31 +25,31 @@ def test_a_job_from_the_command_line(ondevice, tmp_path) -> None:
     data = rows(tmp_path / "rows.jsonl")
     planned = ondevice("jobs", "create", *TINY, "--data", data, "--dry-run")
     assert planned.code == 0 and "fits" in planned.out, planned.err
-    made = ondevice("jobs", "create", *TINY, "--data", data, "--steps", 6, "--name", "mine", "--priority", 3,
+    created = ondevice("jobs", "create", *TINY, "--data", data, "--steps", 6, "--name", "mine", "--priority", 3,
                     "--window", "00:00-23:59", "--memory-limit", "2GiB", "--retries", 1, "--json").json  # fmt: skip
-    assert made["priority"] == 3 and made["window"] == {"start": "00:00", "end": "23:59"}
-    assert made["limits"] == {"memory_bytes": 2 << 30, "time_s": None, "retries": 1}
-    watched = ondevice("jobs", "watch", made["id"])
+    assert created["priority"] == 3 and created["window"] == {"start": "00:00", "end": "23:59"}
+    assert created["limits"] == {"memory_bytes": 2 << 30, "time_s": None, "retries": 1}
+    watched = ondevice("jobs", "watch", created["id"])
     assert watched.code == 0 and "step 6/6" in watched.err and "done" in watched.err, watched.err
-    events = [json.loads(line) for line in ondevice("jobs", "watch", made["id"], "--json").out.splitlines()]
+    events = [json.loads(line) for line in ondevice("jobs", "watch", created["id"], "--json").out.splitlines()]
     assert [event["step"] for event in events if event["event"] == "step"] == list(range(6))
-    shown = ondevice("jobs", "show", made["id"])
+    shown = ondevice("jobs", "show", created["id"])
     assert "6 of 6" in shown.out and "mine" in shown.out
     listed = ondevice("jobs", "list", "--state", "done", "--json").json["jobs"]
-    assert made["id"] in [job["id"] for job in listed]
-    assert made["id"] in ondevice("jobs", "list").out
-    assert ondevice("jobs", "log", made["id"]).code == 0
+    assert created["id"] in [job["id"] for job in listed]
+    assert created["id"] in ondevice("jobs", "list").out
+    assert ondevice("jobs", "log", created["id"]).code == 0
 
 
 def test_pause_resume_and_cancel(ondevice, served) -> None:
-    made = ondevice("jobs", "create", *TINY, "--data", served.dataset, "--steps", 9999999, "--json").json
-    assert ondevice("jobs", "pause", made["id"], "--json").json["state"] in ("paused", "pausing")
-    served.client.ask("POST", f"/v1/jobs/{made['id']}/cancel")
-    assert ondevice("jobs", "cancel", made["id"], "--json").json["state"] in ("cancelled", "cancelling")
-    served.client.wait(made["id"], 60)
-    refused = ondevice("jobs", "resume", made["id"])
+    job = ondevice("jobs", "create", *TINY, "--data", served.dataset, "--steps", 9999999, "--json").json
+    assert ondevice("jobs", "pause", job["id"], "--json").json["state"] in ("paused", "pausing")
+    served.client.ask("POST", f"/v1/jobs/{job['id']}/cancel")
+    assert ondevice("jobs", "cancel", job["id"], "--json").json["state"] in ("cancelled", "cancelling")
+    served.client.wait(job["id"], 60)
+    refused = ondevice("jobs", "resume", job["id"])
     assert refused.code == 7 and "cannot resume" in refused.err
-    watched = ondevice("jobs", "watch", made["id"], "--quiet")
+    watched = ondevice("jobs", "watch", job["id"], "--quiet")
     assert watched.code == 9 and "cancelled" in watched.err
 
 
@@ -59,9 +59,9 @@ def test_a_run_file_becomes_a_job(ondevice, served, tmp_path) -> None:
         f"model: {{source: 'tiny:llama'}}\nmethod: {{name: prge, rank: 2}}\ndata: {{path: '{data}', "
         "max_length_tokens: 32}\ntrain: {steps: 3, out: runs/x, batch_size: 2}\n"
     )
-    made = ondevice("jobs", "create", "--config", path, "--steps", 4, "--json").json
-    assert made["model"] == "tiny:llama" and made["config"]["train"] == {"steps": 4, "batch_size": 2}
-    served.client.cancel(made["id"])
+    job = ondevice("jobs", "create", "--config", path, "--steps", 4, "--json").json
+    assert job["model"] == "tiny:llama" and job["config"]["train"] == {"steps": 4, "batch_size": 2}
+    served.client.cancel(job["id"])
 
 
 @pytest.mark.parametrize(
@@ -94,11 +94,11 @@ def test_tokens_are_made_listed_and_revoked(ondevice, tmp_path) -> None:
     plain = ondevice("serve", "token", *where).out.strip()
     store = Store(tmp_path / "store")
     assert security.check(store, secret) and security.check(store, plain)
-    found = ondevice("serve", "token", *where, "--list", "--json").json["tokens"]
-    assert [token["name"] for token in found] == ["phone", ""] and secret not in json.dumps(found)
-    assert found[0]["id"] in ondevice("serve", "token", *where, "--list").out
-    left = ondevice("serve", "token", *where, "--revoke", found[0]["id"], "--json").json["tokens"]
-    assert [token["id"] for token in left] == [found[1]["id"]] and not security.check(store, secret)
+    actual = ondevice("serve", "token", *where, "--list", "--json").json["tokens"]
+    assert [token["name"] for token in actual] == ["phone", ""] and secret not in json.dumps(actual)
+    assert actual[0]["id"] in ondevice("serve", "token", *where, "--list").out
+    left = ondevice("serve", "token", *where, "--revoke", actual[0]["id"], "--json").json["tokens"]
+    assert [token["id"] for token in left] == [actual[1]["id"]] and not security.check(store, secret)
     assert ondevice("serve", "token", *where, "--revoke", "none").code == 2
     store.close()
 

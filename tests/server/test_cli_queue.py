@@ -47,9 +47,9 @@ def test_a_dry_run_or_a_refused_job_leaves_no_upload(ondevice, served, tmp_path)
     assert ondevice(*create, "--set", "train.setps=1").code == 2
     assert ondevice("jobs", "create", *TINY, "--data", data, "--eval-data", "no-such").code == 2
     assert {row["id"] for row in served.client.datasets()} == before
-    made = ondevice(*create, "--steps", 1, "--json").json
-    served.client.wait(made["id"], 60)
-    assert {row["id"] for row in served.client.datasets()} == before | {made["dataset"], made["eval_dataset"]}
+    job = ondevice(*create, "--steps", 1, "--json").json
+    served.client.wait(job["id"], 60)
+    assert {row["id"] for row in served.client.datasets()} == before | {job["dataset"], job["eval_dataset"]}
 
 
 def test_adapters_are_listed_downloaded_sent_used_and_deleted(ondevice, served, tmp_path, monkeypatch) -> None:

@@ -26,12 +26,12 @@ READERS = 200
 
 def read_frames(content: bytes) -> list[tuple[int, str, dict[str, Any]]]:
     """(id, kind, object) of each event in a stream; comments are left out."""
-    found = []
+    collected = []
     for block in content.decode().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.split("\n") if ": " in line and line[0] != ":")
         if "id" in fields:
-            found.append((int(fields["id"]), fields["event"], json.loads(fields["data"])))
-    return found
+            collected.append((int(fields["id"]), fields["event"], json.loads(fields["data"])))
+    return collected
 
 
 async def read_stream(address: str, path: str, headers: str = "", pause_s: float = 0.0) -> bytes:
@@ -69,9 +69,9 @@ def test_200_readers_of_a_job_that_trains(served) -> None:
         tasks += [read_stream(address, path, pause_s=0.05) for _ in range(20)]
         tasks += [read_stream(address, path, headers=f"Last-Event-ID: {number % 3}\r\n") for number in range(20)]
         leavers = [asyncio.create_task(leave_early()) for _ in range(20)]
-        found = await asyncio.gather(*tasks)
+        received = await asyncio.gather(*tasks)
         await asyncio.gather(*leavers)
-        return found
+        return received
 
     streams = [read_frames(content) for content in asyncio.run(read_all())]
     assert len(streams) == READERS
@@ -121,25 +121,25 @@ def test_readers_of_the_hub_at_any_pace(store: Store, count: int) -> None:
             queue.ended(job, "finished")
 
         async def reader(after: int, every: int) -> list[int]:
-            found = []
+            received = []
             async for part in hub.read(job, after):
-                found += [number for number, _, _ in read_frames(part)]
-                if every and len(found) % every == 0:
+                received += [number for number, _, _ in read_frames(part)]
+                if every and len(received) % every == 0:
                     await asyncio.sleep(0.02)
-            return found
+            return received
 
         first = asyncio.create_task(reader(0, 1))
         await asyncio.sleep(0)
         writer = threading.Thread(target=write)
         writer.start()
         others = [asyncio.create_task(reader(after, every)) for after in (0, 7) for every in (0, 3)]
-        found = await asyncio.gather(first, *others)
+        received = await asyncio.gather(first, *others)
         writer.join()
         assert hub.readers == 0 and not hub.channels
-        return found
+        return received
 
-    found = asyncio.run(asyncio.wait_for(run(), 60))
-    for after, ids in zip((0, 0, 0, 7, 7), found):
+    received = asyncio.run(asyncio.wait_for(run(), 60))
+    for after, ids in zip((0, 0, 0, 7, 7), received):
         assert ids == list(range(after + 1, count + 3))
 
 
@@ -150,13 +150,13 @@ def test_readers_outlive_a_disk_that_fails_for_a_while(store: Store, monkeypatch
     queue.ask(job, "cancel")
 
     async def run() -> list[int]:
-        served, found = hub.Hub(store), []
+        served, collected = hub.Hub(store), []
         served.open()
         stumbles = [sqlite3.OperationalError("disk I/O error")] * 2
 
         async def read() -> None:
             async for part in served.read(job, 0):
-                found.extend(number for number, _, _ in read_frames(part))
+                collected.extend(number for number, _, _ in read_frames(part))
 
         ended = served._has_ended
 
@@ -168,7 +168,7 @@ def test_readers_outlive_a_disk_that_fails_for_a_while(store: Store, monkeypatch
         monkeypatch.setattr(served, "_has_ended", stumbling)
         await asyncio.wait_for(read(), 20)
         assert not stumbles
-        return found
+        return collected
 
     assert asyncio.run(run()) == [1, 2]
 

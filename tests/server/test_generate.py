@@ -1,4 +1,4 @@
-"""What answers a question: the model, or an artifact's own packed weights; and what is refused beside a running job."""
+"""Questions are answered by the model, or an artifact's own packed weights; some are refused beside a running job."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     values = {"method.name": "prge", "method.rank": 2, "method.queries": 2, "method.learning_rate": 0.1}
     values |= {"model.source": str(source), "model.dtype": "bfloat16", "export.target": "jetson"}
     values |= {"export.quantize": "nf4", "export.lengths_tokens": [32], "export.batch_size": 2}
-    made = export(RunConfig.load(None, values), folder / "board").path
+    artifact = export(RunConfig.load(None, values), folder / "board").path
     shutil.rmtree(source)
-    return made
+    return artifact
 
 
 @pytest.fixture

@@ -23,14 +23,14 @@ from ondevice.server.helper import Helper
 from ondevice.server.serve import default_store
 from ondevice.server.service import Cgroup, own_bytes
 from ondevice.server.store import MIGRATIONS, MissingError, Store
-from ondevice.server.supervisor import Running, judge, over_memory
+from ondevice.server.worker_process import Running, judge, over_memory
 from tests.server.running import DaemonProcess, wait_for
 
 
 def test_the_unit_is_one_that_systemd_takes_and_is_hardened(tmp_path) -> None:
     path = systemd.install(systemd.unit(groups=()), tmp_path)
     text = path.read_text()
-    command = f"ExecStart={sys.executable} -m ondevice serve --host 127.0.0.1 --port 8765"
+    command = f"ExecStart={sys.executable} -P -m ondevice serve --host 127.0.0.1 --port 8765"
     assert command in text.splitlines() and path.stat().st_mode & 0o777 == 0o644
     for line in ("Type=notify", "WatchdogSec=60", "DynamicUser=yes", "ProtectSystem=strict", "NoNewPrivileges=yes",
                  "LimitNOFILE=65536"):  # fmt: skip
@@ -280,14 +280,14 @@ def test_what_an_exit_status_means(code: int, asked: str, told, outcome: str) ->
     process = subprocess.Popen(["true"])
     process.wait()
     running = Running("job-1", process, {}, asked=asked)
-    found, error = judge(code, running, told)
-    assert found == outcome and (error is None) == (outcome in ("finished", "interrupted"))
+    actual, error = judge(code, running, told)
+    assert actual == outcome and (error is None) == (outcome in ("finished", "interrupted"))
     running.over = over_memory(1 << 30, None)
-    found, error = judge(code, running, told)
+    actual, error = judge(code, running, told)
     if code == 0:  # all steps are done
-        assert (found, error) == ("finished", None)
+        assert (actual, error) == ("finished", None)
     else:
-        assert found == "refused" and error is not None and error["error"] == DoesNotFitError.__name__
+        assert actual == "refused" and error is not None and error["error"] == DoesNotFitError.__name__
 
 
 def test_temperatures_and_power_as_a_jetson_says_them(tmp_path) -> None:
@@ -300,18 +300,18 @@ def test_temperatures_and_power_as_a_jetson_says_them(tmp_path) -> None:
                        ("curr2_input", "7\n")):  # fmt: skip
         (chip / name).write_text(text)
     (tmp_path / "hwmon" / "hwmon2" / "power1_input").write_text("2500000\n")
-    found = metrics.system(tmp_path, tmp_path / "hwmon", tmp_path / "thermal")
-    assert found["temperatures_c"] == {"tj-thermal": 51.25}
-    assert found["power_w"] == {"VDD_IN": 7.0, "power1_input": 2.5}
-    assert found["memory_total_bytes"] > found["memory_available_bytes"] > 0 and found["disk_free_bytes"] > 0
+    actual = metrics.system(tmp_path, tmp_path / "hwmon", tmp_path / "thermal")
+    assert actual["temperatures_c"] == {"tj-thermal": 51.25}
+    assert actual["power_w"] == {"VDD_IN": 7.0, "power1_input": 2.5}
+    assert actual["memory_total_bytes"] > actual["memory_available_bytes"] > 0 and actual["disk_free_bytes"] > 0
 
 
 def test_prometheus_reads_the_metrics(served) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
     text = served.client._send("GET", "/metrics").decode()
-    found = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
-    assert found["ondevice_machine_memory_available_bytes"].value > 0
+    by_name = {sample.name: sample for family in text_string_to_metric_families(text) for sample in family.samples}
+    assert by_name["ondevice_machine_memory_available_bytes"].value > 0
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     states = {sample.labels["state"]: sample.value for sample in samples if sample.name == "ondevice_jobs"}
     assert states["done"] >= 1 and len(states) == 8
@@ -351,6 +351,20 @@ def test_requests_are_counted_while_they_are_read(tmp_path, monkeypatch) -> None
     text = daemon.metrics.prometheus().decode()
     daemon.stop()
     assert text.count('path="/v1/jobs"') == 2 and len(daemon.metrics.requests) == 4
+
+
+def test_a_helper_imports_nothing_from_the_folder_it_is_started_in(tmp_path, monkeypatch) -> None:
+    """What lies where the daemon was started, uploads perhaps, must not run as its code."""
+    (tmp_path / "rows.jsonl").write_text('{"text": "x"}\n')
+    for name in ("json", "pydantic", "yaml"):
+        (tmp_path / f"{name}.py").write_text("open(__file__ + ' ran', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    helper = Helper("test", timeout_s=60)
+    try:
+        assert helper("validate", file=str(tmp_path / "rows.jsonl"), task=None)["rows"] == 1
+    finally:
+        helper.close()
+    assert not [*tmp_path.glob("* ran")]
 
 
 def test_a_helper_that_dies_or_hangs_is_replaced(tmp_path) -> None:

@@ -28,7 +28,7 @@ SCRIPT_LIMIT_S = 280
 
 
 def missing() -> str:
-    """What the browser tests lack here, or nothing."""
+    """Name the packages that the browser tests lack here; empty if none."""
     lacks = [] if CHROMIUM else ["chromium"]
     lacks += [] if shutil.which("node") else ["node"]
     lacks += [] if (MODULES / "playwright-core").is_dir() else ["playwright-core"]
@@ -135,7 +135,7 @@ def test_the_curve_is_cut_where_a_run_is_resumed() -> None:
 
 
 def test_the_page_has_no_inline_code_and_names_nothing_outside() -> None:
-    """What the CSP would stop, found without a browser: inline code and styles, other hosts."""
+    """Everything that the CSP would stop is found without a browser: inline code and styles, other hosts."""
     for path in PAGE.rglob("*"):
         if path.suffix not in (".html", ".css", ".js") or "vendor" in path.parts:
             continue

@@ -100,7 +100,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not active:
             return
         (job,) = active
-        found = self.queue.ended(job, outcome, ran_s=ran_s, error={"error": "X", "message": "why"})
+        current = self.queue.ended(job, outcome, ran_s=ran_s, error={"error": "X", "message": "why"})
         if self.state[job] == "cancelling":
             state = "cancelled"
         elif outcome == "finished":
@@ -118,7 +118,7 @@ class QueueMachine(RuleBasedStateMachine):
                 state = "failed"
             elif state == "queued":
                 self.ready_at[job] = self.now + 2 ** (self.crashes[job] - 1)
-        assert found.state == state
+        assert current.state == state
         self._set(job, state)
 
     @rule(job=jobs, priority=st.integers(-2, 2))
@@ -165,10 +165,10 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def is_what_the_model_says(self) -> None:
-        found = {job.id: job for job in self.queue.list()}
-        assert {name: job.state for name, job in found.items()} == self.state
+        by_name = {job.id: job for job in self.queue.list()}
+        assert {name: job.state for name, job in by_name.items()} == self.state
         assert sum(state in ACTIVE for state in self.state.values()) <= 1
-        for name, job in found.items():
+        for name, job in by_name.items():
             events = self.store.events(name, 0, 10_000)
             assert [number for number, _, _ in events] == list(range(1, len(events) + 1))
             assert [json.loads(data)["state"] for _, _, data in events] == self.said[name]

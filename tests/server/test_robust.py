@@ -1,4 +1,4 @@
-"""What a daemon survives: malformed uploads, kill -9 at any moment, a power cut. Both run larger by hand."""
+"""A daemon survives malformed uploads, kill -9 at any moment, a power cut. Both run larger by hand."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tests.server.running import DaemonProcess, adapter_bits, rows, settings, wa
 
 def test_malformed_uploads_are_refused_with_a_reason(served, tmp_path) -> None:
     """The whole of it: `python -m tests.server.malformed --count 10000`."""
-    found = attack(served.client, served.daemon.store, tmp_path, 450, seed=1)
-    assert sum(found.values()) == 450 and found["refused with 422"] > 400
+    report = attack(served.client, served.daemon.store, tmp_path, 450, seed=1)
+    assert sum(report.values()) == 450 and report["refused with 422"] > 400
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path) -> None:
     """The whole of it: `python -m tests.server.kills --kills 50`."""
-    found = trouble(tmp_path, kills=2, seed=3, steps=250)
-    assert found["kills"] >= 1 and found["attempts"] > 1
+    report = trouble(tmp_path, kills=2, seed=3, steps=250)
+    assert report["kills"] >= 1 and report["attempts"] > 1
 
 
 def test_a_stopped_daemon_saves_and_goes_on(tmp_path) -> None:

@@ -304,10 +304,10 @@ def test_tls(tmp_path) -> None:
 def test_the_daemon_reads_no_pickle(root: Path) -> None:
     """Nothing in the server's code, and nothing that it is given, is unpickled."""
     words = ("pickle", "torch.load", "joblib", "dill", "yaml.load(", "eval(", "exec(", "trust_remote_code=True")
-    found: list[Any] = [
+    collected: list[Any] = [
         (path.name, word)
         for path in (root / "ondevice" / "server").rglob("*.py")
         for word in words
         if word in path.read_text() and not (word == "pickle" and path.name in ("unpack.py", "security.py"))
     ]
-    assert found == []
+    assert collected == []

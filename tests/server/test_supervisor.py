@@ -17,6 +17,7 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
 from ondevice.core.errors import StorageError
 from ondevice.server import supervisor as module
+from ondevice.server import worker_process
 from ondevice.server.daemon import HUNG_S, sweep
 from ondevice.server.events import follow
 from ondevice.server.helper import Helper
@@ -43,7 +44,7 @@ class Turns:
         store.connection.execute("INSERT INTO datasets VALUES ('data-1', '', 'rows.jsonl', 1, '', '', 12, '[]', 0)")
 
     def worker(self, script: str) -> None:
-        """What workers do from now on; $3 is the job's folder."""
+        """Say what workers do from now on; $3 is the job's folder."""
         path = Path(self.supervisor.python)
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o700)
@@ -61,18 +62,18 @@ class Turns:
     def until(self, condition: Callable[[Job], Any], job: str) -> Job:
         def holds() -> Job | None:
             self.turn()
-            found = self.queue.get(job)
-            return found if condition(found) else None
+            current = self.queue.get(job)
+            return current if condition(current) else None
 
         return wait_for(holds, "turn by turn", 30)
 
 
 @pytest.fixture
 def turns(store: Store) -> Iterator[Turns]:
-    made = Turns(store)
-    yield made
-    if (running := made.supervisor.running) is not None:
-        made.supervisor._kill(running)
+    opened = Turns(store)
+    yield opened
+    if (running := opened.supervisor.running) is not None:
+        running.kill()
         running.process.wait()
 
 
@@ -93,8 +94,8 @@ def test_an_end_that_cannot_be_written_is_written_later(turns: Turns, monkeypatc
     turns.worker("exit 130")
     job = turns.create()
     monkeypatch.setattr(turns.queue, "ended", failing(2, StorageError("full"), turns.queue.ended))
-    found = turns.until(lambda found: found.state == "queued" and found.attempt == 1, job)
-    assert found.ran_s > 0 and turns.supervisor.running is None
+    current = turns.until(lambda current: current.state == "queued" and current.attempt == 1, job)
+    assert current.ran_s > 0 and turns.supervisor.running is None
     turns.turn()
     assert turns.queue.get(job).attempt == 2  # the queue goes on
 
@@ -114,22 +115,22 @@ def test_an_adapter_that_cannot_be_copied_is_tried_again(turns: Turns, monkeypat
     turns.worker("exit 0")
     job = turns.create()
     monkeypatch.setattr(module, "register_outcome", failing(1, OSError(5, "Input/output error"), lambda *_: print))
-    found = turns.until(lambda found: found.crashes == 1, job)
-    assert found.state == "queued" and "Input/output error" in found.reason
+    current = turns.until(lambda current: current.crashes == 1, job)
+    assert current.state == "queued" and "Input/output error" in current.reason
     turns.now += 60
-    assert turns.until(lambda found: found.state == "done", job).attempt == 2
+    assert turns.until(lambda current: current.state == "done", job).attempt == 2
 
 
 @pytest.mark.parametrize("error", [StorageError("no space left"), OSError(28, "No space left on device")])
 def test_a_start_that_finds_no_room_is_tried_again(turns: Turns, monkeypatch, error: Exception) -> None:
     turns.worker("exit 0")
     job = turns.create()
-    monkeypatch.setattr(module, "atomic_write", failing(1, error, module.atomic_write))
+    monkeypatch.setattr(worker_process, "atomic_write", failing(1, error, worker_process.atomic_write))
     turns.turn()
-    found = turns.queue.get(job)
-    assert (found.state, found.crashes) == ("queued", 1) and "o space left" in found.reason
+    current = turns.queue.get(job)
+    assert (current.state, current.crashes) == ("queued", 1) and "o space left" in current.reason
     turns.now += 60
-    assert turns.until(lambda found: found.state == "done", job).attempt == 2
+    assert turns.until(lambda current: current.state == "done", job).attempt == 2
 
 
 def test_an_active_job_without_a_worker_has_crashed(turns: Turns) -> None:
@@ -137,8 +138,8 @@ def test_an_active_job_without_a_worker_has_crashed(turns: Turns) -> None:
     job = turns.create()
     assert turns.queue.claim() is not None
     turns.turn()
-    found = turns.queue.get(job)
-    assert (found.state, found.crashes, found.reason) == ("queued", 1, "the job has no worker")
+    current = turns.queue.get(job)
+    assert (current.state, current.crashes, current.reason) == ("queued", 1, "the job has no worker")
 
 
 def test_what_is_asked_holds_where_events_cannot_be_read(turns: Turns, monkeypatch) -> None:
@@ -152,7 +153,7 @@ def test_what_is_asked_holds_where_events_cannot_be_read(turns: Turns, monkeypat
     turns.queue.ask(job, "cancel")
     wait_for(lambda: (turns.turn(), running.process.poll() is not None)[1], "it is killed", 30)
     monkeypatch.setattr(module, "follow", follow)
-    assert turns.until(lambda found: found.state == "cancelled", job).error is None
+    assert turns.until(lambda actual: actual.state == "cancelled", job).error is None
 
 
 def test_a_window_that_closes_stops_the_job_until_it_opens(turns: Turns) -> None:
@@ -172,8 +173,8 @@ def test_a_window_that_closes_stops_the_job_until_it_opens(turns: Turns) -> None
     assert turns.queue.get(job).state == "running"
     time.sleep(0.2)  # the script has its trap
     turns.now = at(23)
-    found = turns.until(lambda found: found.state == "queued", job)
-    assert found.reason == "its window has closed" and found.crashes == 0
+    current = turns.until(lambda current: current.state == "queued", job)
+    assert current.reason == "its window has closed" and current.crashes == 0
     turns.turn()
     assert turns.supervisor.running is None and turns.queue.get(job).attempt == 1
 
@@ -181,9 +182,9 @@ def test_a_window_that_closes_stops_the_job_until_it_opens(turns: Turns) -> None
 def test_a_job_over_its_memory_is_killed_and_fails(turns: Turns) -> None:
     turns.worker(f"exec {sys.executable} -c 'import time; held = bytearray(b\"x\") * (96 << 20); time.sleep(60)'")
     job = turns.create(limits={"memory_bytes": 64 << 20})
-    found = turns.until(lambda found: found.state == "failed", job)
-    assert found.error is not None and found.error["error"] == "DoesNotFitError" and found.attempt == 1
-    assert found.error["expected"] == "at most 64 MiB"
+    current = turns.until(lambda current: current.state == "failed", job)
+    assert current.error is not None and current.error["error"] == "DoesNotFitError" and current.attempt == 1
+    assert current.error["expected"] == "at most 64 MiB"
 
 
 def test_a_job_that_ends_although_its_time_is_over_is_done(turns: Turns, monkeypatch) -> None:
@@ -194,8 +195,8 @@ def test_a_job_that_ends_although_its_time_is_over_is_done(turns: Turns, monkeyp
     turns.turn()
     wait_for((turns.store.path("jobs", job) / "ready").exists, "it runs", 30)
     turns.queue.change(job, spec=turns.queue.get(job).spec | {"limits": {"time_s": 0.01}})
-    found = turns.until(lambda found: found.state in ("done", "failed"), job)
-    assert found.state == "done" and found.error is None and kept == [job]
+    current = turns.until(lambda current: current.state in ("done", "failed"), job)
+    assert current.state == "done" and current.error is None and kept == [job]
 
 
 def test_the_time_that_a_killed_daemon_saw_counts(turns: Turns) -> None:
@@ -204,9 +205,9 @@ def test_the_time_that_a_killed_daemon_saw_counts(turns: Turns) -> None:
         'echo \'{"attempt": 1, "offset": 0}\' > attempt.json; ' + WAITS
     )
     job = turns.create()
-    found = turns.until(lambda found: found.ran_s > 0, job)
-    assert found.state == "running"
-    assert turns.queue.recover()[0].ran_s == found.ran_s  # as the next daemon finds it
+    current = turns.until(lambda current: current.ran_s > 0, job)
+    assert current.state == "running"
+    assert turns.queue.recover()[0].ran_s == current.ran_s  # as the next daemon finds it
 
 
 def fake_cgroup(tmp_path: Path) -> tuple[Cgroup, Path]:
@@ -233,12 +234,12 @@ def test_each_attempt_has_a_cgroup_and_a_changed_limit_reaches_it(turns: Turns, 
     (group / "memory.events").write_text("oom_kill 1\n")  # of the machine: there is no limit any more
     assert turns.supervisor.running is not None
     os.kill(turns.supervisor.running.process.pid, 9)
-    found = turns.until(lambda found: found.state == "queued", job)
-    assert found.crashes == 1 and group.is_dir()  # it could not be removed
-    turns.queue.change(job, spec=found.spec | {"limits": {"memory_bytes": 1 << 30}})
+    current = turns.until(lambda current: current.state == "queued", job)
+    assert current.crashes == 1 and group.is_dir()  # it could not be removed
+    turns.queue.change(job, spec=current.spec | {"limits": {"memory_bytes": 1 << 30}})
     turns.now += 60
     turns.worker("exit 0")
-    assert turns.until(lambda found: found.state in ("done", "failed"), job).state == "done"
+    assert turns.until(lambda current: current.state in ("done", "failed"), job).state == "done"
 
 
 def test_a_start_that_hashes_for_long_is_not_taken_for_hung(turns: Turns, monkeypatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,9 +34,9 @@ def choices() -> Dataset:
 
 
 def session(**options) -> BigramSession:
-    made = BigramSession(**options)
-    made.logits = np.random.default_rng(1).normal(size=made.logits.shape).astype(np.float32) * 2
-    return made
+    built = BigramSession(**options)
+    built.logits = np.random.default_rng(1).normal(size=built.logits.shape).astype(np.float32) * 2
+    return built
 
 
 def likelihood(logits: np.ndarray, ids: tuple[int, ...], labels: tuple[int, ...]) -> tuple[float, int]:
@@ -146,10 +147,39 @@ def test_a_candidate_that_is_not_a_number_is_never_the_answer(choices) -> None:
 
 
 def test_what_is_best() -> None:
-    def made(loss: float, accuracy: float | None = None, f1: float | None = None) -> tuple[float, ...]:
+    def key_of(loss: float, accuracy: float | None = None, f1: float | None = None) -> tuple[float, ...]:
         return EvalResult(loss, accuracy, f1, None, None, 1, 1, 0.0).score
 
-    assert made(2.0, accuracy=0.9) > made(1.0, accuracy=0.8)
-    assert made(1.0, accuracy=0.9) > made(2.0, accuracy=0.9)
-    assert made(2.0, f1=0.5) > made(1.0, f1=0.4)
-    assert made(1.0) > made(2.0) > made(math.inf)
+    assert key_of(2.0, accuracy=0.9) > key_of(1.0, accuracy=0.8)
+    assert key_of(1.0, accuracy=0.9) > key_of(2.0, accuracy=0.9)
+    assert key_of(2.0, f1=0.5) > key_of(1.0, f1=0.4)
+    assert key_of(1.0) > key_of(2.0) > key_of(math.inf)
+
+
+@pytest.mark.parametrize("metric", ["pearson", "spearman", "macro_f1", "matthews"])
+def test_a_templates_metric_is_over_all_rows(choices, metric) -> None:
+    """Of numbers: the candidates' mean by their probabilities against the rows' own; of classes: what was chosen."""
+    values = (0.0, 2.5, 5.0)
+    choices.items = [replace(item, value=0.5 * item.line) for item in choices.items]
+    plain = evaluate_dataset(session(), choices, PAD)
+    choices.metric, choices.values = metric, values
+    result = evaluate_dataset(session(), choices, PAD)
+    assert plain is not None and plain.metric is None and result is not None and result.metric == metric
+    shares = [np.exp(row.scores) / np.exp(row.scores).sum() for row in result.predictions]
+    means = [float(share @ values) for share in shares]
+    own = [0.5 * line for line in range(1, 11)]
+    gold, predicted = [row.gold for row in result.predictions], [row.predicted for row in result.predictions]
+    f1 = [
+        2 * sum(g == p == c for g, p in zip(gold, predicted)) / (gold.count(c) + predicted.count(c)) for c in range(3)
+    ]
+    expected = {
+        "pearson": lambda: np.corrcoef(own, means)[0, 1],
+        "spearman": lambda: np.corrcoef(np.argsort(np.argsort(own)), np.argsort(np.argsort(means)))[0, 1],
+        "macro_f1": lambda: np.mean(f1),
+        "matthews": lambda: np.corrcoef(
+            np.eye(3)[gold].ravel() - np.tile(np.bincount(gold, minlength=3) / 10, 10),
+            np.eye(3)[predicted].ravel() - np.tile(np.bincount(predicted, minlength=3) / 10, 10),
+        )[0, 1],
+    }[metric]()  # fmt: skip
+    assert result.metric_value == pytest.approx(expected, abs=1e-5)
+    assert result.score[0] == result.metric_value and result.figures()["metric"] == metric

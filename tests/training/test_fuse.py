@@ -134,6 +134,13 @@ def test_what_would_be_overwritten_is_refused(tmp_path: Path) -> None:
         fuse(str(base), tmp_path / "adapter", tmp_path)
     with pytest.raises(ModelError, match="dtype"):
         fuse(str(base), tmp_path / "adapter", tmp_path / "fused", dtype="int4")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(StorageError, match="already holds a model"):
+        fuse(str(base), tmp_path / "adapter", tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").read_text() == "{}"
+    fuse(str(base), tmp_path / "adapter", tmp_path / "model", overwrite=True)
+    assert load_model(str(tmp_path / "model")).dims.layers == 2
 
 
 @pytest.mark.model

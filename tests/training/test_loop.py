@@ -188,11 +188,11 @@ def test_evaluations_and_the_best_checkpoint(tmp_path) -> None:
         "checkpoint_every": 10,
     }
     result = train(tmp_path, 20, session, **options)
-    found = logged(tmp_path, events.Evaluate)
-    assert [(event.step, event.accuracy, event.best) for event in found] == [
+    actual = logged(tmp_path, events.Evaluate)
+    assert [(event.step, event.accuracy, event.best) for event in actual] == [
         (4, 0.5, True), (8, 0.9, True), (12, 0.6, False), (16, 0.7, False), (20, 0.8, False),
     ]  # fmt: skip
-    assert found[-1].loss < found[0].loss < np.log(12)
+    assert actual[-1].loss < actual[0].loss < np.log(12)
     names = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert names == ["checkpoint-00000008", "checkpoint-00000010", "checkpoint-00000020"]
     assert result.best_checkpoint == tmp_path / names[0] and result.best_score is not None

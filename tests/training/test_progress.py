@@ -1,4 +1,4 @@
-"""What the terminal shows of a run."""
+"""The lines that the terminal shows of a run."""
 
 from __future__ import annotations
 

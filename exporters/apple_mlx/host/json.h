@@ -1,34 +1,31 @@
-// A reader of JSON: what program.json and the headers of safetensors files need, and nothing more.
+// Reads `program.json` and the headers of safetensors files.
 #pragma once
 
-#include <map>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <string>
-#include <string_view>
-#include <vector>
 
 namespace ondevice {
 
-struct Json {
-  enum class Kind { null, boolean, number, text, list, object };
+using Json = nlohmann::json;
+using Texts = std::vector<std::string>;
 
-  Kind kind = Kind::null;
-  bool boolean = false;
-  double number = 0;
-  std::string text;
-  std::vector<Json> list;
-  std::map<std::string, Json> object;
-
-  // The value of a key; an error that names the key where it is not there.
-  const Json& at(const std::string& key) const;
-  bool has(const std::string& key) const { return object.count(key) != 0; }
-  int integer() const;
-  std::vector<std::string> texts() const;
-};
-
-// Reads a whole document; throws std::runtime_error with the place of the first mistake.
-Json parse_json(std::string_view text, const std::string& where);
+// Parses a document; throws std::runtime_error that names where it is from and the place of the first mistake.
+template <class Source>
+Json parse_json(Source&& source, const std::string& where) {
+  try {
+    return Json::parse(std::forward<Source>(source));
+  } catch (const Json::exception& error) {
+    throw std::runtime_error(where + ": " + error.what());
+  }
+}
 
 // Reads a file; throws std::runtime_error that names it.
-std::string read_file(const std::string& path);
+inline Json read_json(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error(path + " cannot be read");
+  return parse_json(file, path);
+}
 
 }  // namespace ondevice

@@ -54,7 +54,7 @@ int train(const std::vector<std::string>& words) {
   }
   std::vector<ondevice::Batch> batches = read_batches(places[1]);
   ondevice::Trainer trainer(places[0], streamed);
-  if (rate < 0) rate = trainer.program().json.at("optimizer").at("learning_rate").number;
+  if (rate < 0) rate = trainer.program().json.at("optimizer").at("learning_rate");
   for (size_t step = 0; step < batches.size(); ++step) {
     mx::reset_peak_memory();
     double loss = trainer.step(batches[step], rate);

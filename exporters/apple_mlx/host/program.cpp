@@ -13,24 +13,22 @@ constexpr int kFormat = 2;
 
 Instructions instructions_of(const Json& json) {
   Instructions found;
-  for (const Json& item : json.list) {
+  for (const Json& item : json) {
     Instruction call;
-    if (item.has("update")) {
-      call.update = item.at("update").text;
+    if (item.contains("update")) {
+      call.update = item.at("update");
       found.push_back(std::move(call));
       continue;
     }
-    call.function = item.at("function").text;
-    for (const Json& input : item.at("inputs").list) {
-      const auto& parts = input.list;
-      call.inputs.emplace_back(parts.at(0).text, Operand{parts.at(1).text, parts.at(2).integer(), parts.at(3).integer(),
-                                                     parts.at(4).integer()});
+    call.function = item.at("function");
+    for (const Json& input : item.at("inputs")) {
+      call.inputs.emplace_back(input.at(0), Operand{input.at(1), input.at(2), input.at(3), input.at(4)});
     }
-    for (const Json& output : item.at("outputs").list) {
-      call.outputs.emplace_back(output.list.at(0).text, output.list.at(1).text);
+    for (const Json& output : item.at("outputs")) {
+      call.outputs.emplace_back(output.at(0), output.at(1));
     }
-    call.evaluate = item.at("evaluate").boolean;
-    call.free = item.at("free").texts();
+    call.evaluate = item.at("evaluate");
+    call.free = item.at("free").get<Texts>();
     found.push_back(std::move(call));
   }
   return found;
@@ -60,8 +58,8 @@ mx::array Operand::of(const mx::array& whole) const {
 
 Functions::Functions(std::string folder, const Json& listed, std::string mlx_version)
     : folder_(std::move(folder)), mlx_version_(std::move(mlx_version)) {
-  for (const auto& [name, entry] : listed.object) {
-    listed_.emplace(name, std::pair(entry.at("file").text, entry.at("outputs").texts()));
+  for (const auto& [name, entry] : listed.items()) {
+    listed_.emplace(name, std::pair(entry.at("file").get<std::string>(), entry.at("outputs").get<Texts>()));
   }
 }
 
@@ -111,18 +109,18 @@ void Block::announce() const {
 }
 
 Program::Program(const std::string& folder, bool streamed)
-    : json(parse_json(read_file(folder + "/program.json"), folder + "/program.json")) {
-  if (json.at("format").integer() != kFormat) throw std::runtime_error(folder + ": a program of another format");
-  std::string written = json.at("mlx_version").text;
+    : json(read_json(folder + "/program.json")) {
+  if (json.at("format") != kFormat) throw std::runtime_error(folder + ": a program of another format");
+  std::string written = json.at("mlx_version");
   if (written != mx::version()) {
     throw std::runtime_error(folder + " is of another version of MLX: expected " + std::string(mx::version()) +
                              ", received " + written + "; export the model again");
   }
-  layers = json.at("layers").integer();
-  batch_size = json.at("batch_size").integer();
-  head = json.at("tied").boolean ? "embedding" : "head";
-  for (const Json& one : json.at("lora_parameters").list) {
-    lora_parameters.push_back({one.at("layer").integer(), one.at("target").text, one.at("A").text, one.at("B").text});
+  layers = json.at("layers");
+  batch_size = json.at("batch_size");
+  head = json.at("tied").get<bool>() ? "embedding" : "head";
+  for (const Json& one : json.at("lora_parameters")) {
+    lora_parameters.push_back({one.at("layer"), one.at("target"), one.at("A"), one.at("B")});
   }
   const Json& lists = json.at("instructions");
   embed = instructions_of(lists.at("embed"));
@@ -130,8 +128,8 @@ Program::Program(const std::string& folder, bool streamed)
   final_norm_backward = instructions_of(lists.at("final_norm_backward"));
   loss = instructions_of(lists.at("loss"));
   loss_only = instructions_of(lists.at("loss_only"));
-  for (const auto& [length, bucket] : json.at("lengths").object) {
-    buckets.emplace(std::stoi(length), Bucket{bucket.at("loss_rows").integer(), instructions_of(bucket.at("forward")),
+  for (const auto& [length, bucket] : json.at("lengths").items()) {
+    buckets.emplace(std::stoi(length), Bucket{bucket.at("loss_rows"), instructions_of(bucket.at("forward")),
                                               instructions_of(bucket.at("backward"))});
   }
   bool gpu = mx::default_device() == mx::Device::gpu;

@@ -41,14 +41,14 @@ TensorFile::TensorFile(const std::string& path) : path_(path) {
   std::string header(length, ' ');
   fill(header.data(), length, 8, "the header");
   size_t end = 8 + length;
-  for (const auto& [name, value] : parse_json(header, path).object) {
+  Json entries = parse_json(header, path);
+  for (const auto& [name, value] : entries.items()) {
     if (name == "__metadata__") continue;
     mx::Shape shape;
-    for (const Json& item : value.at("shape").list) shape.push_back(item.integer());
-    auto start = static_cast<size_t>(value.at("data_offsets").list.at(0).number);
-    auto stop = static_cast<size_t>(value.at("data_offsets").list.at(1).number);
+    for (const Json& item : value.at("shape")) shape.push_back(item);
+    size_t start = value.at("data_offsets").at(0), stop = value.at("data_offsets").at(1);
     size_t rows = shape.empty() ? 1 : static_cast<size_t>(shape[0]);
-    mx::Dtype type = type_of(value.at("dtype").text, path + ": '" + name + "'");
+    mx::Dtype type = type_of(value.at("dtype"), path + ": '" + name + "'");
     entries_.emplace(name, Entry{type, shape, 8 + length + start, rows == 0 ? 0 : (stop - start) / rows});
     end = std::max(end, 8 + length + stop);
   }

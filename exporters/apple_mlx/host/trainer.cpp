@@ -37,7 +37,7 @@ const Bucket& Trainer::bucket(const Batch& batch) const {
 
 mx::array Trainer::embed(const Batch& batch) {
   Arrays rows;
-  for (const std::string& part : program_.json.at("parts").texts()) {
+  for (const std::string& part : program_.json.at("parts").get<Texts>()) {
     rows.emplace("rows." + part, program_.table->rows("embedding." + part, batch.ids));
   }
   Arrays made = run(program_, program_.embed, std::move(rows), *program_.table, {});
@@ -55,13 +55,13 @@ double Trainer::step(const Batch& batch, double learning_rate) {
   ++steps_;
   double rate = learning_rate;
   scalars_.clear();
-  scalars_.emplace("kept", scalar(1 - learning_rate * optimizer.at("weight_decay").number));
-  if (optimizer.at("name").text == "adamw") {
-    rate /= 1 - std::pow(optimizer.at("beta1").number, steps_);
-    scalars_.emplace("root", scalar(std::sqrt(1 - std::pow(optimizer.at("beta2").number, steps_))));
-    float constants[] = {static_cast<float>(optimizer.at("beta1").number),
-                         static_cast<float>(optimizer.at("beta2").number),
-                         static_cast<float>(optimizer.at("eps").number)};
+  scalars_.emplace("kept", scalar(1 - learning_rate * optimizer.at("weight_decay").get<double>()));
+  if (optimizer.at("name") == "adamw") {
+    rate /= 1 - std::pow(optimizer.at("beta1").get<double>(), steps_);
+    scalars_.emplace("root", scalar(std::sqrt(1 - std::pow(optimizer.at("beta2").get<double>(), steps_))));
+    float constants[] = {optimizer.at("beta1"),
+                         optimizer.at("beta2"),
+                         optimizer.at("eps")};
     scalars_.emplace("constants", mx::array(constants, {3}, mx::float32));
   }
   scalars_.emplace("rate", scalar(rate));
@@ -119,7 +119,7 @@ double Trainer::loss(const mx::array& x, const Batch& batch, int loss_rows, mx::
     Arrays given = program_.functions->call("gather_rows", {{"all", hn}, {"place", place}});
     if (gradient) given.emplace("weight", mx::array(weights.data(), {loss_rows}, mx::float32));
     mx::eval(given.at("hn"));
-    for (const std::string& part : program_.json.at("parts").texts()) {
+    for (const std::string& part : program_.json.at("parts").get<Texts>()) {
       given.emplace("rows." + part, program_.table->rows(program_.head + "." + part, labels));
     }
     Arrays found = run(program_, gradient ? program_.loss : program_.loss_only, std::move(given), *program_.table, {},
@@ -157,7 +157,7 @@ void Trainer::update(int layer, const std::string& target, const mx::array& a, c
 mx::array Trainer::updated(const std::string& name, const mx::array& value, const mx::array& gradient) {
   Arrays given = {{"value", value}, {"gradient", gradient}};
   for (const auto& item : scalars_) given.insert(item);
-  std::string optimizer = program_.json.at("optimizer").at("name").text;
+  std::string optimizer = program_.json.at("optimizer").at("name");
   if (optimizer == "adamw") {
     if (!first_.count(name)) {
       first_.emplace(name, mx::zeros_like(value));

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def memory(
     dims: ModelDims, config: FullConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part: gradients and AdamW moments of every parameter, and activations kept for backward."""
+    """Return peak bytes by part: gradients and AdamW moments of every parameter, and activations kept for backward."""
     tokens = batch_size * length_tokens
     return {
         "adapter": dims.parameters * activation_bytes,

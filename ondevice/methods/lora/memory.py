@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def memory(
     dims: ModelDims, config: LoraConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for backward."""
+    """Return peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for backward."""
     shapes = [dims.linear_shape(target) for target in config.target_modules]
     a = dims.layers * config.rank * sum(inputs for inputs, _ in shapes)
     b = dims.layers * config.rank * sum(outputs for _, outputs in shapes)

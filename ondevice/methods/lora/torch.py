@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.core.errors import ArtifactError, MissingPackageError
+from ondevice.artifact.adapter_fit import check_fits
+from ondevice.core.errors import MissingPackageError
 from ondevice.methods.adamw_session import AdamWSession
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class LoraSession(AdamWSession):
         super().__init__(loaded, trained, config)
 
     def adapter(self) -> Adapter:
-        """The trained adapter in PEFT's layout."""
+        """Return the trained adapter in PEFT's layout."""
         tensors = {name: value.detach().float().cpu().numpy().copy() for name, value in self.all_tensors.items()}
         config = self.config
         return Adapter(tensors, config.rank, config.alpha, config.target_modules, self.loaded.source.source)
@@ -54,23 +55,13 @@ class LoraSession(AdamWSession):
     @torch.no_grad()
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
-        if adapter.alpha != self.config.alpha:
-            raise ArtifactError("the adapter has another alpha", expected=self.config.alpha, received=adapter.alpha)
-        beyond = sorted(adapter.tensors.keys() - self.all_tensors.keys())
-        if beyond:
-            raise ArtifactError(f"the adapter changes layers that this run does not: {', '.join(beyond[:4])}")
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.all_tensors.items()}
+        tensors = check_fits(adapter, shapes, self.config.rank, self.config.alpha)
         for name, parameter in self.all_tensors.items():
-            value = adapter.tensors.get(name)
-            if value is None or value.shape != tuple(parameter.shape):
-                raise ArtifactError(
-                    f"the adapter does not fit: {name}",
-                    expected=list(parameter.shape),
-                    received=None if value is None else list(value.shape),
-                )
-            parameter.copy_(torch.from_numpy(value))
+            parameter.copy_(torch.from_numpy(tensors[name]))
 
     def state(self) -> dict[str, np.ndarray]:
-        """As for every first-order method, and the frozen A too."""
+        """Return what every first-order method does, and the frozen A too."""
         frozen = {name: value for name, value in self.all_tensors.items() if name not in self.parameters}
         return super().state() | {name: value.detach().float().cpu().numpy().copy() for name, value in frozen.items()}
 

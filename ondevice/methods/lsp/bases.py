@@ -38,11 +38,11 @@ class Base(Protocol):
         ...
 
     def source(self, unit: Unit, slot: Slot) -> Tensor:
-        """The layer's weights, flat, in the compute dtype, on the compute lane: in `slot` or where they stay."""
+        """Return the layer's weights, flat, in the compute dtype, on the compute lane: in `slot` or where they stay."""
         ...
 
     def fold(self, unit: Unit, start: int, weight: Tensor, seed: int) -> None:
-        """From now on the unit's elements from `start` on are `weight`, float32."""
+        """Let the unit's elements from `start` on are `weight`, float32."""
         ...
 
     def flat(self, unit: Unit) -> Tensor:

@@ -41,12 +41,12 @@ class ProjectedWeightCache:
         else:
             largest, count = max(part.unit.numel for part in layers), min(config.window, len(layers))
             self.layers = [Slot(device.empty(largest, dtype)) for _ in range(count)]
-        self.held: list[int | None] = [None] * len(self.layers)
+        self.loaded: list[int | None] = [None] * len(self.layers)
         self.gradients = [self._slot(layers) for _ in range(min(config.gradient_buffers, len(layers)))]
         self.rest = Slot(self.exact[units.rest.index])
         self.rest_gradient = self._slot([parts[units.rest.index]])
         vocabulary, self.width = units.head.pieces[0].shape
-        self.chunks = [(0, vocabulary)]
+        self.tiles = [(0, vocabulary)]
         self.table = {index: self._slot([parts[index]]) for index in {units.embedding.index, units.head.index}}
         self.head = Slot(device.empty(vocabulary * self.width if base is not None else 0, dtype))
         self.head_gradient = Slot(device.empty(vocabulary * self.width, dtype))
@@ -58,11 +58,9 @@ class ProjectedWeightCache:
 
     def resolve(self, part: Part) -> None:
         """Take the answer to the part's last gradient, if there is one; computations that follow see it."""
-        answer = self.updates.wait(part)
-        if answer is None:
+        now = self.updates.wait(part)
+        if now is None:
             return
-        event, now = answer
-        self.device.hold("compute", event)
         rate = now.adam.learning_rate
         decay = 1 - rate * now.adam.weight_decay
         part.decay *= decay
@@ -73,26 +71,26 @@ class ProjectedWeightCache:
                     old.change.mul_(decay)
 
     def forget_layers(self) -> None:
-        self.held = [None] * len(self.layers)
+        self.loaded = [None] * len(self.layers)
 
     def fetch_layer(self, i: int) -> None:
         """Ask for the base of layer `i`, where it comes from the host."""
         at = i % len(self.layers)
-        if self.base is not None and self.held[at] != i:
+        if self.base is not None and self.loaded[at] != i:
             self.base.fetch(self.units.layers[i], self.layers[at])
 
     def layer(self, i: int) -> Slot:
-        """Layer `i` as it is computed with."""
+        """Return layer `i` as it is computed with."""
         at, unit = i % len(self.layers), self.units.layers[i]
         slot, part, base = self.layers[at], self.parts[unit.index], self.base
         self.resolve(part)
         if base is None or not part.matrices:
             return slot
         group = part.matrices[0][1].group
-        if self.held[at] == i:
+        if self.loaded[at] == i:
             group.plane.show(group, self.dtype)
             return slot
-        self.held[at] = i
+        self.loaded[at] = i
 
         def make() -> tuple[Tensor, ...]:
             group.plane.fill(group, self.dtype)
@@ -115,13 +113,13 @@ class ProjectedWeightCache:
         self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
         compute: Compute,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`compute(*inputs)` of layer `i`, which is bound, as a graph where it has one."""
+        """Run `compute(*inputs)` of layer `i`, which is bound, as a graph where it has one."""
         state = (*self.places(i, leaving), *(x.data_ptr() for x in position))
         return self.graphs.run((kind, i), state, inputs, compute)
 
     def places(self, i: int, leaving: Slot | None) -> tuple[int, ...]:
-        """Addresses of what layer `i` is computed with, which may be memory for others, too; `leaving` is for its
-        gradient."""
+        """Return addresses of what layer `i` is computed with, which may be memory for others, too; `leaving` is for
+        its gradient."""
         part = self.parts[self.units.layers[i].index]
         memory = [self.layers[i % len(self.layers)].memory, self.exact[part.unit.index]]
         if leaving is not None:
@@ -147,20 +145,20 @@ class ProjectedWeightCache:
     def fetch_rest(self) -> None:
         return
 
-    def fetch_head(self, chunk: int) -> None:
+    def fetch_head(self, tile: int) -> None:
         return
 
     def arrive(self, slot: Slot) -> Slot:
-        """Computations that follow run once what `slot` sent has left and, for the rest, its answer is there."""
+        """Let computations that follow run once what `slot` sent has left and, for the rest, its answer is there."""
         if slot is self.rest:
             self.resolve(self.parts[self.units.rest.index])
         if slot.task is not None:
-            self.device.hold("compute", slot.task.wait())
+            slot.task.wait()  # its thread has waited for the copy, so nothing has to on the accelerator
             slot.task = None
         return slot
 
-    def head_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
-        """The whole head: [vocabulary, hidden]."""
+    def head_tile(self, tile: int) -> tuple[Slot, Tensor]:
+        """Return the whole head: [vocabulary, hidden]."""
         table = self.parts[self.units.head.index]
         self.resolve(table)
         if self.base is None or not table.matrices:
@@ -169,13 +167,13 @@ class ProjectedWeightCache:
         change = table.changes(matrix, offset).to(self.dtype)
         return self.head, table.effective(matrix, change, self._table(table), out)
 
-    def head_gradient_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
-        """Zeroed memory for the head's gradient."""
+    def head_gradient_tile(self, tile: int) -> tuple[Slot, Tensor]:
+        """Return zeroed memory for the head's gradient."""
         slot = self.arrive(self.head_gradient)
         return slot, slot.memory.zero_().view(-1, self.width)
 
     def layer_gradient(self, i: int) -> Slot:
-        """Zeroed memory for what layer `i` sends."""
+        """Return zeroed memory for what layer `i` sends."""
         slot = self.gradients[i % len(self.gradients)]
         self._begin(self.parts[self.units.layers[i].index], slot)
         return slot
@@ -186,13 +184,13 @@ class ProjectedWeightCache:
     def send_rest(self) -> None:
         self._send(self.parts[self.units.rest.index], self.rest_gradient)
 
-    def send_head(self, chunk: int, slot: Slot) -> None:
-        """The head's gradient is there; a tied one waits for the embedding's."""
+    def send_head(self, tile: int, slot: Slot) -> None:
+        """Send the head's gradient, which is there; a tied one waits for the embedding's."""
         if not self.units.tied:
             self._send_table(self.parts[self.units.head.index], slot)
 
     def fetch_rows(self, rows: Tensor, most: int) -> Slot:
-        """Rows of the embedding, int64 [R], at most `most`: [R, hidden]."""
+        """Return rows of the embedding, int64 [R], at most `most`: [R, hidden]."""
         part, width = self.parts[self.units.embedding.index], self.width
         self.resolve(part)
         if self.entering is None or self.entering.memory.numel() < most * width:
@@ -207,7 +205,7 @@ class ProjectedWeightCache:
         return self.entering
 
     def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
-        """The embedding's gradient: int64 [R], [R, hidden]."""
+        """Send the embedding's gradient: int64 [R], [R, hidden]."""
         part, at = self.parts[self.units.embedding.index], self._rows(rows)
         if self.units.tied:
             self.head_gradient.memory.view(-1, self.width).index_add_(0, at, gradient)
@@ -221,7 +219,7 @@ class ProjectedWeightCache:
             leaving.memory.view(-1, self.width).index_add_(0, at, gradient)
         self._send(part, leaving)
 
-    def send_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:
+    def all_reduce_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:
         """Let the loss leave."""
         event = self.updates.transfers.all_reduce(total, host, self.device.record("compute"))
         return lambda: event
@@ -259,5 +257,5 @@ class ProjectedWeightCache:
 
 
 def view(memory: Tensor, piece: Piece) -> Tensor:
-    """A parameter in the flat memory of its unit."""
+    """Return a parameter in the flat memory of its unit."""
     return memory[piece.offset : piece.offset + piece.numel].view(piece.shape)

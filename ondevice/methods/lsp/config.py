@@ -45,7 +45,7 @@ class ProjectorConfig(StrictConfig):
 class LspConfig(EngineConfig, ProjectorConfig):
     """First-order fine-tuning of all parameters; what crosses the bus is each gradient in a learned subspace."""
 
-    RENAMED: ClassVar[dict[str, str]] = {"weights": "weight_dtype or weight_placement"}
+    RENAMED: ClassVar[dict[str, str]] = {"weights=host": "weight_placement=host", "weights": "weight_dtype"}
 
     name: Literal["lsp"] = "lsp"
     """Method name."""
@@ -64,8 +64,8 @@ class LspConfig(EngineConfig, ProjectorConfig):
     """Where the layers' weights are: on the accelerator, or in host memory, from which they slide through it."""
 
     weight_dtype: Literal["compute", "float32", "int8", "nf4"] = "compute"
-    """What the layers' weights are kept in: the compute dtype, float32, or 8 or 4 bits by bitsandbytes; on the host the
-    compute dtype."""
+    """Type of the layers' weights: the compute dtype, float32, or 8 or 4 bits by bitsandbytes; on the
+    host the compute dtype."""
 
     window: int = Field(default=3, ge=2)
     """Layers whose weights are on the accelerator as they are computed with."""

@@ -92,7 +92,7 @@ class LspEngine(OffloadEngine):
         self._attach()
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
-        """One AdamW step on int64 [B, T]; gives the mean loss, nats a labelled token.
+        """Run one AdamW step on int64 [B, T]; gives the mean loss, nats a labelled token.
 
         Returns before the last answers are there; what comes next waits for what it needs.
 
@@ -109,7 +109,7 @@ class LspEngine(OffloadEngine):
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, keep=True, every=ids)
         gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
-        known = self.cache.send_total(total.reshape(1), self.total)
+        known = self.cache.all_reduce_total(total.reshape(1), self.total)
         self.passes.backward(gradients, ids, micro_batches)
         self.updates.end_backward()
         known().wait()
@@ -131,7 +131,7 @@ class LspEngine(OffloadEngine):
 
     @torch.no_grad()
     def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """Every parameter by name, on the host; call `flush` before."""
+        """Return every parameter by name, on the host; call `flush` before."""
         weights = {}
         masters = self.store.masters()
         for part in self.parts:

@@ -46,7 +46,7 @@ class Fitted:
 
 
 def relative_bias(left: Projector, right: Projector, gradient: Tensor) -> float:
-    """||P P^T G Q Q^T - G|| / ||G|| on this gradient [m, n], Theorem 1's alpha; 0 where the gradient is."""
+    """Compute ||P P^T G Q Q^T - G|| / ||G|| on this gradient [m, n], Theorem 1's alpha; 0 where the gradient is."""
     squared_norm = float(square(gradient))
     if not squared_norm:
         return 0.0
@@ -61,7 +61,7 @@ def fit(
     left: Projector, right: Projector, gradient: Tensor, rounds: int = 1, steps: int = 12, gamma: float = 1e-3,
     descents: Descents | None = None,
 ) -> Fitted:  # fmt: skip
-    """Better values for `left` and `right`, at the same positions.
+    """Find better values for `left` and `right`, at the same positions.
 
     Args:
         gradient: [m, n], float32 or bfloat16.
@@ -96,16 +96,16 @@ def _scaled(left: Projector, right: Projector, gradient: Tensor) -> tuple[Projec
 
 
 def _side(
-    side: Projector, held: Projector, gradient: Tensor, squared_norm: Tensor, gamma: float, steps: int,
+    side: Projector, fixed: Projector, gradient: Tensor, squared_norm: Tensor, gamma: float, steps: int,
     losses: list[Tensor], descents: Descents,
 ) -> Projector:  # fmt: skip
     """Some steps of `side`; `gradient` has its rows."""
     if side.positions is None or side.values is None:
         return side
-    q = held.dense(torch.float32)
+    q = fixed.dense(torch.float32)
     outer, gram = (gradient @ q.to(gradient.dtype)).float(), q.T @ q  # Y [m, s], D [s, s]
-    other = gamma * (torch.ones_like(squared_norm) if held.values is None else square(held.values) / held.rows)
-    descent = descents.of(side.positions, side.size, held.size, steps)
+    other = gamma * (torch.ones_like(squared_norm) if fixed.values is None else square(fixed.values) / fixed.rows)
+    descent = descents.of(side.positions, side.size, fixed.size, steps)
     descent.begin(side.positions, side.values, outer, gram, squared_norm, gamma / side.rows, other)
     descents.run(descent)
     losses.append(descent.reached[1 if losses else 0 :].clone())
@@ -142,7 +142,7 @@ class Descent:
             gram: D = Q^T Q, float32 [width, width].
             whole: ||G||^2, [].
             penalty: gamma / rows.
-            other: what the held side adds to the objective, [].
+            other: what the fixed side adds to the objective, [].
         """
         self.positions.copy_(positions)
         self.values.copy_(values)
@@ -151,7 +151,7 @@ class Descent:
         self.scales.copy_(torch.stack((squared_norm, torch.full_like(squared_norm, penalty), other)))
 
     def run(self) -> tuple[Tensor, ...]:
-        """All steps; on CUDA products have TF32's precision, which learns as well (docs/methods/lsp.md)."""
+        """Return all steps; on CUDA products have TF32's precision, which learns as well (docs/methods/lsp.md)."""
         self.slope.zero_()
         self.direction.zero_()
         before = torch.get_float32_matmul_precision()
@@ -198,7 +198,7 @@ class Descents:
         self.graphs = Graphs(record)
 
     def of(self, positions: Tensor, size: int, width: int, steps: int) -> Descent:
-        """That of a side with these positions [rows, d] in `size` columns; for the rest see `Descent`."""
+        """Return the descent of a side with these positions [rows, d] in `size` columns; for the rest see `Descent`."""
         key = (*positions.shape, size, width, steps)
         if key not in self.known:
             self.known[key] = Descent(positions, size, width, steps)
@@ -210,7 +210,7 @@ class Descents:
 
 
 def square(x: Tensor) -> Tensor:
-    """||x||^2 in float32, []."""
+    """Compute ||x||^2 in float32, []."""
     return torch.linalg.vector_norm(x, dtype=torch.float32).square()
 
 

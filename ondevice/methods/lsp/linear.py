@@ -16,8 +16,8 @@ from ondevice.methods.lsp.matrix import Matrix
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True for a module that `attach` knows. A subclass may compute something else, or lend its weight to another's
-    forward pass, as the output of `nn.MultiheadAttention` does."""
+    """Return True for a module that `attach` knows. A subclass may compute something else, or lend its weight to
+    another's forward pass, as the output of `nn.MultiheadAttention` does."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 

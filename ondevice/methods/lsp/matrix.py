@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ondevice.methods.lsp.config import ProjectorConfig
     from ondevice.offload.graphs import Record
 
-Pair = tuple[Tensor | None, Tensor | None]
+DenseProjectors = tuple[Tensor | None, Tensor | None]
 """Dense projectors of rows and columns, [rows, s]; None for the identity."""
 
 
@@ -41,14 +41,14 @@ class Plane:
         self.shown: dict[torch.dtype, Group] = {}
 
     def room(self, group: Group, dtype: torch.dtype) -> Tensor:
-        """Memory for the group's dense projectors."""
+        """Return memory for the group's dense projectors."""
         memory = self.memory.get(dtype)
         if memory is None or memory.numel() < group.numel or memory.device != group.device:
             memory = self.memory[dtype] = torch.empty(group.numel, dtype=dtype, device=group.device)
         return memory
 
     def show(self, group: Group, dtype: torch.dtype) -> Tensor:
-        """The group's dense projectors, flat, in `dtype`; made anew only if another group's were there."""
+        """Return the group's dense projectors, flat, in `dtype`; made anew only if another group's were there."""
         if self.shown.get(dtype) is not group or dtype not in self.memory:
             self.fill(group, dtype)
         return self.memory[dtype]
@@ -66,7 +66,7 @@ class Group:
         self.plane, self.device = plane, torch.empty(0, device=device).device  # with its index, as tensors have
         self.members: list[Matrix] = []
         self.known: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-        self.views: dict[torch.dtype, tuple[Tensor, list[Pair]]] = {}
+        self.views: dict[torch.dtype, tuple[Tensor, list[DenseProjectors]]] = {}
         self.numel = 0
 
     def add(self, matrix: Matrix) -> tuple[int, int]:
@@ -76,13 +76,13 @@ class Group:
         self.numel = middle + matrix.right.rows * matrix.right.size * (not matrix.right.exact)
         return start, middle
 
-    def pairs(self, dtype: torch.dtype) -> list[Pair]:
-        """The members' dense projectors, [rows, s], in memory that is shared; None for the identity."""
+    def pairs(self, dtype: torch.dtype) -> list[DenseProjectors]:
+        """Return the members' dense projectors, [rows, s], in memory that is shared; None for the identity."""
         if not self.numel:
             return [(None, None)] * len(self.members)
         memory = self.plane.show(self, dtype)
         if dtype not in self.views or self.views[dtype][0] is not memory:
-            pairs: list[Pair] = []
+            pairs: list[DenseProjectors] = []
             for matrix in self.members:
                 sides = zip(matrix.starts, (matrix.left, matrix.right), strict=True)
                 pair = [None if p.exact else memory[at : at + p.rows * p.size].view(p.rows, p.size) for at, p in sides]
@@ -91,7 +91,7 @@ class Group:
         return self.views[dtype][1]
 
     def changed(self, matrix: Matrix) -> None:
-        """A member has other projectors of the same shape."""
+        """Note that a member has other projectors of the same shape."""
         low = 0
         for member in self.members:
             for start, side in zip(member.starts, (member.left, member.right), strict=True):
@@ -106,7 +106,7 @@ class Group:
                         own.zero_().scatter_(0, positions[span] - start, values[span])
 
     def flat(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions, int64, and values of all members in the plane."""
+        """Return positions, int64, and values of all members in the plane."""
         if dtype not in self.known:
             positions, values = [], []
             for matrix in self.members:
@@ -183,7 +183,7 @@ class Matrix:
         self.group.changed(self)
 
     def drawn(self, turn: int) -> tuple[Projector, Projector]:
-        """The random pair of that turn."""
+        """Return the random pair of that turn."""
         c = self.config
         left, right = (
             draw(side, c.subspace, c.nonzeros, self.seed, turn, 2 * self.number + i, self.device)
@@ -200,7 +200,7 @@ class Matrix:
         """Add a gradient [m, n] that is there."""
         self._show(lambda: gradient)
         narrow = self._narrow(1, gradient)
-        left = self.dense_pair(gradient.dtype)[0]
+        left = self.dense_projectors(gradient.dtype)[0]
         if left is None:
             self.gradient_there.add_(narrow)
         else:
@@ -212,21 +212,21 @@ class Matrix:
         self._add(self.left.rows_of(rows, gradient.dtype).T, self._narrow(1, gradient))
 
     def effective(self, base: Tensor, change: Tensor, decay: float, out: Tensor) -> Tensor:
-        """decay * base + gain * P change Q^T.
+        """Compute decay * base + gain * P change Q^T.
 
         Args:
             base: [m, n]; `out` may be the same memory.
             change: [s, s], both in the dtype of `out`.
         """
-        return add_change(base, change, self.dense_pair(out.dtype), self.gain, decay, out)
+        return add_change(base, change, self.dense_projectors(out.dtype), self.gain, decay, out)
 
     def effective_rows(self, base: Tensor, rows: Tensor, change: Tensor, decay: float) -> Tensor:
-        """The same for some rows, int64 [R] of [R, n]."""
-        pair = self.left.rows_of(rows, base.dtype), self.dense_pair(base.dtype)[1]
+        """Return the same for some rows, int64 [R] of [R, n]."""
+        pair = self.left.rows_of(rows, base.dtype), self.dense_projectors(base.dtype)[1]
         return add_change(base, change, pair, self.gain, decay, torch.empty_like(base))
 
-    def dense_pair(self, dtype: torch.dtype) -> Pair:
-        """Both projectors, dense, in memory that is shared."""
+    def dense_projectors(self, dtype: torch.dtype) -> DenseProjectors:
+        """Return both projectors, dense, in memory that is shared."""
         return self.group.pairs(dtype)[self.place]
 
     def refresh(self, gradient: Tensor) -> BiasCheck:
@@ -261,7 +261,7 @@ class Matrix:
         return self.gradient
 
     def _narrow(self, side: int, x: Tensor) -> Tensor:
-        dense = self.dense_pair(x.dtype)[side]
+        dense = self.dense_projectors(x.dtype)[side]
         return x if dense is None else x @ dense
 
     def _add(self, left: Tensor, right: Tensor) -> None:
@@ -272,8 +272,8 @@ class Matrix:
             gradient += left @ right
 
 
-def add_change(base: Tensor, change: Tensor, pair: Pair, gain: float, decay: float, out: Tensor) -> Tensor:
-    """decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the identity."""
+def add_change(base: Tensor, change: Tensor, pair: DenseProjectors, gain: float, decay: float, out: Tensor) -> Tensor:
+    """Compute decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the identity."""
     left, right = pair
     wide = change if left is None else left @ change
     if right is None:
@@ -282,7 +282,7 @@ def add_change(base: Tensor, change: Tensor, pair: Pair, gain: float, decay: flo
 
 
 def carried(m: Tensor, v: Tensor, check: BiasCheck) -> tuple[Tensor, Tensor]:
-    """Adam's moments [s, s] in the new subspace (Algorithm 2): A M B, and A^2 V B^2 with squares by element.
+    """Return Adam's moments [s, s] in the new subspace (Algorithm 2): A M B, and A^2 V B^2 with squares by element.
 
     Of the gradients that made them only what the old subspace holds is known. The second moment is right where the old
     coordinates are uncorrelated, which learned ones are not: it comes out several times too small or, between drawn

@@ -29,7 +29,7 @@ FOLDING_BYTES = 16
 def memory(
     dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part on the accelerator."""
+    """Return peak bytes by part on the accelerator."""
     item, tokens = 2 if config.compute == "bfloat16" else 4, batch_size * length_tokens
     shapes, layer, table = projected(dims, config), dims.block_parameters, dims.vocab * dims.hidden
     matrices = sum(shape.rows * shape.columns for shape in shapes if shape.kind == "layer")  # of one layer
@@ -68,7 +68,8 @@ def kept_bytes(dims: ModelDims, config: LspConfig) -> int:
 def host_memory(
     dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part in host memory: moments, parameters that are trained as they are, gradients and answers.
+    """Return peak bytes by part in host memory: moments, parameters that are trained as they are, gradients and
+    answers.
 
     `config.compute` says how large an activation is, not `activation_bytes`.
     """

@@ -62,11 +62,11 @@ class Part:
         return self.narrow + self.exact.numel
 
     def changes(self, matrix: Matrix, offset: int, change: Tensor | None = None) -> Tensor:
-        """D of a matrix, [s, s], out of all of them or of a copy of these in another dtype."""
+        """Return D of a matrix, [s, s], out of all of them or of a copy of these in another dtype."""
         return (self.change if change is None else change)[offset : offset + matrix.numel].view(matrix.sizes)
 
     def effective(self, matrix: Matrix, change: Tensor, base: Tensor, out: Tensor) -> Tensor:
-        """The weight itself: base [m, n] and its change [s, s], into `out` [m, n], all of one dtype."""
+        """Return the weight itself: base [m, n] and its change [s, s], into `out` [m, n], all of one dtype."""
         matrix.effective(base, change, self.decay, out)
         for old in self.older.get(matrix.number, ()):
             widen(old, out)
@@ -80,8 +80,8 @@ def widen(old: Older, out: Tensor, factor: float = 1.0) -> None:
 
 
 def is_projected(shape: tuple[int, ...], subspace: int) -> bool:
-    """True for a shape that is updated in a subspace: a matrix with a side longer than it. Norms, biases and small
-    matrices are updated as they are."""
+    """Return True for a shape that is updated in a subspace: a matrix with a side longer than it. Norms, biases and
+    small matrices are updated as they are."""
     return len(shape) == 2 and max(shape) > subspace
 
 

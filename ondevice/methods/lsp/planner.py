@@ -73,7 +73,7 @@ class Cost:
 
 
 def speed(request: Request, rates: Rates | None = None) -> Speed:
-    """Measured rates, or those of the device table; a simulated bus is in both."""
+    """Find measured rates, or those of the device table; a simulated bus is in both."""
     limit = request.method.bus_limit_gb_per_s
     if rates is not None:
         return Speed(rates.flops_s, rates.d2h_bytes_s, rates.h2d_bytes_s, limit)
@@ -83,7 +83,7 @@ def speed(request: Request, rates: Rates | None = None) -> Speed:
 
 
 def cost(request: Request, at: Speed) -> Cost:
-    """A step of the request with its method's settings."""
+    """Return a step of the request with its method's settings."""
     dims, method, rows, length = request.dims, request.method, request.batch_size, request.length_tokens
     up, down = bus_bytes(dims, method, rows, length, 2 if method.compute == "bfloat16" else 4)
     more = extra(dims, method, rows, length)
@@ -100,7 +100,8 @@ def cost(request: Request, at: Speed) -> Cost:
 
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
-    """Seconds by lane of a step of that many rows, for `ondevice.offload.calibrate.predict`; see `MethodSpec.lanes`."""
+    """Return seconds by lane of a step of that many rows, for `ondevice.offload.calibrate.predict`; see
+    `MethodSpec.lanes`."""
     estimate = cost(replace(request, batch_size=rows), speed(request, rates))
     updated = narrow(request.dims, request.method) + exact(request.dims, request.method)
     return {

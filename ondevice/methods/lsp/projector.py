@@ -46,21 +46,21 @@ class Projector:
         return sum(t.numel() * t.element_size() for t in (self.positions, self.values) if t is not None)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[rows, size] in `dtype`."""
+        """Return [rows, size] in `dtype`."""
         if self.positions is None or self.values is None:
             return torch.eye(self.rows, dtype=dtype, device=self.device)
         table = torch.zeros(self.rows, self.size, dtype=dtype, device=self.device)
         return table.scatter_(1, self.positions, self.values.to(dtype))
 
     def part(self, rows: slice) -> Projector:
-        """That of some of the rows; the identity stays whole."""
+        """Return the projector of some of the rows; the identity stays whole."""
         if self.positions is None or self.values is None:
             return self
         positions = self.positions[rows]
         return Projector(len(positions), self.size, self.device, positions, self.values[rows])
 
     def rows_of(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows int64 [R] of it, dense: [R, size]."""
+        """Return rows int64 [R] of it, dense: [R, size]."""
         dense = torch.zeros(rows.numel(), self.size, dtype=dtype, device=self.device)
         if self.positions is None or self.values is None:
             return dense.scatter_(1, rows[:, None], 1.0)
@@ -70,7 +70,7 @@ class Projector:
 def draw(
     rows: int, size: int, nonzeros: int, seed: int, turn: int, tensor: int, device: torch.device | str = "cpu"
 ) -> Projector:
-    """A random projector, a pure function of its arguments; the identity where `rows` is at most `size`.
+    """Return a random projector, a pure function of its arguments; the identity where `rows` is at most `size`.
 
     Args:
         nonzeros: d, in each row; `size` where that is less.

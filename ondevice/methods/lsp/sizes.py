@@ -46,21 +46,21 @@ class Projected:
         return self.rows * self.left * (self.left < self.rows) + self.columns * self.right * (self.right < self.columns)
 
     def making(self, rows: int | None = None) -> int:
-        """Multiplications of P D Q^T, or of some of its rows."""
+        """Return multiplications of P D Q^T, or of some of its rows."""
         count = self.rows if rows is None else rows
         return count * self.right * (self.left * (self.left < self.rows) + self.columns * (self.right < self.columns))
 
     def collecting(self, tokens: int) -> int:
-        """Multiplications of (dY P)^T (X Q) for T tokens."""
+        """Return multiplications of (dY P)^T (X Q) for T tokens."""
         return tokens * (self.dense + self.numel)
 
     def narrowing(self) -> int:
-        """Multiplications of P^T G Q where the gradient is there."""
+        """Return multiplications of P^T G Q where the gradient is there."""
         return self.rows * self.right * (self.columns * (self.right < self.columns) + self.left)
 
 
 def projected(dims: ModelDims, config: LspConfig) -> list[Projected]:
-    """Every matrix of layers and tables with a side longer than the subspace; none with `project: false`."""
+    """Return every matrix of layers and tables with a side longer than the subspace; none with `project: false`."""
     if not config.project:
         return []
     shapes: list[tuple[Kind, int, int, int]] = [("layer", *shape, dims.layers) for shape in dims.linear_shapes.values()]
@@ -76,18 +76,18 @@ def projected(dims: ModelDims, config: LspConfig) -> list[Projected]:
 
 
 def narrow(dims: ModelDims, config: LspConfig) -> int:
-    """Numbers of all subspaces together: a step sends so many, and the host updates them."""
+    """Return numbers of all subspaces together: a step sends so many, and the host updates them."""
     return sum(shape.count * shape.numel for shape in projected(dims, config))
 
 
 def exact(dims: ModelDims, config: LspConfig) -> int:
-    """Parameters that are trained as they are."""
+    """Return parameters that are trained as they are."""
     return dims.parameters - sum(shape.count * shape.rows * shape.columns for shape in projected(dims, config))
 
 
 def bus_bytes(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens: int, item: int) -> tuple[int, int]:
-    """Bytes of a step to the host and to the accelerator: gradients and answers, and weights and kept inputs that are
-    on the host."""
+    """Return bytes of a step to the host and to the accelerator: gradients and answers, and weights and kept inputs
+    that are on the host."""
     moved = (narrow(dims, config) + exact(dims, config)) * item
     kept = dims.layers * batch_size * length_tokens * dims.hidden * item * (config.activations == "host")
     sliding = 2 * dims.layers * dims.block_parameters * item if slides(dims, config) else 0
@@ -95,7 +95,7 @@ def bus_bytes(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens
 
 
 def slides(dims: ModelDims, config: LspConfig) -> bool:
-    """True where the layers' weights are on the host: only where something is projected."""
+    """Return True where the layers' weights are on the host: only where something is projected."""
     return config.weight_placement == "host" and bool(projected(dims, config))
 
 

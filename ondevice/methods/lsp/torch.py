@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import CheckpointError
+from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.engine_session import EngineSession, as_numpy, steps_of
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.part import Older
@@ -51,7 +52,7 @@ class LspSession(EngineSession):
         self.bias_checks: dict[str, Any] = {}
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One AdamW step; its last answers come while the next step begins."""
+        """Run one AdamW step; its last answers come while the next step begins."""
         checking = self.steps_done % self.config.check_every == 0
         result = super().step(ids, labels, step, learning_rate)
         self.bias_checks = self._bias_checks() if checking else {}
@@ -70,25 +71,26 @@ class LspSession(EngineSession):
         )
 
     def state(self) -> dict[str, np.ndarray]:
-        """Changes, projectors, moments, and the weights that changes have gone into: copies; bfloat16 as uint16."""
+        """Return changes, projectors, moments, and the weights that changes have gone into: copies; bfloat16 as
+        uint16."""
         self.engine.flush()
         arrays = {name: as_numpy(tensor) for name, tensor in state_arrays(self.engine).items()}
-        return {**arrays, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
+        return {**arrays, OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Take back what `state` gave."""
         self.engine.flush()
-        done = steps_of(state.get("optimizer_step"))
+        done = steps_of(state.get(OPTIMIZER_STEP))
         load_arrays(self.engine, state)
         self.steps_done, self.bias_checks = done, {}
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name, on the host in the compute dtype: bases with their changes."""
+        """Return the trained parameters by name, on the host in the compute dtype: bases with their changes."""
         self.engine.flush()
         return self.engine.weights(DTYPES[self.config.compute])
 
     def save_beside(self, folder: Path) -> None:
-        """The weights as transformers loads them, into the checkpoint's folder."""
+        """Write the weights as transformers loads them, into the checkpoint's folder."""
         save_weights(folder / "model", self.weights(), self.loaded)
 
     def _bias_checks(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ class LspSession(EngineSession):
 
 
 def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
-    """Everything a resume needs, on the host, as copies; call `flush` before."""
+    """Return everything a resume needs, on the host, as copies; call `flush` before."""
     tensors = {name: tensor.clone() for name, tensor in engine.store.arrays().items()}
     tensors |= engine.updates.clipping.norms()
     for part in engine.parts:

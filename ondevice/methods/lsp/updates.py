@@ -38,12 +38,11 @@ LATER = 1 << 20
 
 
 class Ticket:
-    """One gradient under way. `event` is when the answer is on the accelerator; set once `answered` is."""
+    """One gradient under way. Once `answered` is set, its answer is in the accelerator's memory."""
 
     def __init__(self, now: Step, doing: str) -> None:
         self.now, self.doing = now, doing
         self.answered = threading.Event()
-        self.event: Event | None = None
 
 
 class Updates:
@@ -78,8 +77,8 @@ class Updates:
     def bytes(self) -> int:
         """Of host memory."""
         moments = [t for part in self.parts for t in part.moments.tensors().values()]
-        held = [*self.buffers, *self.own.values(), *self.answers.values(), *moments, self.steps]
-        return sum(t.numel() * t.element_size() for t in held)
+        tensors = [*self.buffers, *self.own.values(), *self.answers.values(), *moments, self.steps]
+        return sum(t.numel() * t.element_size() for t in tensors)
 
     @property
     def after(self) -> bool:
@@ -114,7 +113,7 @@ class Updates:
         slot.task = self.offload.submit(unit.name, run, self._priority(part))
 
     def end_backward(self) -> None:
-        """Every gradient of the step was sent."""
+        """End the backward pass: every gradient of the step was sent."""
         if not self.after:
             return
 
@@ -125,13 +124,13 @@ class Updates:
 
         self.offload.submit("the end of the backward pass", run, 2 * LATER)
 
-    def wait(self, part: Part) -> tuple[Event, Step] | None:
-        """Wait for the answer; return its event and its step, None where there is none that was not taken."""
+    def wait(self, part: Part) -> Step | None:
+        """Wait until the answer is on the accelerator; return its step, None where there is none that was not taken."""
         ticket = self.tickets.pop(part.unit.index, None)
         if ticket is None:
             return None
         self.watch.until(ticket.answered.wait, ticket.doing)
-        return (ticket.event, ticket.now) if ticket.event is not None else None
+        return ticket.now
 
     def plan(self, backward_s: float, layer_s: dict[str, float], layers: int) -> None:
         """Set the transition layer (section 4.2) from the last step's times.
@@ -144,7 +143,7 @@ class Updates:
             self.transition = min(layers, max(0, round(layers - (backward_s - chain) / slowest)))
 
     def flush(self) -> None:
-        """Until every answer is there."""
+        """Wait until every answer is there."""
         for ticket in list(self.tickets.values()):
             self.watch.until(ticket.answered.wait, ticket.doing)
 
@@ -175,12 +174,11 @@ class Updates:
                 copies.append((self.arrivals[unit.index], self.answers[unit.index]))
             if part.exact.numel:
                 copies.append((exact, self.store.outgoing(part.exact, slice(0, part.exact.numel))))
-            for target, source in copies:
-                ticket.event = self.transfers.to_device(unit, target, source, None)
-            if part.exact.numel and ticket.event is not None:
-                self.store.sent(ticket.event)
-            if ticket.event is not None:
-                ticket.event.wait()
+            events = [self.transfers.to_device(unit, target, source, None) for target, source in copies]
+            if part.exact.numel:
+                self.store.sent(events[-1])
+            for event in events[-1:]:  # the lane's last, so all
+                event.wait()
             ticket.answered.set()
 
         self.update.submit(unit.name, update, priority)
@@ -207,4 +205,6 @@ class Updates:
     def _buffer(self, part: Part) -> Tensor:
         """Host memory for a gradient: one of the layers' buffers, or the table's own, free since the forward pass."""
         own = self.own.get(part.unit.index)
-        return self.pool.take(f"waiting for host memory for the gradients of {part.unit.name}") if own is None else own
+        return (
+            self.pool.borrow(f"waiting for host memory for the gradients of {part.unit.name}") if own is None else own
+        )

@@ -17,6 +17,7 @@ METHOD = MethodSpec(
     cost="ondevice.methods.step_model:adapter_step_cost",
     programs={
         "executorch": ".program:EXECUTORCH",
+        "qnn": ".npu:QNN",
         "torch": ".program:TORCH",
         "mlx": ".mlx.program:STAGES",
     },

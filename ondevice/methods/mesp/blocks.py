@@ -15,28 +15,33 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ondevice.artifact.manifest import AdapterEntry, Counter, StateTensor, TensorPort, port
-from ondevice.core.program import BuiltProgram, ProgramModule
+from ondevice.core.program import LOWEST, BuiltProgram, LayerConstants, ProgramModule
+from ondevice.core.session import MOMENTS, OPTIMIZER_STEP
+from ondevice.methods.mesp.frozen import Q4, Float32, Int8, arrays, frozen_port
+from ondevice.methods.mesp.integer import IntegerKernels, Integers, unit_scales
 from ondevice.methods.mesp.lora import FlatEntry, FlatLayout, initial_tensors, lora_parameters
+from ondevice.methods.mesp.memory import HEAD_ROWS, head_tile_rows
 from ondevice.methods.mesp.torch.kernels import GraphKernels
+from ondevice.methods.mesp.torch.loss import logits_gradient, next_sums
 from ondevice.methods.mesp.torch.model import Blocks
-from ondevice.methods.mesp.torch.program import MOMENTS, updated
+from ondevice.methods.mesp.torch.program import updated
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
-from ondevice.methods.mesp.torch.weights import Dense, halves
+from ondevice.methods.mesp.torch.weights import halves
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ondevice.core.config import ExportConfig
     from ondevice.methods.mesp.config import MespConfig
+    from ondevice.methods.mesp.frozen import Form, TableForm
     from ondevice.models import LoadedModel
 
-STEP = "optimizer_step"
-"""The optimizer's count of its own updates; eager sessions have it under the same name."""
-HEAD_ROWS = 32
-"""Labelled positions of a head tile at once: enough that reading the tile does not cost more than the product."""
-LOWEST = -1e30
-"""The largest logit of no tile yet."""
+EMBEDDING = "model.embed_tokens.weight"
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
+LINEAR_FORMS: dict[str, Form] = {"none": Float32(), "int8": Int8(), "q4": Q4(), "8da8w": Integers()}
+"""Of the matrices in a block, by `export.quantize`."""
+TABLE_FORMS: dict[str, TableForm] = {"none": Float32(), "int8": Int8(), "q4": Int8(), "8da8w": Int8()}
+"""Of embedding and head."""
 
 
 class BlockFunctions:
@@ -44,22 +49,32 @@ class BlockFunctions:
 
     Attributes:
         layout: of the flat vector; each layer is a range of `layer_size` elements.
-        frozen: ports of a block's weights, in the order of the functions' arguments.
+        quantize: how matrices are kept, a key of `LINEAR_FORMS` and, for embedding and head, `TABLE_FORMS`.
+        markers: of the tensors that a block's functions hold, by name with `{layer}`: noise, int8, in the place of each
+            layer's.
+        frozen: ports of a block's weights, in the order of the functions' arguments; `table`, `head` and `norm` those
+            of the embedding, of a tile of the head and of the norm before it.
         tile_rows: rows of the head that a tile has.
     """
 
-    def __init__(self, loaded: LoadedModel, config: MespConfig) -> None:
-        self.loaded, self.config, self.dims = loaded, config, loaded.dims
+    def __init__(self, loaded: LoadedModel, config: MespConfig, quantize: str = "none") -> None:
+        self.loaded, self.config, self.dims, self.quantize = loaded, config, loaded.dims, quantize
+        self.linear_form, self.table_form = LINEAR_FORMS[quantize], TABLE_FORMS[quantize]
         self.parameters_of_run = lora_parameters(loaded.dims, type(loaded.family), config)
         self.layout = FlatLayout.build(self.parameters_of_run)
         self.layer_size = self.layout.size // self.dims.layers
         self.entries = self.layout.of_layer(0)
-        self.tile_rows = -(-self.dims.vocab // config.loss_tiles)
-        self.frozen = tuple(_frozen_ports(loaded))
-        self.head = frozen_port("model.embed_tokens.weight" if self.dims.tied else "lm_head.weight",
-                                (self.tile_rows, self.dims.hidden))  # fmt: skip
+        self.tile_rows = head_tile_rows(self.dims, config)
+        self.frozen = tuple(self._block_ports())
+        random = torch.Generator().manual_seed(0)
+        self.markers = {
+            name: torch.randint(-127, 128, shape, dtype=torch.int8, generator=random)
+            for name, shape in self._constants().items()
+        }
+        self.head_name = EMBEDDING if self.dims.tied else "lm_head.weight"
+        self.head = self.table_form.ports(self.head_name, (self.tile_rows, self.dims.hidden))
         self.norm = frozen_port("model.norm.weight", (self.dims.hidden,))
-        self.table = frozen_port("model.embed_tokens.weight", (self.dims.vocab, self.dims.hidden))
+        self.table = self.table_form.ports(EMBEDDING, (self.dims.vocab, self.dims.hidden))
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -71,17 +86,39 @@ class BlockFunctions:
         return self.layout.to_flat(initial_tensors(self.parameters_of_run, seed))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """The frozen weights by name, float32, in the order in which a step reads them."""
-        named = dict(self.loaded.model.named_parameters())
-        names = [self.table.name]
-        for layer in range(self.dims.layers):
-            names += [frozen.name.format(layer=layer) for frozen in self.frozen]
-        names += [self.norm.name] + ([] if self.dims.tied else [self.head.name])
-        return {name: named[name].detach().float().contiguous().numpy() for name in names}
+        """The frozen weights by the names of the ports, in the order in which a step reads them.
 
-    def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
-        """The block's tensors, from a function's arguments."""
-        given, linears = dict(zip((one.name for one in self.frozen), frozen, strict=True)), {}
+        The model's own matrices become the rounded ones, so that what is compared with the program computes with the
+        same weights.
+        """
+        matrices = {f"{linear_name(self.loaded, target)}.weight" for target in self.loaded.family.linear_targets}
+        tensors = self._packed(EMBEDDING, self.table_form)
+        for layer in range(self.dims.layers):
+            for name in dict.fromkeys(_tensor_name(one.name) for one in self.frozen):
+                form = self.linear_form if name in matrices else None
+                tensors |= self._packed(name.format(layer=layer), form)
+        tensors |= self._packed(self.norm.name, None)
+        return tensors if self.dims.tied else tensors | self._packed(self.head_name, self.table_form)
+
+    def _packed(self, name: str, form: Form | None) -> dict[str, np.ndarray]:
+        """A parameter's tensors in the file; None: float32 as it is."""
+        parameter = self.loaded.model.get_parameter(name)
+        if form is None:
+            return arrays({name: parameter.detach().float()})
+        packed = form.pack(name, parameter.detach().float())
+        if self.quantize != "none":
+            parameter.data = form.matrix(name, packed).dense()
+        return arrays(packed)
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """What a block's functions hold: the markers, and what goes with them for every layer alike."""
+        rows = {len(marker) for marker in self.markers.values()}
+        return self.markers | {name: value for count in sorted(rows) for name, value in unit_scales(count).items()}
+
+    def block(self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]) -> Block:
+        """The block's tensors, from a function's arguments and what it holds."""
+        given, linears = constants | dict(zip((one.name for one in self.frozen), frozen, strict=True)), {}
         entries = {entry.parameters.target: entry for entry in self.entries}
         for target in self.loaded.family.linear_targets:
             name = linear_name(self.loaded, target)
@@ -90,10 +127,28 @@ class BlockFunctions:
                 sizes = entry.parameters
                 a = adapter[entry.a : entry.a + sizes.rank * sizes.inputs].view(sizes.rank, sizes.inputs)
                 b = adapter[entry.b : entry.b + sizes.rank * sizes.outputs].view(sizes.rank, sizes.outputs)
-            bias = given.get(f"{name}.bias")
-            linears[target] = Linear(Dense(given[f"{name}.weight"]), bias, a, b, self.config.scale)
+            matrix = self.linear_form.matrix(f"{name}.weight", given)
+            linears[target] = Linear(matrix, given.get(f"{name}.bias"), a, b, self.config.scale)
         first, second = (given[f"model.layers.{{layer}}.{norm}"] for norm in NORMS)
         return Block((first, second), linears)
+
+    def _block_ports(self) -> list[TensorPort]:
+        dims, family = self.dims, self.loaded.family
+        ports = [frozen_port(f"model.layers.{{layer}}.{norm}", (dims.hidden,)) for norm in NORMS]
+        for target in family.linear_targets:
+            name = linear_name(self.loaded, target)
+            inputs, outputs = dims.linear_shape(target)
+            ports += self.linear_form.ports(f"{name}.weight", (outputs, inputs))
+            if dims.linear_bias(target):
+                ports.append(frozen_port(f"{name}.bias", (outputs,)))
+        return ports
+
+    def _constants(self) -> dict[str, tuple[int, int]]:
+        shapes: dict[str, tuple[int, int]] = {}
+        for target in self.loaded.family.linear_targets:
+            inputs, outputs = self.dims.linear_shape(target)
+            shapes |= self.linear_form.constants(f"{linear_name(self.loaded, target)}.weight", (outputs, inputs))
+        return shapes
 
 
 def linear_name(loaded: LoadedModel, target: str) -> str:
@@ -101,28 +156,24 @@ def linear_name(loaded: LoadedModel, target: str) -> str:
     return f"model.layers.{{layer}}.{loaded.family.linear_parents[target]}.{target}"
 
 
-def frozen_port(name: str, shape: tuple[int, ...]) -> TensorPort:
-    """An input that a host takes from the weights file."""
-    return port(name, "frozen", shape)
-
-
-def _frozen_ports(loaded: LoadedModel) -> list[TensorPort]:
-    dims, family = loaded.dims, loaded.family
-    ports = [frozen_port(f"model.layers.{{layer}}.{norm}", (dims.hidden,)) for norm in NORMS]
-    for target in family.linear_targets:
-        name = linear_name(loaded, target)
-        inputs, outputs = dims.linear_shape(target)
-        ports.append(frozen_port(f"{name}.weight", (outputs, inputs)))
-        if dims.linear_bias(target):
-            ports.append(frozen_port(f"{name}.bias", (outputs,)))
-    return ports
+def _tensor_name(port_name: str) -> str:
+    """The parameter that a port is a part of: `x.weight` of `x.weight_scale`."""
+    for suffix in ("_scale", "_min"):
+        port_name = port_name.removesuffix(suffix)
+    return port_name
 
 
 class Embed(nn.Module):
     """int64 [rows, tokens] -> [N, D]."""
 
-    def forward(self, ids_BT: Tensor, table_VD: Tensor) -> Tensor:
-        return functional.embedding(ids_BT.reshape(-1), table_VD)
+    def __init__(self, functions: BlockFunctions) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def forward(self, ids_BT: Tensor, *table: Tensor) -> Tensor:
+        functions = self.functions
+        given = dict(zip((one.name for one in functions.table), table, strict=True))
+        return functions.table_form.rows(EMBEDDING, given, ids_BT.reshape(-1))
 
 
 class _OneBlock(nn.Module):
@@ -135,17 +186,27 @@ class _OneBlock(nn.Module):
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
         self.register_buffer("mask", torch.full((length_tokens, length_tokens), float("-inf")).triu(1))
+        # Parameters, not buffers: an export leaves out those that the function does not use.
+        constants = functions.constants.items()
+        self.names = {name: f"constant_{number}" for number, (name, _) in enumerate(constants)}
+        for name, value in constants:
+            self.register_parameter(self.names[name], nn.Parameter(value, requires_grad=False))
 
     @property
     def blocks(self) -> Blocks:
-        return Blocks(Stages(self.functions.dims, GraphKernels(self.mask)), None)  # type: ignore[arg-type]
+        kernels = IntegerKernels if self.functions.markers else GraphKernels
+        return Blocks(Stages(self.functions.dims, kernels(self.mask)), None)  # type: ignore[arg-type]
+
+    def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
+        constants: dict[str, Tensor] = {name: self.get_parameter(place) for name, place in self.names.items()}
+        return self.functions.block(adapter, frozen, constants)
 
 
 class BlockForward(_OneBlock):
     """[N, D] -> [N, D]."""
 
     def forward(self, x: Tensor, adapter: Tensor, *frozen: Tensor) -> Tensor:
-        block, position = self.functions.block(adapter, frozen), (self.cos, self.sin)
+        block, position = self.block(adapter, frozen), (self.cos, self.sin)
         return self.blocks.forward(block, x, position, self.rows)  # type: ignore[arg-type]
 
 
@@ -157,7 +218,7 @@ class BlockBackward(_OneBlock):
         functions, gradients = self.functions, {}
         count = 1 + len(functions.moments)
         vectors, frozen = tensors[:count], tensors[count:]
-        block, position = functions.block(vectors[0], frozen), (self.cos, self.sin)
+        block, position = self.block(vectors[0], frozen), (self.cos, self.sin)
 
         def keep(target: str, ga: Tensor, gb: Tensor) -> None:
             gradients[target] = (ga, gb)
@@ -174,17 +235,22 @@ class _HeadTile(nn.Module):
 
     def __init__(self, functions: BlockFunctions) -> None:
         super().__init__()
-        self.eps, self.kernels = functions.dims.norm_eps, GraphKernels(torch.zeros(0))
+        self.functions, self.eps, self.kernels = functions, functions.dims.norm_eps, GraphKernels(torch.zeros(0))
         self.register_buffer("columns", torch.arange(functions.tile_rows))
+
+    def tile(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """float32 [S, D]."""
+        given = dict(zip((one.name for one in self.functions.head), parts, strict=True))
+        return self.functions.table_form.matrix(self.functions.head_name, given).dense()
 
     def logits(self, x: Tensor, norm: Tensor, tile: Tensor, skip: Tensor) -> Tensor:
         logits = functional.linear(self.kernels.rms_norm(x, norm, self.eps), tile)
         return torch.where((self.columns < skip)[None], LOWEST, logits)  # type: ignore[operator]
 
-    def is_target(self, targets: Tensor, first: Tensor, skip: Tensor) -> Tensor:
-        """bool [C, S]."""
-        columns: Tensor = self.columns  # type: ignore[assignment]
-        return ((columns + first)[None] == targets[:, None]) & (columns >= skip)[None]
+    def local(self, targets: Tensor, first: Tensor, skip: Tensor) -> Tensor:
+        """Each label's row of this tile, int64 [C]; -1 where it is none, or one that was in the tile before."""
+        local = targets - first
+        return torch.where(local < skip, -1, local)
 
 
 class HeadSums(_HeadTile):
@@ -193,13 +259,10 @@ class HeadSums(_HeadTile):
 
     def forward(
         self, x: Tensor, targets: Tensor, first: Tensor, skip: Tensor,
-        maximum: Tensor, total: Tensor, wanted: Tensor, norm: Tensor, tile: Tensor,
+        maximum: Tensor, total: Tensor, wanted: Tensor, norm: Tensor, *parts: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        logits = self.logits(x, norm, tile, skip)
-        larger = torch.maximum(maximum, logits.amax(-1))
-        total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(-1)
-        here = torch.where(self.is_target(targets, first, skip), logits, 0.0).sum(-1)
-        return larger, total, wanted + here
+        logits = self.logits(x, norm, self.tile(parts), skip)
+        return next_sums((maximum, total, wanted), logits, self.local(targets, first, skip))
 
 
 class HeadGradient(_HeadTile):
@@ -207,11 +270,11 @@ class HeadGradient(_HeadTile):
 
     def forward(
         self, x: Tensor, targets: Tensor, first: Tensor, skip: Tensor,
-        maximum: Tensor, total: Tensor, wanted: Tensor, scale: Tensor, gradient: Tensor, norm: Tensor, tile: Tensor,
+        maximum: Tensor, total: Tensor, wanted: Tensor, scale: Tensor, gradient: Tensor, norm: Tensor, *parts: Tensor,
     ) -> Tensor:  # fmt: skip
-        p = (self.logits(x, norm, tile, skip) - (maximum + total.log())[:, None]).exp()
-        p = (p - self.is_target(targets, first, skip).to(p.dtype)) * scale[:, None]
-        gn = torch.mm(p, tile)
+        tile = self.tile(parts)
+        logits, local = self.logits(x, norm, tile, skip), self.local(targets, first, skip)
+        gn = torch.mm(logits_gradient(logits, local, maximum + total.log(), scale), tile)
         # Linear in gn, so that each tile's part may go through the norm by itself.
         return gradient + self.kernels.rms_norm_backward(x, norm, self.eps, gn, torch.zeros_like(x))
 
@@ -219,35 +282,39 @@ class HeadGradient(_HeadTile):
 class HeadLogits(_HeadTile):
     """Logits [1, S] of one position."""
 
-    def forward(self, x: Tensor, norm: Tensor, tile: Tensor) -> Tensor:
-        return functional.linear(self.kernels.rms_norm(x, norm, self.eps), tile)
+    def forward(self, x: Tensor, norm: Tensor, *parts: Tensor) -> Tensor:
+        return functional.linear(self.kernels.rms_norm(x, norm, self.eps), self.tile(parts))
 
 
 def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: int) -> BuiltProgram:
     """See `GraphProgram.build`; `<function>_<rows>x<tokens>` for each number of rows and length."""
-    functions = BlockFunctions(loaded, config)
+    functions = BlockFunctions(loaded, config, export.quantize)
     dims, hidden_size = loaded.dims, loaded.dims.hidden
     ranges = [port(name, "state", (functions.layer_size,)) for name in ("adapter", *functions.moments)]
-    scalars = port(STEP, "counter", (1,), "int64"), port("learning_rate", "learning_rate", (1,))
-    longest, modules = max(export.lengths_tokens), []
+    scalars = port(OPTIMIZER_STEP, "counter", (1,), "int64"), port("learning_rate", "learning_rate", (1,))
+    longest, modules, inside = max(export.lengths_tokens), [], bool(functions.markers)
     for length in export.lengths_tokens:
         writes = {1} if export.next_token and length == longest else set()
         for rows in sorted({export.batch_size, export.eval_batch_size} | writes):
             size = f"{rows}x{length}"
             ids = port("ids", "ids", (rows, length), "int64", "token id")
             hidden = port("hidden", "hidden", (rows * length, hidden_size))
-            modules.append(ProgramModule(f"embed_{size}", Embed(), (ids, functions.table), (hidden,)))
+            modules.append(ProgramModule(f"embed_{size}", Embed(functions), (ids, *functions.table), (hidden,)))
             forward = BlockForward(functions, rows, length)
             inputs = (hidden, ranges[0], *functions.frozen)
-            modules.append(ProgramModule(f"block_forward_{size}", forward, inputs, (hidden,)))
+            modules.append(ProgramModule(f"block_forward_{size}", forward, inputs, (hidden,), inside))
         size = f"{export.batch_size}x{length}"
         hidden = port("hidden", "hidden", (export.batch_size * length, hidden_size))
         gradient = port("gradient", "gradient", hidden.shape)
         backward = BlockBackward(functions, export.batch_size, length)
         inputs = (hidden, gradient, *scalars, *ranges, *functions.frozen)
-        modules.append(ProgramModule(f"block_backward_{size}", backward, inputs, (gradient, *ranges)))
+        modules.append(ProgramModule(f"block_backward_{size}", backward, inputs, (gradient, *ranges), inside))
     modules += _head_modules(functions, export)
     vectors = [port(one.name, "state", (functions.layout.size,)) for one in ranges]
+    weights = functions.weights()
+    constants = [
+        {name: weights.pop(name.format(layer=layer)) for name in functions.markers} for layer in range(dims.layers)
+    ]
     return BuiltProgram(
         eager=functions,
         loaded=loaded,
@@ -256,7 +323,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
             StateTensor(name=one.name, dtype=one.dtype, shape=one.shape, role="optimizer" if number else "adapter")
             for number, one in enumerate(vectors)
         ),
-        counters=(Counter(name=STEP, counts="updates"),),
+        counters=(Counter(name=OPTIMIZER_STEP, counts="updates"),),
         layout=tuple(map(layout_entry, functions.layout.entries)),
         first={"adapter": functions.initial(seed)},
         rank=config.rank,
@@ -264,7 +331,8 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         kernels="portable",
         shape="blocks",
         layers=dims.layers,
-        weights=functions.weights(),
+        weights=weights,
+        constants_of_layers=LayerConstants(arrays(functions.markers), constants) if inside else None,
     )  # fmt: skip
 
 
@@ -277,7 +345,7 @@ def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[Progr
         port("first", "tile_first", (1,), "int64"),
         port("skip", "tile_skip", (1,), "int64"),
     )
-    weights = (functions.norm, functions.head)
+    weights = (functions.norm, *functions.head)
     modules = [
         ProgramModule("head_sums", HeadSums(functions), (hidden, *places, *sums, *weights), sums),
         ProgramModule(

@@ -6,7 +6,7 @@ A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimensi
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -23,7 +23,10 @@ class MespConfig(StrictConfig):
     """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward pass keeps."""
 
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules", "weights": "weight_placement"}
-    """Old keys of run files to the new ones."""
+    REMOVED: ClassVar[dict[str, str]] = {
+        "gradients": "mesp always computes its own backward pass (gradients: manual); leave the key out, or take "
+        "--method lora for automatic differentiation"
+    }
 
     name: Literal["mesp"] = "mesp"
     """Method name."""
@@ -70,7 +73,7 @@ class MespConfig(StrictConfig):
     """4: frozen matrices in 4 bits: NF4 through bitsandbytes (torch on CUDA), affine groups (MLX)."""
 
     loss_tiles: int = Field(default=8, ge=1)
-    """Vocabulary tiles of the cross-entropy."""
+    """Vocabulary tiles of the cross-entropy; a block program has more where one of them would take over 8 MiB."""
 
     loss_chunk_tokens: int | None = Field(default=None, ge=1)
     """Labelled tokens whose logits exist at once, in each tile; None is all of them."""
@@ -87,17 +90,6 @@ class MespConfig(StrictConfig):
 
     kernels: Literal["auto", "torch", "liger"] = "auto"
     """Norm and SwiGLU: PyTorch's, or liger-kernel's on a GPU; `auto` takes liger-kernel's where it is installed."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_baselines(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "gradients" in values:
-            raise ValueError(
-                "gradients is no setting any more: mesp always computes its own backward pass ('manual'), so leave the "
-                "key out; --method lora trains by automatic differentiation, and the baselines blockwise, checkpoint "
-                "and autodiff are in benchmarks/mesp"
-            )
-        return values
 
     @model_validator(mode="after")
     def _no_target_twice(self) -> Self:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ondevice.core.errors import ArtifactError, CheckpointError, ModelError, TrainingError
+from ondevice.artifact.adapter_fit import check_fits
+from ondevice.core.errors import CheckpointError, ModelError, TrainingError
+from ondevice.models import families_with
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def check_family(dims: ModelDims) -> None:
     if not dims.gated or dims.experts:
         raise ModelError(
             f"mesp has no backward pass for {dims.family}",
-            expected="llama, mistral or qwen2: RMS norms, rotary embedding, a gated MLP",
+            expected=f"RMS norms, rotary embedding, a gated MLP: {', '.join(families_with('gate_proj'))}",
             received=dims.family,
             hint="--method lora trains an adapter by automatic differentiation",
         )
@@ -147,27 +149,8 @@ def check_adapter(
     Raises:
         ArtifactError: another rank or alpha, layers that are missing, or layers that this run does not change.
     """
-    for field, wanted, received in (("rank", config.rank, adapter.rank), ("alpha", config.alpha, adapter.alpha)):
-        if wanted != received:
-            raise ArtifactError(
-                f"the adapter has another {field}",
-                expected=f"{field} {wanted:g}",
-                received=f"{field} {received:g}",
-                hint=f"--set method.{field}={received:g}, or another adapter",
-            )
-    known = {name: shape for lora in parameters for name, shape in lora.shapes.items()}
-    beyond = sorted(adapter.tensors.keys() - known.keys())
-    if beyond:
-        raise ArtifactError(
-            f"the adapter changes layers that this run does not: {', '.join(beyond[:4])}",
-            hint=f"--set 'method.target_modules=[{', '.join(adapter.target_modules)}]'",
-        )
-    for name, shape in known.items():
-        value = adapter.tensors.get(name)
-        if value is None or value.shape != shape:
-            received = "no such tensor" if value is None else list(value.shape)
-            raise ArtifactError(f"the adapter does not fit: {name}", expected=list(shape), received=received)
-    return {name: adapter.tensors[name] for name in known}
+    shapes = {name: shape for lora in parameters for name, shape in lora.shapes.items()}
+    return check_fits(adapter, shapes, config.rank, config.alpha)
 
 
 @dataclass(frozen=True)
@@ -209,7 +192,7 @@ class FlatLayout:
         return tuple(entry for entry in self.entries if entry.parameters.layer == layer)
 
     def layer_range(self, layer: int) -> tuple[int, int]:
-        """First element and the one after the last."""
+        """Return first element and the one after the last."""
         entries = self.of_layer(layer)
         last = entries[-1]
         return entries[0].a, last.b + _aligned(last.parameters.rank * last.parameters.outputs)

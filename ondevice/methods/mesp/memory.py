@@ -19,6 +19,11 @@ MLP_CHUNK_TOKENS = 128
 MLP_CHUNK_TOKENS_GPU = 4096
 CHUNK_SCORES = 1 << 17
 """Attention scores of a chunk of queries, of all rows and heads, on a CPU: half a megabyte stays in its cache."""
+HEAD_ROWS = 32
+"""Labelled positions of a block program's head tile at once: enough that reading the tile does not cost more than the
+product."""
+HEAD_TILE_BYTES = 8 << 20
+"""A tile of a block program's head at most, made dense in float32."""
 CHUNK_QUERIES = 16
 """Queries of a chunk, at least."""
 
@@ -26,8 +31,8 @@ CHUNK_QUERIES = 16
 def memory(
     dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part: adapter and optimizer, block inputs, one block's backward pass, and what the loss needs
-    beyond that, as neither is there while the other runs.
+    """Return peak bytes by part: adapter and optimizer, block inputs, one block's backward pass, and what the loss
+    needs beyond that, as neither is there while the other runs.
 
     Args:
         dims: the model.
@@ -55,7 +60,7 @@ def memory(
 def host_memory(
     dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Bytes of pinned host memory by part: the input of every block, where `config.activations` is `host`."""
+    """Return bytes of pinned host memory by part: the input of every block, where `config.activations` is `host`."""
     if config.activations != "host":
         return {}
     rows = min(batch_size, config.micro_batch_size or batch_size)
@@ -63,7 +68,7 @@ def host_memory(
 
 
 def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str = "torch") -> int:
-    """Bytes of the frozen weights that are in memory.
+    """Return bytes of the frozen weights that are in memory.
 
     Args:
         dims: the model.
@@ -85,13 +90,13 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
 
 
 def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
-    """Numbers in every A and B."""
+    """Return numbers in every A and B."""
     shapes = [dims.linear_shape(target) for target in config.target_modules]
     return dims.layers * config.rank * sum(inputs + outputs for inputs, outputs in shapes)
 
 
 def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: int, activation_bytes: int) -> int:
-    """The most that the stages of one block's backward pass hold at once, beside the block's input.
+    """Return the most that the stages of one block's backward pass hold at once, beside the block's input.
 
     While the MLP's stages run, the gradient, the block's middle and what attention needs for its own (queries, keys,
     values, its output) wait; of gate, up and their product there is a chunk of tokens. Attention's stages hold the
@@ -109,15 +114,15 @@ def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: i
 
 
 def head_bytes(dims: ModelDims, config: MespConfig, tokens: int, activation_bytes: int) -> int:
-    """The cross-entropy of `tokens` labelled tokens: the hidden states as they are, normed, and their gradient in
-    float32, and a tile's logits and their exponentials in float32."""
+    """Return the cross-entropy of `tokens` labelled tokens: the hidden states as they are, normed, and their gradient
+    in float32, and a tile's logits and their exponentials in float32."""
     tile = -(-dims.vocab // config.loss_tiles)
     chunk = min(tokens, config.loss_chunk_tokens or tokens)
     return 2 * chunk * tile * 4 + tokens * dims.hidden * (4 * activation_bytes + 4)
 
 
 def program_memory(dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int) -> dict[str, int]:
-    """Bytes of an exported program's arena by part; everything is float32.
+    """Return bytes of an exported program's arena by part; everything is float32.
 
     Adapter and moments go in and come out. As the backward pass begins, all block inputs and one block's stages are
     there beside what came in; at its end, all new values, and one vector of them put together.
@@ -138,11 +143,56 @@ def program_memory(dims: ModelDims, config: MespConfig, batch_size: int, length_
     }
 
 
+def head_tile_rows(dims: ModelDims, config: MespConfig) -> int:
+    """Return the rows of the head that a block program takes at once: a tile of `loss_tiles`, or a smaller one of
+    `HEAD_TILE_BYTES` as float32, so that large vocabularies and widths cost no more memory."""
+    return min(-(-dims.vocab // config.loss_tiles), max(1, HEAD_TILE_BYTES // (4 * dims.hidden)))
+
+
+def blocks_memory(
+    dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, quantize: str = "none"
+) -> dict[str, int]:
+    """Bytes of a block program's run by part; weights are in a mapped file, and everything else is float32.
+
+    The host keeps adapter, moments and block inputs. Each function has an arena of its own: of one block's stages and
+    its layer's new vectors, of a tile of the head, and of the dense copy of one packed matrix or tile. Where products
+    are of integers, a layer's are packed while it computes.
+    """
+    vector, tokens = trained_numbers(dims, config) * 4, batch_size * length_tokens
+    vectors = 3 if config.optimizer == "adamw" else 1
+    tile = head_tile_rows(dims, config)
+    matrices = [inputs * outputs for inputs, outputs in dims.linear_shapes.values()]
+    dense = 4 * max(matrices) if quantize in ("int8", "q4") else 0
+    head = 4 * HEAD_ROWS * (2 * tile + 3 * dims.hidden) + (0 if quantize == "none" else 4 * tile * dims.hidden)
+    forward, backward = block_stages(dims, tokens, length_tokens)
+    if quantize == "8da8w":  # products come out apart from what they are scaled by and added to
+        forward, backward = forward + 8 * tokens * dims.intermediate, backward + 24 * tokens * dims.intermediate
+    new = (2 * vectors + 2) * (vector // dims.layers)
+    return {
+        "adapter": vector,
+        "optimizer": (vectors - 1) * vector,
+        "block inputs": dims.layers * tokens * dims.hidden * 4,
+        "activations": forward + max(backward, new) + tokens * dims.hidden * 4 + 2 * dense,
+        "head tiles": 2 * head,
+        "packed weights": 2 * sum(matrices) if quantize == "8da8w" else 0,
+    }
+
+
+def block_stages(dims: ModelDims, tokens: int, length_tokens: int) -> tuple[int, int]:
+    """Arenas of one block's forward and backward function, without vectors of the adapter and dense weights."""
+    width, inner, mask = dims.hidden, dims.intermediate, length_tokens * length_tokens
+    queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    forward = max(tokens * (2 * width + 3 * inner), tokens * (width + 3 * queries + 3 * keys))
+    backward = tokens * (5 * width + 3 * queries + 2 * keys + 5 * inner)
+    return 4 * (forward + mask), 4 * (backward + mask)
+
+
 MEMORY = MemoryModel(
     memory,
     host=host_memory,
     weights=weights,
     program=program_memory,
+    blocks=blocks_memory,
     host_note="block inputs wait in pinned host memory",
     host_hint="method.micro_batch_size: 1, method.activations: device",
 )

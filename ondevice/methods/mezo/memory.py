@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def memory(
     dims: ModelDims, config: MezoConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part: inference plus one chunk of noise."""
+    """Return peak bytes by part: inference plus one chunk of noise."""
     tokens = batch_size * length_tokens
     return {
         "adapter": 0,

@@ -55,7 +55,7 @@ class MezoSession(Session):
         return float(nll.sum() / count.sum())
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """Algorithm 2 with q queries; see `Session.step`."""
+        """Run algorithm 2 with q queries; see `Session.step`."""
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         epsilon, plus, minus = self.config.perturbation_scale, [], []
         for query in range(self.config.queries):
@@ -71,16 +71,16 @@ class MezoSession(Session):
         return StepResult(sum(losses) / len(losses), losses, tuple(gradients))
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
-        """theta -= eta / q * g_i z_i for every query."""
+        """Apply theta -= eta / q * g_i z_i for every query."""
         for query, gradient in enumerate(projected_gradients):
             self._move(step, query, -learning_rate / self.config.queries * gradient)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
+        """Compute row losses and token counts; see `Session.evaluate`."""
         return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles)
 
     def state(self) -> dict[str, np.ndarray]:
-        """All parameters, in float32 (exact for narrower types), and the seed."""
+        """Return all parameters, in float32 (exact for narrower types), and the seed."""
         tensors = {name: value.detach().float().cpu().numpy() for name, value in self.parameters.items()}
         return {**tensors, "seed": self.seed.cpu().numpy()}
 
@@ -91,7 +91,7 @@ class MezoSession(Session):
         self.seed = torch.from_numpy(state["seed"].copy()).to(self.device)
 
     def save_model(self, folder: Path) -> None:
-        """The trained model as transformers loads it, with its tokenizer."""
+        """Write the trained model as transformers loads it, with its tokenizer."""
         save_loaded(self.loaded, folder)
 
 

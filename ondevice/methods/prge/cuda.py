@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ondevice.methods.prge.torch import CopiesOf, PrgeProgram
+from ondevice.methods.prge.step import CopiesOf, PrgeProgram
 
 
 class CudaPrgeProgram(PrgeProgram):

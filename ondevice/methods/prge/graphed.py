@@ -13,7 +13,7 @@ import torch
 
 from ondevice.core.session import StepResult
 from ondevice.methods.prge.cuda import GraphedStep
-from ondevice.methods.prge.session import PrgeSession
+from ondevice.methods.prge.torch import PrgeSession
 from ondevice.nn.graph_loss import graph_token_nll, weight_tiles
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class GraphedPrgeSession(PrgeSession):
         self._place = self._adapter
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One ZO-SGD step; the first of a shape captures it."""
+        """Run one ZO-SGD step; the first of a shape captures it."""
         with torch.no_grad():
             ids_BT, labels_BT = self._tensors(ids, labels)
             if ids.shape not in self.graphs:
@@ -48,7 +48,7 @@ class GraphedPrgeSession(PrgeSession):
             return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
-        """The update alone; see `Session.apply_update`."""
+        """Apply the update alone; see `Session.apply_update`."""
         super().apply_update(projected_gradients, step, learning_rate)
         self._keep()
 

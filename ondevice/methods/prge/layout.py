@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ondevice.core.errors import ArtifactError
+from ondevice.artifact.adapter_fit import check_fits, check_frozen_a, check_shapes
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 NOISE_TENSOR = 0
 """Stream of the perturbations (the generator's tensor id)."""
-A_ERROR = 1e-6
-"""Largest difference of a frozen A that is accepted: another machine's logarithm and sine have other last bits."""
 FROZEN_A_TENSOR = 1
 """Stream of the frozen A matrices; one step number for each (layer, target)."""
 
@@ -79,7 +77,7 @@ class AdapterLayout:
         return entries[0].offset, entries[-1].offset + entries[-1].count - entries[0].offset
 
     def frozen_a(self, entry: Entry) -> np.ndarray:
-        """The frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs)."""
+        """Return the frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs)."""
         count = entry.inputs * entry.rank
         position = self.entries.index(entry)
         values = generator.normal(self.seed, position, FROZEN_A_TENSOR, 1, 0, count)[0]
@@ -87,7 +85,7 @@ class AdapterLayout:
         return values.reshape(entry.inputs, entry.rank) * scale
 
     def to_tensors(self, flat: np.ndarray, names: dict[tuple[int, str], str]) -> dict[str, np.ndarray]:
-        """PEFT's form: `<linear>.lora_A.weight` [rank, inputs], `<linear>.lora_B.weight` [outputs, rank]."""
+        """Return PEFT's tensors: `<linear>.lora_A.weight` [rank, inputs], `<linear>.lora_B.weight` [outputs, rank]."""
         tensors = {}
         for entry in self.entries:
             name = names[(entry.layer, entry.target)]
@@ -97,52 +95,31 @@ class AdapterLayout:
         return tensors
 
     def from_adapter(self, adapter: Adapter, names: dict[tuple[int, str], str], alpha: float) -> np.ndarray:
-        """The flat vector of `adapter`, which must be of this layout, whole, and scaled as this run scales.
+        """Return the flat vector of `adapter`, which must be of this layout, whole, and scaled as this run scales.
 
         Raises:
             ArtifactError: as `from_tensors`; or the adapter has another alpha, or linear layers beyond this layout.
         """
-        if adapter.alpha != alpha:
-            raise ArtifactError(
-                "the adapter has another alpha",
-                expected=alpha,
-                received=adapter.alpha,
-                hint="`method.alpha` must be the one that the adapter was trained with",
-            )
-        known = {names[(entry.layer, entry.target)] for entry in self.entries}
-        beyond = [linear for linear in adapter.linears if linear not in known]
-        if beyond:
-            raise ArtifactError(
-                f"the adapter changes layers that this run does not: {', '.join(beyond[:4])}",
-                expected=f"{len(known)} linear layers",
-                received=f"{len(adapter.linears)} linear layers",
-                hint="use the method's `target_modules` and `top_layers` that the adapter was trained with",
-            )
+        check_fits(adapter, self._shapes(names), self.entries[0].rank, alpha)
         return self.from_tensors(adapter.tensors, names)
 
     def from_tensors(self, tensors: dict[str, np.ndarray], names: dict[tuple[int, str], str]) -> np.ndarray:
-        """The flat vector of an adapter that this layout wrote; the inverse of `to_tensors`.
+        """Return the flat vector of an adapter that this layout wrote; the inverse of `to_tensors`.
 
         Raises:
             ArtifactError: if a tensor is missing, has another shape, or its A is not this layout's.
         """
+        check_shapes(tensors, self._shapes(names))
         flat = np.zeros(self.size, dtype=np.float32)
         for entry in self.entries:
             name = names[(entry.layer, entry.target)]
-            a, b = tensors.get(f"{name}.lora_A.weight"), tensors.get(f"{name}.lora_B.weight")
-            if a is None or b is None or b.shape != (entry.outputs, entry.rank):
-                raise ArtifactError(
-                    f"the adapter does not fit: {name}",
-                    expected=f"lora_A [{entry.rank}, {entry.inputs}] and lora_B [{entry.outputs}, {entry.rank}]",
-                    received=None if b is None else f"lora_B {list(b.shape)}",
-                )
-            if a.shape != (entry.rank, entry.inputs) or not np.allclose(
-                a.T, self.frozen_a(entry), rtol=0, atol=A_ERROR
-            ):
-                raise ArtifactError(
-                    f"the adapter's frozen A differs from this run's: {name}",
-                    expected=f"the A that seed {self.seed} draws",
-                    hint="use an adapter that this run, artifact or seed made",
-                )
+            a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+            check_frozen_a(name, a, self.frozen_a(entry).T, self.seed)
             flat[entry.offset : entry.offset + entry.count] = b.T.reshape(-1)
         return flat
+
+    def _shapes(self, names: dict[tuple[int, str], str]) -> dict[str, tuple[int, ...]]:
+        """Shapes of an adapter's tensors, by name."""
+        linears = [(names[(entry.layer, entry.target)], entry) for entry in self.entries]
+        shapes_a = {f"{name}.lora_A.weight": (entry.rank, entry.inputs) for name, entry in linears}
+        return shapes_a | {f"{name}.lora_B.weight": (entry.outputs, entry.rank) for name, entry in linears}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def memory(
     dims: ModelDims, config: PrgeConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes of adapter, noise, activations, logits and optimizer; weights are the caller's.
+    """Return peak bytes of adapter, noise, activations, logits and optimizer; weights are the caller's.
 
     Args:
         dims: the model.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ondevice.core.program import Batch
     from ondevice.core.session import ProgramSession
     from ondevice.methods.prge.config import PrgeConfig
-    from ondevice.methods.prge.torch import PrgeProgram
+    from ondevice.methods.prge.step import PrgeProgram
     from ondevice.models import LoadedModel, ModelDims
 
 SCALE = "perturbation_scale"
@@ -44,8 +44,11 @@ SMALLEST_SCALE = 1e-12
 
 
 def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
-    """Settings that a program does not have."""
-    return graph_problems(config, export.model_copy(update={"next_token": False}), dims)
+    """Return settings that a program does not have."""
+    problems = graph_problems(config, export.model_copy(update={"next_token": False}), dims)
+    if export.next_token:
+        problems.append("next_token is for the CPU: the NPU's program has one method")
+    return problems
 
 
 class Body(nn.Module):
@@ -128,7 +131,7 @@ class NpuStep(nn.Module):
 
 
 def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> BuiltProgram:
-    """`train_step` with the compiled blocks in it, and `apply_update`, which needs no model."""
+    """Return `train_step` with the compiled blocks in it, and `apply_update`, which needs no model."""
     program, (length,) = build_program(loaded, config, export, seed), export.lengths_tokens
     rows = config.copies * export.batch_size
     hidden = torch.zeros(rows, length, loaded.dims.hidden)
@@ -161,7 +164,7 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
     `adapter_error`, the largest absolute one of the update from the program's own projected gradients.
     """
     program: PrgeProgram = built.eager
-    scale: float = getattr(session, "constants")[SCALE]  # noqa: B009 - not in its base class
+    scale = session.constants[SCALE]
     seed, rate = torch.tensor([session.seed]), torch.tensor([learning_rate], dtype=torch.float32)
     received: list[float] = []
     expected: list[float] = []

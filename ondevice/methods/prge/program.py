@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ondevice.artifact.manifest import AdapterEntry, Counter, StateTensor, TensorPort, port, row_ports, token_ports
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
 from ondevice.methods.prge.layout import AdapterLayout
-from ondevice.methods.prge.torch import PrgeProgram
+from ondevice.methods.prge.step import PrgeProgram
 from ondevice.nn.graph_loss import weight_tiles
 from ondevice.nn.program_loss import quantize_model
 from ondevice.runtime_ops import graph
@@ -35,19 +35,21 @@ ROUGH_SCALE = 3e-2
 
 
 def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
-    """Settings that a program does not have."""
+    """Return settings that a program does not have."""
     problems = []
     if not (config.batch_signs and config.batch_queries):
         problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
     if export.program == "blocks":
         problems.append("export.program is blocks: a prge program is a whole step, so leave it auto")
+    if export.quantize in ("int8", "8da8w"):
+        problems.append(f"export.quantize is {export.quantize}: a prge program has none, q4 or 8da4w")
     if export.next_token and (export.form != "functional" or export.quantize != "none"):
         problems.append("next_token goes with form functional and float32 weights")
     return problems
 
 
 def build_program(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> PrgeProgram:
-    """The program to export, which eager runs as reference. Changes `loaded.model` in place (adapters, quantised
+    """Return the program to export, which eager runs as reference. Changes `loaded.model` in place (adapters, quantised
     weights).
 
     Args:
@@ -63,7 +65,7 @@ def build_program(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig,
 
 
 def noise_op(config: PrgeConfig, generator: str) -> Any:
-    """The generator as `aten` graph or as this project's `op`."""
+    """Return the generator as `aten` graph or as this project's `op`."""
     if generator == "aten":
         return graph.aten_normal if config.noise == "gaussian" else graph.aten_rademacher
     from ondevice.runtime_ops import torch_ops
@@ -80,17 +82,18 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
     modules = []
 
     def add(name: str, functional: nn.Module, stateful: Any, inputs: tuple, outputs: tuple) -> None:
-        """One method; the functional form takes the adapter behind the tokens, and gives what changes it last."""
+        """Add one method; the functional form takes the adapter behind the tokens, and gives what changes it last."""
         module = functional if state is None else stateful(program, state)
         modules.append(ProgramModule(name, module, inputs, outputs))
 
-    held = () if state is not None else (adapter,)
+    # Passed in and out unless the program keeps it: Android's API can read and write no buffer of a program.
+    passed = () if state is not None else (adapter,)
     for length in export.lengths_tokens:
         suffix = "" if length == max(export.lengths_tokens) else f"_{length}"
         rows, tokens = export.eval_batch_size, token_ports(export.batch_size, length)
-        add(f"train_step{suffix}", TrainStep(program), StatefulTrainStep, (*tokens, *held, *scalars),
-            (losses, gradients, *held))  # fmt: skip
-        add(f"evaluate{suffix}", Evaluate(program), StatefulEvaluate, (*token_ports(rows, length), *held),
+        add(f"train_step{suffix}", TrainStep(program), StatefulTrainStep, (*tokens, *passed, *scalars),
+            (losses, gradients, *passed))  # fmt: skip
+        add(f"evaluate{suffix}", Evaluate(program), StatefulEvaluate, (*token_ports(rows, length), *passed),
             row_ports(rows))  # fmt: skip
     if export.next_token:
         longest, vocab = max(export.lengths_tokens), loaded.dims.vocab
@@ -99,7 +102,7 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
         modules.append(ProgramModule("next_token", NextToken(program), (*row, adapter), (logits,)))
     total = port("sum", "sum", (1,))
     replayed = gradients, *scalars
-    add("apply_update", ApplyUpdate(program), StatefulApplyUpdate, (*held, *replayed), held or (total,))
+    add("apply_update", ApplyUpdate(program), StatefulApplyUpdate, (*passed, *replayed), passed or (total,))
     if state is not None:
         modules.append(ProgramModule("get_adapter", GetAdapter(state), (), (adapter,)))
         modules.append(ProgramModule("set_adapter", SetAdapter(state), (adapter,), (total,)))
@@ -107,7 +110,7 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
 
 
 def built(program: PrgeProgram, loaded: LoadedModel, modules: tuple[ProgramModule, ...], **more: Any) -> BuiltProgram:
-    """The state of a program: the adapter, the run's step number, and the frozen A of every layer."""
+    """Return the state of a program: the adapter, the run's step number, and the frozen A of every layer."""
     config, layout = program.config, program.layout
     names = {entry: loaded.family.linear_name(entry.layer, entry.target) for entry in layout.entries}
     adapter = StateTensor(
@@ -137,7 +140,7 @@ def built(program: PrgeProgram, loaded: LoadedModel, modules: tuple[ProgramModul
 
 
 def ports(program: PrgeProgram) -> tuple[TensorPort, tuple[TensorPort, ...], TensorPort, TensorPort]:
-    """Adapter, the three scalars, projected gradients, losses."""
+    """Return adapter, the three scalars, projected gradients, losses."""
     config = program.config
     rate = port("learning_rate", "learning_rate", (1,))
     return (
@@ -372,5 +375,5 @@ def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
     return GraphedPrgeSession(loaded, config, seed)
 
 
-EXECUTORCH = GraphProgram(problems, build, compare, rounding)
+EXECUTORCH = GraphProgram(problems, build, compare, rounding, rounded=("8da4w",))
 TORCH = TorchProgram(trains_a=lambda config: False, open_fixed=_open_fixed)

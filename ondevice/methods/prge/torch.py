@@ -1,239 +1,117 @@
-"""P-RGE as a PyTorch program: one functional step that runs in eager and exports as it stands.
-
-The state is one flat float32 vector of all B matrices (`layout.py`). A step generates the noise of a layer
-where the layer needs it, and again for the update, so no noise is stored (the master-copy form that
-section 3.2 describes). Copies are ordered +z_1 .. +z_q, -z_1 .. -z_q.
-"""
+"""P-RGE in eager PyTorch, on the CPU or with fused kernels on CUDA."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
-from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
-from ondevice.nn.cross_entropy import shift, token_nll
+from ondevice.artifact.adapter import Adapter
+from ondevice.core.errors import CheckpointError
+from ondevice.core.session import Session, StepResult
+from ondevice.methods.prge.config import PrgeConfig
+from ondevice.methods.prge.layout import AdapterLayout
+from ondevice.methods.prge.step import PrgeProgram, flat_adapter
+from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
-    from ondevice.methods.prge.config import PrgeConfig
-    from ondevice.models import Family
-
-UPDATE_CHUNK = 1 << 18
-"""Elements updated at once: bounds the noise that exists during the update."""
-
-Noise = Callable[[Tensor, Tensor, int, int, int, int], Tensor]
-"""(seed, step, tensor, queries, start, count) -> float32 [queries, count]."""
-TokenLoss = Callable[[Tensor, Tensor], Tensor]
-"""(hidden [N, hidden], labels [N]) -> negative log likelihood float32 [N]."""
-CopiesOf = Callable[[int, int], Tensor]
-"""(start, count) of a range of the flat adapter -> its copies, float32 [copies, count]."""
+    from ondevice.models import LoadedModel
 
 
-class Slot:
-    """Holds the perturbed copies of one B while its layer runs; not a buffer, so that a program stays functional."""
-
-    def __init__(self) -> None:
-        self.copies: Tensor | None = None
-
-
-class DualForwardingLinear(nn.Module):
-    """x W + bmm(x A, B_g) for every group g of rows (Algorithm 1, line 7); A carries the factor alpha / rank."""
-
-    lora_a: Tensor
-
-    def __init__(self, base: nn.Module, a_IR: Tensor, scale: float) -> None:
-        super().__init__()
-        self.base = base
-        weight = next(iter(base.parameters()), a_IR)
-        dtype = getattr(base, "compute_dtype", None) or (weight.dtype if weight.is_floating_point() else a_IR.dtype)
-        self.register_buffer("lora_a", (a_IR * scale).to(dtype))
-        self.slot = Slot()
-
-    def forward(self, x_RTI: Tensor) -> Tensor:
-        y_RTO = self.base(x_RTI)
-        b_GRO = self.slot.copies
-        if b_GRO is None:
-            return y_RTO
-        groups = b_GRO.shape[0]
-        xa = (x_RTI @ self.lora_a).reshape(groups, -1, b_GRO.shape[1])
-        b = b_GRO.to(x_RTI.dtype)
-        if x_RTI.is_cuda:  # product and sum in one kernel
-            return torch.baddbmm(y_RTO.reshape(groups, -1, b.shape[2]), xa, b).reshape(y_RTO.shape)
-        return y_RTO + torch.bmm(xa, b).reshape(y_RTO.shape)
-
-
-class PrgeProgram(nn.Module):
-    """The training program: `train_step`, `evaluate` and `apply_update`, all functional in the adapter.
+class PrgeSession(Session):
+    """Holds the adapter and steps it; any batch size and length.
 
     Args:
-        family: the model, whose target linears are replaced in place.
-        layout: where each B lies in the flat vector.
-        noise: the generator's normal or Rademacher op, in the lowering wanted.
-        token_loss: hidden states and labels to losses; by default the vocabulary-tiled one.
+        loaded: the model; its target linears are replaced in place.
+        config: the method's settings.
+        seed: keys the noise and draws the frozen A.
     """
 
-    def __init__(
-        self,
-        family: Family,
-        layout: AdapterLayout,
-        config: PrgeConfig,
-        noise: Noise,
-        token_loss: TokenLoss | None = None,
-    ) -> None:
-        super().__init__()
-        self.family, self.layout, self.config, self.noise = family, layout, config, noise
-        self.model = family.model
-        self.token_loss = token_loss or (lambda h, y: token_nll(h, family.head_weight, y, config.loss_tiles))
-        device = family.head_weight.device
-        self.linears: dict[Entry, DualForwardingLinear] = {}
-        for entry in layout.entries:
-            a = torch.from_numpy(layout.frozen_a(entry)).to(device)
-            linear = DualForwardingLinear(family.linear(entry.layer, entry.target), a, config.alpha / config.rank)
-            family.set_linear(entry.layer, entry.target, linear)
-            self.linears[entry] = linear
-        self.masks: dict[int, str] = {}
+    batch_size = eval_batch_size = None
+    lengths_tokens = None
 
-    def use_explicit_masks(self, lengths_tokens: tuple[int, ...]) -> None:
-        """Add the causal mask as a constant of the program, as graphs for other runtimes need it."""
-        for length in lengths_tokens:
-            mask = torch.full((1, 1, length, length), -1e9).triu(1)
-            self.masks[length] = f"causal_mask_{length}"
-            self.register_buffer(self.masks[length], mask)
+    def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
+        self.loaded, self.config = loaded, config
+        self.device = loaded.family.head_weight.device
+        self.backend = f"torch-{self.device.type}"
+        targets = [(layer, target) for layer in range(loaded.dims.layers) for target in config.target_modules]
+        self.names = {key: loaded.family.linear_name(*key) for key in targets}
+        torch_ops.register()
+        normal = config.noise == "gaussian"
+        noise = torch.ops.ondevice.normal if normal else torch.ops.ondevice.rademacher
+        layout = AdapterLayout.build(loaded.dims, config, seed)
+        self.generator_backend, program = torch_ops.generator_backend(self.device), PrgeProgram
+        if self.generator_backend == "triton":
+            from ondevice.methods.prge.cuda import CudaPrgeProgram
 
-    def _mask(self, length_tokens: int) -> Tensor | None:
-        name = self.masks.get(length_tokens)
-        return None if name is None else getattr(self, name)
+            program = CudaPrgeProgram
+        self.program = program(loaded.family, layout, config, noise)
+        self.seed = torch.tensor([seed], device=self.device)
+        self._adapter = flat_adapter(layout, self.device)
 
-    def train_step(
-        self, ids_BT: Tensor, labels_BT: Tensor, adapter_P: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One ZO-SGD step.
+    def _tensors(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        return [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays]
 
-        Args:
-            ids_BT, labels_BT: int64 [batch, tokens].
-            adapter_P: float32 [layout.size].
-            seed, step: int64 [1]; they key the noise.
-            learning_rate: float32 [1].
+    @torch.inference_mode()
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """Run one ZO-SGD step; see `Session.step`."""
+        rate = np.array([learning_rate], dtype=np.float32)
+        ids_BT, labels_BT, number, rate_1 = self._tensors(ids, labels, np.array([step]), rate)
+        losses, gradients, self._adapter = self.program.train_step(
+            ids_BT, labels_BT, self._adapter, self.seed, number, rate_1
+        )
+        values = losses.tolist()
+        return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
 
-        Returns:
-            losses float32 [copies], projected gradients float32 [q], the new adapter float32 [layout.size].
-        """
-        losses = self.losses(ids_BT, labels_BT, self.perturbed(adapter_P, seed, step))
-        gradients = self.projected_gradients(losses)
-        return losses, gradients, self.apply_update(adapter_P, gradients, seed, step, learning_rate)
+    @torch.inference_mode()
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Compute row losses and token counts; see `Session.evaluate`."""
+        ids_ET, labels_ET = self._tensors(ids, labels)
+        nll, tokens = self.program.evaluate(ids_ET, labels_ET, self._adapter)
+        return nll.cpu().numpy(), tokens.cpu().numpy().astype(np.int64)
 
-    def losses(self, ids_BT: Tensor, labels_BT: Tensor, copies_of: CopiesOf) -> Tensor:
-        """Mean loss a labelled token of each copy, float32 [copies]."""
-        prefix = self._run_prefix(ids_BT)
-        passes, parts = self._passes(), []
-        for members in passes:
-            selected = copies_of if len(passes) == 1 else self._select(copies_of, members)
-            hidden = self._run_suffix(prefix.repeat(len(members), 1, 1), selected)
-            nll, count = self.row_nll(hidden, labels_BT.repeat(len(members), 1))
-            parts.append(nll.reshape(len(members), -1).sum(1) / count.reshape(len(members), -1).sum(1))
-        if len(parts) == 1:
-            return parts[0]
-        place = {member: part[i : i + 1] for members, part in zip(passes, parts) for i, member in enumerate(members)}
-        return torch.cat([place[copy] for copy in range(self.config.copies)])
+    @torch.inference_mode()
+    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+        """Apply the update alone; see `Session.apply_update`."""
+        rate = np.array([learning_rate], dtype=np.float32)
+        gradients = np.array(projected_gradients, dtype=np.float32)
+        gradients_Q, number, rate_1 = self._tensors(gradients, np.array([step]), rate)
+        self._adapter = self.program.apply_update(self._adapter, gradients_Q, self.seed, number, rate_1)
 
-    @staticmethod
-    def _select(copies_of: CopiesOf, members: list[int]) -> CopiesOf:
-        stride = members[1] - members[0] if len(members) > 1 else 1
-        return lambda start, count: copies_of(start, count)[members[0] : members[-1] + 1 : stride]
+    def flat(self) -> np.ndarray:
+        """Return the adapter vector, float32 [layout.size]."""
+        return self._adapter.cpu().numpy()
 
-    def projected_gradients(self, losses: Tensor, scale: Tensor | float | None = None) -> Tensor:
-        """(L+ - L-) / 2 epsilon of each query (Eq. 1), or the one-sided differences over their deviation (FZOO).
+    def state(self) -> dict[str, np.ndarray]:
+        """Return the adapter and the seed."""
+        return {"adapter": self.flat().copy(), "seed": self.seed.cpu().numpy()}
 
-        Args:
-            losses: float32 [copies], of the copies that `perturbed` gives.
-            scale: epsilon; the config's by default.
-        """
-        q = self.config.queries
-        if self.config.estimator == "central":
-            return (losses[:q] - losses[q:]) / (2.0 * (self.config.perturbation_scale if scale is None else scale))
-        # Copy 0 is unperturbed; the deviation's scale takes the place of epsilon, so epsilon drops out.
-        differences = losses[1:] - losses[:1]
-        centred = differences - differences.mean(dim=0, keepdim=True)
-        deviation = (centred * centred).sum(dim=0, keepdim=True).div(q - 1).sqrt()
-        return differences / (deviation + 1e-12)
+    def load_state(self, state: dict[str, np.ndarray]) -> None:
+        """Restore what `state` gave; see `Session.load_state`."""
+        flat = state.get("adapter")
+        fits = flat is not None and flat.shape == tuple(self._adapter.shape) and flat.dtype == np.float32
+        if flat is None or not fits or "seed" not in state:
+            raise CheckpointError(
+                "the checkpoint is not of this run",
+                expected=f"adapter float32 {list(self._adapter.shape)}",
+                received=None if flat is None else f"{flat.dtype} {list(flat.shape)}",
+            )
+        (self._adapter,) = self._tensors(flat.copy())
+        (self.seed,) = self._tensors(state["seed"].copy())
 
-    def apply_update(
-        self, adapter_P: Tensor, gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
-    ) -> Tensor:
-        """adapter - learning_rate / q * sum_i g_i z_i, with z regenerated; float32 [layout.size]."""
-        coefficients = gradients_Q * (learning_rate / self.config.queries)
-        parts = []
-        for start in range(0, self.layout.size, UPDATE_CHUNK):
-            count = min(UPDATE_CHUNK, self.layout.size - start)
-            z = self.noise(seed, step, NOISE_TENSOR, self.config.queries, start, count)
-            parts.append(adapter_P[start : start + count] - (coefficients[:, None] * z).sum(dim=0))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def hidden(self, ids_ET: Tensor, adapter_P: Tensor) -> Tensor:
-        """Hidden states under the unperturbed adapter, [rows, tokens, hidden]."""
-        return self._run_suffix(self._run_prefix(ids_ET), lambda start, count: adapter_P[None, start : start + count])
-
-    def evaluate(self, ids_ET: Tensor, labels_ET: Tensor, adapter_P: Tensor) -> tuple[Tensor, Tensor]:
-        """Negative log likelihood summed over each row's labelled tokens and their count, float32 [rows] each."""
-        hidden = self.hidden(ids_ET, adapter_P)
-        return self.row_nll(hidden, labels_ET)
-
-    def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None) -> CopiesOf:
-        """The step's copies, made range by range when a layer asks for them.
-
-        They are moved by `scale` (the config's by default) along the noise both ways, or one way and not at all.
-        """
+    def adapter(self) -> Adapter:
+        """Return the trained adapter in PEFT's layout."""
+        tensors = self.program.layout.to_tensors(self.flat(), self.names)
         config = self.config
+        return Adapter(tensors, config.rank, config.alpha, config.target_modules, self.loaded.source.source)
 
-        def copies_of(start: int, count: int) -> Tensor:
-            base = adapter_P[None, start : start + count]
-            z = self.noise(seed, step, NOISE_TENSOR, config.queries, start, count)
-            z = z * (config.perturbation_scale if scale is None else scale)
-            return torch.cat([base + z, base - z] if config.estimator == "central" else [base, base + z])
-
-        return copies_of
-
-    def _passes(self) -> list[list[int]]:
-        """Group the numbers of the copies by forward pass."""
-        config, q = self.config, self.config.queries
-        if config.estimator == "one_sided":
-            return [list(range(q + 1))] if config.batch_queries else [[copy] for copy in range(q + 1)]
-        queries = [list(range(q))] if config.batch_queries else [[i] for i in range(q)]
-        if config.batch_signs:
-            return [group + [i + q for i in group] for group in queries]
-        return [half for group in queries for half in (group, [i + q for i in group])]
-
-    def _run_prefix(self, ids_BT: Tensor) -> Tensor:
-        hidden = self.family.embed(ids_BT)
-        position = self.family.positions(ids_BT.shape[1], hidden.device, hidden.dtype)
-        for layer in range(self.layout.first_layer):
-            hidden = self.family.block(layer, hidden, position, self._mask(ids_BT.shape[1]))
-        return hidden
-
-    def _run_suffix(self, hidden_RTD: Tensor, copies_of: CopiesOf) -> Tensor:
-        position = self.family.positions(hidden_RTD.shape[1], hidden_RTD.device, hidden_RTD.dtype)
-        for layer in range(self.layout.first_layer, self.family.dims.layers):
-            base, count = self.layout.layer_range(layer)
-            layer_copies = copies_of(base, count)
-            for entry in self.layout.of_layer(layer):
-                low = entry.offset - base
-                copies = layer_copies[:, low : low + entry.count].reshape(-1, entry.rank, entry.outputs)
-                self.linears[entry].slot.copies = copies
-            hidden_RTD = self.family.block(layer, hidden_RTD, position, self._mask(hidden_RTD.shape[1]))
-            for entry in self.layout.of_layer(layer):
-                self.linears[entry].slot.copies = None
-        return self.family.final_norm(hidden_RTD)
-
-    def row_nll(self, hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
-        rows = labels_RT.shape[0]
-        hidden, labels = shift(hidden_RTD, labels_RT)
-        nll = self.token_loss(hidden, labels).reshape(rows, -1).sum(1)
-        return nll, (labels >= 0).reshape(rows, -1).to(torch.float32).sum(1)
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Start from an adapter of this layout: the same linears, rank, alpha and frozen A."""
+        flat = self.program.layout.from_adapter(adapter, self.names, self.config.alpha)
+        (self._adapter,) = self._tensors(flat)
 
 
-def flat_adapter(layout: AdapterLayout, device: torch.device | str) -> Tensor:
-    """B = 0: the adapter that leaves the model as it is."""
-    return torch.from_numpy(np.zeros(layout.size, dtype=np.float32)).to(device)
+def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> PrgeSession:
+    """See `MethodSpec.open_session`; the model is computed where it is."""
+    return PrgeSession(loaded, config, seed)

@@ -17,6 +17,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from ondevice.core.errors import ModelError
 from ondevice.methods.revffn.streams import Mix
+from ondevice.models import families_with
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
@@ -70,19 +71,19 @@ class Coupling:
         raise NotImplementedError
 
     def split_back(self, du: Tensor | None, dv: Tensor) -> Tensor:
-        """The gradient of the embedding's output from those of the streams that begin; None is zero."""
+        """Return the gradient of the embedding's output from those of the streams that begin; None is zero."""
         raise NotImplementedError
 
     def merge_back(self, grad_BTD: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The gradients of the streams that end; None is zero."""
+        """Return the gradients of the streams that end; None is zero."""
         raise NotImplementedError
 
     def branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor | None = None) -> Tensor:
-        """The step's branch, without the mix's factor: [B, T, width of a stream]; u is read by crossed steps."""
+        """Return the step's branch, without the mix's factor: [B, T, width of a stream]; u is read by crossed steps."""
         raise NotImplementedError
 
     def parameters(self, step: Step) -> dict[str, nn.Parameter]:
-        """The step's parameters by name, adapters included."""
+        """Return the step's parameters by name, adapters included."""
         return {**_part_parameters(self.family, step.block, step.part), **self._adapters(step)}
 
     def _adapters(self, step: Step) -> dict[str, nn.Parameter]:
@@ -180,7 +181,7 @@ class FullWidth(Coupling):
 def attention_between(
     family: Family, i: int, queries_BTD: Tensor, keys_BTD: Tensor, position: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Causal attention of block `i` (Eq. 1), norm and output projection included: [B, T, hidden].
+    """Return causal attention of block `i` (Eq. 1), norm and output projection included: [B, T, hidden].
 
     Queries come from one input, keys and values from the other; with both the same it is the family's
     `attention_branch`.
@@ -192,7 +193,7 @@ def attention_between(
     if "q_proj" not in family.linear_targets:
         raise ModelError(
             f"coupling: paper needs separate queries, keys and values, which {family.dims.family} has not",
-            expected="llama, mistral, qwen2 or qwen2_moe",
+            expected=", ".join(families_with("q_proj")),
             received=family.dims.family,
             hint="coupling: full or exact",
         )
@@ -219,12 +220,12 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 def adapter_name(block: int, part: Part) -> str:
-    """Prefix of the names of a step's adapters."""
+    """Return prefix of the names of a step's adapters."""
     return f"model.layers.{block}.revffn.{part}_"
 
 
 def orthonormal(width: int, seed: int) -> Tensor:
-    """P_up at the start, float32 [width, width / 2] with orthonormal columns; P_down is its transpose."""
+    """Return P_up at the start, float32 [width, width / 2] with orthonormal columns; P_down is its transpose."""
     numbers = generator.normal(seed, 0, _STREAM, 1, 0, width * (width // 2)).reshape(width, width // 2)
     columns, triangle = torch.linalg.qr(torch.from_numpy(numbers).double())
     return (columns * triangle.diagonal().sign()).float()
@@ -246,7 +247,7 @@ def _part_parameters(family: Family, block: int, part: Part) -> dict[str, nn.Par
 
 
 def make_coupling(family: Family, config: RevffnConfig, seed: int = 0) -> Coupling:
-    """The coupling that `config` names; `seed` is that of the adapters' first values."""
+    """Return the coupling that `config` names; `seed` is that of the adapters' first values."""
     if config.coupling == "full":
         return FullWidth(family, config.gamma_bits)
     return HalfWidth(family, crossed=config.coupling == "paper", seed=seed)

@@ -11,26 +11,27 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.files import write_tensors
 from ondevice.core.errors import ModelError
 from ondevice.methods.engine_session import as_numpy
+from ondevice.models import families_with
 from ondevice.models.load import save_tokenizer
 from ondevice.models.save import FILE_NAME
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.reversible import Reversible
-    from ondevice.models import LoadedModel
+    from ondevice.models import Family, LoadedModel
 
 MODELING = Path(__file__).with_name("modeling_revffn.py")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe")
-"""The families that the modelling file runs."""
 
 
-def check_family(family: str) -> None:
+def check_family(family: Family) -> None:
     """Refuse a model whose training could not be kept.
 
     Raises:
         ModelError: the modelling file does not know the family.
     """
-    if family not in FAMILIES:
-        raise ModelError("revffn does not train this family", expected=", ".join(FAMILIES), received=family)
+    # The modelling file calls each block's norms, `self_attn` and `mlp`, as blocks with a `q_proj` of their own have.
+    if "q_proj" not in family.linear_targets:
+        expected = ", ".join(families_with("q_proj"))
+        raise ModelError("revffn does not train this family", expected=expected, received=family.model_type)
 
 
 def save_reversible(folder: Path, loaded: LoadedModel, network: Reversible) -> None:
@@ -49,7 +50,7 @@ def save_reversible(folder: Path, loaded: LoadedModel, network: Reversible) -> N
 
 
 def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
-    """`config.json`: the ordinary model's under `base`, the steps, and the settings that it was trained with."""
+    """Return `config.json`: the ordinary model's under `base`, the steps, and the settings that it was trained with."""
     base = loaded.model.config.to_dict()
     streams = network.config.streams
     return {
@@ -81,6 +82,7 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
         "num_hidden_layers": loaded.dims.layers,
         "num_attention_heads": loaded.dims.heads,
         "tie_word_embeddings": loaded.dims.tied,
+        # The modelling file runs whole sequences: reversible steps have no place for keys and values of before.
         "use_cache": False,
         **{name: base.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     }

@@ -86,12 +86,12 @@ def solve(
 
 
 def token_norms(streams: Streams, stream: Tensor) -> Tensor:
-    """The norm of each token: float32 [B, T]."""
+    """Return the norm of each token: float32 [B, T]."""
     return streams.to_float(stream).norm(dim=-1)
 
 
 def not_inverted(block: int, iteration: Iteration, tolerance: float) -> TrainingError:
-    """The error of a block whose iteration did not converge."""
+    """Return the error of a block whose iteration did not converge."""
     numbers = (
         f"{iteration.movement:.3g} after {iteration.iterations} iterations, norm off by {iteration.norm_error:.3g}"
     )

@@ -84,7 +84,7 @@ def report(network: Reversible, ids_BT: Tensor) -> None:
 
 
 def difference(streams: Streams, rebuilt: Tensor, true: Tensor) -> tuple[float, int]:
-    """Relative error in norm, and the number of elements that differ."""
+    """Return relative error in norm, and the number of elements that differ."""
     mismatched = int((rebuilt != true).sum())
     if not mismatched:
         return 0.0, 0

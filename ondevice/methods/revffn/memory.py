@@ -22,7 +22,7 @@ STREAM_COPIES = 3
 def memory(
     dims: ModelDims, config: RevffnConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part.
+    """Return peak bytes by part.
 
     Args:
         dims: the model.
@@ -72,7 +72,8 @@ def memory(
 def host_memory(
     dims: ModelDims, config: RevffnConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Bytes of pinned host memory by part: what `full` keeps beside its streams, where `config.gamma_bits_on` says so.
+    """Return bytes of pinned host memory by part: what `full` keeps beside its streams, where `config.gamma_bits_on`
+    says so.
 
     Args:
         dims, config, batch_size, length_tokens: as in `memory`.
@@ -90,12 +91,13 @@ def _beside(dims: ModelDims, config: RevffnConfig) -> int:
 
 
 def adapter_numbers(dims: ModelDims, config: RevffnConfig) -> int:
-    """Of P_up and P_down around the attention and the MLP of every layer, which half-width streams have."""
+    """Count the numbers of P_up and P_down around the attention and the MLP of every layer, which half-width streams
+    have."""
     return 0 if config.coupling == "full" else dims.layers * 4 * dims.hidden * (dims.hidden // 2)
 
 
 def state_bytes(dims: ModelDims, config: RevffnConfig, trained: int) -> int:
-    """Of the optimizer's state of `trained` parameters."""
+    """Count the bytes of the optimizer's state of `trained` parameters."""
     if config.optimizer != "adafactor":
         return int(STATE_BYTES[config.optimizer] * trained)
     sides = sum(inputs + outputs for inputs, outputs in dims.linear_shapes.values()) + 4 * dims.hidden

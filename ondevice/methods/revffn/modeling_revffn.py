@@ -50,7 +50,7 @@ class RevffnConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
     def ordinary(self) -> PretrainedConfig:
-        """The configuration of the ordinary model."""
+        """Return the configuration of the ordinary model."""
         values = dict(self.base)
         return AutoConfig.for_model(values.pop("model_type"), **values)
 
@@ -107,7 +107,7 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         **_: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log likelihood."""
+        """Return logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log likelihood."""
         hidden = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         mask, places = None, torch.arange(hidden.shape[1], device=hidden.device)[None]
         if attention_mask is not None and not bool(attention_mask.all()):

@@ -45,7 +45,7 @@ class Passes:
         self.embedding = {name for name, value in self.outer.items() if value is table or ".wpe." in name}
 
     def run(self, ids_BT: Tensor, labels_BT: Tensor, on_unit: OnUnit) -> Tensor:
-        """Forward and backward of int64 [B, T]; gives the mean loss a labelled token, float32 [].
+        """Run forward and backward over int64 [B, T]; gives the mean loss a labelled token, float32 [].
 
         A forward pass that overflows makes the streams' scale coarser, and all micro-batches begin again.
         """
@@ -82,16 +82,16 @@ class Passes:
     def _reversible(
         self, ids: tuple[Tensor, ...], labels: tuple[Tensor, ...], tokens: Tensor, on_unit: OnUnit
     ) -> Tensor:
-        forwards = [self._forward(part) for part in ids]
+        forwards = [self._forward(rows) for rows in ids]
         outer = {name: value for name, value in self.outer.items() if value.requires_grad}
         head: Gradients = {}
         losses: list[Tensor] = []
         backwards: list[BlockGradients] = []
-        for part in labels:
+        for targets in labels:
             saved = forwards.pop(0)
             hidden = self.network.hidden(saved).requires_grad_()
             with torch.enable_grad():
-                loss = self._loss(hidden, part, tokens)
+                loss = self._loss(hidden, targets, tokens)
             grad, *of_outer = torch.autograd.grad(loss, [hidden, *outer.values()], allow_unused=True)
             accumulate(head, dict(zip(outer, of_outer, strict=True)), len(ids) > 1)
             losses.append(loss.detach())
@@ -144,14 +144,14 @@ class Passes:
 
     @torch.inference_mode()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Negative log likelihood of each row's labelled tokens and their count, [rows] each."""
+        """Return negative log likelihood of each row's labelled tokens and their count, [rows] each."""
         states, targets = shift(self._final_hidden(ids_BT), labels_BT)
         nll = token_nll(states, self.family.head_weight, targets, self.loss_tiles)
         return nll.view(ids_BT.shape[0], -1).sum(1), (labels_BT[:, 1:] >= 0).sum(1)
 
     @torch.inference_mode()
     def next_token(self, ids_1T: Tensor) -> int:
-        """The most likely token behind int64 [1, T]."""
+        """Return the most likely token behind int64 [1, T]."""
         return int((self._final_hidden(ids_1T)[:, -1:] @ self.family.head_weight.T).argmax())
 
 

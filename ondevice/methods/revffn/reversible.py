@@ -108,7 +108,7 @@ class Reversible:
         return self.family.embedding.weight.dtype
 
     def block_parameters(self, block: int) -> dict[str, nn.Parameter]:
-        """Parameters of a block by name in the model, adapters included."""
+        """Return parameters of a block by name in the model, adapters included."""
         parameters: dict[str, nn.Parameter] = {}
         for step in self.steps:
             if step.block == block:
@@ -117,7 +117,8 @@ class Reversible:
 
     @torch.no_grad()
     def forward(self, ids_BT: Tensor, on_step: OnStep | None = None) -> Saved:
-        """Embedding and all blocks, without a graph; with `not_converged: store`, each block is inverted at once.
+        """Run the embedding and all blocks, without a graph; with `not_converged: store`, each block is inverted at
+        once.
 
         Args:
             ids_BT: int64 [B, T].
@@ -169,11 +170,11 @@ class Reversible:
         self.fraction_bits = error.bits
 
     def hidden(self, saved: Saved) -> Tensor:
-        """The final norm's input: [B, T, hidden] in the compute dtype."""
+        """Return the final norm's input: [B, T, hidden] in the compute dtype."""
         return self.coupling.merge(*(self.streams.to_float(part) for part in (saved.u, saved.v))).to(self.dtype)
 
     def backward(self, saved: Saved, grad_BTD: Tensor, on_block: OnBlock) -> Tensor:
-        """Gradients of all blocks, from the last to the first.
+        """Return gradients of all blocks, from the last to the first.
 
         Args:
             saved: from `forward`; its tensors are freed on the way.
@@ -193,7 +194,7 @@ class Reversible:
             on_block(block, gradients)
 
     def backward_by_block(self, saved: Saved, grad_BTD: Tensor) -> BlockGradients:
-        """`backward` one block at a time, so that micro-batches can go back through each block together."""
+        """Yield `backward` one block at a time, so that micro-batches can go back through each block together."""
         position = self.position(saved.length_tokens)
         du, dv = self.coupling.merge_back(grad_BTD.float())
         v, w = saved.u, saved.v
@@ -247,7 +248,7 @@ class Reversible:
         return u, older, newer, dict(zip(parameters, grads[len(inputs) :], strict=True))
 
     def stored_hidden(self, ids_BT: Tensor) -> Tensor:
-        """`hidden` of the same network under autograd, every activation stored: the reference, [B, T, hidden].
+        """Return `hidden` of the same network under autograd, every activation stored: the reference, [B, T, hidden].
 
         Streams are what they are in `forward`, and beside each goes a float32 tensor that only carries its gradient. So
         branches see the same numbers in the same shapes, and rounding has gradient 1.
@@ -298,7 +299,7 @@ class Reversible:
         return torch.empty(bits.shape, dtype=bits.dtype, pin_memory=True).copy_(bits, non_blocking=True)
 
     def position(self, length: int) -> tuple[Tensor, Tensor]:
-        """The family's position embeddings of positions 0 to `length` - 1."""
+        """Return the family's position embeddings of positions 0 to `length` - 1."""
         return self.family.positions(length, self.family.embedding.weight.device, self.dtype)
 
     def _branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor) -> Tensor:

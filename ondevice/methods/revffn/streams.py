@@ -51,11 +51,11 @@ class Mix:
         return 0.0 if self.past == 1.0 else 1.0 - self.past
 
     def past_of(self, grad: Tensor) -> Tensor | None:
-        """The gradient of u through the sum; None is zero."""
+        """Return the gradient of u through the sum; None is zero."""
         return None if not self.past else grad if self.past == 1.0 else self.past * grad
 
     def branch_of(self, values: Tensor) -> Tensor:
-        """`values` times the branch's factor."""
+        """Return `values` times the branch's factor."""
         return values if self.branch == 1.0 else values * self.branch
 
 
@@ -63,23 +63,24 @@ class Streams(Protocol):
     """Numbers of one kind. `branch` is any float dtype, with the mix's factor not yet applied."""
 
     def from_float(self, values: Tensor) -> Tensor:
-        """A stream that holds `values`, rounded once."""
+        """Return a stream that holds `values`, rounded once."""
         ...
 
     def to_float(self, stream: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Its values in `dtype`."""
+        """Return its values in `dtype`."""
         ...
 
     def step(self, u: Tensor, v: Tensor, branch: Tensor, mix: Mix) -> tuple[Tensor, Tensor | None]:
-        """w, and the bits of u that w does not hold (uint8, packed) or None."""
+        """Compute w, and the bits of u that w does not hold (uint8, packed) or None."""
         ...
 
     def inverse_step(self, w: Tensor, v: Tensor, branch: Tensor, mix: Mix, side: Tensor | None) -> Tensor:
-        """u, from what `step` gave and the same branch."""
+        """Compute u, from what `step` gave and the same branch."""
         ...
 
     def peaks(self, w: Tensor, branch: Tensor, mix: Mix) -> Tensor:
-        """Largest magnitudes of what was added and of the sum: float32 [2] on the device, in units of the stream."""
+        """Return largest magnitudes of what was added and of the sum: float32 [2] on the device, in units of the
+        stream."""
         ...
 
 
@@ -167,7 +168,7 @@ class FixedStreams:
 
 
 def pack(stream: Tensor, bits: int) -> Tensor | None:
-    """The `bits` low bits of every int32: uint8 [bits, ceil(numel / 8)], one plane a bit; None for no bits."""
+    """Return the `bits` low bits of every int32: uint8 [bits, ceil(numel / 8)], one plane a bit; None for no bits."""
     if not bits:
         return None
     flat = stream.reshape(-1)
@@ -183,7 +184,7 @@ def pack(stream: Tensor, bits: int) -> Tensor | None:
 
 
 def unpack(packed: Tensor, bits: int, like: Tensor) -> Tensor:
-    """`pack` undone: int32 of `like`'s shape with the low bits set."""
+    """Return `pack` undone: int32 of `like`'s shape with the low bits set."""
     low = torch.zeros_like(like).reshape(-1)
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     for bit in range(bits):

@@ -45,7 +45,7 @@ class RevffnSession(Session):
     """Training of all parameters by a backward pass through reversible blocks; see `Session`."""
 
     def __init__(self, loaded: LoadedModel, config: RevffnConfig, seed: int) -> None:
-        check_family(loaded.dims.family)
+        check_family(loaded.family)
         self.loaded, self.family, self.config = loaded, loaded.family, config
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
@@ -60,14 +60,14 @@ class RevffnSession(Session):
         self.active: dict[str, Any] | None = None
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One optimizer step over all rows; see `Session.step`."""
+        """Run one optimizer step over all rows; see `Session.step`."""
         rate, batch = self._begin(step, learning_rate), self._batch(ids, labels)
         with memory_errors(f"a step of {ids.shape[0]} rows of {ids.shape[1]} tokens", STEP_HINT):
             loss = float(self._train(batch, step, rate))
         return StepResult(loss, (loss,))
 
     def gradients(self, ids: np.ndarray, labels: np.ndarray, step: int = 0) -> tuple[float, Gradients]:
-        """Loss and gradients of step `step`, with nothing updated."""
+        """Return loss and gradients of step `step`, with nothing updated."""
         self._begin(step, 0.0)
         gradients: Gradients = {}
         return float(self.passes.run(*self._batch(ids, labels), gradients.update)), gradients
@@ -120,12 +120,13 @@ class RevffnSession(Session):
         return ids_BT, labels_BT
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts of the reversible network; see `Session.evaluate`."""
+        """Compute row losses and token counts of the reversible network; see `Session.evaluate`."""
         nll, count = self.passes.row_nll(*self._batch(ids, labels))
         return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
 
     def state(self) -> dict[str, np.ndarray]:
-        """The trained parameters, the optimizer's state and the streams' scale, as they are; bfloat16 as uint16."""
+        """Return the trained parameters, the optimizer's state and the streams' scale, as they are; bfloat16 as
+        uint16."""
         tensors = self.parameters | self.updates.arrays()
         arrays = {name: as_numpy(value.detach().cpu().clone()) for name, value in tensors.items()}
         return arrays if self.network.fraction_bits is None else arrays | {BITS: np.array([self.network.fraction_bits])}
@@ -150,7 +151,7 @@ class RevffnSession(Session):
             self.network.fraction_bits = int(state[BITS][0])
 
     def save_model(self, folder: Path) -> None:
-        """The trained network as a Hugging Face folder with its own modelling file; see `export`."""
+        """Write the trained network as a Hugging Face folder with its own modelling file; see `export`."""
         save_reversible(folder, self.loaded, self.network)
 
     @property
@@ -214,7 +215,8 @@ def open_network(folder: Path, device: str) -> OpenedNetwork:
 
 
 def continue_reversible(session: RevffnSession, ids: Sequence[int], max_new_tokens: int) -> str:
-    """Greedy text behind token ids, in the numbers of the training; it computes the whole sequence for each token."""
+    """Return greedy text behind token ids, in the numbers of the training; it computes the whole sequence for each
+    token."""
     loaded = session.loaded
     stops = loaded.model.generation_config.eos_token_id
     stops = loaded.tokenizer.eos_token_id if stops is None else stops

@@ -35,11 +35,11 @@ class Rule(Protocol):
     """One optimizer's arithmetic."""
 
     def state(self, parameter: Tensor) -> State:
-        """State of a parameter before its first step."""
+        """Return state of a parameter before its first step."""
         ...
 
     def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
-        """One step with a gradient of the parameter's shape."""
+        """Apply one step with a gradient of the parameter's shape."""
         ...
 
 
@@ -51,12 +51,12 @@ class ParameterWriter:
         self.parameter, self.key = parameter.detach(), key
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """Ranges of the flat parameter, each as float32; what was done to a chunk is written before the next."""
+        """Yield ranges of the flat parameter, each as float32; what was done to a chunk is written before the next."""
         flat = self.parameter.view(-1)
         for number, low in enumerate(range(0, flat.numel(), CHUNK)):
-            part = slice(low, min(low + CHUNK, flat.numel()))
-            yield part, (work := flat[part].float())
-            self.write(flat[part], work, number)
+            span = slice(low, min(low + CHUNK, flat.numel()))
+            yield span, (work := flat[span].float())
+            self.write(flat[span], work, number)
 
     def write(self, out: Tensor, work: Tensor, number: int) -> None:
         """Round `work` into `out`, a view of the parameter; chunk `number` draws its own random bits."""
@@ -76,11 +76,11 @@ class ScaledGradient:
         self.values, self.scale = values, scale
 
     def view(self, *shape: int) -> ScaledGradient:
-        """The same in another shape."""
+        """Return the same in another shape."""
         return ScaledGradient(self.values.view(*shape), self.scale)
 
-    def __getitem__(self, part: Any) -> Tensor:
-        chunk = self.values[part].float()
+    def __getitem__(self, span: Any) -> Tensor:
+        chunk = self.values[span].float()
         return chunk if self.scale is None else chunk * self.scale
 
 
@@ -91,10 +91,10 @@ class Sgd:
         return {}
 
     def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
-        for part, work in write.chunks():
+        for span, work in write.chunks():
             if adam.weight_decay:
                 work.mul_(1 - adam.learning_rate * adam.weight_decay)
-            work.add_(gradient.view(-1)[part], alpha=-adam.learning_rate)
+            work.add_(gradient.view(-1)[span], alpha=-adam.learning_rate)
 
 
 class AdamW:
@@ -105,8 +105,8 @@ class AdamW:
         return {name: torch.zeros(parameter.numel(), **make) for name in ("exp_avg", "exp_avg_sq")}
 
     def apply(self, write: ParameterWriter, gradient: ScaledGradient, state: State, adam: AdamStep) -> None:
-        for part, work in write.chunks():
-            torch_step(work, gradient.view(-1)[part], state["exp_avg"][part], state["exp_avg_sq"][part], adam)
+        for span, work in write.chunks():
+            torch_step(work, gradient.view(-1)[span], state["exp_avg"][span], state["exp_avg_sq"][span], adam)
 
 
 class AdamW8bit:
@@ -138,10 +138,10 @@ class AdamW8bit:
         if "exp_avg" in state:
             return self.small.apply(write, gradient, state, adam)
         maps = self.maps = {kind: values.to(write.parameter.device) for kind, values in self.maps.items()}
-        for part, work in write.chunks():
-            blocks = slice(part.start // 256, -(-part.stop // 256))
+        for span, work in write.chunks():
+            blocks = slice(span.start // 256, -(-span.stop // 256))
             self.functional.optimizer_update_8bit_blockwise(
-                "adam", gradient.view(-1)[part], work, state["state1"][part], state["state2"][part],
+                "adam", gradient.view(-1)[span], work, state["state1"][span], state["state2"][span],
                 adam.beta1, adam.beta2, 0.0, 0.0, adam.eps, adam.step, adam.learning_rate, maps[1], maps[2],
                 state["absmax1"][blocks], state["absmax2"][blocks], adam.weight_decay,
             )  # fmt: skip
@@ -168,6 +168,8 @@ class Adafactor:
         square = torch.zeros((), device=parameter.device)
         row = torch.zeros(*stack.shape[:2], 1, device=parameter.device)
         column = torch.zeros(stack.shape[0], 1, columns, device=parameter.device)
+        # In chunks, three times over the gradient: the update's norm must be known before any of it is applied, and a
+        # float32 copy of the parameter would take the memory that factored moments save.
         for chunk in chunks:
             square += stack[chunk].float().square().sum()
             squares = gradient[chunk].square()
@@ -226,7 +228,7 @@ class Updates:
 
     @torch.no_grad()
     def apply(self, name: str, gradient: Tensor, count: int, rate: float, scale: Tensor | None = None) -> None:
-        """Step `count` (1 for the first) of a tensor.
+        """Apply step `count` (1 for the first) of a tensor.
 
         Args:
             gradient: of its shape, in its dtype or float32; unchanged.
@@ -244,7 +246,7 @@ class Updates:
         )
 
     def arrays(self) -> dict[str, Tensor]:
-        """All states, by `kind/name`."""
+        """Return all states, by `kind/name`."""
         return {f"{kind}/{name}": value for name, state in self.states.items() for kind, value in state.items()}
 
     def load(self, arrays: dict[str, Tensor]) -> None:
@@ -272,7 +274,7 @@ class Updates:
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """The sum of all squares, float32 [] on the device, chunk by chunk."""
+    """Return the sum of all squares, float32 [] on the device, chunk by chunk."""
     parts = [
         chunk.float().square().sum() for gradient in gradients for chunk in gradient.detach().reshape(-1).split(CHUNK)
     ]
@@ -280,5 +282,5 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def clip_scale(square: Tensor, limit: float) -> Tensor:
-    """min(1, limit / norm), as `torch.nn.utils.clip_grad_norm_` has it."""
+    """Compute min(1, limit / norm), as `torch.nn.utils.clip_grad_norm_` has it."""
     return (limit / (square.sqrt() + 1e-6)).clamp(max=1.0)

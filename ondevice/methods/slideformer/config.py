@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,8 @@ from ondevice.offload.config import EngineConfig
 
 class SlideformerConfig(EngineConfig):
     """First-order fine-tuning of all parameters; layers slide through the accelerator while the host updates."""
+
+    RENAMED: ClassVar[dict[str, str]] = {"vocabulary_chunks": "loss_tiles"}
 
     name: Literal["slideformer"] = "slideformer"
     """Method name."""
@@ -43,9 +45,9 @@ class SlideformerConfig(EngineConfig):
     disk_folder: Path | None = None
     """Folder of those files, on a local disk; None: a temporary folder."""
 
-    vocabulary_chunks: int = Field(default=1, ge=1)
-    """Parts of the output head that are on the accelerator one after the other; more than one computes the logits
-    twice."""
+    loss_tiles: int = Field(default=1, ge=1)
+    """Vocabulary tiles: ranges of the output head's rows that are on the accelerator one after the other; more than one
+    computes the logits twice."""
 
     @property
     def moments_dtype(self) -> Literal["float32", "bfloat16", "int8"]:

@@ -57,7 +57,7 @@ class DiskMoments:
                 self.staged[unit.index] = (memory, self.file.read(self.records[unit.index], memory))
 
     def load(self, unit: Unit, state: HostState) -> HostState:
-        """`state` with the unit's moments, in memory until `save`.
+        """Return `state` with the unit's moments, in memory until `save`.
 
         Raises:
             StorageError: the disk failed, or what was read is not what was written.
@@ -93,7 +93,8 @@ class DiskMoments:
         self.save(unit)
 
     def stored(self, unit: Unit) -> Moments:
-        """The moments as a map of the file, read when they are looked at; only while nothing is being written."""
+        """Return the moments as a map of the file, read when they are looked at; only while nothing is being
+        written."""
         self.flush()
         memory = self.file.payload(self.records[unit.index])
         return moments_in(memory, unit.numel, self.kind)
@@ -135,7 +136,8 @@ class DiskActivations:
         self.file: TierFile | None = None
 
     def begin(self, count: int, size_bytes: int, buffers: int, pin: bool) -> list[Tensor]:
-        """Room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their count."""
+        """Make room for `count` inputs; gives the host buffers, uint8: input `at` uses number `at` modulo their
+        count."""
         if self.file is not None:
             self.file.close()
         self.file = TierFile(self.folder, "activations", [size_bytes] * count, timeout_s=self.timeout_s)
@@ -150,7 +152,7 @@ class DiskActivations:
         self.holds[at % len(self.ring)] = at
 
     def write(self, at: int) -> None:
-        """The input is in its buffer."""
+        """Write an input that is in its buffer."""
         if self.file is not None:
             self.futures[at % len(self.ring)] = self.file.write(at, self.ring[at % len(self.ring)])
 
@@ -163,7 +165,7 @@ class DiskActivations:
             self.futures[turn] = self.file.read(at, self.ring[turn])
 
     def wait(self, at: int) -> None:
-        """Until the input is in its buffer."""
+        """Wait until the input is in its buffer."""
         self._wait(at % len(self.ring))
 
     def _wait(self, turn: int) -> None:
@@ -196,7 +198,7 @@ class Disk:
 
 
 def open_disk(units: Units, config: SlideformerConfig, timeline: Timeline, ranks: Ranks = SINGLE) -> Disk:
-    """The files that `config` asks for.
+    """Return the files that `config` asks for.
 
     Raises:
         StorageError: there is no room for them.

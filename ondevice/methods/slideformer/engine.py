@@ -76,7 +76,7 @@ class SlideformerEngine(OffloadEngine):
         self.total = self.device.pinned(1, torch.float32)
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
-        """One AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled token.
+        """Run one AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled token.
 
         Returns before the last updates are done; the next call, `flush` and `evaluate` wait for what they need.
 
@@ -97,7 +97,7 @@ class SlideformerEngine(OffloadEngine):
         for unit in self.store.resident.units:  # no fetch waits for their norms, which clipping needs from here on
             self.updater.wait(unit)
         gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
-        summed = self.window.send_total(total.reshape(1), self.total)
+        summed = self.window.all_reduce_total(total.reshape(1), self.total)
         self.passes.backward(gradients, ids, micro_batches)
         known = summed()
         self.last = self.transfers.submit("the end of the step", self.updater.end_backward)

@@ -19,17 +19,17 @@ GRADIENT_SLOTS = 2
 def memory(
     dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part on the accelerator: the window of layers, the head, and one layer's activations."""
+    """Return peak bytes by part on the accelerator: the window of layers, the head, and one layer's activations."""
     item = 2 if config.compute == "bfloat16" else 4
-    part = -(-dims.vocab // config.vocabulary_chunks)
+    tile = -(-dims.vocab // config.loss_tiles)
     slots = min(config.window, dims.layers) + GRADIENT_SLOTS
-    tables = 2 * min(2, config.vocabulary_chunks)
+    tables = 2 * min(2, config.loss_tiles)
     resident = min(config.resident_layers, dims.layers) * dims.block_parameters
     parts = {
         "window": slots * dims.block_parameters * item,
-        "head": tables * part * dims.hidden * item,
+        "head": tables * tile * dims.hidden * item,
         "noise": 0,
-        **passes_bytes(dims, config, config.activations, batch_size, length_tokens, part),
+        **passes_bytes(dims, config, config.activations, batch_size, length_tokens, tile),
         "resident layers": resident * (12 + item),
     }
     return {part: size for part, size in parts.items() if size or part == "noise"}
@@ -38,7 +38,7 @@ def memory(
 def host_memory(
     dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
-    """Peak bytes by part in host memory: masters and moments, gradients on their way, kept inputs.
+    """Return peak bytes by part in host memory: masters and moments, gradients on their way, kept inputs.
 
     `config.compute` says how large an activation is, not `activation_bytes`.
     """

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
-    """Seconds by lane of a step of that many rows, which takes `flops` operations; see `MethodSpec.lanes`."""
+    """Return seconds by lane of a step of that many rows, which takes `flops` operations; see `MethodSpec.lanes`."""
     dims, method = request.dims, request.method
     item = DTYPES[method.compute].itemsize
     kept = dims.layers * rows * request.length_tokens * dims.hidden * item * (method.activations != "device")

@@ -46,7 +46,7 @@ class Resident:
         self.units, self.device, self.dtype, self.split = units, device, dtype, split
         self.states: dict[int, _State] = {}
 
-    def take(self, unit: Unit) -> None:
+    def adopt(self, unit: Unit) -> None:
         """Fill a unit's state from its parameters."""
         master = self.device.empty(unit.numel, torch.float32)
         for piece in unit.pieces:
@@ -58,18 +58,18 @@ class Resident:
 
     @torch.no_grad()
     def update(self, unit: Unit, gradient: Tensor, adam: AdamStep, scale: Tensor | None) -> None:
-        """AdamW on the compute lane. `gradient` [numel] in the compute dtype, multiplied by `scale` first."""
+        """Run AdamW on the compute lane. `gradient` [numel] in the compute dtype, multiplied by `scale` first."""
         state = self.states[unit.index]
         for low in range(0, unit.numel, CHUNK):
-            part = slice(low, min(low + CHUNK, unit.numel))
-            wide = gradient[part].float()
+            chunk = slice(low, min(low + CHUNK, unit.numel))
+            wide = gradient[chunk].float()
             if scale is not None:
                 wide = wide * scale
-            torch_step(state.master[part], wide, state.m[part], state.v[part], adam)
+            torch_step(state.master[chunk], wide, state.m[chunk], state.v[chunk], adam)
         state.memory.copy_(state.master)
 
     def master(self, unit: Unit) -> Tensor:
-        """float32 [numel] on the host."""
+        """Return float32 [numel] on the host."""
         return self.states[unit.index].master.cpu()
 
     def flat(self, unit: Unit) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ class Resident:
         return {"high": self.states[unit.index].memory.cpu()} if self.split else {"master": self.master(unit)}
 
     def arrays(self, unit: Unit) -> dict[str, Tensor]:
-        """Everything a resume needs, on the host, in the form of units whose states are there."""
+        """Return everything a resume needs, on the host, for the units whose states are there."""
         state = self.states[unit.index]
         master, moments = state.master.cpu(), Moments("float32", state.m.cpu(), state.v.cpu())
         if not self.split:
@@ -105,27 +105,27 @@ class TieredStore(HostStore):
         kept = units.layers[: config.resident_layers]
         self.resident = Resident(kept, device, DTYPES[config.compute], is_split(config))
         for unit in kept:  # one after the other, so that no parameter is there twice for long
-            self.resident.take(unit)
+            self.resident.adopt(unit)
             release(unit, DTYPES[config.compute])
         super().__init__([unit for unit in units.all if ranks.owns(unit) and unit not in kept], config, device)
         for unit in units.all:
             release(unit, self.dtype)
 
-    def _take(self, unit: Unit, moments: str) -> HostState:
-        state = super()._take(unit, moments)
+    def _host_state(self, unit: Unit, moments: str) -> HostState:
+        state = super()._host_state(unit, moments)
         if self.disk is not None and self.disk.holds(unit):
             self.disk.put(unit, state.moments)
             state.moments = Moments.empty(0, moments)
         return state
 
     def moments(self, unit: Unit) -> Moments:
-        """A unit's moments, in memory or as a map of the file: views."""
+        """Return a unit's moments, in memory or as a map of the file: views."""
         if self.disk is not None and self.disk.holds(unit):
             return self.disk.stored(unit)
         return super().moments(unit)
 
     def rows(self, unit: Unit, rows: Tensor, out: Tensor) -> None:
-        """Rows of a table in the compute dtype: int64 [R] into `out` [R, width]."""
+        """Read rows of a table in the compute dtype: int64 [R] into `out` [R, width]."""
         state = self.states[unit.index]
         table = self._master(state) if state.high is None else state.high
         piece = unit.pieces[0]
@@ -136,7 +136,7 @@ class TieredStore(HostStore):
             out.copy_(view[rows])
 
     def flats(self) -> dict[str, Tensor]:
-        """Those of `arrays` that `weights` is made of."""
+        """Return those of `arrays` that `weights` is made of."""
         part = "high" if self.split else "master"
         states = ((unit, self.states[unit.index]) for unit in self.owned)
         flats = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
@@ -145,8 +145,8 @@ class TieredStore(HostStore):
         return flats
 
     def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Every parameter by name, out of the `flats` or `arrays` of all ranks: bfloat16 as computed with in split
-        form, else the float32 masters; no copies."""
+        """Return every parameter by name, out of the `flats` or `arrays` of all ranks: bfloat16 as computed with in
+        split form, else the float32 masters; no copies."""
         weights, part = {}, "high" if self.split else "master"
         for unit in self.units.all:
             weights |= parameters(unit, arrays[f"{part}/{unit.key}"])

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ondevice.core.errors import CheckpointError
+from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.engine_session import EngineSession, as_numpy, steps_of
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.models.save import save_weights
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 
-WINDOW_HINT = "method.window: 2, method.vocabulary_chunks: 4; `ondevice plan` lists what each part needs"
+WINDOW_HINT = "method.window: 2, method.loss_tiles: 4; `ondevice plan` lists what each part needs"
 STEP_HINT = "method.micro_batch_size: 1, method.loss_chunk_tokens: 512; `ondevice plan` lists what each part needs"
 
 
@@ -45,20 +46,21 @@ class SlideformerSession(EngineSession):
         self.arrays: dict[str, torch.Tensor] = {}
 
     def state(self) -> dict[str, np.ndarray]:
-        """Masters and moments as they lie in host memory, views that the next step changes; bfloat16 as uint16."""
+        """Return masters and moments as they lie in host memory, views that the next step changes; bfloat16 as
+        uint16."""
         self.engine.flush()
         arrays = self.ranks.gather(self.engine.store.arrays() | self.engine.updater.clipping.norms())
         arrays = self.arrays = dict(reversed(arrays.items()))  # what the next step updates first comes first
         self.unwritten = Counter(name.partition("/")[2] for name in arrays)
         state = {name: as_numpy(tensor) for name, tensor in arrays.items()}
-        return {**state, "optimizer_step": np.array([self.steps_done], dtype=np.int64)}
+        return {**state, OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
 
     def hold(self) -> None:
         """Update no unit before `written` has named all its arrays: the last `state` is written beside the steps."""
         self.engine.updater.keep(set(self.unwritten))
 
     def written(self, name: str | None) -> None:
-        """The array `name` of `state` has been read, or None: nothing of it will be read any more."""
+        """Note that the array `name` of `state` has been read, or None: nothing of it will be read any more."""
         if name is None:
             self.engine.updater.release(None)
             self.arrays = {}
@@ -69,7 +71,7 @@ class SlideformerSession(EngineSession):
             self.engine.updater.release(key)
 
     def save_beside(self, folder: Path) -> None:
-        """The weights as transformers loads them, into the checkpoint's folder."""
+        """Write the weights as transformers loads them, into the checkpoint's folder."""
         save_weights(folder / "model", self.engine.store.weights(self.arrays), self.loaded)
 
     def load_state(self, state: dict[str, np.ndarray] | None) -> None:
@@ -78,7 +80,7 @@ class SlideformerSession(EngineSession):
         problem: Exception | None = None
         with self.ranks.lent(state) as arrays:
             try:
-                done = steps_of(arrays.get("optimizer_step"))
+                done = steps_of(arrays.get(OPTIMIZER_STEP))
                 self.engine.store.load(arrays)
                 self.engine.updater.clipping.restore(arrays)
                 self.steps_done = done
@@ -87,7 +89,7 @@ class SlideformerSession(EngineSession):
         self.ranks.agree(problem)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name, views; bfloat16 where that is what was computed with."""
+        """Return the trained parameters by name, views; bfloat16 where that is what was computed with."""
         self.engine.flush()
         flats = self.ranks.gather(self.engine.store.flats())
         return self.engine.store.weights(flats) if self.ranks.rank == 0 else {}
@@ -97,17 +99,17 @@ class Leader(SlideformerSession):
     """Rank 0's session: every call is made on all ranks, with the same arguments."""
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One AdamW step on the rows of all ranks."""
+        """Run one AdamW step on the rows of all ranks."""
         self.ranks.broadcast_object(("step", (ids, labels, step, learning_rate)))
         return super().step(ids, labels, step, learning_rate)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; every rank computes all rows."""
+        """Compute row losses and token counts; every rank computes all rows."""
         self.ranks.broadcast_object(("evaluate", (ids, labels)))
         return super().evaluate(ids, labels)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Masters and moments of all ranks: this one's as views, copies of the others'."""
+        """Return masters and moments of all ranks: this one's as views, copies of the others'."""
         self.ranks.broadcast_object(("state", ()))
         return super().state()
 
@@ -117,7 +119,7 @@ class Leader(SlideformerSession):
         super().load_state(state)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained parameters of all ranks by name."""
+        """Return the trained parameters of all ranks by name."""
         self.ranks.broadcast_object(("weights", ()))
         return super().weights()
 

@@ -53,8 +53,8 @@ class Updater:
         self.clipping = Clipping(config, units, store.ranks)
         self.ranks, largest = store.ranks, max(unit.numel for unit in units.layers)
         layers = sum(unit.kind == "layer" for unit in store.owned)
-        held = layers if self.clipping.exact else min(config.gradient_buffers, layers)
-        self.buffers = [device.pinned(largest, store.dtype) for _ in range(held)]
+        count = layers if self.clipping.exact else min(config.gradient_buffers, layers)
+        self.buffers = [device.pinned(largest, store.dtype) for _ in range(count)]
         self.pool = Pool(list(self.buffers), watch)
         size = {unit.kind: unit.numel for unit in store.owned}
         self.rest = device.pinned(size.get("rest", 0), store.dtype)
@@ -70,7 +70,7 @@ class Updater:
         self.bytes += 0 if units.tied else self.embedding.numel() * self.embedding.element_size()
 
     def wait(self, unit: Unit) -> None:
-        """Until the unit's last submitted update is done."""
+        """Wait until the unit's last submitted update is done."""
         task = self.pending.get(unit.index)
         if task is not None:
             task.wait()
@@ -109,11 +109,12 @@ class Updater:
         self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
 
     def submit_rows(self, rows: Tensor, gradient: Tensor, event: Event) -> None:
-        """The embedding's gradient: int64 [R] and [R, hidden]; held until the next batch says what it reads."""
+        """Send the embedding's gradient: int64 [R] and [R, hidden]; held until the next batch says what it reads."""
         self.rows = (rows, gradient, event, self.clipping.now)
 
     def end_backward(self) -> None:
-        """Every gradient of the step is on its way; with exact clipping the updates begin here."""
+        """End the backward pass: every gradient of the step is on its way; with exact clipping the updates begin
+        here."""
         if not self.clipping.exact:
             return
         waiting, self.waiting = self.waiting, []
@@ -137,21 +138,23 @@ class Updater:
         """
         if self.rows is None:
             return self.pending.get(self.units.embedding.index)
-        held, unit = self.rows, self.units.embedding
-        rows, now = held[0], held[3]
+        waiting, unit = self.rows, self.units.embedding
+        rows, now = waiting[0], waiting[3]
         merged = self.clipping.exact
         width = unit.pieces[0].shape[1]
         tiled = self.config.moments == "int8" and width % TILE != 0
+        # Int8 moments share a scale in tiles that may cross rows, and a file is read whole: then all rows go together.
         if not self.store.native or tiled or (self.disk and self.disk.holds(unit)):
             needed = None
 
         def first() -> None:
             if not merged:
-                self._merge(*held)
+                self._merge(*waiting)
             self._update(unit, self.embedding, self.clipping.apply(now, unit), needed, width)
             if needed is None:
                 self._cleared(rows, width)
 
+        # The next step begins with these rows, so they come before all layers, and the other rows after them.
         task = self.worker.submit(unit.name, first, FIRST)
         self.pending[unit.index] = task
         if needed is not None:

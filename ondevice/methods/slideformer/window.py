@@ -61,13 +61,13 @@ class Window:
         self.rest = Slot(device.empty(units.rest.numel, dtype))
         self.rest_gradient = Slot(device.empty(units.rest.numel, dtype))
         vocabulary, self.width = units.head.pieces[0].shape
-        self.rows = -(-vocabulary // config.vocabulary_chunks)
-        self.chunks = [(low, min(low + self.rows, vocabulary)) for low in range(0, vocabulary, self.rows)]
-        count = min(2, len(self.chunks))
+        self.rows = -(-vocabulary // config.loss_tiles)
+        self.tiles = [(low, min(low + self.rows, vocabulary)) for low in range(0, vocabulary, self.rows)]
+        count = min(2, len(self.tiles))
         self.head = [Slot(device.empty(self.rows * self.width, dtype)) for _ in range(count)]
         self.head_gradient = [Slot(device.empty(self.rows * self.width, dtype)) for _ in range(count)]
-        self.held: list[int | None] = [None] * len(self.layers)
-        self.norms = device.pinned(len(units.all) + len(self.chunks), torch.float32)
+        self.loaded: list[int | None] = [None] * len(self.layers)
+        self.norms = device.pinned(len(units.all) + len(self.tiles), torch.float32)
         self.clipping = config.max_grad_norm is not None
         self.leaving: Task | None = None
         self.entering: Slot | None = None
@@ -85,48 +85,48 @@ class Window:
     def fetch_layer(self, i: int) -> None:
         """Ask for layer `i`, unless its unit holds it."""
         at = i % len(self.layers)
-        if i >= len(self.resident) and self.held[at] != i:
-            self.held[at] = i
+        if i >= len(self.resident) and self.loaded[at] != i:
+            self.loaded[at] = i
             self._fetch(self.units.layers[i], self.layers[at], slice(0, self.units.layers[i].numel))
 
     def forget_layers(self) -> None:
         """Forget which layers the slots hold: the layers are updated between two steps."""
-        self.held = [None] * len(self.layers)
+        self.loaded = [None] * len(self.layers)
 
     def layer(self, i: int) -> Slot:
-        """The unit of layer `i`; computations that follow run once it is there."""
+        """Return the unit of layer `i`; computations that follow run once it is there."""
         return self.resident[i] if i < len(self.resident) else self.arrive(self.layers[i % len(self.layers)])
 
     def fetch_rest(self) -> None:
         self._fetch(self.units.rest, self.rest, slice(0, self.units.rest.numel))
 
-    def fetch_head(self, chunk: int) -> None:
-        """Ask for a chunk of the output head."""
-        low, high = self.chunks[chunk]
+    def fetch_head(self, tile: int) -> None:
+        """Ask for a tile of the output head."""
+        low, high = self.tiles[tile]
         span = slice(low * self.width, high * self.width)
-        self._fetch(self.units.head, self.head[chunk % len(self.head)], span)
+        self._fetch(self.units.head, self.head[tile % len(self.head)], span)
 
-    def head_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
-        """The unit of that chunk, and its weight [rows, hidden]."""
-        low, high = self.chunks[chunk]
-        slot = self.arrive(self.head[chunk % len(self.head)])
+    def head_tile(self, tile: int) -> tuple[Slot, Tensor]:
+        """Return the unit of that tile, and its weight [rows, hidden]."""
+        low, high = self.tiles[tile]
+        slot = self.arrive(self.head[tile % len(self.head)])
         return slot, slot.memory[: (high - low) * self.width].view(-1, self.width)
 
-    def head_gradient_chunk(self, chunk: int) -> tuple[Slot, Tensor]:
-        """Zeroed memory for the gradient of that chunk, [rows, hidden]."""
-        low, high = self.chunks[chunk]
-        slot = self.arrive(self.head_gradient[chunk % len(self.head_gradient)])
+    def head_gradient_tile(self, tile: int) -> tuple[Slot, Tensor]:
+        """Return zeroed memory for the gradient of that tile, [rows, hidden]."""
+        low, high = self.tiles[tile]
+        slot = self.arrive(self.head_gradient[tile % len(self.head_gradient)])
         return slot, slot.memory[: (high - low) * self.width].zero_().view(-1, self.width)
 
     def run(
         self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
         compute: Compute,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`compute(*inputs)` of layer `i`."""
+        """Run `compute(*inputs)` of layer `i`."""
         return compute(*inputs)
 
     def layer_gradient(self, i: int) -> Slot:
-        """Zeroed memory for a layer's gradients, once the one before it has left."""
+        """Return zeroed memory for a layer's gradients, once the one before it has left."""
         slot = self.arrive(self.gradients[i % 2])
         slot.memory.zero_()
         return slot
@@ -143,7 +143,7 @@ class Window:
         def run() -> Event:
             if not self.ranks.owns(unit):
                 return self.transfers.to_host(unit, None, slot.memory[: unit.numel], computed)
-            buffer = self.updater.pool.take(f"waiting for host memory for the gradients of {unit.name}")
+            buffer = self.updater.pool.borrow(f"waiting for host memory for the gradients of {unit.name}")
             event = self.transfers.to_host(unit, buffer[: unit.numel], slot.memory[: unit.numel], computed, norm)
             self.updater.submit(unit, buffer, event, None if norm is None else norm[1], pooled=True)
             return event
@@ -171,7 +171,7 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
 
     def send_rest(self) -> None:
-        """The same for what belongs to no layer."""
+        """Send the same for what belongs to no layer."""
         unit, slot = self.units.rest, self.rest_gradient
         norm = self._norm(unit.index, slot.memory)
         computed = self.device.record("compute")
@@ -186,12 +186,12 @@ class Window:
 
         slot.task = self.worker.submit(unit.name, run)
 
-    def send_head(self, chunk: int, slot: Slot) -> None:
-        """The same for a chunk of the head; the update follows the last one, or for a tied head the embedding."""
+    def send_head(self, tile: int, slot: Slot) -> None:
+        """Send the same for a tile of the head; the update follows the last one, or for a tied head the embedding."""
         unit = self.units.head
-        low, high = (bound * self.width for bound in self.chunks[chunk])
+        low, high = (bound * self.width for bound in self.tiles[tile])
         memory = slot.memory[: high - low]
-        norm = None if self.units.tied else self._norm(len(self.units.all) + chunk, memory)
+        norm = None if self.units.tied else self._norm(len(self.units.all) + tile, memory)
         computed = self.device.record("compute")
 
         def run() -> Event:
@@ -199,7 +199,7 @@ class Window:
                 return self.transfers.to_host(unit, None, memory, computed)
             self.updater.wait(unit)
             event = self.transfers.to_host(unit, self.updater.table[low:high], memory, computed, norm)
-            if chunk == len(self.chunks) - 1 and not self.units.tied:
+            if tile == len(self.tiles) - 1 and not self.units.tied:
                 total = self.norms[len(self.units.all) :] if self.clipping else None
                 self.updater.submit(unit, self.updater.table, event, total, pooled=False)
             return event
@@ -240,7 +240,7 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
 
     def fetch_rows(self, rows: Tensor, most: int) -> Slot:
-        """Rows of the embedding for all ranks: int64 [R], at most `most`; its owner reads them once they are
+        """Return rows of the embedding for all ranks: int64 [R], at most `most`; its owner reads them once they are
         updated."""
         unit, width = self.units.embedding, self.units.embedding.pieces[0].shape[1]
         updated, host, size = self.updater.read_rows(rows), None, rows.numel() * width
@@ -263,13 +263,13 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
         return slot
 
-    def send_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:
+    def all_reduce_total(self, total: Tensor, host: Tensor) -> Callable[[], Event]:
         """Let the loss leave, summed over the ranks; the result gives the event after which it is in `host`."""
         computed = self.device.record("compute")
         return self.worker.submit("the loss", lambda: self.transfers.all_reduce(total, host, computed)).wait
 
     def arrive(self, slot: Slot) -> Slot:
-        """Computations that follow run once what was asked of `slot` is done."""
+        """Let computations that follow run once what was asked of `slot` is done."""
         if slot.task is not None:
             self.device.hold("compute", slot.task.wait())
             slot.task = None

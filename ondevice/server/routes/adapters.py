@@ -21,7 +21,7 @@ router = APIRouter(prefix="/v1", tags=["adapters"])
 
 @router.get("/adapters", response_model=list[schemas.Adapter])
 def list_adapters(daemon: Serving) -> list[dict[str, Any]]:
-    """All adapters, the newest first."""
+    """Return all adapters, the newest first."""
     return adapters.list_adapters(daemon.store)
 
 
@@ -33,7 +33,7 @@ def roll_back(daemon: Serving) -> dict[str, str | None]:
 
 @router.get("/adapters/{adapter}", response_model=schemas.Adapter)
 def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
-    """One adapter."""
+    """Return one adapter."""
     return adapters.get_adapter(daemon.store, adapter)
 
 

@@ -21,18 +21,21 @@ from ondevice.server.store import MissingError, new_id
 router = APIRouter(prefix="/v1", tags=["data"])
 ModelName = Annotated[str | None, Query(max_length=200, description="A model of GET /v1/models.")]
 ArtifactName = Annotated[str | None, Query(max_length=200, description="An artifact, in place of a model.")]
-Task = Annotated[str | None, Query(max_length=64, description="A prompt template of the tasks.")]
+Task = Annotated[
+    str | None, Query(max_length=64, pattern=jobs.TASK_NAME, description="A prompt template of the tasks.")
+]
 
 
 @router.get("/models", response_model=list[schemas.Model])
 def list_models(daemon: Serving) -> list[dict[str, Any]]:
-    """Models at hand: folders of the store, the packaged one where it is cached, and random tiny ones for trying."""
+    """Return models at hand: folders of the store, the packaged one where it is cached, and random tiny ones for
+    trying."""
     return jobs.list_models(daemon.store)
 
 
 @router.get("/artifacts", response_model=list[schemas.Artifact])
 def list_artifacts(daemon: Serving) -> list[dict[str, Any]]:
-    """Exported programs of the store."""
+    """Return exported programs of the store."""
     return jobs.list_artifacts(daemon.store)
 
 
@@ -50,7 +53,7 @@ def delete_artifact(daemon: Serving, artifact: Id) -> dict[str, bool]:
 
 @router.get("/settings", response_model=schemas.Settings)
 def run_settings() -> dict[str, Any]:
-    """The settings of a job's `config`, as a JSON schema, for forms."""
+    """Return the settings of a job's `config`, as a JSON schema, for forms."""
     from ondevice.api.runfile import RunConfig
 
     return {"run_file": RunConfig.model_json_schema(), "tasks": sorted(TASKS)}
@@ -58,13 +61,13 @@ def run_settings() -> dict[str, Any]:
 
 @router.get("/datasets", response_model=list[schemas.Dataset])
 def list_datasets(daemon: Serving) -> list[dict[str, Any]]:
-    """All data sets, the newest first."""
+    """Return all data sets, the newest first."""
     return [_dataset(row) for row in daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")]
 
 
 @router.get("/datasets/{dataset}", response_model=schemas.Dataset)
 def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
-    """One data set."""
+    """Return one data set."""
     row = daemon.store.row("SELECT * FROM datasets WHERE id = ?", dataset)
     if row is None:
         raise MissingError(f"there is no data set {dataset}", hint="GET /v1/datasets lists them")
@@ -78,11 +81,14 @@ def preview_dataset(
     model: ModelName = None,
     artifact: ArtifactName = None,
     task: Task = None,
-    max_length_tokens: Annotated[int, Query(ge=8, le=65536)] = 128,
+    max_length_tokens: Annotated[
+        int | None, Query(ge=8, le=65536, description="Taken from the rows if left out.")
+    ] = None,
+    column: Annotated[list[str] | None, Query(max_length=40, description="field=column, repeated.")] = None,
     train_on_prompt: bool = False,
     rows: Annotated[int, Query(ge=0, le=50, description="Examples to decode.")] = 3,
 ) -> dict[str, Any]:
-    """Rows as the model sees them: lengths, labels, and examples that show what is trained on."""
+    """Return rows as the model sees them: lengths, labels, and examples that show what is trained on."""
     if (model is None) == (artifact is None):
         raise ConfigError("rows are read by a model or an artifact", expected="one of them", received="both or none")
     file = dataset_file(daemon.store, dataset)
@@ -92,6 +98,7 @@ def preview_dataset(
         model=None if model is None else jobs.locate_model(daemon.store, model),
         artifact=None if artifact is None else str(artifact_folder(daemon.store, artifact)),
         task=task,
+        columns=column,
         max_length_tokens=max_length_tokens,
         train_on_prompt=train_on_prompt,
         rows=rows,

@@ -10,7 +10,7 @@ from sse_starlette import EventSourceResponse
 
 from ondevice.server import schemas
 from ondevice.server.events import curve
-from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, resolve
+from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, method_name, resolve
 from ondevice.server.queue import Job, State
 from ondevice.server.routes import Id, Serving
 from ondevice.server.service import tail
@@ -49,13 +49,13 @@ def create_job(daemon: Serving, body: JobRequest) -> Any:
 
 @router.get("/{job}", response_model=schemas.JobAnswer)
 def get_job(daemon: Serving, job: Id) -> schemas.JobAnswer:
-    """One job."""
+    """Return one job."""
     return _answer(daemon, daemon.queue.get(job))
 
 
 @router.patch("/{job}", response_model=schemas.JobAnswer)
 def change_job(daemon: Serving, job: Id, body: schemas.JobPatch) -> schemas.JobAnswer:
-    """Another priority, window or limits."""
+    """Set another priority, window or limits."""
     with daemon.store.transaction():
         spec = daemon.queue.get(job).spec
         changes = body.model_dump(mode="json", exclude_unset=True, exclude={"priority"})
@@ -90,7 +90,7 @@ async def job_events(
     follow: Annotated[bool, Query(description="Wait for more until the job has ended.")] = True,
     last_event_id: Annotated[str | None, Header(description="Like `after`; a browser sends it.")] = None,
 ) -> EventSourceResponse:
-    """The job's events (server-sent events), from the beginning or behind an id; it ends with the job.
+    """Return the job's events (server-sent events), from the beginning or behind an id; it ends with the job.
 
     Each has the fields of the reference of events; those named `job` say a new state. After `resume` the steps
     from its `step` on are run again. An id that the job has not reached yet, which only a power cut can cause,
@@ -114,7 +114,7 @@ async def job_events(
 def job_log(
     daemon: Serving, job: Id, bytes: Annotated[int, Query(ge=1, le=1 << 20, description="At most so many.")] = 1 << 16
 ) -> PlainTextResponse:
-    """The end of what the job's workers printed."""
+    """Return the end of what the job's workers printed."""
     daemon.queue.get(job)
     return PlainTextResponse(tail(daemon.store.path("jobs", job) / "worker.log", bytes))
 
@@ -123,7 +123,7 @@ def job_log(
 def job_metrics(
     daemon: Serving, job: Id, points: Annotated[int, Query(ge=2, le=5000, description="Steps at most.")] = 500
 ) -> list[dict[str, Any]]:
-    """The curve for drawing: steps and evaluations of the run as it counts now, evenly thinned out."""
+    """Return the curve for drawing: steps and evaluations of the run as it counts now, evenly thinned out."""
     daemon.queue.get(job)
     return curve(daemon.store, job, points)
 
@@ -134,7 +134,8 @@ def _answer(daemon: Serving, job: Job) -> schemas.JobAnswer:
     row = {key: getattr(job, key) for key in schemas.JobAnswer.model_fields if hasattr(job, key)}
     sources = {key: job.spec.get(key) for key in ("model", "artifact", "dataset", "eval_dataset", "adapter")}
     settings = {key: job.spec.get(key) for key in ("config", "window", "limits")} | {"name": job.spec.get("name", "")}
+    method = None if job.spec.get("artifact") else method_name(job.spec.get("config") or {})
     return schemas.JobAnswer.model_validate(
-        row | sources | settings
+        row | sources | settings | {"method": method}
         | {"last_event": daemon.store.last_event(job.id), "adapters": [adapter["id"] for adapter in adapters]}
     )  # fmt: skip

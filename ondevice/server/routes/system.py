@@ -31,19 +31,19 @@ def health(daemon: Serving, request: Request, response: Response) -> dict[str, o
 
 @router.get("/v1/system", response_model=schemas.System)
 def system(daemon: Serving) -> dict[str, Any]:
-    """Memory, disk, temperatures and power of this machine."""
+    """Return memory, disk, temperatures and power of this machine."""
     return metrics.system(daemon.store.root) | {"memory_limit_by": daemon.supervisor.cgroup.how}
 
 
 @router.get("/v1/metrics", response_model=schemas.MetricsAnswer)
 def metrics_json(daemon: Serving) -> dict[str, object]:
-    """Figures of the daemon as JSON."""
+    """Return figures of the daemon as JSON."""
     return daemon.metrics.to_dict()
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 def prometheus(daemon: Serving) -> Response:
-    """Figures of the daemon and the machine as Prometheus reads them."""
+    """Return figures of the daemon and the machine as Prometheus reads them."""
     return Response(daemon.metrics.prometheus(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

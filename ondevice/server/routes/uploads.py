@@ -22,7 +22,7 @@ def create_upload(daemon: Serving, body: UploadRequest) -> dict[str, Any]:
 
 @router.get("/{upload}", response_model=schemas.Upload)
 def get_upload(daemon: Serving, upload: Id) -> dict[str, Any]:
-    """How much has arrived."""
+    """Return how much has arrived."""
     return uploads.get(daemon.store, upload)
 
 

@@ -101,14 +101,14 @@ def test_the_loss_is_that_of_the_answer_tokens(data: Path) -> None:
 
 
 def test_a_layer_in_half_hands_the_same_gradient_on(data: Path) -> None:
-    found = []
+    collected = []
     for half in (False, True):
         run, optimizer, batch = opened(data, "lsp", half)
         for _, matrix in optimizer.matrices:
             matrix.watch = None
         run.loss(batch).backward()
-        found.append([matrix.gradient for _, matrix in optimizer.matrices])
-    for whole, half in zip(*found, strict=True):
+        collected.append([matrix.gradient for _, matrix in optimizer.matrices])
+    for whole, half in zip(*collected, strict=True):
         assert float((whole - half).norm()) <= 0.05 * float(whole.norm())
 
 
@@ -130,7 +130,7 @@ def test_held_out_bias_is_looked_at_and_nothing_changes(data: Path) -> None:
 
 
 def test_a_run_with_looks_is_lsp_adamw(data: Path) -> None:
-    """What is measured between a backward pass and a step leaves the run as it is."""
+    """A measurement between a backward pass and a step leaves the run as it is."""
     weights = []
     for measured in (True, False):
         run, optimizer, batch = opened(data, "lsp")

@@ -32,10 +32,10 @@ def test_the_prediction_for_the_top_layers_is_the_formula() -> None:
     dims = replace(read_dims("tiny:llama"), layers=30)
     for queries, top in ((1, 10), (4, 10), (4, 30)):
         values = {"queries": queries, "top_layers": top}
-        found = options.predictions(values, {"queries": queries}, dims)
+        actual = options.predictions(values, {"queries": queries}, dims)
         expected = (30 - top + 2 * queries * top) / (2 * queries * 30)
-        assert found["predicted_ratio"] == pytest.approx(expected)
-        assert expected <= found["predicted_with_head_ratio"] <= 1
+        assert actual["predicted_ratio"] == pytest.approx(expected)
+        assert expected <= actual["predicted_with_head_ratio"] <= 1
     assert (
         options.predictions({"queries": 4, "estimator": "one_sided"}, {"queries": 4}, dims)["predicted_ratio"] == 0.625
     )

@@ -20,7 +20,7 @@ from ondevice.artifact.adapter import Adapter  # noqa: E402
 from ondevice.data import Batches  # noqa: E402
 from ondevice.methods.lora_fa.config import LoraFaConfig  # noqa: E402
 from ondevice.methods.prge.config import PrgeConfig  # noqa: E402
-from ondevice.methods.prge.session import PrgeSession  # noqa: E402
+from ondevice.methods.prge.torch import PrgeSession  # noqa: E402
 from ondevice.models import tiny_model  # noqa: E402
 from ondevice.training.evaluate import evaluate_dataset  # noqa: E402
 

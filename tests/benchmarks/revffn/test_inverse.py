@@ -60,13 +60,13 @@ def test_full_is_the_candidate_that_was_chosen() -> None:
         ids = torch.arange(24).reshape(2, 12)
         trial = candidates.Trial("text", loaded, (ids, ids))
         rows = [*candidates.candidates(trial, (4, 8)), *candidates.couplings(loaded, trial)]
-    found = {(row["network"], row["step"]): row for row in rows}
-    assert len(found) == len(rows) == 1 + 2 * (2 + 2 * 3) + 2 + 3
-    full, chosen = found["coupling: full, int32 streams", "block"], found["momentum, g = -1/16", "block"]
+    by_name = {(row["network"], row["step"]): row for row in rows}
+    assert len(by_name) == len(rows) == 1 + 2 * (2 + 2 * 3) + 2 + 3
+    full, chosen = by_name["coupling: full, int32 streams", "block"], by_name["momentum, g = -1/16", "block"]
     late = trial.base * (1 + chosen["text_late"] / 100)
     assert full["text_loss"] == pytest.approx(late, rel=1e-5) and full["side_bits"] == chosen["side_bits"] == 4
     assert chosen["text_change"] != 0 != chosen["text_late"]
-    for (network_, _), row in found.items():
+    for (network_, _), row in by_name.items():
         if "1/256" in network_ and "Dr2Net" not in network_:
             assert abs(row["text_change"]) < 1  # all are the base model where g is nothing
 
@@ -80,6 +80,6 @@ def test_a_deeper_smollm2_has_its_own_layers_again() -> None:
         for mine, theirs in zip(family.layer(i).parameters(), own.layer(i % 30).parameters(), strict=True):
             assert torch.equal(mine, theirs)
     assert family.layer(30) is not family.layer(0)
-    made = network(family, coupling="full")
+    reversible = network(family, coupling="full")
     ids = inverse.text_ids(1, 6)
-    assert same_bits(rebuilt(made, ids)[1], stored(made, ids)[1])
+    assert same_bits(rebuilt(reversible, ids)[1], stored(reversible, ids)[1])

@@ -100,15 +100,15 @@ def test_the_quality_run_and_its_parts(tmp_path, monkeypatch: pytest.MonkeyPatch
     for seed, file in enumerate(files):
         monkeypatch.setattr("sys.argv", ["quality", *map(str, [*options, "--seeds", seed, "--out", file])])
         quality.main()
-    found, notes = quality.merged(files)
-    by = {row["method"]: row for row in found}
+    actual, notes = quality.merged(files)
+    by = {row["method"]: row for row in actual}
     assert by["RevFFN full"]["seeds"] == [0, 1] and len(by["RevFFN full"]["loss"]) == 2 and len(notes) == 1
     assert all(loss < by["RevFFN full"]["before"] for loss in by["RevFFN full"]["loss"])
     assert by["full fine-tuning"]["ratio"] == 1 and 0.8 < by["RevFFN full"]["ratio"] < 1.2
     assert by["diverges"]["failed"] == 2 and by["diverges"]["loss"] is None
     for file in files:  # what is committed can be merged as well
         file.write_text(json.dumps(concise(json.loads(file.read_text()))))
-    assert [row["seeds"] for row in quality.merged(files)[0]] == [row["seeds"] for row in found]
+    assert [row["seeds"] for row in quality.merged(files)[0]] == [row["seeds"] for row in actual]
     monkeypatch.setattr("sys.argv", ["quality", "--from-results", *map(str, files)])
     capsys.readouterr()
     quality.main()

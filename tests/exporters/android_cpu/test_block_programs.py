@@ -16,16 +16,17 @@ from ondevice.api.open import open_artifact
 from ondevice.api.phone import push
 from ondevice.api.verify import verify
 from ondevice.artifact.files import write_tensors
-from ondevice.artifact.manifest import read_manifest
+from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.artifact.weights import ALIGNMENT_BYTES, WEIGHTS_NAME, MappedWeights, write_weights
-from ondevice.core.errors import ArtifactError, CheckpointError, TrainingError
+from ondevice.core.errors import ArtifactError, CheckpointError, MissingPackageError, TrainingError
 from ondevice.core.registry import method_config, open_session
 from ondevice.models import load_model
 from tests.methods.reference import batch
 from tests.programs import BLOCKS, config, model, program
 
 pytest.importorskip("executorch.exir")
-STOCK = {"aten", "dim_order_ops", "executorch_prim"}
+EXACT_BLOCKS = [name for name in BLOCKS if "8da8w" not in name]
+STOCK = {"aten", "dim_order_ops", "executorch_prim", "quantized_decomposed"}
 
 
 def opened(name: str = "blocks", folder: Path | None = None) -> Any:
@@ -47,15 +48,15 @@ def damaged(folder: Path) -> Any:
     return BlocksSession(folder, read_manifest(folder, check_files=False))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", EXACT_BLOCKS)
 def test_verify_holds_a_program_against_autodiff(name) -> None:
     result = verify(program(name), steps=6)
     assert result["ok"] and result["steps"] == 6 and json.dumps(result)
-    assert result["gradient_error"] <= 1e-5 and result["max_rel_loss_error"] <= 1e-5
-    assert result["max_abs_adapter_error"] <= 1e-4
+    assert result["max_rel_gradient_error"] <= 1e-5 and result["max_rel_loss_error"] <= 1e-5
+    assert result["min_gradient_cosine"] >= 1 - 1e-6 and result["max_abs_adapter_error"] <= 1e-4
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", EXACT_BLOCKS)
 def test_one_small_program_of_a_stock_runtime_serves_every_depth(name) -> None:
     manifest, weights = read_manifest(program(name)), MappedWeights(program(name) / WEIGHTS_NAME)
     spec = manifest.program_spec
@@ -154,6 +155,10 @@ def test_a_wrong_weights_file_is_an_error_that_says_what_is_wrong(copy) -> None:
     with pytest.raises(ArtifactError, match="another model") as caught:
         damaged(copy)
     assert "float32" in str(caught.value)
+    shutil.copy(program("blocks, int8") / WEIGHTS_NAME, path)  # the same model's, in 8 bits
+    with pytest.raises(ArtifactError, match="another quantisation") as caught:
+        damaged(copy)
+    assert "float32" in str(caught.value) and "int8" in str(caught.value)
     write_tensors(path, {"x": np.zeros(3, np.float32), "y": np.zeros(3, np.float32)})
     with pytest.raises(ArtifactError, match="not aligned"):
         MappedWeights(path)
@@ -172,8 +177,10 @@ def test_weights_come_back_aligned_and_in_order(tmp_path) -> None:
     from safetensors.numpy import load_file
 
     assert set(tensors) <= set(load_file(tmp_path / "w"))
-    with pytest.raises(ArtifactError, match="another model"):
+    with pytest.raises(ArtifactError, match="another quantisation"):
         mapped.tensor("b", (3, 5), "int8")
+    with pytest.raises(ArtifactError, match="another model"):
+        mapped.tensor("b", (3, 6), "float32")
 
 
 def test_a_step_that_fails_leaves_no_half_state(monkeypatch) -> None:
@@ -219,9 +226,20 @@ def test_other_shapes_are_refused_by_name() -> None:
         session.step(*batch(3, 16), 0, 1e-2)
 
 
-def test_the_app_does_not_take_it_and_p_rge_has_none() -> None:
-    with pytest.raises(ArtifactError, match="does not run such programs"):
+def test_the_app_refuses_a_program_that_lacks_a_function(copy) -> None:
+    with pytest.raises(MissingPackageError, match="adb"):  # nothing but the tool is in the way
         push(program("blocks"))
+    path = copy / MANIFEST_NAME
+    manifest = json.loads(path.read_text())
+    methods = manifest["program_spec"]["methods"]
+    for name in [name for name in methods if name.startswith("block_backward")]:
+        del methods[name]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match="does not run such programs"):
+        push(copy)
+
+
+def test_p_rge_has_none() -> None:
     job = artifacts.export_jobs(config("functional", **{"export.program": "blocks"}))[0]
     from ondevice.core.registry import target
 

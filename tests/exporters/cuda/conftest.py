@@ -31,7 +31,7 @@ def source(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory, source):
+def artifact_of(tmp_path_factory, source):
     """(method, quantize) -> a folder with the artifact."""
     pytest.importorskip("bitsandbytes")
     folders: dict[tuple[str, str], Path] = {}

@@ -34,8 +34,8 @@ def configured(folder, tmp_path, steps: int = 6, out: str = "run", **more):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_stops_and_goes_on_with_the_same_bits(made, tmp_path, method) -> None:
-    folder = made(method)
+def test_a_run_stops_and_goes_on_with_the_same_bits(artifact_of, tmp_path, method) -> None:
+    folder = artifact_of(method)
     whole = run_artifact(folder, configured(folder, tmp_path))
     run_artifact(folder, configured(folder, tmp_path, 4, "parts"))
     parts = run_artifact(folder, configured(folder, tmp_path, 6, "parts"), resume=True)
@@ -45,8 +45,20 @@ def test_a_run_stops_and_goes_on_with_the_same_bits(made, tmp_path, method) -> N
     assert whole.result.first_loss is not None and whole.result.final_loss is not None
 
 
-def test_a_zeroth_order_run_is_rebuilt_from_its_log(made, tmp_path) -> None:
-    folder = made()
+@pytest.mark.parametrize("method", METHODS)
+def test_the_manifest_names_the_state_of_a_session(artifact_of, tmp_path, method) -> None:
+    folder = artifact_of(method)
+    spec, session = read_manifest(folder).program_spec, open_artifact(folder)
+    session.step(*next(random_batches(session, 97, 1)), 0, 1e-3)
+    state = {name: array for name, array in session.state().items() if array.dtype == np.float32}
+    assert {tensor.name: tensor.shape for tensor in spec.state} == {name: array.shape for name, array in state.items()}
+    moments = {tensor.name for tensor in spec.state if tensor.role == "optimizer"}
+    assert moments == {name for name in state if name.startswith("exp_avg")}
+    assert [counter.name for counter in spec.counters] == ([] if method == "prge" else ["optimizer_step"])
+
+
+def test_a_zeroth_order_run_is_rebuilt_from_its_log(artifact_of, tmp_path) -> None:
+    folder = artifact_of()
     trained = run_artifact(folder, configured(folder, tmp_path))
     rebuilt = replay(tmp_path / "run", artifact=folder)
     assert rebuilt is not None and trained.adapter is not None
@@ -54,8 +66,8 @@ def test_a_zeroth_order_run_is_rebuilt_from_its_log(made, tmp_path) -> None:
         assert rebuilt.tensors[name].tobytes() == value.tobytes(), name
 
 
-def test_an_evaluation_with_and_without_the_adapter(made, tmp_path) -> None:
-    folder = made("lora")
+def test_an_evaluation_with_and_without_the_adapter(artifact_of, tmp_path) -> None:
+    folder = artifact_of("lora")
     config = configured(folder, tmp_path, 8, **{"method.learning_rate": 0.05})
     trained = run_artifact(folder, config)
     before, after = (evaluate(folder, config.data.path, adapter=adapter) for adapter in (None, trained.adapter))
@@ -66,17 +78,17 @@ def test_an_evaluation_with_and_without_the_adapter(made, tmp_path) -> None:
     ("method", "quantize"),
     [*((method, "nf4") for method in METHODS), ("prge", "int8"), ("lora", "int8"), ("prge", "none"), ("lora", "none")],
 )
-def test_verify_holds_it_against_the_original_model(made, method, quantize) -> None:
-    result = verify(made(method, quantize), steps=3)
+def test_verify_holds_it_against_the_original_model(artifact_of, method, quantize) -> None:
+    result = verify(artifact_of(method, quantize), steps=3)
     assert result["ok"] and result["steps"] == 3 and result["backend"] == "torch-cpu"
     assert result["max_rel_loss_error"] == result["max_abs_adapter_error"] == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_wrong_update_shows_where_other_rounding_is_allowed(made, monkeypatch, method, dtype) -> None:
+def test_a_wrong_update_shows_where_other_rounding_is_allowed(artifact_of, monkeypatch, method, dtype) -> None:
     """As on a GPU, where adapters are not held bit for bit: a step of twice the rate is no rounding."""
-    session, reference = open_artifact(made(method)), open_artifact(made(method))
+    session, reference = open_artifact(artifact_of(method)), open_artifact(artifact_of(method))
     batches = list(random_batches(session, session.manifest.model.dims["vocab"], 2))
     session.backend = "torch-cuda"
     right = compare(session, reference, batches, 0.01, dtype)
@@ -86,10 +98,10 @@ def test_a_wrong_update_shows_where_other_rounding_is_allowed(made, monkeypatch,
     assert not compare(session, reference, batches, 0.01, dtype)["ok"]
 
 
-def test_verify_notices_other_weights_and_another_model(made, tmp_path) -> None:
+def test_verify_notices_other_weights_and_another_model(artifact_of, tmp_path) -> None:
     from safetensors.torch import load_file, save_file
 
-    shutil.copytree(made(), tmp_path / "a")
+    shutil.copytree(artifact_of(), tmp_path / "a")
     path = tmp_path / "a" / "model" / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] ^= 255
@@ -102,11 +114,11 @@ def test_verify_notices_other_weights_and_another_model(made, tmp_path) -> None:
     assert not verify(tmp_path / "a", steps=1)["ok"]
     other = save_tiny(tmp_path / "other", "llama", 1)
     with pytest.raises(ArtifactError, match="not the model that was exported"):
-        verify(made(), steps=1, model=str(other))
+        verify(artifact_of(), steps=1, model=str(other))
 
 
-def test_an_adapter_is_fused_into_the_original_model(made, tmp_path, source) -> None:
-    folder = made("lora")
+def test_an_adapter_is_fused_into_the_original_model(artifact_of, tmp_path, source) -> None:
+    folder = artifact_of("lora")
     trained = run_artifact(folder, configured(folder, tmp_path, 4, **{"method.learning_rate": 0.05}))
     report = fuse(str(folder), str(trained.adapter), tmp_path / "merged")
     assert report.ok and report.dtype == "float32"
@@ -123,8 +135,8 @@ def test_an_adapter_is_fused_into_the_original_model(made, tmp_path, source) -> 
         fuse(str(tmp_path / "foreign"), str(trained.adapter), tmp_path / "other")
 
 
-def test_only_its_own_shapes_and_version_are_taken(made, tmp_path) -> None:
-    session = open_artifact(made())
+def test_only_its_own_shapes_and_version_are_taken(artifact_of, tmp_path) -> None:
+    session = open_artifact(artifact_of())
     with pytest.raises(ArtifactError, match="no step for 24 tokens"):
         session.step(*batch(2, 24), 0, 0.01)
     with pytest.raises(ArtifactError, match="takes 2 rows"):
@@ -134,18 +146,18 @@ def test_only_its_own_shapes_and_version_are_taken(made, tmp_path) -> None:
     nll, count = session.evaluate(*batch(5, 16))
     assert nll.shape == count.shape == (5,)
     session.close()
-    shutil.copytree(made(), tmp_path / "a")
+    shutil.copytree(artifact_of(), tmp_path / "a")
     program = json.loads((tmp_path / "a" / "program.json").read_text())
     (tmp_path / "a" / "program.json").write_text(json.dumps({**program, "format": 99}))
     with pytest.raises(ArtifactError, match=r"another version(.|\n)*99"):
         TorchProgramSession(tmp_path / "a", read_manifest(tmp_path / "a", check_files=False))
 
 
-def test_a_memory_limit_refuses_before_anything_is_loaded(made, tmp_path, monkeypatch) -> None:
+def test_a_memory_limit_refuses_before_anything_is_loaded(artifact_of, tmp_path, monkeypatch) -> None:
     from ondevice.exporters.cuda.target import Cuda
 
     monkeypatch.setattr(Cuda, "open", lambda *given: pytest.fail("the artifact was opened"))
-    folder = made()
+    folder = artifact_of()
     with pytest.raises(DoesNotFitError) as caught:
         run_artifact(folder, configured(folder, tmp_path, **{"train.memory_limit_bytes": "64MiB"}))
     text = str(caught.value)
@@ -155,8 +167,8 @@ def test_a_memory_limit_refuses_before_anything_is_loaded(made, tmp_path, monkey
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
-def test_a_gpu_runs_it_as_the_cpu_does(made, method) -> None:
-    folder = made(method)
+def test_a_gpu_runs_it_as_the_cpu_does(artifact_of, method) -> None:
+    folder = artifact_of(method)
     sessions = [TorchProgramSession(folder, read_manifest(folder), device) for device in ("cpu", "cuda")]
     assert [session.backend for session in sessions] == ["torch-cpu", "torch-cuda"]
     for step in range(4):
@@ -166,13 +178,13 @@ def test_a_gpu_runs_it_as_the_cpu_does(made, method) -> None:
 
 
 @pytest.mark.gpu
-def test_the_memory_limit_caps_the_gpu(made, tmp_path) -> None:
+def test_the_memory_limit_caps_the_gpu(artifact_of, tmp_path) -> None:
     import torch
 
     from ondevice.planning.artifacts import plan_artifact
     from ondevice.planning.fits import CONTEXT_BYTES, memory_limit
 
-    plan = plan_artifact(made(), read_manifest(made()), 2 << 30)
+    plan = plan_artifact(artifact_of(), read_manifest(artifact_of()), 2 << 30)
     with pytest.raises(DoesNotFitError, match="refused; planned"), memory_limit(2 << 30, plan):
         torch.zeros((2 << 30) - CONTEXT_BYTES + (64 << 20), dtype=torch.uint8, device="cuda")
     torch.zeros(2 << 30, dtype=torch.uint8, device="cuda")

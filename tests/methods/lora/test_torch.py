@@ -61,7 +61,7 @@ def test_the_adapter_goes_out_and_in(name) -> None:
     assert other.evaluate(ids, labels)[0].tobytes() == target.evaluate(ids, labels)[0].tobytes()
     with pytest.raises(ArtifactError, match="alpha"):
         open_tiny(name, alpha=7.0).load_adapter(target.adapter())
-    with pytest.raises(ArtifactError, match=r"does not fit"):
+    with pytest.raises(ArtifactError, match="another rank"):
         open_tiny(name, rank=4).load_adapter(target.adapter())
     with pytest.raises(ArtifactError, match=r"down_proj"):
         open_tiny(name, target_modules=("q_proj", "v_proj")).load_adapter(target.adapter())

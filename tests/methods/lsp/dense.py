@@ -14,11 +14,11 @@ def table(side: Projector) -> torch.Tensor:
     """float64 [rows, size]."""
     if side.positions is None or side.values is None:
         return torch.eye(side.rows, dtype=torch.float64)
-    made = np.zeros((side.rows, side.size))
+    built = np.zeros((side.rows, side.size))
     for row, (positions, values) in enumerate(zip(side.positions.tolist(), side.values.tolist(), strict=True)):
         for position, value in zip(positions, values, strict=True):
-            made[row, position] += value
-    return torch.from_numpy(made)
+            built[row, position] += value
+    return torch.from_numpy(built)
 
 
 def estimate(p: torch.Tensor, q: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -32,14 +32,14 @@ def off(p: torch.Tensor, q: torch.Tensor, gradient: torch.Tensor) -> torch.Tenso
 
 
 def objective(p: torch.Tensor, q: torch.Tensor, gradient: torch.Tensor, gamma: float) -> torch.Tensor:
-    """What is minimised, by the formula of learn.py."""
+    """Compute the objective that is minimised, by the formula of fit.py."""
     return off(p, q, gradient) + gamma * (p.square().sum() / len(p) + q.square().sum() / len(q))
 
 
 def scaled(p: torch.Tensor, q: torch.Tensor, gradient: torch.Tensor) -> float:
     """The factor that brings the estimate nearest to the gradient."""
-    found = estimate(p, q, gradient)
-    return float((found * gradient).sum() / found.square().sum())
+    actual = estimate(p, q, gradient)
+    return float((actual * gradient).sum() / actual.square().sum())
 
 
 def pair(m: int, n: int, size: int, nonzeros: int, seed: int = 0, turn: int = 0) -> tuple[Projector, Projector]:
@@ -57,10 +57,10 @@ def low_rank(m: int, n: int, rank: int, seed: int = 0) -> torch.Tensor:
     return normal(m, rank, seed=2 * seed) @ normal(rank, n, seed=2 * seed + 1) / rank**0.5
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 3e-6) -> None:
+def near(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float = 3e-6) -> None:
     """In norm; shapes are the same."""
-    assert found.shape == wanted.shape
-    assert float((found.double() - wanted.double()).norm()) <= tolerance * float(wanted.double().norm())
+    assert actual.shape == wanted.shape
+    assert float((actual.double() - wanted.double()).norm()) <= tolerance * float(wanted.double().norm())
 
 
 def sides(left: Projector, right: Projector) -> tuple[Any, Any]:

@@ -47,19 +47,19 @@ def train(model: Any, optimizer: Any, steps: int, rate: float) -> list[float]:
     """Losses on one batch."""
     losses = []
     for _ in range(steps):
-        found = loss(model, tokens())
-        found.backward()
+        actual = loss(model, tokens())
+        actual.backward()
         optimizer.step(rate)
-        losses.append(float(found.detach()))
+        losses.append(float(actual.detach()))
     return losses
 
 
 def gradients(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """Autograd's, of a model without an optimizer."""
     loss(model, ids).backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    by_name = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return by_name
 
 
 def entries(model: Any, optimizer: LspAdamW) -> list[tuple[str, Any, Any, Any, Any]]:
@@ -222,9 +222,9 @@ def test_two_backward_passes_are_one_of_the_sum() -> None:
         (loss(models[1], first) + loss(models[1], second)).backward()
         pairs = list(zip(optimizers[0].entries, optimizers[1].entries, strict=True))
         for (p, one, _, _), (q, other, _, _) in pairs:
-            found, wanted = (p.grad, q.grad) if one is None or other is None else (one.gradient, other.gradient)
-            if found is not None and wanted is not None:
-                near(found, wanted, 1e-4)
+            actual, wanted = (p.grad, q.grad) if one is None or other is None else (one.gradient, other.gradient)
+            if actual is not None and wanted is not None:
+                near(actual, wanted, 1e-4)
         for optimizer in optimizers:
             optimizer.step(1e-3)
         for (p, _, m, _), (q, _, other_m, _) in pairs:
@@ -255,14 +255,14 @@ def roberta() -> Any:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    made = RobertaConfig(
+    roberta = RobertaConfig(
         vocab_size=99, max_position_embeddings=24, type_vocab_size=1, hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0, pad_token_id=1, **sizes,
     )  # fmt: skip
-    made.num_labels = 3
+    roberta.num_labels = 3
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return RobertaForSequenceClassification(made).train()
+        return RobertaForSequenceClassification(roberta).train()
 
 
 def test_a_roberta_classifier_trains() -> None:
@@ -276,11 +276,11 @@ def test_a_roberta_classifier_trains() -> None:
     assert len(layers) == 2 * 6 + 2 and set(optimizer.attached) == layers
     losses = []
     for _ in range(30):
-        found = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-        found.backward()
+        actual = model(input_ids=ids, attention_mask=mask, labels=labels).loss
+        actual.backward()
         assert all(module.weight.grad is None for module in layers)
         optimizer.step(3e-3)
-        losses.append(float(found.detach()))
+        losses.append(float(actual.detach()))
     assert losses[-1] < 0.5 * losses[0]
     tables = {"roberta.embeddings.word_embeddings.weight", "roberta.embeddings.position_embeddings.weight"}
     assert tables <= set(optimizer.bias_checks) and len(optimizer.bias_checks) >= len(layers) + 2
@@ -306,9 +306,9 @@ def test_close_restores_the_modules() -> None:
     assert any(module.forward != before[module][0] for module in model.modules())
     optimizer.close()
     assert all((module.forward, set(vars(module))) == before[module] for module in model.modules())
-    found = gradients(model, tokens())
-    assert found.keys() == wanted.keys() == dict(model.named_parameters()).keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    actual = gradients(model, tokens())
+    assert actual.keys() == wanted.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(actual[name], wanted[name]) for name in actual)
 
 
 def test_a_model_with_nothing_to_train_is_an_error() -> None:
@@ -320,10 +320,14 @@ def test_a_model_with_nothing_to_train_is_an_error() -> None:
     "build", [language_model, lambda: language_model("gpt2").bfloat16()], ids=["llama", "bfloat16"]
 )
 def test_the_same_seed_gives_the_same_bits(build: Callable[[], Any]) -> None:
-    found = []
+    collected = []
     for seed in (3, 3, 4):
         model = build()
         losses = train(model, LspAdamW(model, config(check_every=2), seed=seed, weight_decay=0.1), 5, 1e-2)
-        found.append((losses, [p.detach().clone() for p in model.parameters()]))
-    assert found[0][0] == found[1][0] and found[0][0][:1] == found[2][0][:1] and found[0][0] != found[2][0]
-    assert all(torch.equal(p, q) for p, q in zip(found[0][1], found[1][1], strict=True))
+        collected.append((losses, [p.detach().clone() for p in model.parameters()]))
+    assert (
+        collected[0][0] == collected[1][0]
+        and collected[0][0][:1] == collected[2][0][:1]
+        and collected[0][0] != collected[2][0]
+    )
+    assert all(torch.equal(p, q) for p, q in zip(collected[0][1], collected[1][1], strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor  # noqa: E402
 from ondevice.methods.lsp.matrix import carried  # noqa: E402
 from ondevice.methods.lsp.projector import Projector  # noqa: E402
 from tests.methods.lsp.dense import low_rank, near, normal, sides  # noqa: E402
-from tests.methods.lsp.made import each_shape, matrix, projected  # noqa: E402
+from tests.methods.lsp.matrices import each_shape, matrix, projected  # noqa: E402
 
 
 @each_shape
@@ -23,21 +23,21 @@ from tests.methods.lsp.made import each_shape, matrix, projected  # noqa: E402
 def test_moments_are_carried_by_the_old_and_new_projectors(
     m: int, n: int, size: int, nonzeros: int, learned: bool
 ) -> None:
-    made = matrix(m, n, size, nonzeros, threshold=0.0, learned=learned)
-    old_p, old_q = sides(made.left, made.right)
+    projection = matrix(m, n, size, nonzeros, threshold=0.0, learned=learned)
+    old_p, old_q = sides(projection.left, projection.right)
     gradient = low_rank(m, n, 3)
-    look = made.refresh(gradient)
+    look = projection.refresh(gradient)
     assert look.carry is not None
-    p, q = sides(made.left, made.right)
+    p, q = sides(projection.left, projection.right)
     a, b = p.T @ old_p, old_q.T @ q
     known = a.square() @ (old_p.T @ gradient.double() @ old_q).square() @ b.square()
     energy = float((p.T @ gradient.double() @ q).square().sum() / known.sum())
     assert look.energy == pytest.approx(energy, rel=1e-4) and abs(energy - 1) > 0.01
-    first, second = normal(*made.sizes), normal(*made.sizes, seed=1).square()
-    found = carried(first, second, look)
-    near(found[0], a @ first.double() @ b, 1e-5)
-    near(found[1], energy * a.square() @ second.double() @ b.square(), 1e-4)
-    assert bool((found[1] >= 0).all())
+    first, second = normal(*projection.sizes), normal(*projection.sizes, seed=1).square()
+    moved = carried(first, second, look)
+    near(moved[0], a @ first.double() @ b, 1e-5)
+    near(moved[1], energy * a.square() @ second.double() @ b.square(), 1e-4)
+    assert bool((moved[1] >= 0).all())
 
 
 @each_shape
@@ -46,29 +46,29 @@ def test_moments_are_carried_by_the_old_and_new_projectors(
 def test_on_the_gradient_of_the_look_the_carried_second_moment_has_the_right_sum(
     m: int, n: int, size: int, nonzeros: int, learned: bool, dtype: Any, tolerance: float
 ) -> None:
-    made, gradient = matrix(m, n, size, nonzeros, threshold=0.0, learned=learned), low_rank(m, n, 3).to(dtype)
+    projection, gradient = matrix(m, n, size, nonzeros, threshold=0.0, learned=learned), low_rank(m, n, 3).to(dtype)
     for turn in (1, 2):
-        old = projected(made, gradient)
-        look = made.refresh(gradient)
-        assert made.turn == turn
-        wanted = float(projected(made, gradient).square().sum())
-        found = carried(old.float(), old.square().float(), look)[1]
-        assert float(found.sum()) == pytest.approx(wanted, rel=tolerance)
+        old = projected(projection, gradient)
+        look = projection.refresh(gradient)
+        assert projection.turn == turn
+        wanted = float(projected(projection, gradient).square().sum())
+        actual = carried(old.float(), old.square().float(), look)[1]
+        assert float(actual.sum()) == pytest.approx(wanted, rel=tolerance)
         gradient = low_rank(m, n, 3, seed=1).to(dtype)
 
 
 @pytest.mark.parametrize("factor", [1e-12, 1e12])
 def test_energy_does_not_depend_on_the_gradients_size(factor: float) -> None:
-    found = [matrix(41, 29, 13, 4).refresh(size * low_rank(41, 29, 3)).energy for size in (1.0, factor)]
-    assert found[1] == pytest.approx(found[0], rel=1e-2) and abs(found[0] - 1) > 0.05
+    collected = [matrix(41, 29, 13, 4).refresh(size * low_rank(41, 29, 3)).energy for size in (1.0, factor)]
+    assert collected[1] == pytest.approx(collected[0], rel=1e-2) and abs(collected[0] - 1) > 0.05
 
 
 def test_a_gradient_that_the_old_subspace_does_not_see_leaves_the_second_moments_size() -> None:
-    made, gradient = matrix(41, 29, 13, 4), torch.zeros(41, 29)
-    assert made.left.values is not None
-    made.left.values[7] = 0.0
+    projection, gradient = matrix(41, 29, 13, 4), torch.zeros(41, 29)
+    assert projection.left.values is not None
+    projection.left.values[7] = 0.0
     gradient[7] = normal(29)
-    look = made.refresh(gradient)
+    look = projection.refresh(gradient)
     assert look.before == 1 and look.after is not None and look.carry is not None and look.energy == 1
 
 
@@ -82,14 +82,14 @@ def spanning(rows: int, size: int, seed: int) -> Projector:
 
 def test_the_first_moment_of_gradients_in_the_span_is_carried_exactly() -> None:
     """There P P^T G Q Q^T = G, and so the carried moment is what the new projectors would have given."""
-    made = matrix(60, 45, 20, 4, threshold=0.0, learned=False)
-    made.put(spanning(60, 20, 1), spanning(45, 20, 2))
-    p, q = sides(made.left, made.right)
+    projection = matrix(60, 45, 20, 4, threshold=0.0, learned=False)
+    projection.put(spanning(60, 20, 1), spanning(45, 20, 2))
+    p, q = sides(projection.left, projection.right)
     gradients = [p @ normal(20, 20, seed=step).double() @ q.T for step in range(10)]
     old = averaged([p.T @ gradient @ q for gradient in gradients])
-    look = made.refresh(gradients[-1].float())
+    look = projection.refresh(gradients[-1].float())
     assert look.before <= 1e-3 and look.carry is not None
-    new = averaged([projected(made, gradient) for gradient in gradients])
+    new = averaged([projected(projection, gradient) for gradient in gradients])
     near(carried(old[0].float(), old[1].float(), look)[0], new[0], 1e-5)
 
 
@@ -131,18 +131,18 @@ def test_how_good_the_carried_second_moment_is(
             (tall * torch.randn(4, generator=random)) @ wide.T / 2 + 0.3 * torch.randn(60, 45, generator=random)
             for _ in range(202)
         ]
-        made = matrix(60, 45, 20, 4, threshold=0.0, learned=kind.endswith("to learned"))
-        made.seed = seed
-        made.put(*made.drawn(0))
+        projection = matrix(60, 45, 20, 4, threshold=0.0, learned=kind.endswith("to learned"))
+        projection.seed = seed
+        projection.put(*projection.drawn(0))
         if kind.startswith("learned"):
-            made.refresh(gradients[-1])
-        old = averaged([projected(made, gradient) for gradient in gradients[:200]])
-        look = made.refresh(gradients[-2])
-        new = averaged([projected(made, gradient) for gradient in gradients[:200]])[1]
-        found = carried(old[0].float(), old[1].float(), look)[1]
-        totals.append(float(found.sum() / new.sum()))
+            projection.refresh(gradients[-1])
+        old = averaged([projected(projection, gradient) for gradient in gradients[:200]])
+        look = projection.refresh(gradients[-2])
+        new = averaged([projected(projection, gradient) for gradient in gradients[:200]])[1]
+        actual = carried(old[0].float(), old[1].float(), look)[1]
+        totals.append(float(actual.sum() / new.sum()))
         without.append(totals[-1] / look.energy)
-        alike.append(float(np.corrcoef(found.flatten(), new.flatten())[0, 1]))
+        alike.append(float(np.corrcoef(actual.flatten(), new.flatten())[0, 1]))
     mean, before = (float(np.log(x).mean()) for x in (totals, without))
     assert sums[0] <= math.exp(mean) <= sums[1], totals
     assert min(totals) >= 1 / 6 and max(totals) <= 6, totals

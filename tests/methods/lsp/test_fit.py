@@ -89,11 +89,11 @@ def test_objective_is_that_of_the_dense_formula(gradient: Tensor, size: int, non
     wide = gradient.double()
     first = float(objective(*tables_at_start(left, right, wide), wide, gamma))
     for rounds, steps in [(1, 1), (1, 4), (3, 2)]:
-        found = fit(left, right, gradient, rounds, steps, gamma)
-        assert len(found.losses) <= 1 + rounds * steps * (2 - left.exact - right.exact)
-        assert found.losses[0] == pytest.approx(first, rel=1e-5)
-        assert found.losses[-1] == pytest.approx(
-            float(objective(*sides(found.left, found.right), wide, gamma)), abs=1e-5
+        fitted = fit(left, right, gradient, rounds, steps, gamma)
+        assert len(fitted.losses) <= 1 + rounds * steps * (2 - left.exact - right.exact)
+        assert fitted.losses[0] == pytest.approx(first, rel=1e-5)
+        assert fitted.losses[-1] == pytest.approx(
+            float(objective(*sides(fitted.left, fitted.right), wide, gamma)), abs=1e-5
         )
 
 
@@ -104,10 +104,10 @@ def test_every_recorded_objective_is_that_of_its_step(name: str) -> None:
     longest = fit(*drawn, gradient, 1, 6).losses
     assert len(longest) == 7
     for steps in range(1, 7):
-        found = fit(*drawn, gradient, 1, steps)
-        expected = float(objective(*sides(found.left, found.right), gradient.double(), 1e-3))
-        assert found.losses == pytest.approx(longest[: steps + 1])
-        assert found.losses[-1] == pytest.approx(expected, abs=1e-5)
+        fitted = fit(*drawn, gradient, 1, steps)
+        expected = float(objective(*sides(fitted.left, fitted.right), gradient.double(), 1e-3))
+        assert fitted.losses == pytest.approx(longest[: steps + 1])
+        assert fitted.losses[-1] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["random", "low-rank", "tall", "wide", "left exact", "right exact"])
@@ -118,8 +118,8 @@ def test_a_step_goes_down_the_gradient_of_autograd_to_the_lowest_point(name: str
     gradient, size, nonzeros = GRADIENTS[name]
     drawn, wide = start(gradient, size, nonzeros), gradient.double()
     p, q = tables_at_start(*drawn, wide)
-    found = fit(*drawn, gradient, 1, 1, gamma)
-    new_p, new_q = sides(found.left, found.right)
+    fitted = fit(*drawn, gradient, 1, 1, gamma)
+    new_p, new_q = sides(fitted.left, fitted.right)
     for side, before, after in [(0, (p, q), (new_p, q)), (1, (new_p, q), (new_p, new_q))]:
         if drawn[side].exact:
             continue
@@ -174,13 +174,13 @@ def conjugate_gradients(gradient: Tensor, drawn: tuple[Projector, Projector], st
         new = slope(tables[0], tables[1], gradient, gamma)[side] * there
         turn = float((new * (new - old)).sum() / old.square().sum()) if step else 0.0
         old, direction = new, max(0.0, turn) * direction - new
-        lengths, found = np.linspace(-1, 1, 5) / float(direction.norm()), []
+        lengths, collected = np.linspace(-1, 1, 5) / float(direction.norm()), []
         for length in lengths:
             moved = [*tables]
             moved[side] = tables[side] + length * direction
-            found.append(float(objective(moved[0], moved[1], gradient, gamma)))
+            collected.append(float(objective(moved[0], moved[1], gradient, gamma)))
         unit = float(direction.norm())
-        poly = np.polyfit(lengths * unit, found, 4)[::-1].copy()
+        poly = np.polyfit(lengths * unit, collected, 4)[::-1].copy()
         length, reached = map(float, lowest(torch.from_numpy(poly)))
         tables[side] = tables[side] + length / unit * direction
         losses.append(reached)
@@ -209,13 +209,13 @@ def test_the_objective_never_rises(gradient: Tensor, size: int, nonzeros: int, s
 def test_it_learns_from_bfloat16(name: str) -> None:
     gradient, size, nonzeros = GRADIENTS[name]
     rough, drawn = gradient.bfloat16(), start(gradient, size, nonzeros)
-    found, exact = fit(*drawn, rough), fit(*drawn, rough.float())
-    assert all(b <= a + 0.01 for a, b in pairwise(found.losses))
-    for one in (found, exact):
+    fitted, exact = fit(*drawn, rough), fit(*drawn, rough.float())
+    assert all(b <= a + 0.01 for a, b in pairwise(fitted.losses))
+    for one in (fitted, exact):
         expected = float(off(*sides(one.left, one.right), rough.double()))
         assert relative_bias(one.left, one.right, rough) ** 2 == pytest.approx(expected, abs=0.01)
         assert one.losses[-1] < one.losses[0]
-    assert abs(found.bias - exact.bias) <= 0.05
+    assert abs(fitted.bias - exact.bias) <= 0.05
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -225,11 +225,11 @@ def test_learning_lowers_the_bias_of_a_low_rank_gradient(seed: int) -> None:
     gradient = low_rank(70, 51, 3, seed)
     drawn, wide = start(gradient, 20, 4, seed), gradient.double()
     best = float(off(*tables_at_start(*drawn, wide), wide)) ** 0.5
-    found = fit(*drawn, gradient)
-    assert found.bias <= 0.32 * best
+    fitted = fit(*drawn, gradient)
+    assert fitted.bias <= 0.32 * best
     assert fit(*drawn, gradient, 4).bias <= 0.12 * best
-    assert float(off(*sides(found.left, found.right), wide)) ** 0.5 == pytest.approx(found.bias, abs=1e-3)
-    for old, new in zip(drawn, (found.left, found.right), strict=True):
+    assert float(off(*sides(fitted.left, fitted.right), wide)) ** 0.5 == pytest.approx(fitted.bias, abs=1e-3)
+    for old, new in zip(drawn, (fitted.left, fitted.right), strict=True):
         assert old.positions is not None and new.positions is not None
         assert torch.equal(old.positions, new.positions)
 
@@ -246,9 +246,9 @@ def test_what_is_learned_does_not_depend_on_the_gradients_size() -> None:
 @pytest.mark.parametrize("rows", [30, 9])
 def test_nothing_is_learned_from_a_gradient_of_zero(rows: int) -> None:
     left, right = pair(rows, 40, 10, 3)
-    found = fit(left, right, torch.zeros(rows, 40))
-    assert (found.bias, found.losses) == (0.0, ())
-    assert found.left is left and found.right is right
+    fitted = fit(left, right, torch.zeros(rows, 40))
+    assert (fitted.bias, fitted.losses) == (0.0, ())
+    assert fitted.left is left and fitted.right is right
     assert relative_bias(left, right, torch.zeros(rows, 40)) == 0
 
 
@@ -265,11 +265,11 @@ def test_the_bias_on_a_gradient_that_is_not_finite_is_nan(rows: int, value: floa
 def test_defaults_are_those_of_the_configuration() -> None:
     config = ProjectorConfig()
     gradient, drawn = low_rank(45, 33, 3), pair(45, 33, 14, 4)
-    found = fit(*drawn, gradient)
+    fitted = fit(*drawn, gradient)
     wanted = fit(*drawn, gradient, config.learn_rounds, config.learn_steps, config.gamma)
     assert (config.learn_rounds, config.learn_steps, config.gamma) == (1, 12, 1e-3)
-    assert found.losses == wanted.losses and len(found.losses) == 1 + 2 * 2 * 6
-    assert found.losses != fit(*drawn, gradient, gamma=2e-3).losses
+    assert fitted.losses == wanted.losses and len(fitted.losses) == 1 + 2 * 2 * 6
+    assert fitted.losses != fit(*drawn, gradient, gamma=2e-3).losses
 
 
 class Waits(TorchDispatchMode):
@@ -287,19 +287,19 @@ class Waits(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["low-rank", "left exact", "right exact"])
 def test_steps_do_not_wait_for_the_device(name: str) -> None:
     gradient, size, nonzeros = GRADIENTS[name]
-    found = {}
+    by_name = {}
     for steps in (1, 6):
         with Waits() as waits:
             fit(*start(gradient, size, nonzeros), gradient, 1, steps)
-        found[steps] = waits.count
-    assert found[1] == found[6] > 0
+        by_name[steps] = waits.count
+    assert by_name[1] == by_name[6] > 0
 
 
 def test_identities_have_no_bias() -> None:
     left, right = pair(9, 8, 10, 3)
-    found = fit(left, right, normal(9, 8))
-    assert found.left is left and found.right is right
-    assert found.losses == () and found.bias <= 1e-3
+    fitted = fit(left, right, normal(9, 8))
+    assert fitted.left is left and fitted.right is right
+    assert fitted.losses == () and fitted.bias <= 1e-3
 
 
 @pytest.mark.parametrize("name", ["random", "low-rank", "left exact"])
@@ -307,8 +307,8 @@ def test_more_gamma_gives_smaller_values(name: str) -> None:
     gradient, size, nonzeros = GRADIENTS[name]
     drawn, squares = start(gradient, size, nonzeros), []
     for gamma in (0.0, 0.1, 0.3, 1.0):
-        found = fit(*drawn, gradient, 8, 6, gamma)
-        learned = [table(side) for side in (found.left, found.right) if not side.exact]
+        fitted = fit(*drawn, gradient, 8, 6, gamma)
+        learned = [table(side) for side in (fitted.left, fitted.right) if not side.exact]
         squares.append(sum(float(side.square().mean()) for side in learned))
     assert all(b < 0.98 * a for a, b in pairwise(squares))
 

@@ -33,17 +33,17 @@ SHAPES = [(7, 29), (3, 5, 29), (29,), (2, 3, 1, 29)]
 def layer(make: Any, dtype: Any = torch.float32) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = make().to(dtype)
-        if made.bias is not None:
-            nn.init.normal_(made.bias)
-    return made
+        module = make().to(dtype)
+        if module.bias is not None:
+            nn.init.normal_(module.bias)
+    return module
 
 
 def matrix(module: Any, dtype: Any = torch.float32) -> Matrix:
     config = ProjectorConfig(subspace=13, nonzeros=4)
-    made = Matrix("w", tuple(module.weight.shape), 0, config, 5, Group(Plane(), "cpu"))
-    made.gradient = torch.zeros(made.sizes, dtype=dtype)
-    return made
+    projection = Matrix("w", tuple(module.weight.shape), 0, config, 5, Group(Plane(), "cpu"))
+    projection.gradient = torch.zeros(projection.sizes, dtype=dtype)
+    return projection
 
 
 def passes(module: Any, x: Tensor, back: Tensor, learns: bool = True) -> tuple[Tensor, Any, Any]:
@@ -55,8 +55,8 @@ def passes(module: Any, x: Tensor, back: Tensor, learns: bool = True) -> tuple[T
     return y.detach(), x.grad, bias
 
 
-def projected(made: Matrix, gradient: Tensor) -> Tensor:
-    p, q = sides(made.left, made.right)
+def projected(built: Matrix, gradient: Tensor) -> Tensor:
+    p, q = sides(built.left, built.right)
     return p.T @ gradient.double() @ q
 
 
@@ -76,44 +76,44 @@ def test_it_is_the_layer_but_for_the_weights_gradient(
 ) -> None:
     x, back = normal(*shape).to(dtype), normal(*shape[:-1], 41, seed=1).to(dtype)
     plain, module = layer(make, dtype), layer(make, dtype)
-    made = matrix(module, collected)
-    attach(module, made)
+    projection = matrix(module, collected)
+    attach(module, projection)
     if len(shape) == 1 and isinstance(plain, Conv1D):
         wanted = passes(plain, x[None], back[None])
         wanted = wanted[0][0], wanted[1][0], wanted[2]
     else:
         wanted = passes(plain, x, back)
-    found = passes(module, x, back)
-    for one, other in zip(found, wanted, strict=True):
+    actual = passes(module, x, back)
+    for one, other in zip(actual, wanted, strict=True):
         assert (one is None) == (other is None)
         if one is not None:
             assert one.dtype == dtype
             near(one, other, tolerance)
     assert module.weight.grad is None and plain.weight.grad is not None
-    assert made.gradient is not None and made.gradient.dtype == collected
-    near(made.gradient, projected(made, plain.weight.grad), tolerance)
+    assert projection.gradient is not None and projection.gradient.dtype == collected
+    near(projection.gradient, projected(projection, plain.weight.grad), tolerance)
 
 
 @each_layer
 def test_an_input_without_a_gradient_still_gives_the_weights(make: Any) -> None:
     x, back = normal(7, 29), normal(7, 41, seed=1)
     plain, module = layer(make), layer(make)
-    made = matrix(module)
-    attach(module, made)
+    projection = matrix(module)
+    attach(module, projection)
     passes(plain, x, back, learns=False)
     assert passes(module, x, back, learns=False)[1] is None
-    assert made.gradient is not None
-    near(made.gradient, projected(made, plain.weight.grad))
+    assert projection.gradient is not None
+    near(projection.gradient, projected(projection, plain.weight.grad))
 
 
 @each_layer
 def test_without_gradients_nothing_is_collected(make: Any) -> None:
     module = layer(make)
-    made = matrix(module)
-    attach(module, made)
+    projection = matrix(module)
+    attach(module, projection)
     with torch.no_grad():
         assert not module(normal(7, 29)).requires_grad
-    assert made.gradient is not None and not bool(made.gradient.any())
+    assert projection.gradient is not None and not bool(projection.gradient.any())
 
 
 @each_layer
@@ -128,16 +128,16 @@ def test_a_frozen_bias_stays_without_gradient(make: Any) -> None:
 @each_layer
 def test_detach_restores_the_layer(make: Any) -> None:
     x, back, module = normal(7, 29), normal(7, 41, seed=1), layer(make)
-    made = matrix(module)
+    projection = matrix(module)
     own, named = module.forward, set(vars(module))
-    attach(module, made)
+    attach(module, projection)
     assert module.forward != own and not module.weight.requires_grad
     detach(module)
     assert module.forward == own and set(vars(module)) == named
     detach(module)
     module.weight.requires_grad_(True)
     passes(module, x, back)
-    assert module.weight.grad is not None and made.gradient is not None and not bool(made.gradient.any())
+    assert module.weight.grad is not None and projection.gradient is not None and not bool(projection.gradient.any())
 
 
 def test_only_layers_whose_forward_pass_is_known_are_attached() -> None:

@@ -53,13 +53,13 @@ def test_planned_bytes_are_those_of_the_engine(config: dict[str, Any], sizes: di
         assert sum(host.values()) == pytest.approx(engine.host_bytes, rel=0.1), host
         planned = memory(loaded.dims, settings, ROWS, LENGTH)
         stays = sum(size for part, size in planned.items() if part not in STEP)
-        found = sum(storage.nbytes() for address, storage in live().items() if address not in before)
+        total = sum(storage.nbytes() for address, storage in live().items() if address not in before)
         inputs = [*engine.activations.kept.values(), *(memory for memory, _ in engine.activations.ring)]
-        assert found - engine.host_bytes - sum(one.nbytes for one in inputs) == pytest.approx(stays, rel=0.1), planned
+        assert total - engine.host_bytes - sum(one.nbytes for one in inputs) == pytest.approx(stays, rel=0.1), planned
         assert narrow(loaded.dims, settings) == sum(part.narrow for part in engine.parts)
         whole = sum(piece.numel for part in engine.parts for piece in part.exact.pieces)
         assert exact(loaded.dims, settings) == whole
-        engine.timeline.take()
+        engine.timeline.drain()
         engine.began = None
         for step in (2, 3):  # the second one takes the spans of the first
             engine.step(*batches(1, ROWS, LENGTH)[0], step, 0.0)

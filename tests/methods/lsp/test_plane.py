@@ -1,4 +1,4 @@
-"""What a group of matrices shows: dense projectors, made together and only where needed."""
+"""The memory of a group of matrices: dense projectors, made together and only where needed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor  # noqa: E402
 
 from ondevice.methods.lsp.matrix import Matrix, Plane  # noqa: E402
 from tests.methods.lsp.dense import near, normal, table  # noqa: E402
-from tests.methods.lsp.made import MEMBERS, members, projected, shows  # noqa: E402
-from tests.methods.lsp.made import changed as changed_weight  # noqa: E402
+from tests.methods.lsp.matrices import MEMBERS, members, projected, shows  # noqa: E402
+from tests.methods.lsp.matrices import changed as changed_weight  # noqa: E402
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -26,7 +26,7 @@ def test_a_group_shows_the_dense_projectors_of_each_member(dtype: Any) -> None:
         shows(group, dtype)
     shows(other, dtype)
     shows(group, dtype)
-    other[1].dense_pair(dtype)
+    other[1].dense_projectors(dtype)
     group[2].put(*group[2].drawn(20))  # while another group is shown
     other[0].put(*other[0].drawn(20))
     shows(group, dtype)
@@ -37,10 +37,10 @@ def test_a_group_shows_its_projectors_in_two_dtypes_at_once() -> None:
     plane = Plane()
     group, other = members(plane), members(plane, [(120, 61)], first=len(MEMBERS))
     for turn, dtypes in enumerate([(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]):
-        rough, fine = [[one.dense_pair(dtype)[1] for one in group[:3]] for dtype in dtypes]
+        rough, fine = [[one.dense_projectors(dtype)[1] for one in group[:3]] for dtype in dtypes]
         shows(group, dtypes[0])
-        for found, dtype in ((rough, dtypes[0]), (fine, dtypes[1])):
-            for one, seen in zip(group[:3], found, strict=True):
+        for actual, dtype in ((rough, dtypes[0]), (fine, dtypes[1])):
+            for one, seen in zip(group[:3], actual, strict=True):
                 assert torch.equal(seen, table(one.right).to(dtype))
         shows(other, dtypes[0])
         shows(group, dtypes[1])
@@ -54,7 +54,7 @@ def test_a_group_shows_its_projectors_in_two_dtypes_at_once() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cpu:0"])
 def test_projectors_are_made_dense_only_where_others_were(device: str) -> None:
-    """What is written over them stays until they must be made anew, in the same memory; a member's own are, where it
+    """Numbers written over them stay until they must be made anew, in the same memory; a member's own are, where it
     gets others. A device with an index is the one without, as `cuda` is where tensors say `cuda:0`."""
     plane, dtypes = Plane(), (torch.float32, torch.bfloat16)
     group, other = members(plane, device=device), members(plane, [(31, 33)], len(MEMBERS), device)
@@ -62,13 +62,13 @@ def test_projectors_are_made_dense_only_where_others_were(device: str) -> None:
         shows(group, dtype)
     memory = dict(plane.memory)
     sizes = [side.rows * side.size for one in group for side in (one.left, one.right) if not side.exact]
-    assert {dtype: (found.dtype, found.numel()) for dtype, found in memory.items()} == {
+    assert {dtype: (actual.dtype, actual.numel()) for dtype, actual in memory.items()} == {
         dtype: (dtype, sum(sizes)) for dtype in dtypes
     }
 
     def made_anew(one: Matrix, dtype: Any = torch.float32) -> bool:
         plane.memory[dtype].fill_(7.0)
-        return not bool((one.dense_pair(dtype)[1] == 7).all())
+        return not bool((one.dense_projectors(dtype)[1] == 7).all())
 
     other[0].put(*other[0].drawn(1))
     assert not any(made_anew(one, dtype) for one in (group[0], group[-1]) for dtype in dtypes)
@@ -77,9 +77,9 @@ def test_projectors_are_made_dense_only_where_others_were(device: str) -> None:
     before = {dtype: [x.data_ptr() for x in group[0].group.flat(dtype)] for dtype in dtypes}
     group[0].put(*group[0].drawn(1))
     for dtype in dtypes:
-        for side, pair in zip((group[0].left, group[0].right), group[0].dense_pair(dtype), strict=True):
+        for side, pair in zip((group[0].left, group[0].right), group[0].dense_projectors(dtype), strict=True):
             assert side.exact if pair is None else torch.equal(pair, table(side).to(dtype))
-        assert bool((group[-1].dense_pair(dtype)[1] == 7).all())
+        assert bool((group[-1].dense_projectors(dtype)[1] == 7).all())
         assert before[dtype] == [x.data_ptr() for x in group[0].group.flat(dtype)], "a graph reads it"
         del plane.shown[dtype]
         shows(group, dtype)
@@ -90,7 +90,7 @@ def test_projectors_are_made_dense_only_where_others_were(device: str) -> None:
         shows(other, dtype)
         shows(group, dtype)
     assert plane.memory.keys() == memory.keys()
-    assert all(found is memory[dtype] for dtype, found in plane.memory.items())
+    assert all(actual is memory[dtype] for dtype, actual in plane.memory.items())
 
 
 def test_members_of_a_group_collect_and_change_as_they_do_alone() -> None:
@@ -113,12 +113,12 @@ def test_members_of_a_group_collect_and_change_as_they_do_alone() -> None:
 
 def test_a_group_of_exact_matrices_needs_no_memory() -> None:
     plane = Plane()
-    (made,) = members(plane, [(9, 8)])
+    (built,) = members(plane, [(9, 8)])
     gradient, base, change = normal(9, 8), normal(9, 8, seed=1), normal(9, 8, seed=2)
-    made.collect(normal(5, 9), normal(5, 8))
-    made.collect_whole(gradient)
-    made.collect_rows(torch.tensor([8, 3]), gradient[:2])
-    assert made.gradient is not None
-    near(made.gradient, (normal(5, 9).T @ normal(5, 8) + gradient).index_add(0, torch.tensor([8, 3]), gradient[:2]))
-    near(made.effective(base, change, 0.9, torch.empty_like(base)), 0.9 * base + change)
-    assert not plane.memory and made.dense_pair(torch.float32) == (None, None)
+    built.collect(normal(5, 9), normal(5, 8))
+    built.collect_whole(gradient)
+    built.collect_rows(torch.tensor([8, 3]), gradient[:2])
+    assert built.gradient is not None
+    near(built.gradient, (normal(5, 9).T @ normal(5, 8) + gradient).index_add(0, torch.tensor([8, 3]), gradient[:2]))
+    near(built.effective(base, change, 0.9, torch.empty_like(base)), 0.9 * base + change)
+    assert not plane.memory and built.dense_projectors(torch.float32) == (None, None)

@@ -1,4 +1,4 @@
-"""What is recommended for LSP-Offload on devices of given rates, against counts made here once more."""
+"""Recommendations for LSP-Offload on devices of given rates, against counts made here once more."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def planned(rows: int = 4, length: int = 512, device: Device = CARD, **settings:
 
 
 def test_bytes_over_the_bus_are_two_a_number_in_each_direction() -> None:
-    found = recommend(planned(subspace=512))
+    advice = recommend(planned(subspace=512))
     norms, tables = 65 * 4096, 2
-    assert found["given"]["to_host_bytes"] == 2 * ((len(MATRICES) + tables) * 512**2 + norms)
-    assert found["given"]["to_device_bytes"] == found["given"]["to_host_bytes"]
-    assert found["zero"]["to_host_bytes"] == found["zero"]["to_device_bytes"] == 2 * LLAMA_7B.parameters
-    assert found["given"]["to_host_s"] == pytest.approx(found["given"]["to_host_bytes"] / 15e9)
+    assert advice["given"]["to_host_bytes"] == 2 * ((len(MATRICES) + tables) * 512**2 + norms)
+    assert advice["given"]["to_device_bytes"] == advice["given"]["to_host_bytes"]
+    assert advice["zero"]["to_host_bytes"] == advice["zero"]["to_device_bytes"] == 2 * LLAMA_7B.parameters
+    assert advice["given"]["to_host_s"] == pytest.approx(advice["given"]["to_host_bytes"] / 15e9)
     layers = 2 * 2 * 32 * LLAMA_7B.block_parameters
     sliding = recommend(planned(subspace=512, weight_placement="host"))["given"]
     assert sliding["to_device_bytes"] - sliding["to_host_bytes"] == layers
@@ -44,16 +44,16 @@ def test_bytes_over_the_bus_are_two_a_number_in_each_direction() -> None:
 
 def test_multiplications_of_the_projection() -> None:
     s, tokens, hidden, vocab = 256, 4 * 512, 4096, 32000
-    found = extra(LLAMA_7B, method_config("lsp", {"subspace": s, "window": 2}), 4, 512)
+    cost = extra(LLAMA_7B, method_config("lsp", {"subspace": s, "window": 2}), 4, 512)
     collecting = sum(tokens * s * (m + n + s) for m, n in MATRICES)
     head = vocab * hidden * s + vocab * s * s  # P^T G Q of a gradient that is there
     embedding = tokens * hidden * s + tokens * s * s
-    assert found.collecting == collecting + head + embedding
+    assert cost.collecting == collecting + head + embedding
     once = sum(m * s * s + m * s * n for m, n in SIDES)  # of a layer; the last two are made in one pass alone
     tables = (vocab + tokens) * (s * s + s * hidden)
-    assert found.making == (2 * 32 - 2) * once + tables
-    assert found.saved == sum(tokens * m * n for m, n in MATRICES)
-    assert found.flops == 2 * (found.making + found.collecting - found.saved)
+    assert cost.making == (2 * 32 - 2) * once + tables
+    assert cost.saved == sum(tokens * m * n for m, n in MATRICES)
+    assert cost.flops == 2 * (cost.making + cost.collecting - cost.saved)
     none = extra(LLAMA_7B, method_config("lsp", {"project": False}), 4, 512)
     assert (none.making, none.collecting, none.saved) == (0, 0, 0)
     native = recomputed_flops(LLAMA_7B, 4, 512)
@@ -63,25 +63,25 @@ def test_multiplications_of_the_projection() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 16])
 def test_the_largest_subspace_within_a_tenth_is_taken(rows: int) -> None:
-    found = recommend(planned(rows))
-    size = found["settings"]["subspace"]
+    advice = recommend(planned(rows))
+    size = advice["settings"]["subspace"]
     ratios = {s: recommend(planned(rows, subspace=s))["given"]["unhidden"] for s in SIZES}
     allowed = [s for s, ratio in ratios.items() if ratio <= 1.1]
-    assert size == max(allowed) and found["settings"]["batch_size"] == rows
-    assert found["recommended"]["unhidden"] == pytest.approx(ratios[size])
-    assert f"subspace {size}" in " ".join(found["sentences"])
-    given = found["given"]
+    assert size == max(allowed) and advice["settings"]["batch_size"] == rows
+    assert advice["recommended"]["unhidden"] == pytest.approx(ratios[size])
+    assert f"subspace {size}" in " ".join(advice["sentences"])
+    given = advice["given"]
     parts = given["compute_s"] + given["to_host_s"] + given["to_device_s"]
     assert given["unhidden"] == pytest.approx(parts / given["native_s"])
 
 
 def test_a_bus_that_is_too_slow_wants_a_larger_batch() -> None:
-    found = recommend(planned(1, bus_limit_gb_per_s=0.1))
-    rows = found["settings"]["batch_size"]
-    assert found["settings"]["subspace"] == 512 and 1 < rows <= LARGEST_BATCH
-    assert found["recommended"]["unhidden"] <= 1.1
+    advice = recommend(planned(1, bus_limit_gb_per_s=0.1))
+    rows = advice["settings"]["batch_size"]
+    assert advice["settings"]["subspace"] == 512 and 1 < rows <= LARGEST_BATCH
+    assert advice["recommended"]["unhidden"] <= 1.1
     assert recommend(planned(rows - 1, bus_limit_gb_per_s=0.1, subspace=512))["given"]["unhidden"] > 1.1
-    text = " ".join(found["sentences"])
+    text = " ".join(advice["sentences"])
     assert "simulated bus of 0.1 GB/s" in text and "smallest batch at which 512 does" in text
     never = recommend(planned(1, 16, bus_limit_gb_per_s=1e-5))
     assert "no batch up to 1024" in " ".join(never["sentences"]) and never["settings"]["batch_size"] == 1
@@ -89,11 +89,11 @@ def test_a_bus_that_is_too_slow_wants_a_larger_batch() -> None:
 
 def test_projectors_take_at_most_a_twentieth_of_the_weights() -> None:
     for rows, bus in ((1, 50.0), (16, 50.0)):
-        found = recommend(planned(rows, bus_limit_gb_per_s=bus))["settings"]
-        used = planned(rows, subspace=found["subspace"], nonzeros=found["nonzeros"]).parts["projectors"]
-        assert used <= 0.05 * 2 * LLAMA_7B.parameters or found["nonzeros"] == 4
-        if found["nonzeros"] < 16 and found["subspace"] >= 512:
-            more = planned(rows, subspace=found["subspace"], nonzeros=2 * found["nonzeros"]).parts["projectors"]
+        actual = recommend(planned(rows, bus_limit_gb_per_s=bus))["settings"]
+        used = planned(rows, subspace=actual["subspace"], nonzeros=actual["nonzeros"]).parts["projectors"]
+        assert used <= 0.05 * 2 * LLAMA_7B.parameters or actual["nonzeros"] == 4
+        if actual["nonzeros"] < 16 and actual["subspace"] >= 512:
+            more = planned(rows, subspace=actual["subspace"], nonzeros=2 * actual["nonzeros"]).parts["projectors"]
             assert more > 0.05 * 2 * LLAMA_7B.parameters
     few = recommend(planned(1, bus_limit_gb_per_s=15.0))["settings"]
     assert few["subspace"] >= 512 or few["nonzeros"] <= 8
@@ -111,20 +111,20 @@ def test_what_does_not_fit_gets_smaller_weights() -> None:
 
 
 def test_without_rates_nothing_is_recommended() -> None:
-    found = recommend(planned(device=replace(CARD, bus_bytes_s=None)))
-    assert found["settings"] is None and "the bus of card is not known" in found["sentences"][-1]
-    assert found["given"]["compute_s"] > 0 and found["given"]["to_host_s"] is None
-    found = recommend(planned(device=replace(CARD, flops_s={})))
-    assert found["recommended"] is None and "matrix products" in found["sentences"][-1]
+    advice = recommend(planned(device=replace(CARD, bus_bytes_s=None)))
+    assert advice["settings"] is None and "the bus of card is not known" in advice["sentences"][-1]
+    assert advice["given"]["compute_s"] > 0 and advice["given"]["to_host_s"] is None
+    advice = recommend(planned(device=replace(CARD, flops_s={})))
+    assert advice["recommended"] is None and "matrix products" in advice["sentences"][-1]
 
 
 def test_a_plan_that_does_not_fit_offers_other_weights() -> None:
-    found = planned(device=replace(CARD, usable_bytes=12 << 30))
-    words = {words: other for words, other in alternatives(found)}
+    estimate = planned(device=replace(CARD, usable_bytes=12 << 30))
+    words = {words: other for words, other in alternatives(estimate)}
     assert words["method.weight_dtype: nf4"].fits and words["method.weight_placement: host"].fits
-    assert words["method.weight_dtype: nf4"].parts["weights"] < 0.3 * found.parts["weights"]
+    assert words["method.weight_dtype: nf4"].parts["weights"] < 0.3 * estimate.parts["weights"]
     with pytest.raises(DoesNotFitError) as caught:
-        ensure_fits(found)
+        ensure_fits(estimate)
     assert "method.weight_dtype" in str(caught.value.hint)
     assert not any("moments" in words for words in words)
     noted = planned(weight_dtype="nf4").notes

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
 
-from ondevice.methods.lsp.projector import Projector, draw  # noqa: E402
+from ondevice.methods.lsp.projector import POSITIONS, Projector, draw  # noqa: E402
+from ondevice.runtime_ops import generator  # noqa: E402
 from tests.methods.lsp.dense import normal, pair, table  # noqa: E402
 
 SIZES = [(33, 32, 4), (101, 37, 5), (64, 7, 3), (50, 9, 9), (13, 1, 1), (29, 8, 20), (5, 2, 1)]
@@ -71,6 +73,19 @@ def test_it_is_a_pure_function_of_seed_turn_and_tensor() -> None:
         assert not bool((first[1] == values).any())
 
 
+def test_its_numbers_are_those_of_the_generator() -> None:
+    """A run is its seed: other numbers, however random, would be another run."""
+    rows, size, d, seed, turn, tensor = 40, 15, 4, 7, 2, 5
+    positions, values = parts(draw(rows, size, d, seed, turn, tensor))
+    normals = generator.normal(seed, turn, tensor, 1, 0, rows * d).reshape(rows, d)
+    assert torch.equal(values, torch.from_numpy(normals / np.float32(2)))
+    words = generator.words(generator.stream_key(seed, turn, POSITIONS, tensor), 0, rows * d)
+    for entry, word in enumerate(int(word) for word in words):
+        block = entry % d
+        low, high = block * size // d, (block + 1) * size // d
+        assert positions.flatten()[entry] == low + ((word >> 32) * (high - low) >> 32)
+
+
 @pytest.mark.parametrize(("rows", "size", "nonzeros"), SIZES)
 def test_it_is_made_dense(rows: int, size: int, nonzeros: int) -> None:
     side = draw(rows, size, nonzeros, 1, 0, 0)
@@ -81,6 +96,8 @@ def test_it_is_made_dense(rows: int, size: int, nonzeros: int) -> None:
     assert torch.equal(side.rows_of(some, torch.float64), dense[some])
     assert torch.equal(side.rows_of(some, torch.bfloat16), dense[some].bfloat16())
     assert side.bytes == rows * min(nonzeros, size) * (8 + 4)
+    low, high = rows // 3, rows // 3 + 2
+    assert torch.equal(side.part(slice(low, high)).dense(torch.float64), dense[low:high])
 
 
 @pytest.mark.parametrize("rows", [1, 12, 13])
@@ -90,6 +107,7 @@ def test_a_side_no_longer_than_the_subspace_is_the_identity(rows: int) -> None:
     assert torch.equal(side.dense(torch.float32), torch.eye(rows))
     some = torch.tensor([rows - 1, 0])
     assert torch.equal(side.rows_of(some, torch.float32), torch.eye(rows)[some])
+    assert side.part(slice(0, 1)) is side
     assert not draw(14, 13, 4, 0, 0, 0).exact
 
 
@@ -98,11 +116,11 @@ def test_the_estimate_begins_without_bias(m: int, n: int, size: int, nonzeros: i
     """The mean over 3000 pairs, of every element and along the gradient and 30 other directions, by 5 standard errors.
     Its standard error along the gradient is 0.03 of it."""
     count, gradient = 3000, normal(m, n).double()
-    found = []
+    actual = []
     for seed in range(count):
         p, q = (side.dense(torch.float64) for side in pair(m, n, size, nonzeros, seed))
-        found.append((p @ (p.T @ gradient @ q) @ q.T).flatten())
-    estimates, wanted = torch.stack(found), gradient.flatten()
+        actual.append((p @ (p.T @ gradient @ q) @ q.T).flatten())
+    estimates, wanted = torch.stack(actual), gradient.flatten()
     directions = torch.cat([torch.eye(m * n), wanted[None].float(), normal(30, m * n, seed=1)]).double()
     along = estimates @ directions.T
     error = along.std(0) / count**0.5

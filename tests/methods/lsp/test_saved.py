@@ -1,4 +1,4 @@
-"""What a resume needs of the engine: the same bits in the steps after, and errors that name what is missing."""
+"""A resume of the engine: the same bits in the steps after, and errors that name what is missing."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ CASES: list[tuple[dict[str, Any], bool]] = [
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., LspEngine]]:
-    made = []
+    collected = []
 
     def make(config: dict[str, Any], tied: bool = True) -> LspEngine:
         if config.get("weight_dtype") in ("nf4", "int8"):
             pytest.importorskip("bitsandbytes")
         settings = {**SMALL, "threshold": 0.0, "timeout_s": 20.0, "threads": 1, **config}
-        made.append(LspEngine(tiny_model(tied=tied).family, LspConfig(**settings), "cpu", seed=3))
-        return made[-1]
+        collected.append(LspEngine(tiny_model(tied=tied).family, LspConfig(**settings), "cpu", seed=3))
+        return collected[-1]
 
     yield make
-    for engine in made:
+    for engine in collected:
         engine.close()
 
 

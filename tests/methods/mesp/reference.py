@@ -28,28 +28,27 @@ def session(loaded: Any, seed: int = 3, device: str | None = None, gradients: st
 
 def opened_with(gradients: str, loaded: Any, config: Any, seed: int, device: str | None = None) -> Any:
     """A session of mesp, or one that computes its steps by automatic differentiation."""
-    from benchmarks.mesp.baselines_torch import blockwise_session
+    from benchmarks.mesp.baselines_torch import autodiff_session, blockwise_session
     from ondevice.methods.mesp.torch.reference import reference_session
 
-    if gradients in ("checkpoint", "autodiff"):
-        return reference_session(loaded, config, seed, device, checkpointed=gradients == "checkpoint")
-    return (blockwise_session if gradients == "blockwise" else open_session)(loaded, config, seed, device)
+    sessions = {"autodiff": autodiff_session, "blockwise": blockwise_session, "checkpoint": reference_session}
+    return sessions.get(gradients, open_session)(loaded, config, seed, device)
 
 
 def learned(opened: Any, ids: np.ndarray, labels: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
     """The loss of one step and every gradient that was applied in it, summed over micro-batches."""
-    found: dict[str, np.ndarray] = {}
+    by_name: dict[str, np.ndarray] = {}
     apply = opened.optimizer.apply
 
     def keep(parameters: Any, ga: torch.Tensor, gb: torch.Tensor) -> None:
         for name, value in ((parameters.a_name, ga), (parameters.b_name, gb)):
-            found[name] = found.get(name, 0.0) + value.double().cpu().numpy()
+            by_name[name] = by_name.get(name, 0.0) + value.double().cpu().numpy()
         apply(parameters, ga, gb)
 
     opened.optimizer.apply = keep
     loss = opened.step(ids, labels, 0, 1e-3).loss
     opened.optimizer.apply = apply
-    return loss, found
+    return loss, by_name
 
 
 def exact(

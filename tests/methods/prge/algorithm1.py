@@ -1,7 +1,7 @@
 """Algorithm 1 as the paper writes it: 2q perturbed copies of B are the state, and the update lags one step.
 
 The package keeps B once and makes its noise again; the tests hold both against each other, and
-`benchmarks.prge_step_options` measures the difference.
+`benchmarks.prge.options` measures the difference.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ondevice.methods.prge.layout import NOISE_TENSOR
-from ondevice.methods.prge.torch import PrgeProgram
+from ondevice.methods.prge.step import PrgeProgram
 
 
 class CopiesState:

@@ -11,7 +11,7 @@ import torch
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.core.registry import method_config
 from ondevice.methods.prge.graphed import GraphedPrgeSession
-from ondevice.methods.prge.session import PrgeSession
+from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models.tiny import tiny_model
 from ondevice.nn.packed import Int8Matrix, pack_model
 from tests.methods.reference import batch

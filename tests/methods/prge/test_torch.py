@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ondevice.core.errors import ArtifactError
-from ondevice.methods.prge import torch as prge_torch
+from ondevice.methods.prge import step as prge_step
 from ondevice.methods.prge.config import PrgeConfig
-from ondevice.methods.prge.session import PrgeSession
+from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models.tiny import tiny_model
 from tests.methods.prge.algorithm1 import CopiesState
 from tests.methods.prge.reference import Reference, noise
@@ -151,12 +151,44 @@ def test_the_shared_prefix_changes_nothing() -> None:
     assert sorted(limited.adapter().tensors)[0].startswith("model.layers.2.")
 
 
+def test_an_evaluation_is_the_adapted_model_s_loss() -> None:
+    """Of every row, as a sum over its labelled tokens; with ranges that share bits with their beginnings."""
+    config = PrgeConfig(queries=2, rank=3, target_modules=("q_proj", "v_proj", "down_proj"))
+    target, reference = session(config, layers=3), Reference(config, SEED, layers=3)
+    flat = torch.from_numpy(start_from(target, reference, 0.2))
+    base, count = reference.layout.layer_range(1)
+    assert base & count
+    ids, labels = batch(3)
+    sums, counts = target.evaluate(ids, labels)
+    wanted = [float(reference.loss(flat, ids[i : i + 1], labels[i : i + 1])) for i in range(3)]
+    np.testing.assert_allclose(sums / counts, wanted, rtol=2e-6)
+    assert counts.tolist() == (labels[:, 1:] >= 0).sum(1).tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_explicit_masks_change_nothing(family) -> None:
+    target = session(PrgeConfig(queries=2, rank=4, top_layers=1), family, layers=2)
+    start_from(target, Reference(target.config, SEED, family, layers=2))
+    program, (ids, labels) = target.program, map(torch.from_numpy, batch(3))
+    flat = torch.from_numpy(target.flat())
+
+    def losses() -> torch.Tensor:
+        return program.losses(ids, labels, program.perturbed(flat, torch.tensor([SEED]), torch.tensor([0])))
+
+    implicit = losses()
+    program.use_explicit_masks((ids.shape[1], 8))
+    assert program.causal_mask_8[0, 0].tolist() == [[-1e9 if k > q else 0.0 for k in range(8)] for q in range(8)]
+    torch.testing.assert_close(losses(), implicit, rtol=1e-6, atol=1e-6)
+    getattr(program, f"causal_mask_{ids.shape[1]}").zero_()
+    assert (losses() - implicit).abs().max() > 1e-4  # the mask is what the blocks see
+
+
 def test_noise_is_the_same_in_chunks(monkeypatch) -> None:
     config = PrgeConfig(queries=2, rank=4)
     one, many = session(config), session(config)
     ids, labels = batch(2)
     one.step(ids, labels, 4, 0.05)
-    monkeypatch.setattr(prge_torch, "UPDATE_CHUNK", 192)
+    monkeypatch.setattr(prge_step, "UPDATE_CHUNK", 192)
     many.step(ids, labels, 4, 0.05)
     assert many.flat().tobytes() == one.flat().tobytes()
 
@@ -191,5 +223,5 @@ def test_an_adapter_whose_frozen_a_another_machine_drew_is_taken_and_another_see
     with pytest.raises(ArtifactError, match="frozen A differs"):
         fresh.load_adapter(adapter)
     adapter.tensors[name] = value[:, :-1]
-    with pytest.raises(ArtifactError, match="frozen A differs"):
+    with pytest.raises(ArtifactError, match="does not fit"):
         fresh.load_adapter(adapter)

@@ -72,9 +72,9 @@ def test_a_resume_has_the_same_bits(optimizer, same_order) -> None:
     losses, expected = after(straight, 2, 3)
     resumed = opened(on_gpu(), **settings)
     resumed.load_state(state)
-    again, found = after(resumed, 2, 3)
+    again, actual = after(resumed, 2, 3)
     assert again == losses
-    same(found, expected)
+    same(actual, expected)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor"])
@@ -103,15 +103,15 @@ def test_updates_on_a_gpu_are_the_libraries(optimizer) -> None:
 def test_memory_does_not_grow_with_depth() -> None:
     """Beyond weights and optimizer: at most 2% from 6 to 24 layers; with a checkpoint a block, an input a layer."""
     ids = np.random.default_rng(0).integers(0, 256, (8, 256))
-    found: dict[str, list[int]] = {}
+    by_name: dict[str, list[int]] = {}
     for name in ("ours", "checkpoint"):
         for layers in (6, 24):
             loaded = on_gpu(layers=layers)
             way = opened(loaded, coupling="exact") if name == "ours" else Ordinary(loaded, "sft-fused", "adamw")
             way.step(ids, ids, 0, RATE)
-            found.setdefault(name, []).append(peak_bytes(partial(way.step, ids, ids, 1, RATE), "cuda"))
+            by_name.setdefault(name, []).append(peak_bytes(partial(way.step, ids, ids, 1, RATE), "cuda"))
             way.close()
             torch.cuda.empty_cache()
-    ours, checkpoint = found["ours"], found["checkpoint"]
+    ours, checkpoint = by_name["ours"], by_name["checkpoint"]
     assert ours[1] <= 1.02 * ours[0]
     assert checkpoint[1] - checkpoint[0] >= 0.9 * 18 * ids.size * SIZES["hidden"] * 2

@@ -37,11 +37,11 @@ ids = torch.tensor(json.loads(sys.argv[2]))
 padded = torch.cat((torch.zeros(len(ids), 3, dtype=torch.long), ids), 1)
 mask = (torch.arange(padded.shape[1]) >= 3).long().expand(padded.shape)
 with torch.no_grad():
-    found = model(ids, labels=ids)
+    output = model(ids, labels=ids)
     left = model(padded, attention_mask=mask).logits[:, 3:]
 prompt = torch.tensor([tokenizer("good")["input_ids"]])
 answer = model.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
-print(json.dumps({"logits": found.logits.tolist(), "loss": found.loss.item(), "left": left.tolist(),
+print(json.dumps({"logits": output.logits.tolist(), "loss": output.loss.item(), "left": left.tolist(),
                   "tokens": answer.shape[1] - prompt.shape[1], "kind": type(model).__name__,
                   "dtype": str(model.dtype)}))
 """
@@ -61,7 +61,7 @@ def trained(family: str, coupling: str, sizes: dict[str, Any], dtype: torch.dtyp
 
 
 def read(folder: Path, ids: np.ndarray) -> dict[str, Any]:
-    """What transformers makes of the folder, in a process that cannot import this package."""
+    """Read the folder with transformers, in a process that cannot import this package."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder.parent / "modules")}
     done = subprocess.run(
@@ -77,11 +77,11 @@ def test_the_folder_loads_without_this_package(family, coupling, sizes, tmp_path
     session = trained(family, coupling, sizes)
     session.save_model(tmp_path / "model")
     ids = batch(2)[0]
-    found = read(tmp_path / "model", ids)
+    loaded = read(tmp_path / "model", ids)
     nll, count = session.evaluate(ids, ids)
-    assert found["kind"] == "RevffnForCausalLM" and found["tokens"] == 4
-    assert found["loss"] == pytest.approx(nll.sum() / count.sum(), rel=1e-5)
-    logits, left = np.array(found["logits"]), np.array(found["left"])
+    assert loaded["kind"] == "RevffnForCausalLM" and loaded["tokens"] == 4
+    assert loaded["loss"] == pytest.approx(nll.sum() / count.sum(), rel=1e-5)
+    logits, left = np.array(loaded["logits"]), np.array(loaded["left"])
     np.testing.assert_allclose(logits, left, atol=1e-4 * np.abs(logits).max())  # padding on the left changes nothing
 
 
@@ -89,10 +89,10 @@ def test_bfloat16_and_a_tied_head_come_back(tmp_path) -> None:
     session = trained("llama", "exact", {}, torch.bfloat16)
     session.save_model(tmp_path / "model")
     ids = batch(2)[0]
-    found = read(tmp_path / "model", ids)
+    loaded = read(tmp_path / "model", ids)
     nll, count = session.evaluate(ids, ids)
-    assert found["dtype"] == "torch.bfloat16"
-    assert found["loss"] == pytest.approx(nll.sum() / count.sum(), rel=2e-2)
+    assert loaded["dtype"] == "torch.bfloat16"
+    assert loaded["loss"] == pytest.approx(nll.sum() / count.sum(), rel=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

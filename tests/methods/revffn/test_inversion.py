@@ -19,28 +19,28 @@ from tests.methods.revffn.networks import network, random_ids, rebuilt, relative
 
 def weak(factor: float = 0.1, **settings: Any) -> Reversible:
     """A paper's network whose attention is `factor` times as strong as that of a random model."""
-    made = network(sizes={"layers": 4}, coupling="paper", **settings)
+    reversible = network(sizes={"layers": 4}, coupling="paper", **settings)
     with torch.no_grad():
-        for i in range(made.blocks):
-            made.family.linear(i, "o_proj").weight.mul_(factor)  # type: ignore[operator]
-    return made
+        for i in range(reversible.blocks):
+            reversible.family.linear(i, "o_proj").weight.mul_(factor)  # type: ignore[operator]
+    return reversible
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen2_moe"])
 @torch.no_grad()
 def test_attention_between_a_stream_and_itself_is_the_familys(family: str) -> None:
-    made = tiny_model(family, 2, tied=False).family
+    source = tiny_model(family, 2, tied=False).family
     h, other = torch.randn(2, 2, 9, 64, generator=torch.Generator().manual_seed(1))
-    position = made.positions(9, "cpu", torch.float32)
-    torch.testing.assert_close(attention_between(made, 1, h, h, position), made.attention_branch(1, h, position))
-    crossed = attention_between(made, 1, h, other, position)
+    position = source.positions(9, "cpu", torch.float32)
+    torch.testing.assert_close(attention_between(source, 1, h, h, position), source.attention_branch(1, h, position))
+    crossed = attention_between(source, 1, h, other, position)
     changed = other.clone()
     changed[:, 5] += 1.0
-    seen = attention_between(made, 1, h, changed, position) - crossed
+    seen = attention_between(source, 1, h, changed, position) - crossed
     assert seen[:, 5:].abs().amax(-1).min() > 1e-4 and not seen[:, :5].any()  # keys and values, causally
     changed = h.clone()
     changed[:, 5] += 1.0
-    seen = attention_between(made, 1, changed, other, position) - crossed
+    seen = attention_between(source, 1, changed, other, position) - crossed
     assert seen[:, 5].abs().max() > 1e-4 and not seen[:, 6:].any() and not seen[:, :5].any()  # queries: this token's
 
 
@@ -61,15 +61,15 @@ def test_an_odd_width_cannot_be_halved() -> None:
 
 @pytest.mark.parametrize("streams", ["int32", "float32"])
 def test_a_contraction_is_inverted_to_the_tolerance(streams: str) -> None:
-    made = weak(streams=streams, tolerance=1e-6)
-    ids = random_ids(made)
-    assert relative_error(rebuilt(made, ids)[1], stored(made, ids)[1]) < 1e-4
-    found = [layer for layer in measure(made, ids) if layer.part == "attention"]
-    for layer in found:
+    reversible = weak(streams=streams, tolerance=1e-6)
+    ids = random_ids(reversible)
+    assert relative_error(rebuilt(reversible, ids)[1], stored(reversible, ids)[1]) < 1e-4
+    collected = [layer for layer in measure(reversible, ids) if layer.part == "attention"]
+    for layer in collected:
         went = layer.iteration
         assert went is not None and went.converged and went.movement <= 1e-6 and layer.error < 1e-5
         assert went.contraction is not None and went.contraction < 0.7
-    assert [layer.block for layer in found] == [0, 1, 2, 3]
+    assert [layer.block for layer in collected] == [0, 1, 2, 3]
 
 
 def test_one_iteration_as_in_the_paper_is_not_enough() -> None:
@@ -84,53 +84,53 @@ def test_one_iteration_as_in_the_paper_is_not_enough() -> None:
 
 
 def test_what_does_not_converge_is_refused_with_layer_and_numbers() -> None:
-    made = weak(1.0, streams="float32", max_iterations=20)
-    ids = random_ids(made)
-    failing = [layer.block for layer in measure(made, ids) if layer.iteration and not layer.iteration.converged]
+    reversible = weak(1.0, streams="float32", max_iterations=20)
+    ids = random_ids(reversible)
+    failing = [layer.block for layer in measure(reversible, ids) if layer.iteration and not layer.iteration.converged]
     with pytest.raises(TrainingError, match=f"layer {max(failing)} cannot be inverted") as caught:
-        rebuilt(made, ids)
+        rebuilt(reversible, ids)
     assert "after 20 iterations, norm off by" in caught.value.received and "contraction" in caught.value.received
     assert "not_converged: store" in (caught.value.hint or "")
 
 
 def test_another_root_is_no_inverse() -> None:
     """Eq. (1) is no bijection: here the iteration settles, at an input that did not go in."""
-    made = weak(0.2, streams="float32", max_iterations=300)
-    ids = random_ids(made)
-    wrong = [layer for layer in measure(made, ids) if layer.iteration and layer.error > 1e-2]
+    reversible = weak(0.2, streams="float32", max_iterations=300)
+    ids = random_ids(reversible)
+    wrong = [layer for layer in measure(reversible, ids) if layer.iteration and layer.error > 1e-2]
     assert wrong
     for layer in wrong:
         went = layer.iteration
         assert went is not None and went.movement <= 1e-6 and went.norm_error > 1e-3 and not went.converged
     with pytest.raises(TrainingError, match=f"layer {wrong[-1].block} cannot be inverted"):
-        rebuilt(made, ids)
+        rebuilt(reversible, ids)
 
 
 def test_or_its_input_is_stored() -> None:
-    made = weak(1.0, streams="int32", max_iterations=20, not_converged="store")
-    ids = random_ids(made)
-    saved = made.forward(ids)
+    reversible = weak(1.0, streams="int32", max_iterations=20, not_converged="store")
+    ids = random_ids(reversible)
+    saved = reversible.forward(ids)
     kept = len(saved.stored)
-    assert kept >= 3 and kept == sum(not went.converged for went in made.iterations.values())
+    assert kept >= 3 and kept == sum(not went.converged for went in reversible.iterations.values())
     assert saved.bytes == (2 + kept) * 4 * 2 * 7 * 16 + 4 * 4 * 2 * 7  # streams and inputs; a norm a token and block
-    assert relative_error(rebuilt(made, ids)[1], stored(made, ids)[1]) < 1e-4
+    assert relative_error(rebuilt(reversible, ids)[1], stored(reversible, ids)[1]) < 1e-4
     with torch.no_grad():
         for i in range(4):
-            made.family.linear(i, "o_proj").weight.mul_(0.05)  # type: ignore[operator]
-    assert not made.forward(ids).stored
+            reversible.family.linear(i, "o_proj").weight.mul_(0.05)  # type: ignore[operator]
+    assert not reversible.forward(ids).stored
 
 
 def test_the_first_pass_says_how_each_layer_inverts(caplog: pytest.LogCaptureFixture) -> None:
-    made = weak(1.0, streams="float32", max_iterations=20, not_converged="store")
-    ids = random_ids(made)
-    passes = Passes(made, stored=False, micro_batch_size=None, loss_tiles=8)
+    reversible = weak(1.0, streams="float32", max_iterations=20, not_converged="store")
+    ids = random_ids(reversible)
+    passes = Passes(reversible, stored=False, micro_batch_size=None, loss_tiles=8)
     with caplog.at_level(logging.INFO, "ondevice"):
         passes.row_nll(ids, ids)
         passes.row_nll(ids, ids)
     records = [record for record in caplog.records if record.name.startswith("ondevice.methods.revffn")]
     lines = [record.getMessage() for record in records if record.levelno == logging.INFO]
     assert [line.partition(":")[0] for line in lines] == [f"layer {i}" for i in range(4)]
-    went = [layer.iteration for layer in measure(made, ids[:1]) if layer.iteration]
+    went = [layer.iteration for layer in measure(reversible, ids[:1]) if layer.iteration]
     for line, each in zip(lines, went, strict=True):
         assert f"contraction factor {each.contraction:.3g}," in line and f"after {each.iterations} iter" in line
     failed = ", ".join(str(block) for block, each in enumerate(went) if not each.converged)
@@ -140,11 +140,11 @@ def test_the_first_pass_says_how_each_layer_inverts(caplog: pytest.LogCaptureFix
 
 def test_measured_errors_of_the_closed_forms() -> None:
     for settings in ({"coupling": "exact"}, {"coupling": "full"}):
-        made = network("qwen2_moe", sizes={"layers": 3}, **settings)
-        found = measure(made, random_ids(made))
-        assert len(found) == len(made.steps)
-        assert all(layer.mismatched == layer.chained_mismatched == 0 and layer.chained == 0.0 for layer in found)
-        assert all(layer.iteration is None for layer in found)
+        reversible = network("qwen2_moe", sizes={"layers": 3}, **settings)
+        measured = measure(reversible, random_ids(reversible))
+        assert len(measured) == len(reversible.steps)
+        assert all(layer.mismatched == layer.chained_mismatched == 0 and layer.chained == 0.0 for layer in measured)
+        assert all(layer.iteration is None for layer in measured)
     rounded = network(sizes={"layers": 3}, coupling="exact", streams="bfloat16")
-    found = measure(rounded, random_ids(rounded))
-    assert found[0].chained > found[-1].chained > 1e-4 and found[0].chained_mismatched > 0
+    measured = measure(rounded, random_ids(rounded))
+    assert measured[0].chained > measured[-1].chained > 1e-4 and measured[0].chained_mismatched > 0

@@ -36,7 +36,7 @@ def test_a_step_needs_what_the_plan_says(shape, layers, settings) -> None:
     ids = np.random.default_rng(0).integers(0, 500, (ROWS, LENGTH))
     way.step(ids, ids, 0, 1e-5)
     measured = peak_bytes(partial(way.step, ids, ids, 1, 1e-5))
-    states = [value for found in way.session.updates.states.values() for value in found.values()]
+    states = [value for actual in way.session.updates.states.values() for value in actual.values()]
     kept = sum(value.numel() * value.element_size() for value in states)
     config = method_config("revffn", {"skip_stage1": True, **settings})
     parts = memory(loaded.dims, config, ROWS, LENGTH) | host_memory(loaded.dims, config, ROWS, LENGTH)

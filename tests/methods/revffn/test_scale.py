@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ondevice.core.errors import TrainingError
-from ondevice.methods.revffn.streams import MOST_BITS, ROOM, SPARE_BITS, choose_bits
+from ondevice.methods.revffn.streams import (
+    MOST_BITS,
+    ROOM,
+    SPARE_BITS,
+    StreamOverflow,
+    check_overflow,
+    choose_bits,
+)
 from tests.methods.revffn.networks import network, random_ids, rebuilt, same_bits, stored
 
 
@@ -27,13 +34,26 @@ def test_numbers_that_are_none_have_no_scale() -> None:
         choose_bits(float("nan"))
 
 
+def test_a_peak_is_refused_from_the_room_on() -> None:
+    below, above = torch.tensor([0.0, ROOM - 64.0]), torch.tensor([float(ROOM), 1.0])
+    check_overflow([], [], 8)
+    check_overflow([below, below], ["first", "second"], 8)
+    with pytest.raises(StreamOverflow, match="in second") as caught:
+        check_overflow([below, above, above], ["first", "second", "third"], 8)
+    assert caught.value.bits == choose_bits(2.0**22) and caught.value.received == "4.194e+06"
+    assert caught.value.expected == "magnitudes of at most 4.1943e+06 with fraction_bits: 8"
+    for number in (float("inf"), float("nan")):
+        with pytest.raises(TrainingError, match="second gives numbers that are none"):
+            check_overflow([below, torch.tensor([number, 0.0])], ["first", "second"], 8)
+
+
 def test_the_scale_is_the_models_and_the_same_every_time() -> None:
     first = network(coupling="full").fraction_bits
     assert first == network(coupling="full").fraction_bits
-    made = network(coupling="full")
+    reversible = network(coupling="full")
     with torch.no_grad():
-        made.family.embedding.weight.mul_(2.0**14)
-    larger = network(made.family, coupling="full").fraction_bits
+        reversible.family.embedding.weight.mul_(2.0**14)
+    larger = network(reversible.family, coupling="full").fraction_bits
     assert first is not None and larger is not None and larger < first
     assert network(coupling="full", fraction_bits=9).fraction_bits == 9
     assert network(coupling="exact", streams="float32").fraction_bits is None
@@ -41,40 +61,40 @@ def test_the_scale_is_the_models_and_the_same_every_time() -> None:
 
 @pytest.mark.parametrize("coupling", ["exact", "full"])
 def test_an_overflow_names_the_layer_and_a_scale_that_does(coupling: str) -> None:
-    made = network(sizes={"layers": 5}, coupling=coupling)
+    reversible = network(sizes={"layers": 5}, coupling=coupling)
     with torch.no_grad():
-        made.family.linear(3, "down_proj").weight.mul_(2.0**18)  # type: ignore[operator]
-    ids = random_ids(made)
+        reversible.family.linear(3, "down_proj").weight.mul_(2.0**18)  # type: ignore[operator]
+    ids = random_ids(reversible)
     place = "layer 3" if coupling == "full" else "the (attention|mlp) of layer 3"
     with pytest.raises(TrainingError, match=f"overflow in {place}") as caught:
-        made.forward(ids)
-    assert f"fraction_bits: {made.fraction_bits}" in caught.value.expected
+        reversible.forward(ids)
+    assert f"fraction_bits: {reversible.fraction_bits}" in caught.value.expected
     named = re.search(r"fraction_bits: (\d+)", caught.value.hint or "")
     assert named is not None
-    again = network(made.family, coupling=coupling, fraction_bits=int(named[1]))
+    again = network(reversible.family, coupling=coupling, fraction_bits=int(named[1]))
     assert same_bits(rebuilt(again, ids)[1], stored(again, ids)[1])
 
 
 def test_a_scale_that_is_too_fine_is_refused() -> None:
-    made = network(coupling="exact", fraction_bits=30)
+    reversible = network(coupling="exact", fraction_bits=30)
     with torch.no_grad():
-        made.family.embedding.weight.mul_(100)
+        reversible.family.embedding.weight.mul_(100)
     with pytest.raises(TrainingError, match="overflow"):
-        made.forward(random_ids(made))
+        reversible.forward(random_ids(reversible))
 
 
 def test_a_layer_without_numbers_is_named() -> None:
-    made = network(sizes={"layers": 4}, coupling="exact")
+    reversible = network(sizes={"layers": 4}, coupling="exact")
     with torch.no_grad():
-        made.family.linear(2, "v_proj").weight.fill_(float("nan"))  # type: ignore[operator]
+        reversible.family.linear(2, "v_proj").weight.fill_(float("nan"))  # type: ignore[operator]
     with pytest.raises(TrainingError, match="the attention of layer 2 gives numbers that are none"):
-        made.forward(random_ids(made))
+        reversible.forward(random_ids(reversible))
 
 
 def test_a_resumed_run_sets_the_scale() -> None:
-    made, other = network(coupling="full"), network(coupling="full", fraction_bits=10)
-    bits = made.fraction_bits
+    reversible, other = network(coupling="full"), network(coupling="full", fraction_bits=10)
+    bits = reversible.fraction_bits
     assert bits is not None and bits != 10
-    ids = random_ids(made)
+    ids = random_ids(reversible)
     other.fraction_bits = bits
-    assert same_bits(rebuilt(other, ids)[1], rebuilt(made, ids)[1])
+    assert same_bits(rebuilt(other, ids)[1], rebuilt(reversible, ids)[1])

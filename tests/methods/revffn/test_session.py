@@ -164,9 +164,9 @@ def test_a_resumed_run_has_the_same_bits(optimizer, dtype) -> None:
     losses, expected = after(straight, steps=2, first=3)
     resumed = opened("qwen2_moe", **settings)
     resumed.load_state(first)
-    again, found = after(resumed, steps=2, first=3)
+    again, actual = after(resumed, steps=2, first=3)
     assert again == losses
-    same(found, expected)
+    same(actual, expected)
 
 
 def test_a_foreign_checkpoint_is_refused() -> None:

@@ -74,9 +74,9 @@ def test_floating_point_inverts_to_its_rounding(dtype: torch.dtype, error: float
     u, v = streams.from_float(u), streams.from_float(v)
     for mix in (Mix(), Mix(1.0, 2.0)):
         w, side = streams.step(u, v, branch, mix)
-        found = streams.inverse_step(w, v, branch, mix, side)
-        assert w.dtype == found.dtype == dtype and side is None
-        difference = float((found.double() - u.double()).norm() / u.double().norm())
+        actual = streams.inverse_step(w, v, branch, mix, side)
+        assert w.dtype == actual.dtype == dtype and side is None
+        difference = float((actual.double() - u.double()).norm() / u.double().norm())
         assert difference <= error
         assert dtype != torch.bfloat16 or difference > 1e-4
 
@@ -87,6 +87,16 @@ def test_values_of_a_fixed_point_stream() -> None:
     assert streams.from_float(values).tolist() == [0, 1024, -1536, 0, 2, 102656]  # halves go to the even neighbour
     assert streams.to_float(streams.from_float(values)).tolist() == [0.0, 1.0, -1.5, 0.0, 2.0**-9, 100.25]
     assert streams.to_float(streams.from_float(values), torch.bfloat16).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mix", [Mix(), Mix(1.0, 2.0), Mix(-0.5, 0.5, 1)])
+def test_peaks_are_the_largest_magnitudes_of_what_is_added_and_of_the_sum(mix: Mix) -> None:
+    branch = torch.tensor([[0.25, -3.0], [2.5, 0.0]])
+    fixed, floats = FixedStreams(10), FloatStreams()
+    for stream, largest in (([-700, 5, 699, 0], 700.0), ([-699, 5, 700, 0], 700.0), ([-(2**31), 0, 1, 2], 2.0**31)):
+        w = torch.tensor(stream, dtype=torch.int32)
+        assert fixed.peaks(w, branch, mix).tolist() == [3.0 * mix.branch * 1024, largest]
+        assert floats.peaks(w.double() / 1024, branch, mix).tolist() == [3.0 * mix.branch, largest / 1024]
 
 
 @pytest.mark.parametrize("mix", [Mix(), Mix(1.0, 2.0), Mix(-0.5, 0.5, 1), Mix(-0.125, 0.875, 3), Mix(0.5, 1.5, 1)])

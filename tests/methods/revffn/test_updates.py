@@ -75,13 +75,14 @@ def test_8_bit_updates_are_those_of_bitsandbytes(chunk: int, monkeypatch: pytest
     import bitsandbytes
 
     monkeypatch.setattr(updates, "CHUNK", chunk)
-    start = tensors([*SHAPES, (70, 100)])
+    start = tensors([*SHAPES, (70, 100), (3, 1451)])  # the last is 17 blocks of 256 and one element
     expected = peer_steps(lambda p: bitsandbytes.optim.AdamW8bit(p, lr=RATE, weight_decay=0.1), start)
     ours = {key: value.clone() for key, value in start.items()}
     run = opened("adamw8bit", ours, weight_decay=0.1)
     for step in range(STEPS):
         for key, gradient in gradients(start, step).items():
             run.apply(key, gradient, step + 1, RATE)
+    assert run.states["w6"]["absmax1"].numel() == run.states["w6"]["absmax2"].numel() == 18
     assert {"state1", "absmax1"} <= set(run.states["w4"]) and "exp_avg" in run.states["w0"]
     for key, value in ours.items():
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
@@ -137,20 +138,37 @@ def test_rounding_is_a_function_of_seed_step_and_tensor() -> None:
     assert not any(torch.equal(first, moved(*other)) for other in ((1, 1, "a"), (0, 2, "a"), (0, 1, "b")))
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 64, 256, 1000])
+def test_chunks_of_a_stack_cover_it_once_and_are_small(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "CHUNK", chunk)
+    for shape in [(1, 1, 33), (3, 20, 12), (5, 8, 4), (1, 100, 3), (40, 1, 1), (2, 16, 16), (4, 6, 9)]:
+        covered = torch.zeros(shape, dtype=torch.int64)
+        for part in updates._chunks(covered.shape):
+            covered[part] += 1
+            assert covered[part].numel() <= max(chunk, shape[2]), "a row is the smallest part"
+        assert bool((covered == 1).all())
+
+
+def test_a_gradient_below_the_limit_is_not_scaled() -> None:
+    square = torch.tensor(0.09)
+    assert [float(clip_scale(square, limit)) for limit in (0.31, 0.6, 100.0)] == [1.0, 1.0, 1.0]
+    assert float(clip_scale(square, 0.15)) == pytest.approx(0.5, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor"])
 def test_clipping_is_torchs(name: str) -> None:
     start, limit = tensors([(8, 8), (5,)]), 0.5
     leaves = {key: torch.nn.Parameter(value.clone()) for key, value in start.items()}
     optimizer = PEERS[name](list(leaves.values()))
-    found = gradients(start, 0)
+    actual = gradients(start, 0)
     for key, leaf in leaves.items():
-        leaf.grad = found[key].clone()
+        leaf.grad = actual[key].clone()
     torch.nn.utils.clip_grad_norm_(leaves.values(), limit)
     optimizer.step()
     run = opened(name, start, weight_decay=0.0 if name == "sgd" else 0.1)
-    scale = clip_scale(squared_norm(found.values()), limit)
+    scale = clip_scale(squared_norm(actual.values()), limit)
     assert float(scale) < 0.2
-    for key, gradient in found.items():
+    for key, gradient in actual.items():
         run.apply(key, gradient, 1, RATE, scale)
         torch.testing.assert_close(start[key], leaves[key].detach(), rtol=1e-5, atol=1e-6)
 

@@ -13,12 +13,12 @@ def engine() -> Iterator[Callable[..., Any]]:
     """`engine(config, family, **sizes)` opens an engine over a tiny model on the CPU; all are closed at the end."""
     from tests.methods.slideformer.reference import open_engine
 
-    made = []
+    collected = []
 
     def make(config: dict[str, Any] | None = None, family: str = "llama", **sizes: Any) -> Any:
-        made.append(open_engine(config or {}, family, **sizes))
-        return made[-1]
+        collected.append(open_engine(config or {}, family, **sizes))
+        return collected[-1]
 
     yield make
-    for one in made:
+    for one in collected:
         one.close()

@@ -1,4 +1,4 @@
-"""What one of several ranks does in test_ranks.py: `... -m tests.methods.slideformer.ranked CASE FOLDER [DEVICE]`.
+"""One of several ranks of test_ranks.py: `... -m tests.methods.slideformer.ranked CASE FOLDER [DEVICE]`.
 
 One group of processes does all that a case asks for, so that torch is imported once a rank. Rank r leaves what it
 found in FOLDER/CASE-r.pt.
@@ -39,7 +39,7 @@ RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "layer": ({**EXACT, **SMALL, "clip": "layer"}, "llama", {"layers": 2}),
     "global": ({**EXACT, **SMALL, "clip": "global"}, "llama", {"layers": 3}),
     "global untied": ({**EXACT, **SMALL, "clip": "global"}, "gpt2", {"layers": 1, "tied": False}),
-    "parts": ({**EXACT, "vocabulary_chunks": 3, "window": 2}, "qwen2", {"layers": 4, "tied": False}),
+    "parts": ({**EXACT, "loss_tiles": 3, "window": 2}, "qwen2", {"layers": 4, "tied": False}),
     "disk": ({**EXACT, "disk_fraction": 0.5, "activations": "disk"}, "llama", {"layers": 4}),
     "bfloat16": ({}, "llama", {"layers": 4, "tied": False}),
 }
@@ -54,7 +54,7 @@ def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, 
     losses = run(engine, batches(STEPS, rows=ROWS), 1e-3)
     ids, labels = batches(1, rows=3, seed=7)[0]
     nll, _ = engine.evaluate(ids, labels)
-    found = {
+    by_name = {
         "losses": losses,
         "masters": engine.store.masters(),
         "nll": torch.from_numpy(nll),
@@ -63,7 +63,7 @@ def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, 
         "segments": engine.device.segments(),
     }
     engine.close()
-    return found
+    return by_name
 
 
 def session(ranks: Ranks, device: str) -> dict[str, Any]:
@@ -121,13 +121,13 @@ def left_alone(ranks: Ranks, device: str, dies: bool) -> dict[str, Any]:
 def main(case: str, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     ranks, device = join(device, 30.0 if case == "runs" else LIMIT_S)
-    found: Any
+    by_name: Any
     if case == "runs":
-        found = {name: compute(name, ranks, device) for name in RUNS}
-        found["session"] = session(ranks, device)
+        by_name = {name: compute(name, ranks, device) for name in RUNS}
+        by_name["session"] = session(ranks, device)
     else:
-        found = left_alone(ranks, device, case == "dies")
-    torch.save(found, folder / f"{case}-{ranks.rank}.pt")
+        by_name = left_alone(ranks, device, case == "dies")
+    torch.save(by_name, folder / f"{case}-{ranks.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def batches(count: int, rows: int = 5, length: int = 9, vocab: int = 260, seed: 
     """Random ids with repeats; the prompt's labels are -100, and those of padded ends, of other lengths each row. The
     last row begins with padding, too, and so that has a gradient."""
     random = np.random.default_rng(seed)
-    made = []
+    collected = []
     for _ in range(count):
         ids = random.integers(0, vocab, (rows, length))
         ids[:, 1::3] = ids[:, :1]
@@ -47,8 +47,8 @@ def batches(count: int, rows: int = 5, length: int = 9, vocab: int = 260, seed: 
         for row in range(rows):
             end = int(random.integers(length // 2, length + 1))
             ids[row, end:], labels[row, end:] = 256, -100
-        made.append((ids, labels))
-    return made
+        collected.append((ids, labels))
+    return collected
 
 
 def run(engine: Any, data: Iterable[Batch], learning_rate: float = LEARNING_RATE) -> list[float]:
@@ -127,12 +127,12 @@ class InMemory:
         for low in range(0, len(ids), size):
             part = slice(low, low + size)
             losses.append(self._micro_batch(torch.from_numpy(ids[part]), labels[part], 1.0 / count, head))
-        found = {
+        by_name = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.parameters.items()
         }
-        found[self.head] = head + found[self.head]
-        return float(torch.stack(losses).sum()) / count, found
+        by_name[self.head] = head + by_name[self.head]
+        return float(torch.stack(losses).sum()) / count, by_name
 
     def update(self, gradients: dict[str, torch.Tensor], learning_rate: float) -> None:
         """One step of the optimizer on float32 gradients."""

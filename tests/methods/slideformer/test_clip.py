@@ -14,8 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
 from ondevice.methods.slideformer.updater import Updater  # noqa: E402
+from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.offload.clipping import Clipping  # noqa: E402
+from ondevice.offload.ranks import SINGLE  # noqa: E402
 from ondevice.offload.units import cut  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import InMemory, batches, differing, open_engine, outcome  # noqa: E402
@@ -25,7 +28,7 @@ STEPS = 3
 RATE = 0.1
 OPTIONS: list[dict[str, Any]] = [
     {"compute": "float32"},
-    {"compute": "float32", "micro_batch_size": 2, "vocabulary_chunks": 3, "optimizer": "torch"},
+    {"compute": "float32", "micro_batch_size": 2, "loss_tiles": 3, "optimizer": "torch"},
     {"compute": "float32", "disk_fraction": 1.0, "weight_decay": 0.1},
     {"compute": "bfloat16", "optimizer": "torch"},
 ]
@@ -90,6 +93,48 @@ def run_at(config: dict[str, Any], tied: bool, data: list[Any]) -> Any:
         return losses, engine.store.masters()
     finally:
         engine.close()
+
+
+def opened(rule: str) -> Clipping:
+    config = SlideformerConfig(max_grad_norm=LIMIT, clip=rule)
+    return Clipping(config, cut(tiny_model("llama", layers=3).family), SINGLE)
+
+
+@pytest.mark.parametrize("rule", ["previous", "layer"])
+def test_a_scale_on_the_accelerator_is_the_host_s(rule: str) -> None:
+    clipping = opened(rule)
+    for step in range(3):
+        clipping.begin(step, RATE)
+        for unit, square in zip(clipping.owned, (1e-4, 0.09, 0.36, 4.0, 0.01 * step), strict=True):
+            clipping.now.squares[unit.index] = square
+            host = clipping.apply(clipping.now, unit)
+            assert float(clipping.scale(torch.tensor(square))) == pytest.approx(host.grad_scale, rel=1e-6)
+            assert host.step == step + 1 and host.learning_rate == RATE
+
+
+@pytest.mark.parametrize("rule", ["previous", "layer", "global"])
+def test_a_checkpoint_keeps_the_norms_that_the_next_step_reads(rule: str) -> None:
+    clipping, other = opened(rule), opened(rule)
+    clipping.begin(0, RATE)
+    clipping.now.squares.update({unit.index: 0.5 + unit.index for unit in clipping.owned})
+    kept = clipping.norms()
+    assert len(kept) == (len(clipping.owned) if rule == "previous" else 0)
+    other.restore({name: value.numpy() for name, value in kept.items()})
+    for each in (clipping, other):
+        each.begin(1, RATE)
+    assert other.now.before == (clipping.now.before if rule == "previous" else {})
+    clipping.restore({})
+    assert clipping.now.squares == {}
+
+
+@pytest.mark.parametrize("square", [0.0, 2.0])
+def test_a_step_without_gradients_says_nothing_of_the_next(square: float) -> None:
+    clipping = opened("previous")
+    clipping.begin(0, RATE)
+    clipping.now.squares.update({unit.index: square for unit in clipping.owned})
+    clipping.begin(1, RATE)
+    clipping.share()
+    assert clipping.now.before == ({unit.index: square for unit in clipping.owned} if square else {})
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])

@@ -1,4 +1,4 @@
-"""What breaks surfaces at the step, with the name of what broke, soon; and the engine can still be closed."""
+"""A fault surfaces at the step, with the name of what broke, soon; and the engine can still be closed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def broken_update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 def raises_soon(engine: Any, kind: type[OndeviceError], steps: int = 2, within_s: float = SOON_S) -> OndeviceError:
-    """What one of the next steps raises, and every one after it."""
+    """Return the error that one of the next steps raises, and every one after it."""
     started = time.monotonic()
     with pytest.raises(OndeviceError) as caught:
         for step, batch in enumerate(batches(steps)):

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
         True,
         {"micro_batch_size": 2, "max_grad_norm": 0.5, "clip": "global", "disk_fraction": 0.5},
     ),
-    "vocabulary in parts, smallest window": (False, {"vocabulary_chunks": 3, "window": 2, "gradient_buffers": 2}),
+    "vocabulary in tiles, smallest window": (False, {"loss_tiles": 3, "window": 2, "gradient_buffers": 2}),
     "torch's update": (False, {"optimizer": "torch"}),
 }
 
@@ -32,12 +32,12 @@ CASES: dict[str, tuple[bool, dict[str, Any]]] = {
 def make_family(tied: bool, sizes: dict[str, Any]) -> Any:
     """The same random bf16 model at every call."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from ondevice.models.qwen2 import FAMILY
 
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(FAMILY.tiny_config(**sizes, tie_word_embeddings=tied, attn_implementation="sdpa"))
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=tied, attn_implementation="sdpa"))
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
         parameter.requires_grad_(False)
@@ -100,11 +100,11 @@ def compare(device: str, tied: bool, options: dict[str, Any]) -> dict[str, Any]:
             losses.append(engine.step(ids, ids, step, RATE))
             segments.append(engine.device.segments())
         engine.flush()
-        found = engine.store.masters()
+        actual = engine.store.masters()
     finally:
         engine.close()
     moved = sum(float((masters[name] - first[name]).square().sum()) for name in first)
-    apart = sum(float((masters[name] - found[name]).square().sum()) for name in first)
+    apart = sum(float((masters[name] - actual[name]).square().sum()) for name in first)
     return {
         "losses": losses,
         "loss_difference": max(abs(a - b) for a, b in zip(losses, expected, strict=True)),

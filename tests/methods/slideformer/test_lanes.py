@@ -17,12 +17,12 @@ CONFIGS: list[dict[str, Any]] = [
     {},
     {"window": 2, "gradient_buffers": 2, "micro_batch_size": 2},
     {"optimizer": "torch", "window": 2},
-    {"compute": "float32", "vocabulary_chunks": 3},
-    {"vocabulary_chunks": 4, "micro_batch_size": 1},
+    {"compute": "float32", "loss_tiles": 3},
+    {"loss_tiles": 4, "micro_batch_size": 1},
     {"activations": "disk", "micro_batch_size": 2, "disk_fraction": 0.5},
     {"activations": "device"},
     {"max_grad_norm": 0.1, "clip": "previous"},
-    {"max_grad_norm": 0.1, "clip": "global", "vocabulary_chunks": 2},
+    {"max_grad_norm": 0.1, "clip": "global", "loss_tiles": 2},
 ]
 
 

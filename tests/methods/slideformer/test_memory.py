@@ -55,5 +55,5 @@ def test_host_memory_is_12_bytes_a_parameter(config: dict[str, Any], tied: bool,
     slots += [window.rest_gradient, window.entering]
     device = sum(slot.memory.numel() * item for slot in slots)
     device += sum(memory.numel() * item for memory, _ in opened.activations.ring)
-    found = sum(memory.nbytes() for address, memory in live().items() if address not in before)
-    assert found - device == pytest.approx(opened.host_bytes, rel=0.03)
+    total = sum(memory.nbytes() for address, memory in live().items() if address not in before)
+    assert total - device == pytest.approx(opened.host_bytes, rel=0.03)

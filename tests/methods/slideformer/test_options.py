@@ -116,7 +116,7 @@ def test_evaluation_is_cross_entropy_and_changes_nothing(engine: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"vocabulary_chunks": 3}, {"vocabulary_chunks": 400}, {"loss_chunk_tokens": 7}, {"micro_batch_size": 1}],
+    [{"loss_tiles": 3}, {"loss_tiles": 400}, {"loss_chunk_tokens": 7}, {"micro_batch_size": 1}],
     ids=str,
 )
 @pytest.mark.parametrize("tied", [True, False])

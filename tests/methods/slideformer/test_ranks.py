@@ -66,7 +66,7 @@ def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found."""
+    """Return the results of each of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     for process in start("runs", folder):
         _, errors = process.communicate(timeout=150)
@@ -108,20 +108,20 @@ def test_host_memory_is_divided(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_a_resumed_run_has_the_same_bits(ranks: list[dict[str, Any]]) -> None:
-    found = ranks[0]["session"]
-    assert found["resumed"] == found["straight"] and found["same"]
+    actual = ranks[0]["session"]
+    assert actual["resumed"] == actual["straight"] and actual["same"]
 
 
 def test_one_process_goes_on_from_the_checkpoint_of_two(ranks: list[dict[str, Any]]) -> None:
-    found = ranks[0]["session"]
+    actual = ranks[0]["session"]
     config = method_config("slideformer", {"timeout_s": 20.0, "threads": 1})
     single = SlideformerSession(tiny_model("llama", 1, layers=3), config, DEVICE)
-    assert single.state().keys() == found["state"].keys()
+    assert single.state().keys() == actual["state"].keys()
     single.written(None)
-    single.load_state(found["state"])
+    single.load_state(actual["state"])
     losses = [single.step(*batch, 3 + step, 1e-3).loss for step, batch in enumerate(batches(6, rows=ROWS)[3:])]
     single.close()
-    assert losses == pytest.approx(found["straight"], rel=5e-3)
+    assert losses == pytest.approx(actual["straight"], rel=5e-3)
 
 
 def test_what_a_checkpoint_lacks_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
@@ -135,9 +135,11 @@ def test_a_rank_that_dies_or_hangs_ends_the_other(tmp_path: Path) -> None:
         for case, (first, _) in cases.items():
             _, errors = first.communicate(timeout=90)
             assert first.returncode == 0, errors
-            found = torch.load(tmp_path / f"{case}-0.pt", weights_only=False)
-            assert "another rank has ended or does not answer" in found["message"] or "did not end" in found["message"]
-            assert found["seconds"] < 2 * LIMIT_S
+            loaded = torch.load(tmp_path / f"{case}-0.pt", weights_only=False)
+            assert (
+                "another rank has ended or does not answer" in loaded["message"] or "did not end" in loaded["message"]
+            )
+            assert loaded["seconds"] < 2 * LIMIT_S
     finally:
         for processes in cases.values():
             for process in processes:

@@ -39,7 +39,8 @@ class Recording:
 
 
 def record(model: Model, config: MespConfig, batch_size: int, lengths_tokens: tuple[int, ...]) -> Recording:
-    """One step of each bucket through the first block, the loss and the optimizer; nothing of `model` changes."""
+    """Run one step of each bucket through the first block, the loss and the optimizer; nothing of `model`
+    changes."""
     stages = model.interpreter.functions
     assert isinstance(stages, ModelStages)  # noqa: S101 - an artifact is not exported again
     recording = Recording(stages)
@@ -65,7 +66,7 @@ def record(model: Model, config: MespConfig, batch_size: int, lengths_tokens: tu
 
 
 def chunk_tokens(config: MespConfig, batch_size: int, length_tokens: int) -> int:
-    """Labelled tokens whose loss a program computes at once."""
+    """Return labelled tokens whose loss a program computes at once."""
     return min(config.loss_chunk_tokens or 128, batch_size * length_tokens)
 
 
@@ -90,7 +91,7 @@ def export_functions(recording: Recording, folder: Path) -> dict[str, Any]:
 
 
 def ports(recording: Recording) -> dict[str, ProgramMethod]:
-    """Every trace of every stage with its inputs and outputs, for the manifest."""
+    """Return every trace of every stage with its inputs and outputs, for the manifest."""
     methods = {}
     for stage, traces in sorted(recording.traces.items()):
         for number, (inputs, outputs) in enumerate(traces.items()):

@@ -67,7 +67,7 @@ class Settings:
 
     @classmethod
     def of(cls, dims: ModelDims, config: MespConfig, rope: Rope, **values: object) -> Settings:
-        """The settings of a run."""
+        """Return the settings of a run."""
         return cls(
             dims=dims,
             target_modules=tuple(config.target_modules),
@@ -83,11 +83,11 @@ class Settings:
         return self.group_size if self.bits else 1
 
     def mlp_bounds(self) -> list[tuple[int, int]]:
-        """FlatEntry of the MLP's inner dimension, all but the last of equal size."""
+        """Return FlatEntry of the MLP's inner dimension, all but the last of equal size."""
         return bounds(self.dims.intermediate, self.mlp_tiles, self.quantum)
 
     def query_bounds(self, length_tokens: int) -> list[tuple[int, int]]:
-        """FlatEntry of queries of a sequence."""
+        """Return FlatEntry of queries of a sequence."""
         size = min(self.query_chunk_tokens, length_tokens)
         return [(low, min(low + size, length_tokens)) for low in range(0, length_tokens, size)]
 
@@ -117,7 +117,7 @@ def bounds(size: int, tiles: int, quantum: int = 1) -> list[tuple[int, int]]:
 
 
 def matrix_parts(bits: int | None) -> tuple[str, ...]:
-    """Names of the arrays that a matrix consists of."""
+    """Return names of the arrays that a matrix consists of."""
     return ("weight", "scales", "biases") if bits else ("weight",)
 
 
@@ -155,7 +155,7 @@ class Instruction:
 
 
 def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
-    """x -> the next block's x."""
+    """Compute x -> the next block's x."""
     listed = [*_attention(settings, length_tokens, False), _mlp_norm("mlp_norm", settings)]
     for low, high in settings.mlp_bounds():
         listed.append(_gate_up(settings, low, high))
@@ -167,7 +167,7 @@ def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
 
 
 def backward(settings: Settings, length_tokens: int) -> list[Instruction]:
-    """x and g, the gradient of the block's output -> g, that of its input; A and B are updated on the way."""
+    """Compute x and g, the gradient of the block's output -> g, that of its input; A and B are updated on the way."""
     listed = [*_attention(settings, length_tokens, settings.store_h), _mlp_norm("mlp_norm_again", settings)]
     listed += _mlp_backward(settings)
     listed += _attention_backward(settings, length_tokens)
@@ -217,6 +217,7 @@ def _gate_up(settings: Settings, low: int, high: int) -> Instruction:
 def _mlp_backward(settings: Settings) -> list[Instruction]:
     listed, tiles = [], settings.mlp_bounds()
     lora = {target for target in ("gate_proj", "up_proj", "down_proj") if target in settings.target_modules}
+    # A tile gives a range of the columns of dA and of the rows of dB; `mlp_norm_backward` joins them.
     for i, (low, high) in enumerate(tiles):
         listed.append(_gate_up(settings, low, high))
         inputs = _same("g", "gate", "up") | _matrix(settings, "down_proj", low, high)
@@ -334,7 +335,7 @@ def _numbered(name: str, count: int) -> list[str]:
 
 
 def with_frees(listed: list[Instruction], results: tuple[str, ...]) -> list[Instruction]:
-    """`listed`, each with the names that nothing after it reads; an output that nothing reads goes at once."""
+    """Return `listed`, each with the names that nothing after it reads; an output that nothing reads goes at once."""
     annotated, needed = [], set(results)
     for instruction in reversed(listed):
         outputs = set() if instruction.stage == "update" else set(instruction.outputs.values())
@@ -346,23 +347,24 @@ def with_frees(listed: list[Instruction], results: tuple[str, ...]) -> list[Inst
 
 
 def embed(settings: Settings) -> list[Instruction]:
-    """Gathered rows of the embedding -> x."""
+    """Return gathered rows of the embedding -> x."""
     return with_frees([Instruction("embed", _rows(settings), _named("x"))], ("x",))
 
 
 def final_norm() -> list[Instruction]:
-    """x -> hn; x stays for the backward pass."""
+    """Compute x -> hn; x stays for the backward pass."""
     return with_frees([Instruction("final_norm", _same("x", "final_norm.weight"), _named("hn"))], ("hn",))
 
 
 def final_norm_backward() -> list[Instruction]:
-    """x and ghn -> g."""
+    """Compute x and ghn -> g."""
     instruction = Instruction("final_norm_backward", _same("x", "final_norm.weight", "ghn"), _named("g"))
     return with_frees([instruction], ("g",))
 
 
 def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> list[Instruction]:
-    """hn of labelled tokens, the head's rows of their labels, each token's weight -> nll, and gh with `gradient`."""
+    """Compute hn of labelled tokens, the head's rows of their labels, each token's weight -> nll, and gh with
+    `gradient`."""
     listed = [
         Instruction("loss_begin", _same("hn") | _rows(settings), _named("target", "maximum", "total"), evaluate=False)
     ]

@@ -24,7 +24,7 @@ class Functions(Protocol):
     """The stages: Python's, or those of an artifact."""
 
     def call(self, stage: str, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The outputs of `stage` by name."""
+        """Return the outputs of `stage` by name."""
         ...
 
 
@@ -32,11 +32,11 @@ class BlockWeights(Protocol):
     """One block's frozen arrays by their names in the instructions."""
 
     def get(self, operand: Operand) -> Any:
-        """An array or a range of it; read from its file where that is where it is."""
+        """Return an array or a range of it; read from its file where that is where it is."""
         ...
 
     def drop(self, name: str) -> None:
-        """Nothing uses it in this pass any more."""
+        """Drop it: nothing uses it in this pass any more."""
         ...
 
 
@@ -69,32 +69,32 @@ class Interpreter:
         Returns:
             What they leave.
         """
-        held, pending = inputs, []
+        live, pending = inputs, []
         for instruction in instructions:
             if instruction.stage == "update":
-                gradients = (held.pop(instruction.inputs[side].name) for side in ("dA", "dB"))
+                gradients = (live.pop(instruction.inputs[side].name) for side in ("dA", "dB"))
                 if update is not None:
                     update(instruction.outputs["target"], *gradients)
                 continue
-            arrays = {name: _find(operand, held, weights, adapter) for name, operand in instruction.inputs.items()}
+            arrays = {name: _find(operand, live, weights, adapter) for name, operand in instruction.inputs.items()}
             outputs = self.functions.call(instruction.stage, arrays)
             arrays.clear()
-            held.update({name: outputs.pop(output) for output, name in instruction.outputs.items()})
+            live.update({name: outputs.pop(output) for output, name in instruction.outputs.items()})
             outputs.clear()
             pending += instruction.outputs.values()
             for name in instruction.free:
-                if held.pop(name, None) is None:
+                if live.pop(name, None) is None:
                     weights.drop(name)
             if instruction.evaluate:
-                mx.eval([held[name] for name in pending if name in held])
+                mx.eval([live[name] for name in pending if name in live])
                 pending = []
                 if self.clear:
                     mx.clear_cache()
-        return held
+        return live
 
 
-def _find(operand: Operand, held: dict[str, Any], weights: BlockWeights, adapter: Mapping[str, Any]) -> Any:
-    arrays = held if operand.name in held else adapter if operand.name in adapter else None
+def _find(operand: Operand, live: dict[str, Any], weights: BlockWeights, adapter: Mapping[str, Any]) -> Any:
+    arrays = live if operand.name in live else adapter if operand.name in adapter else None
     return weights.get(operand) if arrays is None else select(arrays[operand.name], operand)
 
 
@@ -106,22 +106,23 @@ class ModelStages(Stages):
     """
 
     def embed(self, a: Arrays) -> Arrays:
-        """The embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
+        """Return the embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
         return {"x": self._rows(a, "rows", self.dtype)}
 
     def _rows(self, a: Arrays, name: str, dtype: Any) -> Any:
         return self._dense(a, name, dtype) if f"{name}.scales" in a else a[f"{name}.weight"].astype(dtype)
 
     def final_norm(self, a: Arrays) -> Arrays:
-        """x [B, T, D] -> hn."""
+        """Compute x [B, T, D] -> hn."""
         return {"hn": self.rms_norm(a["x"], a["final_norm.weight"])}
 
     def final_norm_backward(self, a: Arrays) -> Arrays:
-        """The gradient of hn [B, T, D], float32 -> g, that of the last block's output."""
+        """Return the gradient of hn [B, T, D], float32 -> g, that of the last block's output."""
         return {"g": self.rms_norm_backward(a["x"], a["final_norm.weight"], a["ghn"]).astype(self.dtype)}
 
     def loss_begin(self, a: Arrays) -> Arrays:
-        """hn [N, D] and the head's rows of the labels -> their logits, and the empty log-sum-exp, float32 [N]."""
+        """Compute hn [N, D] and the head's rows of the labels -> their logits, and the empty log-sum-exp, float32
+        [N]."""
         hn = a["hn"].astype(self.sums)
         target = mx.sum(hn * self._rows(a, "rows", self.dtype).astype(self.sums), axis=-1)
         return {
@@ -131,42 +132,42 @@ class ModelStages(Stages):
         }
 
     def loss_tile(self, a: Arrays) -> Arrays:
-        """The running maximum, and the sum of exponentials below it, after the tile's V logits."""
+        """Return the running maximum, and the sum of exponentials below it, after the tile's V logits."""
         logits = self.product(a["hn"], a, "head").astype(self.sums)
         larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
         total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(mx.exp(logits - larger[:, None]), axis=-1)
         return {"maximum": larger, "total": total}
 
     def loss_end(self, a: Arrays) -> Arrays:
-        """nll, the negative log likelihood of each label, and the log-sum-exp."""
+        """Return nll, the negative log likelihood of each label, and the log-sum-exp."""
         logsumexp = a["maximum"] + mx.log(a["total"])
         return {"nll": logsumexp - a["target"], "logsumexp": logsumexp}
 
     def loss_begin_backward(self, a: Arrays) -> Arrays:
-        """weight [N], the gradient of each nll -> the label's part of gh, float32 [N, D]."""
+        """Return weight [N], the gradient of each nll -> the label's part of gh, float32 [N, D]."""
         return {"gh": -a["weight"][:, None] * self._rows(a, "rows", self.dtype).astype(self.sums)}
 
     def loss_tile_backward(self, a: Arrays) -> Arrays:
-        """gh with the tile's part: weight softmax(logits) W."""
+        """Compute gh with the tile's part: weight softmax(logits) W."""
         logits = self.product(a["hn"], a, "head").astype(self.sums)
         share = mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
         gh = self.product_backward(share.astype(self.dtype), a, "head")
         return {"gh": a["gh"] + gh.astype(self.sums)}
 
     def gather_rows(self, a: Arrays) -> Arrays:
-        """Rows `place` int32 [N] of hidden states [B T, D]."""
+        """Return rows `place` int32 [N] of hidden states [B T, D]."""
         return {"hn": mx.take(a["all"], a["place"], axis=0)}
 
     def scatter_rows(self, a: Arrays) -> Arrays:
-        """gh added to rows `place` of ghn, float32 [B T, D]."""
+        """Compute gh added to rows `place` of ghn, float32 [B T, D]."""
         return {"ghn": a["ghn"].at[a["place"]].add(a["gh"])}
 
     def sgd(self, a: Arrays) -> Arrays:
-        """value kept - rate gradient; `kept` is 1 - learning rate times weight decay."""
+        """Return value kept - rate gradient; `kept` is 1 - learning rate times weight decay."""
         return {"value": a["value"] * a["kept"] - a["rate"] * a["gradient"]}
 
     def adamw(self, a: Arrays) -> Arrays:
-        """As `torch.optim.AdamW`, one matrix.
+        """Update one matrix as `torch.optim.AdamW` does matrix.
 
         `rate` is learning rate / (1 - beta1^t), `kept` as for `sgd`, `root` sqrt(1 - beta2^t), all float32 [];
         `constants` are beta1, beta2 and eps.
@@ -216,19 +217,19 @@ class Model:
         return self.settings.dims.layers
 
     def embed(self, ids: np.ndarray) -> Any:
-        """int64 [B, T] -> x [B, T, D]."""
+        """Return int64 [B, T] -> x [B, T, D]."""
         rows = self.weights.embedding_rows(ids.reshape(-1))
         x = self.interpreter.run(instructions.embed(self.settings), rows, self.weights.table, {})["x"]
         return x.reshape(*ids.shape, -1)
 
     def forward(self, layer: int, x: Any) -> Any:
-        """One block; `x` may be kept."""
+        """Run one block; `x` may be kept."""
         self.weights.announce(layer + 1)
         listed = instructions.forward(self.settings, x.shape[1])
         return self.interpreter.run(listed, {"x": x}, self.weights.blocks[layer], self.adapter[layer])["x"]
 
     def backward(self, layer: int, x: Any, g: Any, on_gradient: OnGradient) -> Any:
-        """The gradient of a block's input from that of its output; those of A and B are called back."""
+        """Return the gradient of a block's input from that of its output; those of A and B are called back."""
         self.weights.announce(layer - 1)
         listed = instructions.backward(self.settings, x.shape[1])
         inputs = {"x": x, "g": g}
@@ -239,7 +240,8 @@ class Model:
         return run["g"]
 
     def forward_backward(self, ids: np.ndarray, labels: np.ndarray, labelled: int, on_gradient: OnGradient) -> float:
-        """The summed loss of some rows; the gradients of (sum / `labelled`) are called back, last block first."""
+        """Return the summed loss of some rows; the gradients of (sum / `labelled`) are called back, last block
+        first."""
         inputs = [self.embed(ids)]
         for layer in range(self.layers):
             inputs.append(self.forward(layer, inputs[-1]))
@@ -251,7 +253,7 @@ class Model:
         return loss
 
     def loss(self, x: Any, labels: np.ndarray, labelled: int) -> tuple[float, Any]:
-        """The summed loss, and the gradient of x for (sum / `labelled`); None where no token is labelled."""
+        """Return the summed loss, and the gradient of x for (sum / `labelled`); None where no token is labelled."""
         where, wanted = targets(labels)
         if not len(where):
             return 0.0, None
@@ -272,14 +274,14 @@ class Model:
         return total, self.interpreter.run(instructions.final_norm_backward(), inputs, self.weights.final, {})["g"]
 
     def row_nll(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each row's negative log likelihood float32 [rows], and labelled tokens int64 [rows]."""
+        """Return each row's negative log likelihood float32 [rows], and labelled tokens int64 [rows]."""
         x = self.embed(ids)
         for layer in range(self.layers):
             x = self.forward(layer, x)
         return self.row_nll_of(x, labels)
 
     def row_nll_of(self, x: Any, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """`row_nll` from the last block's output."""
+        """Return `row_nll` from the last block's output."""
         where, wanted = targets(labels)
         rows, count = where // labels.shape[1], len(labels)
         sums = np.zeros(count, dtype=np.float64)
@@ -319,7 +321,7 @@ class Model:
 
 
 def targets(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Places in the flattened batch whose next token is labelled, int32 [n], and these labels, int64 [n]."""
+    """Return places in the flattened batch whose next token is labelled, int32 [n], and these labels, int64 [n]."""
     following = np.full_like(labels, -100)
     following[:, :-1] = labels[:, 1:]
     where = np.flatnonzero(following >= 0)

@@ -39,7 +39,8 @@ def program(
     model: Model, config: MespConfig, parameters: tuple[LoraParameters, ...], functions: dict[str, Any],
     batch_size: int, lengths_tokens: tuple[int, ...], mlx_version: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """The program's whole description; see docs/methods/mesp.md for what a host does with it."""
+    """Return the program's whole description; see docs/methods/mesp.md for what a host does with it."""
+    # As data, to the last bound of a tile: the C++ and Swift hosts interpret this list and know no method.
     settings = model.settings
     return {
         "format": FORMAT,
@@ -79,8 +80,8 @@ def program(
 
 
 def listed(instructions: list[Instruction]) -> list[dict[str, Any]]:
-    """Instructions as JSON: an input is [the function's name of it, its name in the block, axis, start, stop], axis -1
-    for all of it; `free` is dead after it."""
+    """Return instructions as JSON: an input is [the function's name of it, its name in the block, axis, start, stop],
+    axis -1 for all of it; `free` is dead after it."""
     entries: list[dict[str, Any]] = []
     for instruction in instructions:
         if instruction.stage == "update":
@@ -97,7 +98,7 @@ def listed(instructions: list[Instruction]) -> list[dict[str, Any]]:
 
 
 def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
-    """Settings that a program does not have.
+    """Return settings that a program does not have.
 
     Raises:
         OndeviceError: a setting that the model's files stand against.
@@ -163,12 +164,12 @@ class MlxProgramSession(ProgramSession, MlxSession):
         self._load_tensors(initial_tensors(parameters, self.seed))
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One optimizer step; see `Session.step`."""
+        """Run one optimizer step; see `Session.step`."""
         self._bucket(ids)
         return super().step(ids, labels, step, learning_rate)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
+        """Compute row losses and token counts; see `Session.evaluate`."""
         self._bucket(ids)
         return super().evaluate(ids, labels)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ondevice.artifact.adapter import Adapter
 from ondevice.core.errors import CheckpointError, ConfigError, ModelError
-from ondevice.core.session import Session, StepResult
+from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
 from ondevice.methods.mesp.config import GROUP_SIZE
 from ondevice.methods.mesp.lora import (
     LoraParameters,
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.mlx.model import Functions
     from ondevice.models import ModelDims, ModelFiles
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class Optimizer:
     """The moments of all matrices and the number of the step; the arithmetic is the stages `sgd` and `adamw`."""
@@ -46,7 +44,7 @@ class Optimizer:
         self.constants = mx.array([config.beta1, config.beta2, config.eps], dtype=mx.float32)
 
     def begin(self, learning_rate: float) -> None:
-        """A new step; its scalars are computed in double precision."""
+        """Begin a new step; its scalars are computed in double precision."""
         self.steps += 1
         config = self.config
         scalars = {"rate": learning_rate, "kept": 1 - learning_rate * config.weight_decay}
@@ -56,7 +54,7 @@ class Optimizer:
         self.scalars = {name: mx.array(value, dtype=mx.float32) for name, value in scalars.items()}
 
     def update(self, name: str, value: Any, gradient: Any) -> Any:
-        """The new value of a matrix; its gradient may go."""
+        """Return the new value of a matrix; its gradient may go."""
         inputs = {"value": value, "gradient": gradient, **self.scalars}
         if self.config.optimizer == "sgd":
             return self.functions.call("sgd", inputs)["value"]
@@ -67,9 +65,9 @@ class Optimizer:
         return outputs["value"]
 
     def state(self) -> dict[str, Any]:
-        """Moments and the step's number, as arrays of MLX."""
+        """Return moments and the step's number, as arrays of MLX."""
         moments = {f"{key}/{name}": array for name, both in self.moments.items() for key, array in zip(MOMENTS, both)}
-        return moments | ({"optimizer_step": mx.array([self.steps], dtype=mx.int64)} if self.steps else {})
+        return moments | ({OPTIMIZER_STEP: mx.array([self.steps], dtype=mx.int64)} if self.steps else {})
 
     def load_state(self, state: dict[str, np.ndarray], names: list[str]) -> None:
         """Take back what `state` gave.
@@ -78,9 +76,9 @@ class Optimizer:
             CheckpointError: a moment is missing.
         """
         self.moments, self.steps = {}, 0
-        if "optimizer_step" not in state:
+        if OPTIMIZER_STEP not in state:
             return
-        self.steps = int(state["optimizer_step"][0])
+        self.steps = int(state[OPTIMIZER_STEP][0])
         if self.config.optimizer == "sgd":
             return
         for name in names:
@@ -112,7 +110,7 @@ class MlxSession(Session):
         self.partially_updated = False
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
+        """Run one optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
         check_not_partially_updated(self.partially_updated)
         rows = self.config.micro_batch_size or len(ids)
         labelled = int((labels[:, 1:] >= 0).sum())
@@ -140,14 +138,14 @@ class MlxSession(Session):
         return StepResult(loss, (loss,))
 
     def _update(self, layer: int, target: str, *gradients: Any) -> None:
-        held, changed = self.model.adapter[layer], []
+        matrices, changed = self.model.adapter[layer], []
         for side, name, gradient in zip("AB", self.names[layer, target], gradients):
-            held[f"{target}.{side}"] = self.optimizer.update(name, held[f"{target}.{side}"], gradient)
-            changed += [held[f"{target}.{side}"], *self.optimizer.moments.get(name, [])]
+            matrices[f"{target}.{side}"] = self.optimizer.update(name, matrices[f"{target}.{side}"], gradient)
+            changed += [matrices[f"{target}.{side}"], *self.optimizer.moments.get(name, [])]
         mx.eval(changed)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
+        """Compute row losses and token counts; see `Session.evaluate`."""
         return self.model.row_nll(ids, labels)
 
     def _tensors(self) -> dict[str, np.ndarray]:
@@ -164,7 +162,7 @@ class MlxSession(Session):
         mx.eval(self.model.adapter)
 
     def state(self) -> dict[str, np.ndarray]:
-        """A and B, the optimizer's moments and its step, under the names that the torch session has for them."""
+        """Return a and B, the optimizer's moments and its step, under the names that the torch session has for them."""
         check_not_partially_updated(self.partially_updated)
         return self._tensors() | {name: np.array(array) for name, array in self.optimizer.state().items()}
 
@@ -176,7 +174,7 @@ class MlxSession(Session):
         self.partially_updated = False
 
     def adapter(self) -> Adapter:
-        """The trained adapter in PEFT's layout."""
+        """Return the trained adapter in PEFT's layout."""
         config = self.config
         return Adapter(self._tensors(), config.rank, config.alpha, tuple(sorted(config.target_modules)), self.source)
 
@@ -224,7 +222,7 @@ def check_config(config: MespConfig) -> None:
 
 
 def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
-    """A run's shape, from its model and its method."""
+    """Return a run's shape, from its model and its method."""
     rope = read_rope(read_config(files.folder), files.dims, str(files.folder / "config.json"))
     metal = mx.default_device().type == mx.DeviceType.gpu
     bits, group_size = files.packed or (config.bits, GROUP_SIZE)
@@ -260,7 +258,7 @@ def _weights(files: ModelFiles, config: MespConfig, settings: Settings) -> Weigh
 
 
 def streamed_folder(files: ModelFiles, settings: Settings, source: Source) -> Path:
-    """The files of streamed weights in the cache, converted once."""
+    """Return the files of streamed weights in the cache, converted once."""
     packing = f"{settings.bits}-bit-{settings.group_size}" if settings.bits else "dense"
     key = f"mlx/{files.source.sha256[:16]}-{settings.dtype}-{packing}"
 

@@ -40,7 +40,7 @@ class Stages:
     # Linear layers: y = x W^T + b + s (x A^T) B^T, appendix A.1.
 
     def product(self, x: Any, a: Arrays, name: str) -> Any:
-        """x W^T for a dense or packed W [outputs, inputs]."""
+        """Compute x W^T for a dense or packed W [outputs, inputs]."""
         weight, settings = a[f"{name}.weight"], self.settings
         if f"{name}.scales" not in a:
             return x @ weight.astype(x.dtype).T
@@ -54,7 +54,7 @@ class Stages:
         return mx.concatenate(tiles, axis=-1) if len(tiles) > 1 else tiles[0]
 
     def product_backward(self, g: Any, a: Arrays, name: str) -> Any:
-        """g W, the gradient of the input of x W^T."""
+        """Compute g W, the gradient of the input of x W^T."""
         weight, settings = a[f"{name}.weight"], self.settings
         if f"{name}.scales" not in a:
             return g @ weight.astype(g.dtype)
@@ -83,11 +83,11 @@ class Stages:
         return target in self.settings.target_modules
 
     def h(self, x: Any, a: Arrays, target: str) -> Any:
-        """x A^T: [..., rank]."""
+        """Compute x A^T: [..., rank]."""
         return x @ a[f"{target}.A"].astype(x.dtype).T
 
     def linear(self, x: Any, a: Arrays, target: str, h: Any = None) -> Any:
-        """A whole linear layer; `h` is x A^T where it is there already."""
+        """Return a whole linear layer; `h` is x A^T where it is there already."""
         y = self.product(x, a, target)
         if f"{target}.bias" in a:
             y = y + a[f"{target}.bias"].astype(y.dtype)
@@ -97,7 +97,7 @@ class Stages:
         return y
 
     def linear_backward(self, x: Any, g: Any, a: Arrays, target: str, out: Arrays) -> Any:
-        """The gradient of the input; those of A and B go to `out` (Eqs. 10 to 13)."""
+        """Return the gradient of the input; those of A and B go to `out` (Eqs. 10 to 13)."""
         gx = self.product_backward(g, a, target)
         if not self.has(target):
             return gx
@@ -110,7 +110,7 @@ class Stages:
         return gx + gh @ a[f"{target}.A"].astype(gh.dtype)
 
     def outer(self, g: Any, x: Any) -> Any:
-        """The sum over all tokens of g x^T: float32 [outputs, inputs]."""
+        """Return the sum over all tokens of g x^T: float32 [outputs, inputs]."""
         return g.reshape(-1, g.shape[-1]).astype(self.sums).T @ x.reshape(-1, x.shape[-1]).astype(self.sums)
 
     # RMSNorm, appendix A.3.
@@ -119,7 +119,7 @@ class Stages:
         return mx.fast.rms_norm(x, weight.astype(x.dtype), self.dims.norm_eps)
 
     def rms_norm_backward(self, x: Any, weight: Any, g: Any) -> Any:
-        """float32, like x."""
+        """Return float32, like x."""
         # Means over D numbers and the difference of two that nearly cancel: float32, whatever activations are in.
         x, g = x.astype(self.sums), g.astype(self.sums) * weight.astype(self.sums)
         r = mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + self.dims.norm_eps)
@@ -128,11 +128,11 @@ class Stages:
     # Attention, forward.
 
     def norm(self, a: Arrays) -> Arrays:
-        """x -> n, its norm."""
+        """Compute x -> n, its norm."""
         return {"n": self.rms_norm(a["x"], a["input_norm.weight"])}
 
     def project(self, a: Arrays) -> Arrays:
-        """n -> q, k, v before the rotation, by head."""
+        """Compute n -> q, k, v before the rotation, by head."""
         out: Arrays = {}
         for target, heads in self._heads():
             h = self.h(a["n"], a, target) if self.has(target) else None
@@ -144,7 +144,7 @@ class Stages:
         return out
 
     def rope(self, a: Arrays) -> Arrays:
-        """q, k -> rotated."""
+        """Return q, k -> rotated."""
         return {name: self._rotate(a[name], 1.0) for name in ("q", "k")}
 
     def _rotate(self, x: Any, sign: float) -> Any:
@@ -155,7 +155,7 @@ class Stages:
         return mx.fast.rope(x, self.dims.head_dim, traditional=False, **options)
 
     def attend(self, a: Arrays) -> Arrays:
-        """q [B, H, C, h] of a chunk, k and v [B, K, S, h] up to its end -> o [B, C, H h]."""
+        """Return q [B, H, C, h] of a chunk, k and v [B, K, S, h] up to its end -> o [B, C, H h]."""
         p = self._probabilities(a["q"], a["k"])
         return {"o": self._join_heads((p @ a["v"]), a["q"].shape[2])}
 
@@ -184,7 +184,7 @@ class Stages:
         return [("q_proj", dims.heads), ("k_proj", dims.kv_heads), ("v_proj", dims.kv_heads)]
 
     def out(self, a: Arrays) -> Arrays:
-        """x, all chunks of o -> m = x + o Wo^T."""
+        """Compute x, all chunks of o -> m = x + o Wo^T."""
         o, outputs = _joined(a, "o", 1), {}
         h = self.h(o, a, "o_proj") if self.has("o_proj") else None
         if h is not None and self.settings.store_h:
@@ -194,7 +194,7 @@ class Stages:
     # MLP, forward.
 
     def mlp_norm(self, a: Arrays) -> Arrays:
-        """m -> its norm, h of gate and up, and y, to which the tiles are added."""
+        """Compute m -> its norm, h of gate and up, and y, to which the tiles are added."""
         n = self.rms_norm(a["m"], a["mlp_norm.weight"])
         y = a["m"].astype(self.sums)
         if "down_proj.bias" in a:
@@ -202,7 +202,7 @@ class Stages:
         return {"mn": n, "y": y, **self._gate_up_h(n, a)}
 
     def mlp_norm_again(self, a: Arrays) -> Arrays:
-        """m -> its norm and h of gate and up, as the backward pass of the MLP begins."""
+        """Compute m -> its norm and h of gate and up, as the backward pass of the MLP begins."""
         n = self.rms_norm(a["m"], a["mlp_norm.weight"])
         return {"mn": n, **self._gate_up_h(n, a)}
 
@@ -210,19 +210,19 @@ class Stages:
         return {f"{target}.h": self.h(n, a, target) for target in ("gate_proj", "up_proj") if self.has(target)}
 
     def gate_up(self, a: Arrays) -> Arrays:
-        """A tile of the gate and of what it lets through: [B, T, F] each."""
+        """Return a tile of the gate and of what it lets through: [B, T, F] each."""
         return {
             name: self.linear(a["mn"], a, target, a.get(f"{target}.h"))
             for name, target in (("gate", "gate_proj"), ("up", "up_proj"))
         }
 
     def act(self, a: Arrays) -> Arrays:
-        """silu(gate) up."""
+        """Compute silu(gate) up."""
         gate = a["gate"]
         return {"act": gate * mx.sigmoid(gate) * a["up"]}
 
     def down(self, a: Arrays) -> Arrays:
-        """y + act Wd^T, the tile's part; the bias is in y already."""
+        """Compute y + act Wd^T, the tile's part; the bias is in y already."""
         y = self.product(a["act"], a, "down_proj").astype(self.sums)
         if self.has("down_proj"):
             h = self.h(a["act"], a, "down_proj")
@@ -230,13 +230,13 @@ class Stages:
         return {"y": a["y"] + y}
 
     def end(self, a: Arrays) -> Arrays:
-        """y -> the next block's input, in the dtype of activations."""
+        """Compute y -> the next block's input, in the dtype of activations."""
         return {"x": a["y"].astype(self.dtype)}
 
     # MLP, backward: g is the gradient of the block's output.
 
     def down_backward(self, a: Arrays) -> Arrays:
-        """gate, up, g -> the gradient of act; the tile's columns of dA, and its part of h (act A^T)."""
+        """Return gate, up, g -> the gradient of act; the tile's columns of dA, and its part of h (act A^T)."""
         g = a["g"].astype(self.dtype)
         gact, out = self.product_backward(g, a, "down_proj"), {}
         if self.has("down_proj"):
@@ -250,13 +250,13 @@ class Stages:
         return {"gact": gact, **out}
 
     def act_backward(self, a: Arrays) -> Arrays:
-        """The gradients of gate and up (appendix A.4)."""
+        """Return the gradients of gate and up (appendix A.4)."""
         gate, s = a["gate"], mx.sigmoid(a["gate"])
         silu = gate * s
         return {"ggate": a["gact"] * a["up"] * (s + silu * (1 - s)), "gup": a["gact"] * silu}
 
     def gate_up_backward(self, a: Arrays) -> Arrays:
-        """gn and gh of gate and up, to which a tile adds; the tile's rows of dB."""
+        """Compute gn and gh of gate and up, to which a tile adds; the tile's rows of dB."""
         out: Arrays = {}
         gn = a.get("gn")
         for name, target in (("ggate", "gate_proj"), ("gup", "up_proj")):
@@ -272,7 +272,7 @@ class Stages:
         return {"gn": gn, **out}
 
     def mlp_norm_backward(self, a: Arrays) -> Arrays:
-        """The gradient of m, and whole gradients of gate, up and down."""
+        """Return the gradient of m, and whole gradients of gate, up and down."""
         gn, out = a["gn"], {}
         for target in ("gate_proj", "up_proj"):
             if self.has(target):
@@ -289,12 +289,12 @@ class Stages:
     # Attention, backward.
 
     def out_backward(self, a: Arrays) -> Arrays:
-        """gm, all chunks of o -> the gradient of o."""
+        """Compute gm, all chunks of o -> the gradient of o."""
         out: Arrays = {}
         return {"go": self.linear_backward(_joined(a, "o", 1), a["gm"], a, "o_proj", out), **out}
 
     def attend_backward(self, a: Arrays) -> Arrays:
-        """A chunk of q and go, keys and values up to its end -> its gq; gk and gv of all tokens so far (A.2).
+        """Return a chunk of q and go, keys and values up to its end -> its gq; gk and gv of all tokens so far (A.2).
 
         Chunks come last first, so that the first one makes gk and gv of the whole sequence.
         """
@@ -313,11 +313,11 @@ class Stages:
         }
 
     def rope_backward(self, a: Arrays) -> Arrays:
-        """gq of all chunks, gk -> unrotated."""
+        """Compute gq of all chunks, gk -> unrotated."""
         return {"gq": self._rotate(_joined(a, "gq", 2), -1.0), "gk": self._rotate(a["gk"].astype(self.dtype), -1.0)}
 
     def project_backward(self, a: Arrays) -> Arrays:
-        """gq, gk, gv -> the gradient of n."""
+        """Compute gq, gk, gv -> the gradient of n."""
         gn, out = None, {}
         for target, _ in self._heads():
             g = a[f"g{target[0]}"].astype(self.dtype).transpose(0, 2, 1, 3)
@@ -326,7 +326,7 @@ class Stages:
         return {"gn": gn, **out}
 
     def norm_backward(self, a: Arrays) -> Arrays:
-        """The gradient of the block's input."""
+        """Return the gradient of the block's input."""
         gx = a["gm"].astype(self.sums) + self.rms_norm_backward(a["x"], a["input_norm.weight"], a["gn"])
         return {"g": gx.astype(self.dtype)}
 

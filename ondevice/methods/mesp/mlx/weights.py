@@ -39,7 +39,7 @@ _READ_ADVICE = 44
 
 
 def block_file(layer: int) -> str:
-    """The name of a block's file."""
+    """Return the name of a block's file."""
     return f"block-{layer:05d}.safetensors"
 
 
@@ -50,18 +50,18 @@ class ResidentBlock:
         self.arrays = arrays
 
     def get(self, operand: Operand) -> Any:
-        """An array, or a range of it."""
+        """Return an array, or a range of it."""
         return select(self.arrays[operand.name], operand)
 
     def rows(self, name: str, numbers: np.ndarray) -> Any:
-        """Rows of these numbers."""
+        """Return rows of these numbers."""
         return mx.take(self.arrays[name], mx.array(numbers.astype(np.int32)), axis=0)
 
     def drop(self, name: str) -> None:
-        """It stays."""
+        """Keep it: it stays."""
 
     def announce(self) -> None:
-        """It is there."""
+        """Do nothing: it is there."""
 
     def close(self) -> None:
         self.arrays = {}
@@ -72,26 +72,26 @@ class StreamedBlock:
 
     def __init__(self, path: Path) -> None:
         self.file = TensorFile(path)
-        self.held: dict[str, Any] = {}
+        self.loaded: dict[str, Any] = {}
 
     def get(self, operand: Operand) -> Any:
         if operand.axis == 0:
             return self.file.read(operand.name, operand.start, operand.stop)
-        if operand.name not in self.held:
-            self.held[operand.name] = self.file.read(operand.name)
-        return select(self.held[operand.name], operand)
+        if operand.name not in self.loaded:
+            self.loaded[operand.name] = self.file.read(operand.name)
+        return select(self.loaded[operand.name], operand)
 
     def rows(self, name: str, numbers: np.ndarray) -> Any:
         return self.file.rows(name, numbers)
 
     def drop(self, name: str) -> None:
-        self.held.pop(name, None)
+        self.loaded.pop(name, None)
 
     def announce(self) -> None:
         self.file.announce()
 
     def close(self) -> None:
-        self.held = {}
+        self.loaded = {}
         self.file.close()
 
 
@@ -130,7 +130,7 @@ class Weights:
 
     @classmethod
     def in_files(cls, folder: Path, layers: int, *, tied: bool, bits: int | None) -> Weights:
-        """Streamed from a folder.
+        """Return streamed from a folder.
 
         Raises:
             ModelError: a file is missing or damaged.
@@ -155,16 +155,16 @@ class Weights:
         return Renamed(self.table, "head", "embedding" if self.tied else "head")
 
     def embedding_rows(self, numbers: np.ndarray) -> dict[str, Any]:
-        """`rows.*` of these tokens [n], as the stage `embed` takes them."""
+        """Return `rows.*` of these tokens [n], as the stage `embed` takes them."""
         return {f"rows.{part}": self.table.rows(f"embedding.{part}", numbers) for part in self.parts}
 
     def head_rows(self, numbers: np.ndarray) -> dict[str, Any]:
-        """`rows.*` of the head for these labels [n], as the stages of the loss take them."""
+        """Return `rows.*` of the head for these labels [n], as the stages of the loss take them."""
         name = "embedding" if self.tied else "head"
         return {f"rows.{part}": self.table.rows(f"{name}.{part}", numbers) for part in self.parts}
 
     def announce(self, layer: int) -> None:
-        """That block comes next."""
+        """Announce that this block comes next."""
         if 0 <= layer < len(self.blocks):
             self.blocks[layer].announce()
 
@@ -175,7 +175,7 @@ class Weights:
 
 
 def select(array: Any, operand: Operand) -> Any:
-    """The range of an array that `operand` names."""
+    """Return the range of an array that `operand` names."""
     if operand.whole:
         return array
     index = [slice(None)] * array.ndim
@@ -218,7 +218,7 @@ class TensorFile:
         return tuple(self.entries[name]["shape"])
 
     def read(self, name: str, low: int = 0, high: int | None = None) -> Any:
-        """A tensor, or rows `low` to `high` of it.
+        """Return a tensor, or rows `low` to `high` of it.
 
         Raises:
             ModelError: the file ends before the tensor does, or cannot be read.
@@ -233,7 +233,7 @@ class TensorFile:
         return result if view is None else result.view(view)
 
     def rows(self, name: str, numbers: np.ndarray) -> Any:
-        """The rows of these numbers [n], one read each where they are not neighbours."""
+        """Return the rows of these numbers [n], one read each where they are not neighbours."""
         kind, start, shape = self._place(name)
         numpy_type, view = _TYPES[kind]
         row = int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(numpy_type).itemsize
@@ -267,7 +267,7 @@ class TensorFile:
             ) from None
 
     def announce(self) -> None:
-        """The whole file is needed soon."""
+        """Announce that the whole file is needed soon."""
         try:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -303,11 +303,11 @@ class Source:
             file.close()
 
     def vector(self, name: str) -> Any:
-        """A whole small tensor in the run's dtype."""
+        """Return a whole small tensor in the run's dtype."""
         return self._file(name).read(name).astype(self.dtype)
 
     def block(self, layer: int) -> dict[str, Any]:
-        """One block's arrays by their names in the instructions, evaluated."""
+        """Return one block's arrays by their names in the instructions, evaluated."""
         place, dims = f"model.layers.{layer}", self.settings.dims
         arrays = {f"{ours}.weight": self.vector(f"{place}.{theirs}.weight") for ours, theirs in NORMS.items()}
         for target in dims.linear_shapes:
@@ -319,7 +319,7 @@ class Source:
         return arrays
 
     def table(self) -> dict[str, Any]:
-        """The embedding, and the head where it is another."""
+        """Return the embedding, and the head where it is another."""
         tables = {"embedding": "model.embed_tokens"} | ({} if self.settings.dims.tied else {"head": "lm_head"})
         return {
             f"{ours}.{part}": array for ours, theirs in tables.items() for part, array in self.matrix(theirs).items()
@@ -366,7 +366,7 @@ def _join(tiles: list[Any]) -> Any:
 
 
 def read_weights(source: Source) -> Weights:
-    """All of a model in memory."""
+    """Return all of a model in memory."""
     settings = source.settings
     table, final = ResidentBlock(source.table()), ResidentBlock(source.final())
     blocks: list[Any] = []
@@ -377,7 +377,7 @@ def read_weights(source: Source) -> Weights:
 
 
 def write_weights(source: Source, folder: Path) -> None:
-    """The files of streamed weights, into an empty folder."""
+    """Write the files of streamed weights, into an empty folder."""
     for name, arrays in files_of(source):
         mx.save_safetensors(str(folder / name), arrays)
         del arrays

@@ -25,12 +25,12 @@ FLASH_HEAD = 256
 
 
 def wide(x: Tensor) -> Tensor:
-    """Half precision as float32; float32 and float64 as they are."""
+    """Return half precision as float32; float32 and float64 as they are."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype`, without an operation (which an exported graph would keep) where it is in it already."""
+    """Return `x` in `dtype`, without an operation (which an exported graph would keep) where it is in it already."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -46,7 +46,7 @@ def algorithm_for(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> Algorithm:
 
 
 def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> tuple[Tensor, Any]:
-    """softmax(q k^T / sqrt(h)) v under the causal mask.
+    """Compute softmax(q k^T / sqrt(h)) v under the causal mask.
 
     Args:
         q_BTHh: [rows, tokens, heads, head_dim]; keys and values have H / G heads, each for G of the queries'.
@@ -68,7 +68,7 @@ def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> tuple[Tensor, Any]
 def attend_backward(
     g_BTHh: Tensor, q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, kept: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, in their shapes, from that of the output."""
+    """Return the gradients of q, k and v, in their shapes, from that of the output."""
     if kept is None:
         return attend_in_chunks_backward(g_BTHh, q_BTHh, k_BTKh, v_BTKh)
     g, q, k, v = (x.transpose(1, 2) for x in (g_BTHh, q_BTHh, k_BTKh, v_BTKh))
@@ -85,7 +85,7 @@ def attend_backward(
 
 
 def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention written out.
+    """Return attention written out.
 
     Args:
         mask: [tokens, tokens], added to the scores; then chunks are joined instead of written into one tensor, as an
@@ -107,7 +107,7 @@ def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 def attend_in_chunks_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Appendix A.2, a chunk of queries after the other: with P the probabilities and dO the output's gradient,
+    """Compute appendix A.2, a chunk of queries after the other: with P the probabilities and dO the output's gradient,
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(h), dQ = dS K, dK = dS^T Q."""
     keys, values = _by_head(k), _by_head(v)
     gq = torch.empty_like(q, memory_format=torch.contiguous_format) if mask is None else None
@@ -132,7 +132,7 @@ def attend_in_chunks_backward(
 
 
 def chunk_queries(rows: int, heads: int, length_tokens: int, gpu: bool = False) -> int:
-    """Queries of a chunk."""
+    """Return queries of a chunk."""
     scores = CHUNK_SCORES * (GPU_CHUNKS if gpu else 1)
     return min(length_tokens, max(CHUNK_QUERIES, scores // (rows * heads * length_tokens)))
 

@@ -17,7 +17,7 @@ from ondevice.methods.mesp.torch import attention
 from ondevice.methods.mesp.torch.attention import cast, wide
 
 if TYPE_CHECKING:
-    from ondevice.methods.mesp.torch.stages import Position
+    from ondevice.methods.mesp.torch.stages import Matrix, Position
 
 
 class TorchKernels:
@@ -30,14 +30,22 @@ class TorchKernels:
     in_place = True
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-        """x W^T + bias, added into `into`'s memory if given."""
+        """Compute x W^T + bias, added into `into`'s memory if given."""
         if into is None:
             return functional.linear(x, weight, bias)
         into.addmm_(x, weight.t())
         return into if bias is None else into.add_(bias)
 
+    def frozen_linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None, into: Tensor | None) -> Tensor:
+        """`linear` with a frozen matrix W."""
+        return self.linear(x, matrix.dense(), bias, into)
+
+    def frozen_backward(self, g: Tensor, matrix: Matrix, into: Tensor | None) -> Tensor:
+        """into + g W, in into's memory; None is zero."""
+        return self.add_product(into, g, matrix.dense())
+
     def add_product(self, into: Tensor | None, a: Tensor, b: Tensor, scale: float = 1.0) -> Tensor:
-        """into + scale a b, in into's memory; None is zero, unscaled."""
+        """Compute into + scale a b, in into's memory; None is zero, unscaled."""
         return a @ b if into is None else into.addmm_(a, b, alpha=scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +54,7 @@ class TorchKernels:
         return cast(x32 * r, x.dtype) * weight
 
     def rms_norm_backward(self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor) -> Tensor:
-        """g + the gradient of x from that of its norm, in g's memory (appendix A.3).
+        """Compute g + the gradient of x from that of its norm, in g's memory (appendix A.3).
 
         With r = 1 / rms(x) and gw = gn w the gradient is r (gw - x r^2 mean(gw x)).
         """
@@ -67,11 +75,11 @@ class TorchKernels:
         return q, k
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) up, in new memory."""
+        """Compute silu(gate) up, in new memory."""
         return functional.silu(gate).mul_(up)
 
     def swiglu_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of gate and up (appendix A.4); the memory of all three arguments is used up."""
+        """Return gradients of gate and up (appendix A.4); the memory of all three arguments is used up."""
         up.mul_(g)
         torch.ops.aten.silu_backward.grad_input(up, gate, grad_input=up)
         return up, g.mul_(functional.silu(gate, inplace=True))

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ondevice.core.session import IGNORE
 from ondevice.methods.mesp.torch.attention import cast, wide
-from ondevice.nn.cross_entropy import IGNORE, tile_bounds
+from ondevice.nn.cross_entropy import tile_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ class Head(Protocol):
     vocab: int
 
     def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
-        """Its rows [high - low, D]; `then` is the tile that will be asked for next."""
+        """Return its rows [high - low, D]; `then` is the tile that will be asked for next."""
         ...
 
 
@@ -51,7 +52,7 @@ class Loss:
         self.bounds, self.chunk_tokens = tile_bounds(head.vocab, tiles), chunk_tokens
 
     def row_nll(self, x: Tensor, labels_BT: Tensor) -> Tensor:
-        """Each row's summed negative log likelihood, float32 [B]; only labelled tokens are computed."""
+        """Return each row's summed negative log likelihood, float32 [B]; only labelled tokens are computed."""
         targets = next_labels(labels_BT)
         where = (targets != IGNORE).nonzero().squeeze(1)
         rows = torch.zeros(labels_BT.shape[0], dtype=torch.float32, device=x.device)
@@ -61,7 +62,7 @@ class Loss:
         return rows.index_add_(0, where // labels_BT.shape[1], (lse - wanted).float())
 
     def backward(self, x: Tensor, labels_BT: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """The summed loss, float32 [], and `scale` times its gradient in the memory of `x`, which is used up."""
+        """Return the summed loss, float32 [], and `scale` times its gradient in the memory of `x`, which is used up."""
         targets = next_labels(labels_BT)
         where = (targets != IGNORE).nonzero().squeeze(1)
         if where.numel() == 0:
@@ -80,11 +81,11 @@ class Loss:
         return self.kernels.rms_norm(x, self.norm_weight, self.eps)
 
     def norm_backward(self, x: Tensor, gn: Tensor) -> Tensor:
-        """The gradient of x from that of its norm."""
+        """Return the gradient of x from that of its norm."""
         return self.kernels.rms_norm_backward(x, self.norm_weight, self.eps, gn, torch.zeros_like(x))
 
     def log_sum_exp(self, hidden: Tensor, targets: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp of each token's logits, and its label's logit (0 where there is none), float32 [n].
+        """Return log-sum-exp of each token's logits, and its label's logit (0 where there is none), float32 [n].
 
         Args:
             hidden: [n, D], normed.
@@ -95,24 +96,22 @@ class Loss:
         sums: list[Sums | None] = [None] * len(chunks)
         for low, weight in self._tiles(again):
             for number, (h, t) in enumerate(chunks):
-                sums[number] = _next_sums(sums[number], wide(functional.linear(h, weight)), t - low)
+                sums[number] = next_sums(sums[number], wide(functional.linear(h, weight)), t - low)
         maximum, total, wanted = (
             _joined([chunk_sums[i] for chunk_sums in sums if chunk_sums is not None]) for i in range(3)
         )
         return maximum + total.log(), wanted
 
     def hidden_gradient(self, hidden: Tensor, targets: Tensor, lse: Tensor, weights: Tensor) -> Tensor:
-        """The gradient of `hidden`, float32 [n, D]: `weights` [n] times (softmax - one-hot) W, summed over tiles."""
+        """Return the gradient of `hidden`, float32 [n, D]: `weights` [n] times (softmax - one-hot) W, summed over
+        tiles."""
         chunks = list(zip(*(self._chunks(x) for x in (hidden, targets, lse, weights))))
         # Chunks are summed into one tensor: joined at the end, the gradient of a long row would be there twice.
         summed = torch.zeros_like(hidden, dtype=lse.dtype) if len(chunks) > 1 else None
         sums: list[Tensor | None] = [None] if summed is None else list(self._chunks(summed))
         for low, weight in self._tiles(False):
             for number, (h, t, lse_of_h, w) in enumerate(chunks):
-                p = wide(functional.linear(h, weight)).sub_(lse_of_h[:, None]).exp_()
-                inside, local = _inside(t - low, weight.shape[0])
-                # The one is taken off before the weight is multiplied in: a difference near zero keeps its digits.
-                p.scatter_add_(1, local, -cast(inside, p.dtype)[:, None]).mul_(w[:, None])
+                p = logits_gradient(wide(functional.linear(h, weight)), t - low, lse_of_h, w)
                 gradient, before = torch.mm(cast(p, weight.dtype), weight), sums[number]
                 del p
                 sums[number] = wide(gradient) if before is None else before.add_(gradient)
@@ -137,13 +136,19 @@ def labelled(labels_BT: Tensor) -> int:
 
 
 def next_labels(labels_BT: Tensor) -> Tensor:
-    """The label that each position predicts, int64 [N]; the last position of a row predicts nothing."""
+    """Return the label that each position predicts, int64 [N]; the last position of a row predicts nothing."""
     last = torch.full((labels_BT.shape[0], 1), IGNORE, dtype=labels_BT.dtype, device=labels_BT.device)
     return torch.cat((labels_BT[:, 1:], last), 1).view(-1)
 
 
-def _next_sums(before: Sums | None, logits: Tensor, local: Tensor) -> Sums:
-    """The sums after one more tile, whose logits are used up; `local` is the label's place in it."""
+def next_sums(before: Sums | None, logits: Tensor, local: Tensor) -> Sums:
+    """Add one more tile to the sums.
+
+    Args:
+        before: None for the first tile.
+        logits: float32 [n, S], the tile's, which are used up.
+        local: int64 [n], the label's place in the tile; below 0 or from S on where the label is in another.
+    """
     inside, at = _inside(local, logits.shape[1])
     wanted = logits.gather(1, at)[:, 0]
     wanted = torch.where(inside, wanted, torch.zeros_like(wanted))
@@ -154,6 +159,18 @@ def _next_sums(before: Sums | None, logits: Tensor, local: Tensor) -> Sums:
     larger = torch.maximum(maximum, top)
     total = total * (maximum - larger).exp() + logits.sub_(larger[:, None]).exp_().sum(-1)
     return larger, total, earlier + wanted
+
+
+def logits_gradient(logits: Tensor, local: Tensor, lse: Tensor, weights: Tensor) -> Tensor:
+    """Return `weights` [n] times (softmax - one-hot) of one tile, [n, S], in the memory of its `logits`.
+
+    Args:
+        local: int64 [n], as in `next_sums`; `lse` [n] is the log-sum-exp over all tiles.
+    """
+    p = logits.sub_(lse[:, None]).exp_()
+    inside, at = _inside(local, logits.shape[1])
+    # The one is taken off before the weight is multiplied in: a difference near zero keeps its digits.
+    return p.scatter_add_(1, at, -cast(inside, p.dtype)[:, None]).mul_(weights[:, None])
 
 
 def _inside(local: Tensor, rows: int) -> tuple[Tensor, Tensor]:

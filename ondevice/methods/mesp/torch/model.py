@@ -62,7 +62,7 @@ class Blocks:
         self.stages, self.chunk_tokens = stages, chunk_tokens
 
     def forward(self, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
-        """The block's output, in new memory."""
+        """Return the block's output, in new memory."""
         s = self.stages
         q, k, v = s.project(block, s.norm(block, x), rows)
         q, k = s.rope(q, k, position)
@@ -87,7 +87,7 @@ class Blocks:
         on_gradient: OnGradient,
         last: bool = False,
     ) -> Tensor:
-        """The gradient of `x` from that of the block's output, in g's memory.
+        """Return the gradient of `x` from that of the block's output, in g's memory.
 
         The block's output is not computed again: no gradient needs it. The MLP's backward pass is first, while q, k, v
         and o wait; so when attention's begins, the MLP's wide tensors are gone.
@@ -169,7 +169,7 @@ class Model:
 
     @torch.no_grad()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Each row's summed negative log likelihood, float32 [B]."""
+        """Return each row's summed negative log likelihood, float32 [B]."""
         x, position = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
         for i in range(self.dims.layers):
             with self.weights.block(i, self.above(i)) as frozen:
@@ -178,7 +178,7 @@ class Model:
 
     @torch.no_grad()
     def forward_backward(self, ids_BT: Tensor, labels_BT: Tensor, scale: float) -> Tensor:
-        """The summed loss, float32 []; `scale` times its gradients go to the optimizer as they arise.
+        """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as they arise.
 
         Args:
             ids_BT: int64 [rows, tokens], all of them computed at once.
@@ -201,20 +201,20 @@ class Model:
             self.optimizer.flush()
             self.inputs.done(i, 0)
             del x
-        self.timeline.take()
+        self.timeline.drain()
         return total
 
     def above(self, i: int) -> int | None:
-        """The block that is needed after block `i` in a forward pass."""
+        """Return the block that is needed after block `i` in a forward pass."""
         return i + 1 if i + 1 < self.dims.layers else None
 
     def on_gradient(self, layer: int) -> OnGradient:
-        """A callback that gives gradients of one layer's A and B to the optimizer."""
+        """Return a callback that gives gradients of one layer's A and B to the optimizer."""
         parameters, apply = self.optimizer.parameters, self.optimizer.apply
         return lambda target, ga, gb: apply(parameters[(layer, target)], ga, gb.t())
 
     def block(self, i: int, frozen: Frozen) -> Block:
-        """A block's frozen tensors with its A and B."""
+        """Return a block's frozen tensors with its A and B."""
         linears = {}
         for target, (matrix, bias) in frozen.linears.items():
             lora, a, b = self.optimizer.parameters.get((i, target)), None, None

@@ -13,21 +13,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ondevice.core.session import IGNORE, MOMENTS
 from ondevice.methods.mesp.lora import FlatEntry, FlatLayout, initial_tensors, lora_parameters
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.loss import Loss, next_labels
 from ondevice.methods.mesp.torch.model import Blocks
 from ondevice.methods.mesp.torch.stages import Block, Linear, Position, Stages
 from ondevice.methods.mesp.torch.weights import Dense, halves
-from ondevice.nn.cross_entropy import IGNORE, tile_bounds
+from ondevice.nn.cross_entropy import tile_bounds
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.models import LoadedModel
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Table(nn.Module):
@@ -49,7 +48,7 @@ class Table(nn.Module):
         return getattr(self, f"tile_{self.bounds.index((low, high))}")
 
     def rows(self, ids_N: Tensor) -> Tensor:
-        """[N, D]."""
+        """Return [N, D]."""
         rows: Tensor | None = None
         for low, high in self.bounds:
             looked_up = nn.functional.embedding((ids_N - low).clamp(0, high - low - 1), self.tile(low, high))
@@ -89,7 +88,7 @@ class MespProgram(nn.Module):
         return MOMENTS if self.config.optimizer == "adamw" else ()
 
     def initial(self, seed: int) -> np.ndarray:
-        """The adapter that a run starts from, float32 [layout.size]."""
+        """Return the adapter that a run starts from, float32 [layout.size]."""
         return self.layout.to_flat(initial_tensors(self.parameters_of_run, seed))
 
     def train_step(
@@ -101,7 +100,7 @@ class MespProgram(nn.Module):
         step: Tensor,
         rate: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Loss float32 [1], the new adapter, the new moments.
+        """Return loss float32 [1], the new adapter, the new moments.
 
         Args:
             ids_BT, labels_BT: int64 [rows, tokens].
@@ -130,7 +129,7 @@ class MespProgram(nn.Module):
         return (total / count, *vectors)
 
     def evaluate(self, ids_BT: Tensor, labels_BT: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed negative log likelihood and labelled tokens of each row, float32 [rows]."""
+        """Return summed negative log likelihood and labelled tokens of each row, float32 [rows]."""
         loss, targets = self._computes(ids_BT)[1], next_labels(labels_BT)
         lse, wanted = loss.log_sum_exp(loss.norm(self._hidden(ids_BT, adapter)), targets, again=False)
         active = (targets != IGNORE).to(torch.float32)
@@ -138,13 +137,13 @@ class MespProgram(nn.Module):
         return ((lse - wanted) * active).view(rows).sum(1), active.view(rows).sum(1)
 
     def next_token(self, ids_1T: Tensor, length: Tensor, adapter: Tensor) -> Tensor:
-        """Logits float32 [vocab] behind the first `length` tokens."""
+        """Return logits float32 [vocab] behind the first `length` tokens."""
         x = self._hidden(ids_1T, adapter).index_select(0, length - 1)
         hidden = self._computes(ids_1T)[1].norm(x)
         return torch.cat([nn.functional.linear(hidden, self.head.tile(*tile))[0] for tile in self.head.bounds])
 
     def gradients(self, ids_BT: Tensor, labels_BT: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and gradient of the adapter, as what SGD at rate 1 changes: for checks."""
+        """Return loss and gradient of the adapter, as what SGD at rate 1 changes: for checks."""
         with torch.no_grad():
             sgd = self.config.model_copy(update={"optimizer": "sgd", "weight_decay": 0.0})
             kept, self.config = self.config, sgd
@@ -208,7 +207,7 @@ def updated(
     step: Tensor,
     rate: Tensor,
 ) -> tuple[Tensor, ...]:
-    """A layer's range of the adapter and of the moments, after SGD or AdamW.
+    """Return a layer's range of the adapter and of the moments, after SGD or AdamW.
 
     Args:
         entries: the layer's; `bounds` is its range of `vectors`.

@@ -23,25 +23,15 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel, ModelDims
 
 
-def reference_session(
-    loaded: LoadedModel, config: MespConfig, seed: int, device: str | None = None, *, checkpointed: bool = True
-) -> MespSession:
-    """A session of mesp whose gradients are autograd's, by one graph of all blocks.
-
-    Args:
-        checkpointed: keep block inputs and compute each block again in the backward pass; else keep everything.
-    """
+def reference_session(loaded: LoadedModel, config: MespConfig, seed: int, device: str | None = None) -> MespSession:
+    """Return a session of mesp whose gradients are autograd's, by one graph of all blocks."""
     session = MespSession(loaded, config, seed, device)
-    session.model = AutogradModel(session.weights, session.optimizer, config, checkpointed)
+    session.model = AutogradModel(session.weights, session.optimizer, config)
     return session
 
 
 class AutogradModel(Model):
-    """A model whose blocks are differentiated by autograd."""
-
-    def __init__(self, weights: Any, optimizer: Any, config: MespConfig, checkpointed: bool) -> None:
-        super().__init__(weights, optimizer, config)
-        self.checkpointed = checkpointed
+    """A model whose blocks are differentiated by autograd; each is computed again in the backward pass."""
 
     @torch.no_grad()
     def forward_backward(self, ids_BT: Tensor, labels_BT: Tensor, scale: float) -> Tensor:
@@ -55,19 +45,19 @@ class AutogradModel(Model):
                 for target, layer in block.linears.items():
                     if layer.a is not None and layer.b is not None:
                         leaves[i, target] = (layer.a, layer.b)
-                arguments = (self.dims, block, x, position, ids_BT.shape[0])
-                x = (
-                    checkpoint(block_forward, *arguments, use_reentrant=False)
-                    if self.checkpointed
-                    else block_forward(*arguments)
-                )
-                assert isinstance(x, Tensor)  # noqa: S101 - what `block_forward` gives
+                x = self.run_block(self.dims, block, x, position, ids_BT.shape[0])
         total, g = self.loss.backward(x.detach().clone(), labels_BT, scale)
         gradients = iter(torch.autograd.grad(x, [leaf for pair in leaves.values() for leaf in pair], g))
         for i, target in leaves:
             self.on_gradient(i)(target, next(gradients).float(), next(gradients).float())
         self.optimizer.flush()
         return total
+
+    def run_block(self, *arguments: Any) -> Tensor:
+        """Run `block_forward`, keeping its inputs alone for the backward pass."""
+        y = checkpoint(block_forward, *arguments, use_reentrant=False)
+        assert isinstance(y, Tensor)  # noqa: S101 - what `block_forward` gives
+        return y
 
     def block(self, i: int, frozen: Frozen) -> Block:
         """See `Model.block`; A and B collect gradients."""
@@ -76,7 +66,7 @@ class AutogradModel(Model):
 
 
 def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
-    """A block in differentiable operations, [N, D] -> [N, D]: torch's attention, norms in float32."""
+    """Return a block in differentiable operations, [N, D] -> [N, D]: torch's attention, norms in float32."""
     n = _norm(x, block.norms[0], dims.norm_eps)
     q, k, v = (_linear(block, target, n).view(rows, -1, heads, dims.head_dim)
                for target, heads in zip(QKV, (dims.heads, *[dims.kv_heads] * 2)))  # fmt: skip

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ondevice.artifact.adapter import Adapter
 from ondevice.core.errors import CheckpointError, ConfigError, DataError
-from ondevice.core.session import Session, StepResult
+from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
 from ondevice.methods.mesp.lora import (
     LoraParameters,
     check_adapter,
@@ -35,7 +35,6 @@ HINT = (
     "method.weight_placement: streamed, shorter rows; the run's last checkpoint is unharmed"
 )
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _OPS: Any = torch  # what torch.optim itself calls
 
 
@@ -56,7 +55,7 @@ class Optimizer:
         self.learning_rate, self.accumulate = 0.0, False
 
     def begin(self, learning_rate: float, accumulate: bool) -> None:
-        """A step starts; with `accumulate` its gradients are summed until `end`, else each is applied and dropped."""
+        """Begin a step; with `accumulate` its gradients are summed until `end`, else each is applied and dropped."""
         self.learning_rate, self.accumulate = learning_rate, accumulate
         self.number = torch.tensor(float(self.done + 1), device=self.device)
 
@@ -98,22 +97,22 @@ class Optimizer:
         )
 
     def end(self) -> None:
-        """The step is over: sums are applied and dropped."""
+        """End the step: sums are applied and dropped."""
         self.waiting, self.sums = [*self.waiting, *self.sums.items()], {}
         self.flush()
         self.done += 1
 
     def state(self) -> dict[str, np.ndarray]:
-        """A, B and moments, float32, and the number of steps."""
+        """Return A, B and moments, float32, and the number of steps."""
         result = self.arrays()
         for name, moments in self.moments.items():
             for moment, value in zip(MOMENTS, moments):
                 result[f"{moment}/{name}"] = value.cpu().numpy().copy()
-        result["optimizer_step"] = np.array([self.done], dtype=np.int64)
+        result[OPTIMIZER_STEP] = np.array([self.done], dtype=np.int64)
         return result
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Every A and B by PEFT's name."""
+        """Return every A and B by PEFT's name."""
         return {name: value.detach().cpu().numpy().copy() for name, value in self.tensors.items()}
 
     def load(self, state: dict[str, np.ndarray]) -> None:
@@ -122,15 +121,15 @@ class Optimizer:
         Raises:
             CheckpointError: naming the first tensor that is missing or of another shape.
         """
-        if "optimizer_step" not in state:
+        if OPTIMIZER_STEP not in state:
             raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
-        done = int(state["optimizer_step"][0])
+        done = int(state[OPTIMIZER_STEP][0])
         shapes = {name: shape for lora in self.parameters.values() for name, shape in lora.shapes.items()}
         moments = bool(self.config.optimizer == "adamw" and done)
         check_state(state, shapes)
         if moments:
             check_state(state, {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in shapes.items()})
-        self.take({name: state[name] for name in shapes})
+        self.assign({name: state[name] for name in shapes})
         self.done, self.moments = done, {}
         if moments:
             for name in shapes:
@@ -138,7 +137,7 @@ class Optimizer:
                 self.moments[name] = (m, v)
 
     @torch.no_grad()
-    def take(self, arrays: dict[str, np.ndarray]) -> None:
+    def assign(self, arrays: dict[str, np.ndarray]) -> None:
         """Copy arrays of the right shapes into A and B."""
         for name, value in arrays.items():
             self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32)))
@@ -168,7 +167,7 @@ class MespSession(Session):
         self.partially_updated = False
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One optimizer step on all rows, `method.micro_batch_size` of them at once; see `Session.step`."""
+        """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see `Session.step`."""
         check_not_partially_updated(self.partially_updated)
         ids_BT, labels_BT = self._tensors(ids, labels)
         rows = self.config.micro_batch_size or len(ids_BT)
@@ -186,14 +185,14 @@ class MespSession(Session):
         return StepResult(value, (value,))
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Row losses and token counts; see `Session.evaluate`."""
+        """Compute row losses and token counts; see `Session.evaluate`."""
         ids_BT, labels_BT = self._tensors(ids, labels)
         with memory_errors(f"an evaluation of {len(ids)} rows of {ids.shape[1]} tokens", HINT):
             nll = self.model.row_nll(ids_BT, labels_BT)
         return nll.cpu().numpy(), (labels[:, 1:] >= 0).sum(1).astype(np.int64)
 
     def state(self) -> dict[str, np.ndarray]:
-        """A, B, moments and the number of steps; the same names on every backend."""
+        """Return A, B, moments and the number of steps; the same names on every backend."""
         check_not_partially_updated(self.partially_updated)
         return self.optimizer.state()
 
@@ -203,7 +202,7 @@ class MespSession(Session):
         self.partially_updated = False
 
     def adapter(self) -> Adapter:
-        """The trained adapter in PEFT's layout."""
+        """Return the trained adapter in PEFT's layout."""
         config = self.config
         arrays = self.optimizer.arrays()
         return Adapter(
@@ -212,7 +211,7 @@ class MespSession(Session):
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
-        self.optimizer.take(check_adapter(adapter, tuple(self.optimizer.parameters.values()), self.config))
+        self.optimizer.assign(check_adapter(adapter, tuple(self.optimizer.parameters.values()), self.config))
 
     def close(self) -> None:
         """End the reading of files."""

@@ -47,7 +47,7 @@ class Linear:
     scale: float = 1.0
 
     def h(self, x: Tensor) -> Tensor:
-        """x A^T [N, rank]."""
+        """Compute x A^T [N, rank]."""
         assert self.a is not None  # noqa: S101 - asked for beside an adapter
         return functional.linear(x, cast(self.a, x.dtype))
 
@@ -75,9 +75,10 @@ class Stages:
     # Linear layers, appendix A.1.
 
     def linear(self, block: Block, target: str, x: Tensor, into: Tensor | None = None, keep: bool = False) -> Tensor:
-        """[N, inputs] -> [N, outputs]; with `into` the result is added there. `keep` stores h where asked for."""
+        """Return [N, inputs] -> [N, outputs]; with `into` the result is added there. `keep` stores h where asked
+        for."""
         layer = block.linears[target]
-        y = self.kernels.linear(x, layer.matrix.dense(), layer.bias, into)
+        y = self.kernels.frozen_linear(x, layer.matrix, layer.bias, into)
         if layer.b is None:
             return y
         h = layer.h(x)
@@ -88,7 +89,8 @@ class Stages:
     def linear_backward(
         self, block: Block, target: str, x: Tensor, g: Tensor, on_gradient: OnGradient, into: Tensor | None = None
     ) -> Tensor:
-        """Gradient of the input (Eq. 13), added to `into` if given; those of A and B (Eqs. 10 to 12) are called back.
+        """Return gradient of the input (Eq. 13), added to `into` if given; those of A and B (Eqs. 10 to 12) are called
+        back.
 
         The callback may change A and B at once, and the gradient of the input is of the old ones: so it comes last.
         """
@@ -101,7 +103,7 @@ class Stages:
     def lora_backward(
         self, block: Block, target: str, x: Tensor, g: Tensor
     ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
-        """Gradients of A and B, float32, and that of h; None where the layer carries no adapter."""
+        """Return gradients of A and B, float32, and that of h; None where the layer carries no adapter."""
         layer = block.linears[target]
         if layer.a is None or layer.b is None:
             return None, None
@@ -115,19 +117,19 @@ class Stages:
     def input_backward(
         self, block: Block, target: str, g: Tensor, gh: Tensor | None, into: Tensor | None = None
     ) -> Tensor:
-        """g W + gh A, added to `into` if given."""
+        """Compute g W + gh A, added to `into` if given."""
         layer = block.linears[target]
-        into = self.kernels.add_product(into, g, layer.matrix.dense())
+        into = self.kernels.frozen_backward(g, layer.matrix, into)
         return into if gh is None or layer.a is None else self.kernels.add_product(into, gh, cast(layer.a, g.dtype))
 
     # Attention.
 
     def norm(self, block: Block, x: Tensor) -> Tensor:
-        """[N, D] -> [N, D]."""
+        """Return [N, D] -> [N, D]."""
         return self.kernels.rms_norm(x, block.norms[0], self.dims.norm_eps)
 
     def project(self, block: Block, n: Tensor, rows: int, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """n -> q [B, T, H, h], k and v [B, T, K, h], not yet rotated."""
+        """Compute n -> q [B, T, H, h], k and v [B, T, K, h], not yet rotated."""
         q, k, v = (self._heads(self.linear(block, target, n, keep=keep), rows) for target in QKV)
         return q, k, v
 
@@ -136,20 +138,20 @@ class Stages:
         return self.kernels.rope(q, k, position)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-        """[N, H h], and what the backward pass wants."""
+        """Return [N, H h], and what the backward pass wants."""
         o, kept = self.kernels.attend(q, k, v)
         return o.reshape(-1, q.shape[2] * q.shape[3]), kept
 
     def out(self, block: Block, x: Tensor, o: Tensor, keep: bool = False) -> Tensor:
-        """x + o Wo^T: the block's middle, [N, D], in new memory: the backward pass needs x again."""
+        """Compute x + o Wo^T: the block's middle, [N, D], in new memory: the backward pass needs x again."""
         return self.linear(block, "o_proj", o, x.clone() if self.kernels.in_place else x, keep)
 
     def out_backward(self, block: Block, o: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
-        """Gradient of o from that of the middle."""
+        """Return gradient of o from that of the middle."""
         return self.linear_backward(block, "o_proj", o, g, on_gradient)
 
     def attend_backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the rotated q and k, and of v."""
+        """Return gradients of the rotated q and k, and of v."""
         return self.kernels.attend_backward(g.view(q.shape), q, k, v, kept)
 
     def rope_backward(self, gq: Tensor, gk: Tensor, position: Position) -> tuple[Tensor, Tensor]:
@@ -159,7 +161,7 @@ class Stages:
     def project_backward(
         self, block: Block, n: Tensor, g: tuple[Tensor, Tensor, Tensor], on_gradient: OnGradient, last: bool = False
     ) -> Tensor | None:
-        """Gradient of n; None where `last` says that nothing below is trained."""
+        """Return gradient of n; None where `last` says that nothing below is trained."""
         gn: Tensor | None = None
         for target, gradient in zip(QKV, g):
             gradient = gradient.reshape(n.shape[0], -1)
@@ -170,7 +172,7 @@ class Stages:
         return gn
 
     def norm_backward(self, block: Block, x: Tensor, gn: Tensor, g: Tensor) -> Tensor:
-        """g + the gradient of x from that of its norm; in g's memory."""
+        """Compute g + the gradient of x from that of its norm; in g's memory."""
         return self.kernels.rms_norm_backward(x, block.norms[0], self.dims.norm_eps, gn, g)
 
     # The MLP.
@@ -179,19 +181,19 @@ class Stages:
         return self.kernels.rms_norm(m, block.norms[1], self.dims.norm_eps)
 
     def gate_up(self, block: Block, n: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
-        """[N, F] each."""
+        """Return [N, F] each."""
         return self.linear(block, "gate_proj", n, keep=keep), self.linear(block, "up_proj", n, keep=keep)
 
     def act(self, gate: Tensor, up: Tensor) -> Tensor:
-        """silu(gate) up, in new memory."""
+        """Compute silu(gate) up, in new memory."""
         return self.kernels.swiglu(gate, up)
 
     def down(self, block: Block, m: Tensor, act: Tensor) -> Tensor:
-        """m + act Wd^T, in m's memory."""
+        """Compute m + act Wd^T, in m's memory."""
         return self.linear(block, "down_proj", act, m)
 
     def down_backward(self, block: Block, gate: Tensor, up: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
-        """Gradient of the activation.
+        """Return gradient of the activation.
 
         The activation itself is made for the gradients of A and B alone, and gone before its gradient is there: of
         [N, F] there are never more than gate, up and one more.
@@ -205,16 +207,16 @@ class Stages:
         return gact
 
     def act_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of gate and up, in the memory of up and g; gate is used up."""
+        """Return gradients of gate and up, in the memory of up and g; gate is used up."""
         return self.kernels.swiglu_backward(gate, up, g)
 
     def gate_up_backward(self, block: Block, n: Tensor, ggate: Tensor, gup: Tensor, on_gradient: OnGradient) -> Tensor:
-        """Gradient of the MLP's norm."""
+        """Return gradient of the MLP's norm."""
         gn = self.linear_backward(block, "gate_proj", n, ggate, on_gradient)
         return self.linear_backward(block, "up_proj", n, gup, on_gradient, gn)
 
     def mlp_norm_backward(self, block: Block, m: Tensor, gn: Tensor, g: Tensor) -> Tensor:
-        """g + the gradient of m from that of its norm; in g's memory."""
+        """Compute g + the gradient of m from that of its norm; in g's memory."""
         return self.kernels.rms_norm_backward(m, block.norms[1], self.dims.norm_eps, gn, g)
 
     def _heads(self, x: Tensor, rows: int) -> Tensor:

@@ -56,19 +56,19 @@ class Weights(Protocol):
     vocab: int
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        """int64 [B, T] -> [B * T, D], new memory."""
+        """Return int64 [B, T] -> [B * T, D], new memory."""
         ...
 
     def positions(self, length_tokens: int) -> Position:
-        """cos and sin, [1, T, 1, head_dim / 2] each."""
+        """Compute cos and sin, [1, T, 1, head_dim / 2] each."""
         ...
 
     def block(self, i: int, then: int | None) -> AbstractContextManager[Frozen]:
-        """Block `i`, until the context ends; `then` is the block that will be asked for next."""
+        """Return block `i`, until the context ends; `then` is the block that will be asked for next."""
         ...
 
     def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
-        """Rows of the output head."""
+        """Return rows of the output head."""
         ...
 
     def close(self) -> None: ...
@@ -102,14 +102,14 @@ class Resident:
                 hint="weight_placement: streamed needs less memory still",
             )
         self.dims, self.device, self.vocab = loaded.dims, device, loaded.dims.vocab
-        self.blocks = [self._take(family, i, device, bits) for i in range(loaded.dims.layers)]
+        self.blocks = [self._frozen_layer(family, i, device, bits) for i in range(loaded.dims.layers)]
         if family.head_weight.device != device:
             model: Any = loaded.model
             model.to(device)
         self.family, self.table = family, family.embedding.weight
         self.dtype, self.norm = self.table.dtype, family.model.model.norm.weight
 
-    def _take(self, family: Family, i: int, device: torch.device, bits: int | None) -> Frozen:
+    def _frozen_layer(self, family: Family, i: int, device: torch.device, bits: int | None) -> Frozen:
         layer: Any = family.layer(i)
         if not bits:
             layer.to(device)
@@ -141,11 +141,11 @@ class Resident:
         return self.family.head_weight.detach()[low:high]
 
     def close(self) -> None:
-        """The model stays its owner's."""
+        """Leave the model to its owner."""
 
 
 def halves(position: tuple[Tensor, Tensor]) -> Position:
-    """transformers' cos and sin [1, T, head_dim] repeat their first half."""
+    """Return transformers' cos and sin [1, T, head_dim] repeat their first half."""
     cos, sin = (tensor[:, :, None, : tensor.shape[-1] // 2].contiguous() for tensor in position)
     return cos, sin
 
@@ -194,7 +194,7 @@ class Files:
         self.open[path] = os.open(path, os.O_RDONLY)
 
     def read(self, name: str, target: Tensor, first: int = 0) -> None:
-        """Rows `first` and on of a tensor into `target`, of the file's dtype and on the CPU.
+        """Read rows `first` and on of a tensor into `target`, of the file's dtype and on the CPU.
 
         Raises:
             ModelError: the file has become shorter.
@@ -231,7 +231,7 @@ class Slot:
         self.staging: Tensor | None = None
 
     def fetch(self, name: str, first: int = 0, rows: int | None = None) -> Tensor:
-        """A tensor, or `rows` of it."""
+        """Return a tensor, or `rows` of it."""
         place = self.files.places[name]
         shape = place.shape if rows is None else (rows, *place.shape[1:])
         target = self.memory[self.used : self.used + math.prod(shape)].view(shape)
@@ -299,13 +299,13 @@ class Streamed:
 
     @contextmanager
     def block(self, i: int, then: int | None) -> Iterator[Frozen]:
-        yield self._take(("block", i, 0), None if then is None else ("block", then, 0))
+        yield self._claim(("block", i, 0), None if then is None else ("block", then, 0))
 
     def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
-        """Valid until the next block or tile is asked for."""
-        return self._take(("tile", low, high), None if then is None else ("tile", *then))
+        """Return a tile that is valid until the next block or tile is asked for."""
+        return self._claim(("tile", low, high), None if then is None else ("tile", *then))
 
-    def _take(self, request: Request, then: Request | None) -> Any:
+    def _claim(self, request: Request, then: Request | None) -> Any:
         if request not in self.coming:
             self._ask(request)
         weights = self.coming.pop(request).result()

@@ -32,7 +32,7 @@ export async function compareView(main, { query, signal }) {
   const boxes = [];
   const ticks = jobs.map((job) => {
     const { box, element } = ticked(
-      `${jobName(job)} (${job.config?.method?.name ?? job.artifact ?? "prge"}, ${job.state})`,
+      `${jobName(job)} (${job.method ?? job.artifact}, ${job.state})`,
       chosen.has(job.id),
     );
     box.addEventListener("change", () => {

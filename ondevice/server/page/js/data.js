@@ -1,6 +1,7 @@
 /** What there is to train: data sets with a look into them, models, artifacts; and sending more. */
 
 import { ask, at, get } from "./api.js";
+import { columnsField } from "./columns.js";
 import { choice, h, labelled, sure, table, ticked } from "./dom.js";
 import { attempt, problemPlace, rowProblems } from "./errors.js";
 import { bytes, moment, number } from "./format.js";
@@ -153,7 +154,8 @@ function previewPanel(models, tasks, signal) {
     models[0]?.id,
   );
   const task = choice([["", "as its keys say"], ...tasks.map((one) => [one, one])], "");
-  const length = h("input", { type: "number", min: 8, max: 65536, value: 128, required: true });
+  const columns = columnsField();
+  const length = h("input", { type: "number", min: 8, max: 65536, placeholder: "what the rows need" });
   const prompt = ticked("Train on the prompt too");
   const button = h("button", {}, "Look");
   const read = () =>
@@ -164,6 +166,7 @@ function previewPanel(models, tasks, signal) {
         {
           model: model.value,
           task: task.value,
+          column: columns.pairs(),
           max_length_tokens: length.value,
           train_on_prompt: prompt.box.checked,
         },
@@ -188,6 +191,7 @@ function previewPanel(models, tasks, signal) {
         labelled("Data set", dataset),
         labelled("As this model reads it", model),
         labelled("Prompt template", task),
+        columns.element,
         labelled("Longest row, tokens", length),
       ),
       prompt.element,

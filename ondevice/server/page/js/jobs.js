@@ -80,7 +80,7 @@ function row(job, place, changed, waits) {
   const [reason, figures, ended] = [h("small", { dir: "auto" }), h("small", {}), h("span", {})];
   const order = waits ? priority(job, place, changed) : null;
   const cell = (label, ...content) => h("td", { "data-label": label }, content);
-  const method = job.config?.method?.name ?? (job.artifact ? "artifact" : "prge");
+  const method = job.method ?? "artifact";
   const element = h(
     "tr",
     {},

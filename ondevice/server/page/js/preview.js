@@ -7,12 +7,14 @@ import { number } from "./format.js";
 
 /**
  * Ask for a preview and fill `place` with it.
- * @param options model or artifact, task, max_length_tokens, train_on_prompt
+ * @param options model or artifact, task, column, max_length_tokens, train_on_prompt
  * @returns the API's answer
  */
 export async function showPreview(place, dataset, options, signal) {
   const query = new URLSearchParams(
-    Object.entries(options).filter(([, value]) => value !== null && value !== undefined && value !== ""),
+    Object.entries(options)
+      .filter(([, value]) => value !== null && value !== undefined && value !== "")
+      .flatMap(([key, value]) => [value].flat().map((one) => [key, one])),
   );
   place.replaceChildren(h("p", { class: "soft", role: "status" }, "The rows are being read…"));
   try {
@@ -34,6 +36,7 @@ function previewParts(found) {
     terms(
       [
         ["Rows", number(found.rows)],
+        ["Read as", found.notes.join("; ") || null],
         ["Format", found.task ? `${found.format}, template ${found.task}` : found.format],
         [
           "Tokens a row",
@@ -42,7 +45,7 @@ function previewParts(found) {
         ["Trained tokens", number(found.trained_tokens)],
         ["Labels", labels],
         ["Rows cut to the length", found.truncated ? number(found.truncated) : null],
-        ["Rows left out, answer too long", found.too_long ? number(found.too_long) : null],
+        ["Rows left out, too long", found.too_long ? number(found.too_long) : null],
         [
           "A length that fits",
           found.suggested_max_length_tokens ? `${number(found.suggested_max_length_tokens)} tokens` : null,
@@ -54,7 +57,14 @@ function previewParts(found) {
     h(
       "ol",
       { class: "examples" },
-      found.examples.map((segments) => h("li", {}, h("p", { class: "example", dir: "auto" }, segments.map(piece)))),
+      found.examples.map((segments, index) =>
+        h(
+          "li",
+          {},
+          found.example_names[index] ? h("strong", {}, found.example_names[index]) : null,
+          h("p", { class: "example", dir: "auto" }, segments.map(piece)),
+        ),
+      ),
     ),
     found.problems.length ? rowProblems(found.problems) : null,
   ].filter(Boolean);

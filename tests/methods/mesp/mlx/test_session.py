@@ -20,7 +20,7 @@ from ondevice.core.registry import method_config, open_session  # noqa: E402
 from ondevice.methods.mesp.mlx.session import Optimizer  # noqa: E402
 from ondevice.methods.mesp.mlx.weights import block_file  # noqa: E402
 from ondevice.models import open_model, save_tiny  # noqa: E402
-from tests.methods.mesp.mlx.made import dims, made  # noqa: E402
+from tests.methods.mesp.mlx.models import dims, random_model  # noqa: E402
 from tests.methods.reference import batch  # noqa: E402
 
 
@@ -55,20 +55,20 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 def test_the_optimizer_is_torch_s(optimizer, values) -> None:
     config, random = method_config("mesp", {"optimizer": optimizer, **values}), np.random.default_rng(0)
     value, parameter = random.standard_normal((5, 7)).astype(np.float32), torch.nn.Parameter(torch.zeros(5, 7))
-    ours, found = Optimizer(config, made(dims()).interpreter.functions), mx.array(value)
+    ours, actual = Optimizer(config, random_model(dims()).interpreter.functions), mx.array(value)
     parameter.data.copy_(torch.from_numpy(value))
     options = {"betas": (config.beta1, config.beta2), "eps": config.eps, "weight_decay": config.weight_decay}
     adamw = torch.optim.AdamW([parameter], lr=1.0, foreach=False, **options)
     for step in range(5):
         rate, gradient = 0.1 / (step + 1), random.standard_normal((5, 7)).astype(np.float32)
         ours.begin(rate)
-        found = ours.update("w", found, mx.array(gradient))
+        actual = ours.update("w", actual, mx.array(gradient))
         if optimizer == "adamw":
             adamw.param_groups[0]["lr"], parameter.grad = rate, torch.from_numpy(gradient)
             adamw.step()
         else:
             parameter.data.mul_(1 - rate * config.weight_decay).sub_(torch.from_numpy(gradient), alpha=rate)
-        np.testing.assert_allclose(np.array(found), parameter.detach().numpy(), rtol=2e-5, atol=1e-6)
+        np.testing.assert_allclose(np.array(actual), parameter.detach().numpy(), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("values", [{}, {"optimizer": "sgd"}, {"bits": 4, "weight_placement": "streamed"}])
@@ -113,10 +113,10 @@ def test_the_curve_of_200_steps_is_the_checkpointed_one(folder) -> None:
     for step in range(200):
         ids, labels = batch(1, seed=step % 7)
         losses.append((ours.step(ids, labels, step, 0.02).loss, theirs.step(ids, labels, step, 0.02).loss))
-    found = np.array(losses)
-    assert found[-7:].mean() < 0.5 * found[:7].mean()
-    np.testing.assert_allclose(found[:, 0], found[:, 1], rtol=2e-3)
-    np.testing.assert_allclose(found[:50, 0], found[:50, 1], rtol=1e-4)
+    actual = np.array(losses)
+    assert actual[-7:].mean() < 0.5 * actual[:7].mean()
+    np.testing.assert_allclose(actual[:, 0], actual[:, 1], rtol=2e-3)
+    np.testing.assert_allclose(actual[:50, 0], actual[:50, 1], rtol=1e-4)
 
 
 def test_rows_of_an_evaluation_are_those_of_a_step(folder) -> None:
@@ -166,12 +166,12 @@ def test_four_bits_are_those_of_mlx(folder) -> None:
 
 def test_streamed_weights_are_converted_once_and_a_truncated_file_is_named(folder, own_cache) -> None:
     first = opened(folder, weight_placement="streamed", bits=4)
-    (made,) = (own_cache / "models" / "mlx").iterdir()
-    times = {path.name: path.stat().st_mtime_ns for path in made.iterdir()}
+    (folder_of_blocks,) = (own_cache / "models" / "mlx").iterdir()
+    times = {path.name: path.stat().st_mtime_ns for path in folder_of_blocks.iterdir()}
     second = opened(folder, weight_placement="streamed", bits=4)
-    assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == times
+    assert {path.name: path.stat().st_mtime_ns for path in folder_of_blocks.iterdir()} == times
     second.step(*batch(1), 0, 1e-3)
-    truncated = made / block_file(1)
+    truncated = folder_of_blocks / block_file(1)
     whole = truncated.read_bytes()
     truncated.write_bytes(whole[: len(whole) // 2])  # the file that is open is cut off under the running session
     with pytest.raises(ModelError, match=r"block-00001.safetensors cannot be read any more") as raised:

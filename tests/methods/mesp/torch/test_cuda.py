@@ -46,31 +46,31 @@ def test_float32_gradients_are_autograd_s(chosen) -> None:
 )
 def test_half_precision_errs_no_more_than_automatic_differentiation(kernels) -> None:
     ids, labels = rows(2, 130, 1)
-    found = {}
+    actual = {}
     for name, chosen in (("manual", {"kernels": kernels}), ("autodiff", {"gradients": "autodiff"})):
-        found[name] = learned(on_gpu(torch.bfloat16, **chosen), ids, labels)
+        actual[name] = learned(on_gpu(torch.bfloat16, **chosen), ids, labels)
     half = tiny_model("qwen2", 1, **SIZES)
     for parameter in half.model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16).float()
     wanted, theirs = exact(half, on_gpu().adapter().tensors, 2.0, ids, labels)
-    wrong = {name: float(np.median(list(errors(ours, theirs).values()))) for name, (_, ours) in found.items()}
+    wrong = {name: float(np.median(list(errors(ours, theirs).values()))) for name, (_, ours) in actual.items()}
     assert wrong["manual"] <= 1.2 * wrong["autodiff"] and wrong["autodiff"] < 0.1
-    assert found["manual"][0] == pytest.approx(wanted, rel=1e-2)
+    assert actual["manual"][0] == pytest.approx(wanted, rel=1e-2)
 
 
 @pytest.mark.parametrize("algorithm", ["flash", "cudnn"])
 @pytest.mark.parametrize("length", [2, 130, 512])
 def test_both_pairs_of_kernels_give_the_tiles_gradients(algorithm, length, monkeypatch) -> None:
     """Against the tiled form in float32; cuDNN's where it takes the shape."""
-    made = torch.Generator("cuda").manual_seed(length)
-    q, g = (torch.randn(2, length, 8, 128, generator=made, device="cuda") for _ in range(2))
-    k, v = (torch.randn(2, length, 2, 128, generator=made, device="cuda") for _ in range(2))
+    rng = torch.Generator("cuda").manual_seed(length)
+    q, g = (torch.randn(2, length, 8, 128, generator=rng, device="cuda") for _ in range(2))
+    k, v = (torch.randn(2, length, 2, 128, generator=rng, device="cuda") for _ in range(2))
     wanted = (attention.attend(q, k, v)[0], *attention.attend_backward(g, q, k, v, None))
     monkeypatch.setattr(attention, "algorithm_for", lambda *_: algorithm)
     half = [x.bfloat16() for x in (q, k, v)]
     out, kept = attention.attend(*half)
-    found = (out, *attention.attend_backward(g.bfloat16(), *half, kept))
-    for ours, theirs in zip(found, wanted, strict=True):
+    actual = (out, *attention.attend_backward(g.bfloat16(), *half, kept))
+    for ours, theirs in zip(actual, wanted, strict=True):
         assert (ours.float() - theirs).norm() <= 1e-2 * theirs.norm()
 
 
@@ -87,16 +87,16 @@ def test_nf4_weights_are_dequantised_in_both_passes() -> None:
     """Against automatic differentiation over the same dequantised weights, and against weights kept in bfloat16."""
     pytest.importorskip("bitsandbytes")
     ids, labels = rows(2, 64, 3)
-    found = {}
+    by_name = {}
     for gradients in ("manual", "blockwise"):
         opened = on_gpu(torch.bfloat16, bits=4, gradients=gradients)
         packed = opened.weights.blocks[0].linears["up_proj"][0]
         assert packed.weight.dtype == torch.uint8 and packed.weight.numel() * 2 == 256 * 768
-        found[gradients] = learned(opened, ids, labels)
-    assert float(np.median(list(errors(found["manual"][1], found["blockwise"][1]).values()))) < 3e-2
-    assert found["manual"][0] == pytest.approx(found["blockwise"][0], rel=5e-3)
+        by_name[gradients] = learned(opened, ids, labels)
+    assert float(np.median(list(errors(by_name["manual"][1], by_name["blockwise"][1]).values()))) < 3e-2
+    assert by_name["manual"][0] == pytest.approx(by_name["blockwise"][0], rel=5e-3)
     whole, _ = learned(on_gpu(torch.bfloat16), ids, labels)
-    assert found["manual"][0] == pytest.approx(whole, rel=0.1)
+    assert by_name["manual"][0] == pytest.approx(whole, rel=0.1)
 
 
 def test_streamed_it_has_the_bits_of_resident_weights(tmp_path) -> None:

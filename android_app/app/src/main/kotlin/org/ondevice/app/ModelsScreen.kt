@@ -52,7 +52,7 @@ class ModelsScreen(host: MainActivity) : Screen(host) {
             ui.heading(model.name),
             ui.soft(string(R.string.model_of, manifest.modelSource.ifEmpty { manifest.modelSha256.take(12) }, manifest.method.name, manifest.runtime)),
             ui.fact(string(R.string.on_disk), Words.bytes(host, model.sizeBytes)),
-            ui.fact(string(R.string.in_memory), string(R.string.in_memory_value, Words.bytes(host, model.plannedBytes), Words.bytes(host, model.programBytes))),
+            ui.fact(string(R.string.in_memory), string(R.string.in_memory_value, Words.bytes(host, model.plannedBytes), Words.bytes(host, model.mappedBytes))),
             ui.fact(string(R.string.batch), string(R.string.batch_value, manifest.batchSize, manifest.lengthsTokens.joinToString(", "))),
             ui.fact(string(R.string.adapter), Words.bytes(host, manifest.adapterBytes)),
         )
@@ -64,15 +64,18 @@ class ModelsScreen(host: MainActivity) : Screen(host) {
 
     /** Operators of the training step by backend. */
     private fun places(manifest: Manifest): String? {
-        val step = manifest.partition[manifest.methodFor("train_step", manifest.longestTokens)] ?: return null
+        val step = manifest.partition[manifest.stepMethod] ?: return null
         return step.joinToString { string(R.string.operators, it.backend, it.operators) }
     }
 
-    /** A word of warning when the whole phone has less memory than the program maps and plans. */
+    /**
+     * A word of warning when the whole phone has less memory than the program maps and plans. A block program's weights
+     * need not be in memory at once.
+     */
     private fun shortage(model: ArtifactInfo): String? {
         val info = ActivityManager.MemoryInfo()
         (host.getSystemService(Context.ACTIVITY_SERVICE) as ActivityManager).getMemoryInfo(info)
-        val need = model.plannedBytes + model.programBytes
+        val need = model.plannedBytes + if (model.manifest?.spec?.blocks == null) model.mappedBytes else 0
         return if (info.totalMem in 1 until need) string(R.string.too_large, Words.bytes(host, need), Words.bytes(host, info.totalMem)) else null
     }
 

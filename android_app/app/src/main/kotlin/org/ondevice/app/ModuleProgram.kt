@@ -9,16 +9,22 @@ import org.ondevice.core.Tensor
 import org.pytorch.executorch.EValue
 import org.pytorch.executorch.ExecuTorchRuntime
 import org.pytorch.executorch.Module
+import java.nio.Buffer
+import java.nio.ByteBuffer
+import java.nio.ByteOrder
 
 /**
- * The exported program in ExecuTorch. Weights are mapped from the file, not read.
+ * The exported program in ExecuTorch. Weights are mapped from the file, not read: those of a whole step by the runtime,
+ * those of a block program by [org.ondevice.core.MappedWeights], whose buffers are handed over where they lie.
  *
  * Java's Module cannot unload one method, and an XNNPACK method packs its weights anew when it is loaded: so the
- * module is opened again when the kind of method changes (training, evaluating, generating).
+ * module is opened again when the kind of method changes (training, evaluating, generating). The functions of a block
+ * program hold no weights, and all stay.
  */
 class ModuleProgram(private val artifact: Artifact) : Program {
     private var module: Module? = null
     private var kind = ""
+    private val staging = Staging()
 
     override fun execute(method: String, inputs: List<Tensor>): List<Tensor> = refusing("running $method") {
         val wanted = kindOf(method)
@@ -27,7 +33,7 @@ class ModuleProgram(private val artifact: Artifact) : Program {
             module = it
             kind = wanted
         }
-        val values = Array(inputs.size) { EValue.from(toRuntime(inputs[it])) }
+        val values = Array(inputs.size) { EValue.from(staging.toRuntime(it, inputs[it])) }
         open.execute(method, *values).map { fromRuntime(it.toTensor()) }
     }
 
@@ -39,7 +45,8 @@ class ModuleProgram(private val artifact: Artifact) : Program {
 
     override fun close() = unload()
 
-    private fun kindOf(method: String) = method.trimEnd { it.isDigit() }.trimEnd('_')
+    private fun kindOf(method: String) =
+        if (artifact.manifest.spec.blocks != null) "blocks" else method.trimEnd { it.isDigit() }.trimEnd('_')
 
     companion object {
         /**
@@ -54,11 +61,6 @@ class ModuleProgram(private val artifact: Artifact) : Program {
                 artifact.manifest.partition.values.flatten().mapTo(sortedSetOf()) { it.backend },
                 ExecuTorchRuntime.getRegisteredBackends().toSet(),
             )?.let { throw it }
-        }
-
-        internal fun toRuntime(tensor: Tensor): org.pytorch.executorch.Tensor = when (tensor.dtype) {
-            DType.INT64 -> org.pytorch.executorch.Tensor.fromBlob(tensor.longs(), tensor.shape)
-            DType.FLOAT32 -> org.pytorch.executorch.Tensor.fromBlob(tensor.floats(), tensor.shape)
         }
 
         internal fun fromRuntime(tensor: org.pytorch.executorch.Tensor): Tensor = when (tensor.dtype()) {
@@ -106,5 +108,39 @@ class ModuleProgram(private val artifact: Artifact) : Program {
             ErrorKind.ARTIFACT, "$what failed: ExecuTorch refused", null, error.message ?: error.javaClass.simpleName,
             "check that the artifact was exported for this app's ExecuTorch", error,
         )
+    }
+}
+
+/**
+ * Inputs in memory that the runtime can read. Arrays are copied into direct buffers, one for each place in the list of
+ * inputs, which the next call uses again: a block program makes some hundred calls a step. Mapped weights are handed over
+ * as they are.
+ */
+internal class Staging {
+    private val buffers = ArrayList<ByteBuffer?>()
+
+    /** The tensor for the call at [place]; of an array, until the next call. */
+    fun toRuntime(place: Int, tensor: Tensor): org.pytorch.executorch.Tensor {
+        tensor.mapped?.let { return frozen(tensor, it.bytes) }
+        val memory = memory(place, tensor.count * tensor.dtype.bytes)
+        return when (tensor.dtype) {
+            DType.INT64 -> org.pytorch.executorch.Tensor.fromBlob(memory.asLongBuffer().also { it.duplicate().put(tensor.longs()) }, tensor.shape)
+            else -> org.pytorch.executorch.Tensor.fromBlob(memory.asFloatBuffer().also { it.duplicate().put(tensor.floats()) }, tensor.shape)
+        }
+    }
+
+    private fun frozen(tensor: Tensor, bytes: ByteBuffer): org.pytorch.executorch.Tensor = when (tensor.dtype) {
+        DType.FLOAT32 -> org.pytorch.executorch.Tensor.fromBlob(bytes.asFloatBuffer(), tensor.shape)
+        DType.INT8 -> org.pytorch.executorch.Tensor.fromBlob(bytes.slice(), tensor.shape)
+        else -> org.pytorch.executorch.Tensor.fromBlobUnsigned(bytes.slice(), tensor.shape)
+    }
+
+    /** Exactly so many bytes: the runtime holds a buffer's capacity against the shape. */
+    private fun memory(place: Int, bytes: Int): ByteBuffer {
+        while (buffers.size <= place) buffers.add(null)
+        val large = buffers[place]?.takeIf { it.capacity() >= bytes } ?: ByteBuffer.allocateDirect(bytes).also { buffers[place] = it }
+        val part = large.duplicate()
+        (part as Buffer).position(0).limit(bytes) // Buffer's own methods: API 26 has no ByteBuffer.limit that gives a ByteBuffer
+        return part.slice().order(ByteOrder.nativeOrder())
     }
 }

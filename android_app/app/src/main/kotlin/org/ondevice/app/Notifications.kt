@@ -27,7 +27,7 @@ class Notifications(private val context: Context) {
         if (live == null || state == null) return builder.setContentText(context.getString(R.string.preparing)).build()
         val progress = context.getString(R.string.step_of, Words.number(live.stepsDone), Words.number(live.plan.steps))
         val paused = state as? TrainerState.Paused
-        builder.setContentText(if (paused == null) progress else context.getString(R.string.notify_paused, progress, paused.reasons.joinToString("; ")))
+        builder.setContentText(if (paused == null) progress else context.getString(R.string.notify_paused, progress, paused.reasons.joinToString("; ") { Words.reason(context, it) }))
             .setProgress(live.plan.steps, live.stepsDone, false)
             .setOngoing(true)
         builder.addAction(if (live.pauseAsked) action(R.string.resume, TrainService.RESUME) else action(R.string.pause, TrainService.PAUSE))

@@ -7,6 +7,9 @@ import org.ondevice.core.Program
 import org.ondevice.core.TrialResult
 import java.io.File
 
+/** A comparison as it was asked: [left] is the other adapter's name, null for the base model. */
+class ShownTrial(val prompt: String, val left: String?, val right: String, val result: TrialResult)
+
 /** What lives as long as the process: what is stored, what is running, and what the phone says of itself. */
 class OndeviceApp : Application() {
     val jobs by lazy { Jobs() }
@@ -15,8 +18,8 @@ class OndeviceApp : Application() {
     val wanted by lazy { WantedRun(File(filesDir, "wanted.json")) }
     val runs by lazy { Runs(this) }
 
-    /** What the try screen showed last; a rotation keeps it. */
-    var lastTrial: TrialResult? = null
+    /** What the try screen showed last, or what is written of it so far; a rotation keeps it. */
+    var lastTrial: ShownTrial? = null
 
     /** Opens an artifact's program: ExecuTorch on the phone; the JVM tests put Python's ExecuTorch here. */
     var openProgram: (Artifact) -> Program = { artifact ->

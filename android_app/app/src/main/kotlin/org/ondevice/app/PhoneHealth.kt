@@ -20,7 +20,7 @@ class PhoneHealth(private val context: Context) : HealthSource {
     @Volatile private var trimmed = MemoryPressure.NONE
     @Volatile private var trimmedAtMs = 0L
 
-    /** The system asks for memory; it does not say when the need ends, so it counts for [TRIM_HOLDS_MS]. */
+    /** The system asks for memory (up to Android 13, see [measured]); it does not say when the need ends, so it counts for [TRIM_HOLDS_MS]. */
     fun onTrimMemory(level: Int) {
         val pressure = when {
             level == ComponentCallbacks2.TRIM_MEMORY_RUNNING_CRITICAL || level >= ComponentCallbacks2.TRIM_MEMORY_COMPLETE -> MemoryPressure.CRITICAL
@@ -50,13 +50,24 @@ class PhoneHealth(private val context: Context) : HealthSource {
     private fun pressure(): MemoryPressure {
         val info = ActivityManager.MemoryInfo()
         (context.getSystemService(Context.ACTIVITY_SERVICE) as ActivityManager).getMemoryInfo(info)
-        val measured = if (info.lowMemory) MemoryPressure.LOW else MemoryPressure.NONE
+        val measured = measured(info)
         val told = if (SystemClock.elapsedRealtime() - trimmedAtMs < TRIM_HOLDS_MS) trimmed else MemoryPressure.NONE
         return maxOf(measured, told)
     }
 
     companion object {
         const val TRIM_HOLDS_MS = 60_000L
+
+        /**
+         * Pressure by what is available now. From Android 14 on the system no longer tells a running app by onTrimMemory;
+         * this is asked before every step and every second of a pause. Below the threshold the system ends processes.
+         */
+        internal fun measured(info: ActivityManager.MemoryInfo): MemoryPressure = when {
+            info.availMem < info.threshold / 2 -> MemoryPressure.CRITICAL
+            info.lowMemory || info.availMem < info.threshold -> MemoryPressure.LOW
+            info.availMem < info.threshold + info.threshold / 2 -> MemoryPressure.MODERATE
+            else -> MemoryPressure.NONE
+        }
     }
 }
 

@@ -3,10 +3,11 @@ package org.ondevice.app
 import org.ondevice.core.Artifact
 import org.ondevice.core.Batches
 import org.ondevice.core.Encoder
+import org.ondevice.core.ErrorKind
 import org.ondevice.core.Evaluator
 import org.ondevice.core.Event
 import org.ondevice.core.EventLog
-import org.ondevice.core.Item
+import org.ondevice.core.HeldOut
 import org.ondevice.core.OndeviceException
 import org.ondevice.core.Session
 import org.ondevice.core.StartMode
@@ -62,6 +63,14 @@ class Runs(private val app: OndeviceApp) : Watched() {
         val plan = app.wanted.read() ?: return false
         val next = Live(plan, app.store.runFolder(plan.id))
         live = next
+        if (plan.attempts >= MAX_ATTEMPTS) {
+            next.error = OndeviceException(
+                ErrorKind.TRAINING, app.getString(R.string.gave_up, plan.attempts), null, null, app.getString(R.string.gave_up_hint),
+            )
+            over()
+            return false
+        }
+        app.wanted.write(plan.copy(attempts = plan.attempts + 1))
         Thread({ drive(next) }, "ondevice-train").start()
         changed()
         return true
@@ -93,7 +102,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
     /** Want a run again that ended with an error: it goes on from its last checkpoint. */
     fun again() {
         val ended = live?.takeIf { it.isOver } ?: return
-        app.wanted.write(ended.plan.copy(paused = false))
+        app.wanted.write(ended.plan.copy(paused = false, attempts = 0))
         live = null
         changed()
     }
@@ -116,7 +125,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
                 trainer.run()
                 finish(live, artifact, trainer.state)
             }
-        } catch (error: Throwable) {
+        } catch (error: Throwable) { // also what is nobody's plan: it is shown, and the run is not tried again by itself
             val plain = Jobs.plain(error)
             app.jobs.onMain {
                 live.error = plain
@@ -131,7 +140,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
         val tokenizer = artifact.tokenizer()
         val file = dataOf(live.folder)
         val items = Encoder(tokenizer, manifest.longestTokens).encode(app.store.rows(file, manifest)).items
-        val (train, judge) = holdOut(items)
+        val (train, judge) = HeldOut.split(items, session.seed)
         val adapters = app.store.adapters(artifact)
         plan.startAdapter?.let { session.restart(adapters.load(it)) }
         val batches = Batches(train.map { it.example }, manifest.batchSize, manifest.lengthsTokens, session.seed, tokenizer.padId)
@@ -155,6 +164,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
         }
 
         override fun onEvent(event: Event) {
+            if (event is Event.Checkpoint) app.jobs.onMain { app.wanted.read()?.let { app.wanted.write(it.copy(attempts = 0)) } }
             if (event !is Event.Step) return
             app.jobs.onMain {
                 while (live.losses.isNotEmpty() && live.losses.last().first >= event.step) live.losses.removeAt(live.losses.size - 1)
@@ -201,10 +211,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
 
         private fun dataOf(folder: File) = File(folder, "data.jsonl")
 
-        /** From 20 rows on a tenth of them, at most 32, is kept back to judge the adapter before and after. */
-        internal fun holdOut(items: List<Item>): Pair<List<Item>, List<Item>> {
-            val count = if (items.size < 20) 0 else minOf(32, items.size / 10)
-            return items.dropLast(count) to items.takeLast(count)
-        }
+        /** Starts without anything saved between them; then the user decides. */
+        const val MAX_ATTEMPTS = 3
     }
 }

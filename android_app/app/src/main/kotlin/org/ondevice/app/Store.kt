@@ -6,6 +6,7 @@ import org.ondevice.core.ArtifactInfo
 import org.ondevice.core.Encoder
 import org.ondevice.core.ErrorKind
 import org.ondevice.core.ExampleFile
+import org.ondevice.core.JudgedFile
 import org.ondevice.core.Library
 import org.ondevice.core.Manifest
 import org.ondevice.core.OndeviceException
@@ -25,6 +26,9 @@ class Store(private val root: File) {
 
     /** What the user typed; its name is also what the data screen calls it by. */
     val examples = ExampleFile(File(dataFolder, "my-examples.jsonl"))
+
+    /** Answers that the user judged on the try screen; the data screen shows them, and no run trains on them. */
+    val judged = JudgedFile(File(File(root, "judged"), "answers.jsonl"))
 
     fun models(): List<ArtifactInfo> = library.list()
 

@@ -109,7 +109,7 @@ class TrainScreen(host: MainActivity) : Screen(host) {
     }
 
     private fun rules(): View {
-        val words = THERMAL.map { string(R.string.heat_from, Thermal.word(it)) }
+        val words = THERMAL.map { string(R.string.heat_from, Words.thermal(host, it)) }
         val floors = FLOORS.map { if (it == 0) string(R.string.battery_any) else string(R.string.battery_below, it) }
         return ui.card(
             ui.heading(string(R.string.rules)),
@@ -246,7 +246,7 @@ class TrainScreen(host: MainActivity) : Screen(host) {
             state is TrainerState.Running && state.activity == "evaluating" -> string(R.string.evaluating, done, all)
             else -> string(R.string.step_of, done, all)
         }
-        val why = (state as? TrainerState.Paused)?.reasons?.joinToString("\n") { "• ${it.words}" }
+        val why = (state as? TrainerState.Paused)?.reasons?.joinToString("\n") { "• " + Words.reason(host, it) }
         reasons?.text = if (why == null) string(R.string.pausing) else string(R.string.paused_because, why)
         chart?.show(live.losses)
         val step = live.lastStep
@@ -258,7 +258,7 @@ class TrainScreen(host: MainActivity) : Screen(host) {
         values[R.string.memory]?.text = step?.let { Words.bytes(host, it.peakMemoryBytes) } ?: unknown
         val charge = if (health.charging) R.string.battery_charging else R.string.battery_value
         values[R.string.battery]?.text = health.batteryPercent?.let { string(charge, it) } ?: unknown
-        val heat = health.thermalStatus?.let { Thermal.word(it) } ?: unknown
+        val heat = health.thermalStatus?.let { Words.thermal(host, it) } ?: unknown
         val warmth = health.batteryCelsius?.let { string(R.string.temperature_value, Words.number(it.toDouble(), 1), heat) }
         values[R.string.temperature]?.text = warmth ?: heat
     }

@@ -57,7 +57,7 @@ class TrainService : Service() {
             RESUME -> app.runs.resume()
             STOP -> app.runs.stop()
         }
-        if (!app.runs.goOn()) stopSelf() else follow()
+        if (!app.runs.goOn() && app.runs.live == null) stopSelf() else follow()
         return START_STICKY
     }
 

@@ -5,8 +5,12 @@ import android.text.InputType
 import android.view.View
 import android.widget.EditText
 import android.widget.Spinner
+import android.widget.Switch
+import android.widget.TextView
 import org.ondevice.core.ArtifactInfo
 import org.ondevice.core.Format
+import org.ondevice.core.JudgedAnswer
+import org.ondevice.core.OndeviceException
 import org.ondevice.core.Session
 import org.ondevice.core.Task
 import org.ondevice.core.Tasks
@@ -14,12 +18,17 @@ import org.ondevice.core.Trial
 import org.ondevice.core.TrialResult
 import org.ondevice.core.TrialSide
 
-/** One prompt, answered by the model as it came and by the model as it was trained. */
+/** One prompt, answered by the model as it came, or with another adapter, and by the model as it was trained. */
 class TryScreen(host: MainActivity) : Screen(host) {
     private val watcher: () -> Unit = { render() }
     private val draft = Bundle()
 
     private var blocked = false
+
+    /** Views of the answers that are being written. */
+    private val shown = ArrayList<TextView>()
+
+    @Volatile private var stopping = false
 
     /** Training that begins or ends opens or closes the comparison; its steps do not matter here. */
     private val runWatcher: () -> Unit = { if (blocked != app.runs.isWorking) render() }
@@ -48,6 +57,8 @@ class TryScreen(host: MainActivity) : Screen(host) {
         root.findViewById<EditText>(R.id.prompt)?.let { draft.putString("prompt", it.text.toString()) }
         root.findViewById<EditText>(R.id.answers)?.let { draft.putString("answers", it.text.toString()) }
         root.findViewById<Spinner>(R.id.adapter)?.let { draft.putString("adapter", it.selectedItem?.toString()) }
+        root.findViewById<Spinner>(R.id.other)?.let { draft.putString("other", it.selectedItem?.toString()) }
+        root.findViewById<Switch>(R.id.as_chat)?.let { draft.putBoolean("as_chat", it.isChecked) }
         root.findViewById<Spinner>(R.id.model)?.let { draft.putString("model", it.selectedItem?.toString()) }
     }
 
@@ -73,7 +84,9 @@ class TryScreen(host: MainActivity) : Screen(host) {
         }
         val wanted = draft.getString("adapter")?.takeIf { it in names } ?: adapters.activeName()
         form += ui.labelled(R.string.adapter, ui.spinner(R.id.adapter, names, names.indexOf(wanted)))
-        val writes = Session.NEXT_TOKEN in model.manifest!!.spec.methods
+        val others = listOf(string(R.string.base_model)) + names
+        form += ui.labelled(R.string.compare_with, ui.spinner(R.id.other, others, others.indexOf(draft.getString("other"))))
+        val writes = model.manifest!!.spec.generates
         val task = task(model)
         val label = if (task != null) R.string.text_to_judge else R.string.prompt
         val prompt = ui.field(R.id.prompt, label, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("prompt") ?: "") }
@@ -83,6 +96,8 @@ class TryScreen(host: MainActivity) : Screen(host) {
         } else if (!writes) {
             val answers = ui.field(R.id.answers, R.string.answers, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("answers") ?: "") }
             form += ui.labelled(R.string.answers, answers)
+        } else {
+            form += ui.toggle(R.id.as_chat, R.string.as_chat, draft.getBoolean("as_chat"), {})
         }
         parts += ui.card(*form.toTypedArray(), gap = 10)
         blocked = app.runs.isWorking
@@ -90,10 +105,15 @@ class TryScreen(host: MainActivity) : Screen(host) {
         app.jobs.error(PLACE)?.let { parts += ui.problem(it) }
         val busy = app.jobs.words(PLACE)
         if (busy != null) parts += ui.busy(busy)
-        val compare = ui.button(R.string.compare, Tone.PRIMARY) { compare(models) }.apply { id = R.id.compare }
-        ui.enable(compare, !blocked && busy == null)
-        parts += compare
-        app.lastTrial?.let { parts += sides(it) }
+        if (busy != null && writes && task == null) {
+            parts += ui.button(R.string.stop, Tone.DANGER) { stopping = true }.apply { id = R.id.stop }
+        } else {
+            val compare = ui.button(R.string.compare, Tone.PRIMARY) { compare(models) }.apply { id = R.id.compare }
+            ui.enable(compare, !blocked && busy == null)
+            parts += compare
+        }
+        shown.clear()
+        app.lastTrial?.let { parts += sides(it, busy == null) }
         return ui.page(R.id.page_try, *parts.toTypedArray())
     }
 
@@ -114,21 +134,39 @@ class TryScreen(host: MainActivity) : Screen(host) {
         val model = models.firstOrNull { it.name == draft.getString("model") } ?: models[0]
         val adapter = draft.getString("adapter") ?: return
         val prompt = draft.getString("prompt") ?: ""
+        val other = draft.getString("other")?.takeIf { it != string(R.string.base_model) }
+        val asChat = draft.getBoolean("as_chat")
         val task = task(model)
+        val keep = { result: TrialResult -> app.lastTrial = ShownTrial(prompt, other, adapter, result) }
         app.lastTrial = null
+        stopping = false
         app.jobs.run(PLACE, string(R.string.comparing), {
             val artifact = app.store.open(model.name)
-            val vector = app.store.adapters(artifact).load(adapter)
+            val adapters = app.store.adapters(artifact)
+            val vector = adapters.load(adapter)
+            val left = other?.let(adapters::load) ?: artifact.first(artifact.manifest.spec.adapter).floats()
             app.openProgram(artifact).use { program ->
                 val trial = Trial(Session(artifact, program), artifact.tokenizer())
                 if (trial.canGenerate && task == null) {
-                    trial.generate(prompt, vector)
+                    trial.generate(prompt, vector, left, asChat, shouldStop = { stopping }) { soFar ->
+                        app.jobs.onMain {
+                            keep(soFar)
+                            written()
+                        }
+                    }
                 } else {
                     val (text, answers) = task?.let { trial.ofTask(mapOf(it.columns.values.first()[0] to prompt)) } ?: (prompt to answers(prompt))
-                    trial.judge(text, answers, vector)
+                    trial.judge(text, answers, vector, left)
                 }
             }
-        }) { app.lastTrial = it }
+        }) { keep(it) }
+    }
+
+    /** The texts of now, in the views that are there; a new one when the second side begins. */
+    private fun written() {
+        val result = app.lastTrial?.result ?: return
+        val texts = listOfNotNull(result.before.text, result.after?.text)
+        if (shown.size != texts.size) render() else for ((view, text) in shown.zip(texts)) view.text = text
     }
 
     /** One answer a line; each goes on where the prompt ends, so a space comes between. */
@@ -137,10 +175,10 @@ class TryScreen(host: MainActivity) : Screen(host) {
         return (draft.getString("answers") ?: "").lines().map { it.trim() }.filter { it.isNotEmpty() }.map { gap + it }
     }
 
-    private fun sides(result: TrialResult): View {
-        val before = side(R.string.before, result.before)
-        val after = side(R.string.after, result.after)
-        return ui.row(before, after, gap = 10).apply {
+    private fun sides(trial: ShownTrial, isOver: Boolean): View {
+        val left = side(trial.left ?: string(R.string.before), trial, trial.result.before, isOver)
+        val right = trial.result.after?.let { side(if (trial.left == null) string(R.string.after) else trial.right, trial, it, isOver) } ?: View(host)
+        return ui.row(left, right, gap = 10).apply {
             id = R.id.sides
             gravity = android.view.Gravity.TOP
             isBaselineAligned = false
@@ -148,9 +186,11 @@ class TryScreen(host: MainActivity) : Screen(host) {
         }
     }
 
-    private fun side(heading: Int, side: TrialSide): View {
-        val parts = arrayListOf<View>(ui.heading(string(heading)))
-        side.text?.let { parts += if (it.isEmpty()) ui.soft(string(R.string.wrote_nothing)) else ui.text(it, 15f) }
+    private fun side(heading: String, trial: ShownTrial, side: TrialSide, isOver: Boolean): View {
+        val parts = arrayListOf<View>(ui.heading(heading))
+        side.text?.let { text ->
+            parts += if (text.isEmpty() && isOver) ui.soft(string(R.string.wrote_nothing)) else ui.text(text, 15f).also { shown += it }
+        }
         for ((index, answer) in side.ranked.withIndex()) {
             val percent = string(R.string.percent, Words.number(answer.share * 100, 1))
             val bar = android.widget.ProgressBar(host, null, android.R.attr.progressBarStyleHorizontal).apply {
@@ -162,7 +202,36 @@ class TryScreen(host: MainActivity) : Screen(host) {
             val words = ui.text(answer.answer, 15f, bold = index == 0)
             parts += ui.column(words, bar, ui.soft(percent), gap = 0)
         }
+        val answer = side.text ?: side.ranked.firstOrNull()?.answer
+        if (isOver && !answer.isNullOrEmpty()) parts += thumbs(trial.prompt, answer)
         return ui.card(*parts.toTypedArray(), gap = 8)
+    }
+
+    /** Up and down; the one that was given is marked, and is taken back by nothing but the other. */
+    private fun thumbs(prompt: String, answer: String): View {
+        val given = try {
+            app.store.judged.of(prompt, answer)
+        } catch (error: OndeviceException) { // said where it is written, and on the data screen
+            null
+        }
+        val buttons = listOf(true, false).map { liked ->
+            val label = if (liked) R.string.thumbs_up else R.string.thumbs_down
+            ui.button(if (liked) "\uD83D\uDC4D" else "\uD83D\uDC4E", if (given == liked) Tone.PRIMARY else Tone.PLAIN) { judge(JudgedAnswer(prompt, answer, liked)) }.apply {
+                setPadding(0, 0, 0, 0)
+                contentDescription = string(if (given == liked) R.string.judged_so else R.string.judge, string(label), answer)
+            }
+        }
+        return ui.row(*buttons.toTypedArray())
+    }
+
+    private fun judge(judged: JudgedAnswer) {
+        try {
+            app.store.judged.put(judged)
+        } catch (error: OndeviceException) {
+            app.jobs.fail(PLACE, error)
+            return
+        }
+        render()
     }
 
     companion object {

@@ -53,7 +53,8 @@ class ModelsScreenTest : AppTest() {
         open()
         assertTrue(texts(), "This model cannot be used." in texts() && "schema_version 2" in texts())
         click("Delete the model broken".takeIf { it in descriptions() } ?: "Delete")
-        assertTrue("This cannot be undone" in confirm() || app.store.models().isEmpty())
+        val question = confirm()
+        assertTrue(question, "Its adapters are kept" in question) // the model goes a moment later
         until("the deletion") { app.store.models().isEmpty() }
         until("the screen") { "No model yet" in texts() }
     }

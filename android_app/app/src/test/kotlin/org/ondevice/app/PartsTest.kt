@@ -23,7 +23,7 @@ import java.io.File
 class PartsTest : AppTest() {
     @Test
     fun aPlanSurvivesTheProcess() {
-        val plan = RunPlan("run-ü", "Modell 1", "daten.jsonl", 77, 0.0125, Rules(pauseAtThermal = 4, batteryFloorPercent = 30, batteryResumePercent = 35, onlyWhileCharging = true), "an adapter", true)
+        val plan = RunPlan("run-ü", "Modell 1", "daten.jsonl", 77, 0.0125, Rules(pauseAtThermal = 4, batteryFloorPercent = 30, batteryResumePercent = 35, onlyWhileCharging = true), "an adapter", true, 2)
         app.wanted.write(plan)
         assertEquals(plan, WantedRun(File(app.filesDir, "wanted.json")).read())
         File(app.filesDir, "wanted.json").writeText("{\"id\": \"cut off")
@@ -48,13 +48,41 @@ class PartsTest : AppTest() {
     fun tensorsKeepTheirValues() {
         val ids = Tensor.of(longArrayOf(0, -100, Long.MAX_VALUE, 7, 8, 9), 2, 3)
         val rates = Tensor.of(floatArrayOf(0.1f, -0f, Float.MIN_VALUE), 3)
-        val whole = ModuleProgram.fromRuntime(ModuleProgram.toRuntime(ids))
-        val real = ModuleProgram.fromRuntime(ModuleProgram.toRuntime(rates))
+        val staging = Staging()
+        val (before, after) = staging.toRuntime(0, ids) to staging.toRuntime(1, rates)
+        val whole = ModuleProgram.fromRuntime(before)
+        val real = ModuleProgram.fromRuntime(after)
+        val fewer = Tensor.of(floatArrayOf(2f, 3f), 1, 2) // in memory that was larger
+        assertEquals(fewer.floats().toList(), ModuleProgram.fromRuntime(staging.toRuntime(0, fewer)).floats().toList())
         assertEquals(ids.longs().toList() to listOf(2L, 3L), whole.longs().toList() to whole.shape.toList())
         assertEquals(rates.floats().toList() to listOf(3L), real.floats().toList() to real.shape.toList())
         val bytes = org.pytorch.executorch.Tensor.fromBlob(byteArrayOf(1, 2), longArrayOf(2))
         val error = org.junit.Assert.assertThrows(OndeviceException::class.java) { ModuleProgram.fromRuntime(bytes) }
         assertEquals("int64 or float32" to "INT8", error.expected to error.received)
+    }
+
+    /** Frozen weights reach ExecuTorch's classes out of the mapped file, those of a tile from its first row on. */
+    @Test
+    fun weightsAreHandedOverWhereTheyAreMapped() {
+        val folder = File(fixtures, "blocks")
+        val spec = Artifact.open(folder).manifest.spec
+        val file = File(folder, spec.blocks!!.weights)
+        val stored = org.ondevice.core.Safetensors.read(file).tensors
+        val weights = org.ondevice.core.MappedWeights(file)
+        val staging = Staging()
+        val tile = spec.methods.getValue("head_sums").inputs.last()
+        val whole = stored.getValue(tile.name)
+        val start = whole.shape[0] - tile.shape[0]
+        assertTrue("the tile is not the whole", start > 0)
+        val tensor = weights.tensor(tile, tile.name, start)
+        assertTrue(tensor.mapped!!.bytes is java.nio.MappedByteBuffer && tensor.mapped!!.bytes.isDirect)
+        val width = tile.shape[1]
+        assertEquals(whole.floats!!.drop(start * width), ModuleProgram.fromRuntime(staging.toRuntime(0, tensor)).floats().toList())
+        for (port in spec.methods.getValue("block_forward_2x64").inputs.filter { it.role == org.ondevice.core.Role.FROZEN }) {
+            val name = port.name.replace("{layer}", "1")
+            val values = ModuleProgram.fromRuntime(staging.toRuntime(0, weights.tensor(port, name))).floats().toList()
+            assertEquals(name, stored.getValue(name).floats!!.toList(), values)
+        }
     }
 
     @Test
@@ -93,6 +121,42 @@ class PartsTest : AppTest() {
         app.wanted.write(RunPlan("run-x", "m", "d.jsonl", 1, 0.1, Rules(onlyWhileCharging = true)))
         job.onStartJob(null)
         assertEquals(TrainService::class.java.name, shadowOf(app).nextStartedService.component!!.className)
+    }
+
+    /** What core says to a person, in the phone's language; each cause of a pause has its words. */
+    @Test
+    fun pausesAreSaidInThePhonesLanguage() {
+        val bad = org.ondevice.core.Health(thermalStatus = 4, batteryPercent = 7, memoryPressure = MemoryPressure.LOW, freeDiskBytes = 1L shl 20)
+        val reasons = org.ondevice.core.PauseRules.reasons(bad, Rules(onlyWhileCharging = true)) + org.ondevice.core.PauseReason(org.ondevice.core.PauseCause.USER, "you paused it")
+        assertEquals(org.ondevice.core.PauseCause.values().toSet(), reasons.map { it.cause }.toSet())
+        val english = reasons.associate { it.cause to Words.reason(app, it) }
+        for (reason in reasons) if (reason.cause != org.ondevice.core.PauseCause.DISK) assertEquals(reason.words, english.getValue(reason.cause))
+        org.robolectric.RuntimeEnvironment.setQualifiers("+de")
+        val german = reasons.associate { it.cause to Words.reason(app, it) }
+        for (cause in german.keys) assertFalse("$cause", german[cause] == english[cause])
+        assertEquals("das Telefon ist heiß (Wärmestufe kritisch); weiter unter mäßig", german[org.ondevice.core.PauseCause.HEAT])
+        assertEquals("der Akku ist bei 7 %; weiter ab 25 % oder am Ladegerät", german[org.ondevice.core.PauseCause.BATTERY])
+        open(2)
+        assertTrue(texts(), "Noch nichts zu trainieren" in texts())
+        shot("train-german")
+    }
+
+    @Test
+    fun aRebootStartsAWantedRunUnlessTheUserPausedIt() {
+        val plan = RunPlan("run-x", "m", "d.jsonl", 1, 0.1, Rules(onlyWhileCharging = true))
+        val boot = BootReceiver()
+        boot.onReceive(app, android.content.Intent(android.content.Intent.ACTION_BOOT_COMPLETED))
+        assertNull(shadowOf(app).peekNextStartedService())
+        app.wanted.write(plan.copy(paused = true))
+        boot.onReceive(app, android.content.Intent(android.content.Intent.ACTION_BOOT_COMPLETED))
+        assertNull(shadowOf(app).peekNextStartedService())
+        app.wanted.write(plan)
+        boot.onReceive(app, android.content.Intent("something.else"))
+        assertNull(shadowOf(app).peekNextStartedService())
+        boot.onReceive(app, android.content.Intent(android.content.Intent.ACTION_BOOT_COMPLETED))
+        assertEquals(TrainService::class.java.name, shadowOf(app).nextStartedService.component!!.className)
+        val known = app.packageManager.queryBroadcastReceivers(android.content.Intent(android.content.Intent.ACTION_BOOT_COMPLETED).setPackage(app.packageName), 0)
+        assertEquals(listOf(BootReceiver::class.java.name), known.map { it.activityInfo.name })
     }
 
     @Test

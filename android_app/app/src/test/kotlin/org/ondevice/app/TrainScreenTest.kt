@@ -5,6 +5,7 @@ import android.content.Context
 import android.os.PowerManager
 import android.widget.EditText
 import org.junit.Assert.assertEquals
+import org.junit.Assert.assertFalse
 import org.junit.Assert.assertNotNull
 import org.junit.Assert.assertNull
 import org.junit.Assert.assertTrue
@@ -113,6 +114,51 @@ class TrainScreenTest : AppTest() {
         service(TrainService.STOP)
     }
 
+    /** Exact gradients block by block: the same screen, the same run, and an adapter at the end. */
+    @Test
+    fun trainsABlockProgram() {
+        importModel("exact", java.io.File(fixtures, "blocks"))
+        importData()
+        app.openProgram = { org.ondevice.core.PipeProgram(it.folder, property("ondevice.python"), java.io.File(property("ondevice.root")).canonicalFile) }
+        open(2)
+        begin(3)
+        until("the end", 240) { live!!.isOver }
+        assertTrue(texts(), "Done: 3 steps." in texts())
+        val artifact = app.store.models()[0].artifact!!
+        val first = artifact.first(artifact.manifest.spec.adapter).floats()
+        assertFalse("the adapter is where it began", app.store.adapters(artifact).activeVector().contentEquals(first))
+        open(0)
+        assertTrue(texts(), "mesp" in texts() && Words.bytes(app, artifact.mappedBytes) in texts())
+        shot("models-blocks")
+    }
+
+    /** From Android 14 on nobody tells of memory: what is available is asked for. */
+    @Test
+    fun pausesForMemoryThatItMeasures() {
+        prepared()
+        val manager = shadowOf(app.getSystemService(Context.ACTIVITY_SERVICE) as android.app.ActivityManager)
+        fun available(megabytes: Long) = manager.setMemoryInfo(android.app.ActivityManager.MemoryInfo().apply {
+            totalMem = 4000L shl 20
+            threshold = 200L shl 20
+            availMem = megabytes shl 20
+            lowMemory = megabytes < 200
+        })
+        available(2000)
+        begin(4000)
+        until("some steps") { live!!.stepsDone >= 2 }
+        available(150)
+        until("the pause") { paused() }
+        assertTrue(texts(), "other apps need memory (pressure low); goes on below moderate" in texts())
+        available(250) // more than the threshold, and not enough to spare
+        Thread.sleep(1500)
+        settle()
+        assertTrue(paused())
+        val done = live!!.stepsDone
+        available(2000)
+        until("more steps") { live!!.stepsDone > done }
+        service(TrainService.STOP)
+    }
+
     @Test
     fun pausesForMemory() {
         prepared()
@@ -134,11 +180,63 @@ class TrainScreenTest : AppTest() {
         assertEquals(0, live!!.stepsDone)
         val scheduler = app.getSystemService(Context.JOB_SCHEDULER_SERVICE) as android.app.job.JobScheduler
         assertTrue(scheduler.allPendingJobs.single().isRequireCharging)
-        battery(80, charging = true)
-        until("some steps") { live!!.stepsDone >= 1 }
+        assertTrue("it is there after a reboot", scheduler.allPendingJobs.single().isPersisted)
+        assertTrue("and for the second charger, too", scheduler.allPendingJobs.single().isPeriodic)
+        repeat(2) { // unplugged and plugged in again, and again
+            val done = live!!.stepsDone
+            battery(80, charging = true)
+            until("some steps") { live!!.stepsDone > done }
+            battery(80, charging = false)
+            until("the pause") { paused() }
+        }
         service(TrainService.STOP)
         until("the end", 240) { live!!.isOver }
         assertTrue(scheduler.allPendingJobs.isEmpty())
+    }
+
+    /** A process that dies again and again before it has saved anything is not started for ever. */
+    @Test
+    fun attemptsAreCountedAndShown() {
+        prepared()
+        begin(60, id = "run-dies")
+        until("a step") { live!!.stepsDone >= 1 }
+        assertEquals(1, app.wanted.read()!!.attempts)
+        until("something saved") { File(app.store.runFolder("run-dies"), "checkpoint-00000025").isDirectory && app.wanted.read()?.attempts == 0 }
+        service(TrainService.STOP)
+        until("the end", 240) { live!!.isOver }
+        val plan = live!!.plan
+        app.runs.dismiss()
+        app.wanted.write(plan.copy(attempts = Runs.MAX_ATTEMPTS)) // as processes left it that the system killed
+        service()
+        settle()
+        assertTrue(live!!.isOver)
+        assertTrue(texts(), "The app ended 3 times in this run before it could save anything." in texts())
+        assertNull(app.wanted.read())
+        shot("train-gave-up")
+        click(R.id.again)
+        service()
+        until("the end", 240) { live!!.isOver }
+        assertTrue(texts(), "Done: 60 steps." in texts())
+    }
+
+    /** What nobody expected ends the run in words, once; the app does not die of it. */
+    @Test
+    fun anErrorThatNobodyExpectedIsShownOnce() {
+        prepared()
+        var calls = 0
+        app.openProgram = {
+            calls++
+            object : org.ondevice.core.Program {
+                override fun execute(method: String, inputs: List<org.ondevice.core.Tensor>): List<org.ondevice.core.Tensor> = throw StackOverflowError("deep")
+
+                override fun close() = Unit
+            }
+        }
+        begin(5)
+        until("the error") { live!!.isOver }
+        assertTrue(texts(), "StackOverflowError" in texts())
+        assertNull(app.wanted.read())
+        assertEquals(1, calls)
     }
 
     @Test

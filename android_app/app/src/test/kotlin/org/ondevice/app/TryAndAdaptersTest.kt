@@ -60,13 +60,13 @@ class TryAndAdaptersTest : AppTest() {
     private fun writer(name: String = "stories") {
         importModel(name, File(fixtures, "writer"))
         val artifact = app.store.models().first { it.name == name }.artifact!!
-        app.store.adapters(artifact).apply { addFrom(File(fixtures, "run/adapter"), "from Python") }.activate("from Python")
+        app.store.adapters(artifact).apply { addFrom(File(fixtures, "blocks run/adapter"), "from Python") }.activate("from Python")
         app.openProgram = { PipeProgram(it.folder, property("ondevice.python"), File(property("ondevice.root")).canonicalFile) }
     }
 
     @Test
     fun writesWhatPythonWrites() {
-        val expected = Json.parse(File(fixtures, "answers.json").readText()) as Map<*, *>
+        val expected = Json.parse(File(fixtures, "blocks answers.json").readText()) as Map<*, *>
         writer()
         open(3)
         assertNull("a program that writes asks for no answers", activity.findViewById(R.id.answers))
@@ -76,8 +76,64 @@ class TryAndAdaptersTest : AppTest() {
         assertNull(app.jobs.error(TryScreen.PLACE))
         val sides = find<ViewGroup>(R.id.sides)
         val words = (0 until 2).map { side -> views(sides.getChildAt(side)).filterIsInstance<TextView>().map { it.text.toString() } }
-        assertEquals(listOf(listOf("Before", expected["before"]), listOf("After", expected["after"])), words)
+        assertEquals(listOf(listOf("Before", expected["before"]), listOf("After", expected["after"])), words.map { it.take(2) })
+        click(words(true, expected["after"] as String))
+        click(words(false, expected["before"] as String))
         shot("try-writes")
+        assertEquals(listOf(expected["after"] to true, expected["before"] to false), app.store.judged.read().map { it.answer to it.liked })
+        assertEquals(setOf(expected["prompt"]), app.store.judged.read().map { it.prompt }.toSet())
+
+        activity.open(1)
+        settle()
+        assertTrue(texts(), "Answers that you judged" in texts())
+        shot("data-judged")
+        click("Delete the judgement 2")
+        assertEquals("Delete judgement 2?", confirm())
+        assertEquals(listOf(expected["after"]), app.store.judged.read().map { it.answer })
+        assertEquals("no run trains on them", emptyList<File>(), app.store.dataFiles())
+    }
+
+    private fun words(up: Boolean, answer: String) = "${if (up) "Good" else "Bad"} answer: $answer"
+
+    /** Answers appear while they are written, a stop keeps what is there, and two adapters can stand side by side. */
+    @Test
+    fun showsWhatIsWrittenAndStops() {
+        writer()
+        val python = app.openProgram
+        val gate = java.util.concurrent.Semaphore(0)
+        app.openProgram = { artifact ->
+            val real = python(artifact)
+            object : org.ondevice.core.Program by real {
+                override fun execute(method: String, inputs: List<org.ondevice.core.Tensor>): List<org.ondevice.core.Tensor> {
+                    if (method.startsWith("embed_")) gate.acquire()
+                    return real.execute(method, inputs)
+                }
+            }
+        }
+        open(3)
+        find<Spinner>(R.id.other).setSelection(1)
+        find<android.widget.Switch>(R.id.as_chat).isChecked = true
+        find<EditText>(R.id.prompt).setText("Was the film good?")
+        click(R.id.compare)
+        gate.release(3)
+        until("three tokens") { app.lastTrial?.result?.before?.text?.isNotEmpty() == true && gate.availablePermits() == 0 }
+        val soFar = app.lastTrial!!.result.before.text!!
+        until("them on the screen") { soFar in texts() }
+        assertNull("the other side has not begun", app.lastTrial!!.result.after)
+        assertNull("it cannot be judged yet", activity.window.decorView.findViewById<View>(R.id.sides).let { sides -> views(sides).firstOrNull { it is android.widget.Button } })
+        shot("try-writing")
+        click(R.id.stop)
+        gate.release(1000)
+        until("the end") { app.jobs.words(TryScreen.PLACE) == null }
+        assertNull(app.jobs.error(TryScreen.PLACE))
+        val sides = find<ViewGroup>(R.id.sides)
+        val headings = (0 until 2).map { side -> views(sides.getChildAt(side)).filterIsInstance<TextView>().first().text.toString() }
+        assertEquals("both sides are the same adapter", listOf("from Python", "from Python"), headings)
+        assertTrue(app.lastTrial!!.result.before.text!!.startsWith(soFar))
+        assertTrue("32 tokens were not written", gate.availablePermits() > 940)
+        click(R.id.compare)
+        until("both answers") { app.jobs.words(TryScreen.PLACE) == null }
+        assertEquals(app.lastTrial!!.result.before.text, app.lastTrial!!.result.after!!.text)
     }
 
     @Test
@@ -147,6 +203,7 @@ class TryAndAdaptersTest : AppTest() {
             generateSequence { zip.nextEntry }.map { it.name }.toList()
         }
         assertTrue("$names", "adapter_model.safetensors" in names && "adapter_config.json" in names)
+        assertTrue("$names", "mlx-lm/adapters.safetensors" in names && "mlx-lm/adapter_config.json" in names)
         assertThrows(FileNotFoundException::class.java) { provider.openFile(uri, "w") }
         val outside = Uri.Builder().scheme("content").authority(uri.authority).appendPath("../../files/wanted.json").build()
         app.wanted.write(RunPlan("run-x", "m", "d", 1, 0.1, org.ondevice.core.Rules()))

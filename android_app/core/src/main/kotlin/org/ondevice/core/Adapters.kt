@@ -86,11 +86,23 @@ class Adapters(private val root: File, private val artifact: Artifact) {
         Storage.deleteTree(aside)
     }
 
-    /** Write a zip of the adapter's PEFT files for sharing; [out] is left open. */
+    /** Write a zip of the adapter for sharing: PEFT's files, and mlx-lm's in a folder of their own; [out] is left open. */
     fun zip(name: String, out: OutputStream) {
         val folder = existing(name)
-        load(name)
-        Storage.writing(folder) { Zips.write(folder, out) }
+        val flat = load(name)
+        val both = File(root, ".share-$name")
+        Storage.writing(folder) {
+            try {
+                Storage.deleteTree(both)
+                folder.copyRecursively(both)
+                val mlx = File(both, MLX_LM)
+                Storage.makeFolder(mlx)
+                MlxLmAdapter(artifact).write(flat, mlx)
+                Zips.write(both, out)
+            } finally {
+                Storage.deleteTree(both)
+            }
+        }
     }
 
     /** Unpack a shared zip under a new [name], wholly checked against this artifact. */
@@ -153,6 +165,7 @@ class Adapters(private val root: File, private val artifact: Artifact) {
 
     private companion object {
         const val NOTE = "note.json"
+        const val MLX_LM = "mlx-lm"
         const val ACTIVE = "active.json"
         const val MAX_HISTORY = 50
         const val MAX_ZIP_BYTES = 1L shl 30

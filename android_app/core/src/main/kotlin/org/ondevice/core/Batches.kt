@@ -19,6 +19,9 @@ class Batches(
     private val seed: Long,
     private val padId: Int,
 ) {
+    /** Sequences that an epoch has. */
+    val sequences: Int get() = examples.size
+
     private val lengths = lengthsTokens.sorted()
     private val orders = HashMap<Long, IntArray>()
 
@@ -53,10 +56,15 @@ class Batches(
     private fun order(epoch: Long): IntArray {
         orders[epoch]?.let { return it }
         orders.keys.removeAll { it < epoch - 1 || it > epoch + 1 }
-        val generator = Pcg64(longArrayOf(seed, epoch))
-        val words = LongArray(examples.size) { generator.next() xor Long.MIN_VALUE }
-        val order = words.indices.sortedWith { left, right -> words[left].compareTo(words[right]) }.toIntArray()
-        orders[epoch] = order
-        return order
+        return order(examples.size, longArrayOf(seed, epoch)).also { orders[epoch] = it }
+    }
+
+    internal companion object {
+        /** The stable argsort of [count] raw words of numpy's PCG64 seeded with [entropy]. */
+        fun order(count: Int, entropy: LongArray): IntArray {
+            val generator = Pcg64(entropy)
+            val words = LongArray(count) { generator.next() xor Long.MIN_VALUE }
+            return words.indices.sortedWith { left, right -> words[left].compareTo(words[right]) }.toIntArray()
+        }
     }
 }

@@ -10,7 +10,8 @@ package org.ondevice.core
  * Prompt and answer are tokenized as one text; a token across the boundary belongs to the answer.
  *
  * @param maxLengthTokens longest sequence, at least 2: [Manifest.longestTokens]. Prompts lose tokens at their front
- *   to fit; a row whose answer does not fit behind one token of context becomes a problem.
+ *   to fit, and conversations whole turns; a row whose answer does not fit behind one token of context, or whose last
+ *   turns do not fit whole, becomes a problem.
  * @param trainOnPrompt label the prompt, too; candidates always label the answer only.
  */
 class Encoder(
@@ -99,7 +100,7 @@ class Encoder(
         return Item(Example.from(ids, if (trainOnPrompt) 0 else start), candidates, row.gold, answers, row.line, start, dropped)
     }
 
-    /** Whole turns go first, from the oldest after the system turn, then tokens of the last prompt. */
+    /** Whole turns go, from the oldest after the system turn; the last exchange stays whole, or the row is left out. */
     private fun chatItem(row: Row, template: ChatTemplate): Item {
         var turns = row.turns
         var chat = template.encode(tokenizer, turns)
@@ -111,17 +112,12 @@ class Encoder(
             turns = turns.subList(0, system) + rest.subList(following, rest.size)
             chat = template.encode(tokenizer, turns)
         }
-        var ids = chat.ids
-        var trained = chat.trained
-        var start = chat.start
+        val ids = chat.ids
+        val trained = chat.trained
+        val start = chat.start
         if (ids.size > limit) {
             checkFit(ids.size - start, start)
-            val bos = leadingBos(ids, start)
-            val lost = ids.size - limit
-            if ((bos + lost - 1 until start).any { trained[it] }) trained = BooleanArray(ids.size) { it >= start && trained[it] }
-            trained = (trained.take(bos) + trained.drop(bos + lost)).toBooleanArray()
-            ids = without(ids, bos, lost)
-            start -= lost
+            throw BadRow("", "the last turns have ${ids.size} tokens; with max_length_tokens=$limit they do not fit whole", full)
         }
         if (!trained.drop(1).any { it }) throw BadRow("messages", "no assistant turn has a token that can be trained on")
         val labels = IntArray(ids.size) { if (trainOnPrompt || trained[it]) ids[it] else IGNORE }

@@ -22,6 +22,7 @@ sealed class Event(val kind: String) {
      * @property config what the run was started with, as JSON values.
      * @property identity the settings that make two runs the same run; a resume must have the same.
      * @property steps steps asked for.
+     * @property data what was read: the sequences.
      */
     data class Start(
         val config: Map<String, Any?>,
@@ -32,11 +33,13 @@ sealed class Event(val kind: String) {
         val modelSource: String,
         val modelSha256: String,
         val steps: Int,
+        val data: Map<String, Any?>,
         override val timeS: Double = now(),
     ) : Event("start") {
         override fun fields() = linkedMapOf(
             "schema" to SCHEMA_VERSION, "config" to config, "identity" to identity, "seed" to seed, "backend" to backend,
             "generator_backend" to generatorBackend, "model_source" to modelSource, "model_sha256" to modelSha256, "steps" to steps,
+            "data" to data,
         )
     }
 
@@ -83,7 +86,7 @@ sealed class Event(val kind: String) {
     ) : Event("evaluate") {
         override fun fields() = linkedMapOf(
             "step" to step, "loss" to loss, "accuracy" to accuracy, "f1" to null, "exact_match" to null,
-            "majority_share" to majorityShare, "rows" to rows, "seconds_s" to secondsS, "best" to best,
+            "majority_share" to majorityShare, "metric" to null, "metric_value" to null, "rows" to rows, "seconds_s" to secondsS, "best" to best,
         )
     }
 

@@ -14,8 +14,8 @@ class ArtifactInfo(val name: String, val folder: File, val sizeBytes: Long, val 
     /** The artifact itself, where it can be used. */
     val artifact: Artifact? get() = manifest?.let { Artifact(folder, it) }
 
-    /** Bytes of the program file, which the runtime maps. */
-    val programBytes: Long get() = manifest?.let { File(folder, it.program).length() } ?: 0
+    /** Bytes that the runtime maps, see [Artifact.mappedBytes]. */
+    val mappedBytes: Long get() = artifact?.mappedBytes ?: 0
 
     /** Working memory that the program plans, highest of its methods, without what delegates take. */
     val plannedBytes: Long get() = manifest?.plannedBytes ?: 0

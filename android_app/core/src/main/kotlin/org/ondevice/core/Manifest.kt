@@ -4,14 +4,21 @@ package org.ondevice.core
 enum class Role(val manifestName: String) {
     IDS("ids"), LABELS("labels"), STATE("state"), COUNTER("counter"), SEED("seed"), LEARNING_RATE("learning_rate"),
     CONSTANT("constant"), PROJECTED_GRADIENTS("projected_gradients"), LENGTH("length"), LOSSES("losses"),
-    NLL_SUM("nll_sum"), TOKENS("tokens"), LOGITS("logits"), SUM("sum");
+    NLL_SUM("nll_sum"), TOKENS("tokens"), LOGITS("logits"), SUM("sum"), FROZEN("frozen"), HIDDEN("hidden"),
+    GRADIENT("gradient"), TARGETS("targets"), TOKEN_SCALE("token_scale"), TILE_FIRST("tile_first"), TILE_SKIP("tile_skip"),
+    TILE_SUMS("tile_sums");
 
-    /** Whether a method may have several ports of this role, told apart by name. */
-    val isNamed: Boolean get() = this == STATE || this == COUNTER || this == CONSTANT
+    /** True where a method may have several ports of this role, told apart by name. */
+    val isNamed: Boolean get() = this == STATE || this == COUNTER || this == CONSTANT || this == TILE_SUMS || this == FROZEN
 }
 
 /** One input or output of a program method: a dense tensor of [shape]. */
 data class Port(val name: String, val role: Role, val dtype: DType, val shape: List<Int>, val unit: String = "") {
+    /** Elements. */
+    val count: Int get() = shape.fold(1) { product, length -> product * length }
+
+    fun lengths(): LongArray = LongArray(shape.size) { shape[it].toLong() }
+
     override fun toString(): String = "$name (${role.manifestName}) ${dtype.manifestName} $shape"
 }
 
@@ -64,9 +71,21 @@ data class AdapterEntry(
 }
 
 /**
+ * A program whose methods are functions of one block: the host calls them once a layer (docs/reference/block-programs.md).
+ *
+ * @property layers how often; `{layer}` in a frozen port's name stands for the number, and each state tensor is as many
+ *   equal ranges.
+ * @property weights the safetensors file of the frozen weights, each aligned to 64 bytes.
+ * @property vocab rows of the head, which its functions take tile by tile.
+ */
+data class BlocksInfo(val layers: Int, val weights: String, val vocab: Int)
+
+/**
  * The program's methods and its state: all that a session needs to run it without knowing the training method.
  *
- * @property methods `train_step` and `evaluate` are for the longest length; `<name>_<tokens>` for the others.
+ * @property blocks null where one method is a whole training step.
+ * @property methods of a whole step, `train_step` and `evaluate` are for the longest length; `<name>_<tokens>` for the
+ *   others.
  * @property batchCopies how often `train_step` takes a training batch, copy after copy; an evaluation hands in other
  *   rows instead.
  * @property evaluatesWith the method whose `nll_sum` and `tokens` are an evaluation's: `evaluate` or `train_step`.
@@ -74,6 +93,7 @@ data class AdapterEntry(
  * @property adapterSize elements of the flat adapter vector, padding included.
  */
 data class ProgramSpec(
+    val blocks: BlocksInfo?,
     val methods: Map<String, ProgramMethod>,
     val state: List<StateTensor>,
     val counters: List<Counter>,
@@ -88,6 +108,12 @@ data class ProgramSpec(
 ) {
     /** The state tensor that is the adapter; [ManifestCheck] has seen that there is one. */
     val adapter: StateTensor get() = state.single { it.isAdapter }
+
+    /** True where the program can say which token comes next. */
+    val generates: Boolean get() = (if (blocks == null) WholeSteps.NEXT_TOKEN else BlockSteps.HEAD_LOGITS) in methods
+
+    /** Files that a session needs beside the program: the state's first values, the frozen A, the weights. */
+    val files: List<String> get() = (state.map { it.first } + frozen + blocks?.weights).filterNotNull().distinct()
 }
 
 /** What of a method runs on which backend; [bytes] are the weights and constants of that part. */
@@ -148,6 +174,10 @@ data class Manifest(
         }
         return if (lengthTokens == longestTokens) kind else "${kind}_$lengthTokens"
     }
+
+    /** The method in which most of a training step is spent. */
+    val stepMethod: String
+        get() = if (spec.blocks == null) methodFor(WholeSteps.TRAIN_STEP, longestTokens) else BlockSteps.BACKWARD + BlockSteps.sizeOf(batchSize, longestTokens)
 
     /** The smallest length that holds [tokens], or null when none does. */
     fun lengthFor(tokens: Int): Int? = lengthsTokens.firstOrNull { it >= tokens }

@@ -9,7 +9,7 @@ internal object ManifestCheck {
     fun check(manifest: Manifest) {
         state(manifest.spec)
         layout(manifest.spec)
-        methods(manifest)
+        if (manifest.spec.blocks == null) methods(manifest) else BlocksCheck.check(manifest)
         names(manifest)
     }
 
@@ -70,9 +70,9 @@ internal object ManifestCheck {
             inputs(spec, evaluate, manifest.evalBatchSize, length)
             for (role in listOf(Role.NLL_SUM, Role.TOKENS)) outputs(spec, evaluate, role, manifest.evalBatchSize)
         }
-        if (Session.NEXT_TOKEN in spec.methods) {
-            inputs(spec, Session.NEXT_TOKEN, 1, manifest.longestTokens, labels = false)
-            outputs(spec, Session.NEXT_TOKEN, Role.LOGITS, null)
+        if (WholeSteps.NEXT_TOKEN in spec.methods) {
+            inputs(spec, WholeSteps.NEXT_TOKEN, 1, manifest.longestTokens, labels = false)
+            outputs(spec, WholeSteps.NEXT_TOKEN, Role.LOGITS, null)
         }
     }
 
@@ -82,13 +82,13 @@ internal object ManifestCheck {
             Storage.safeRelative(name) ?: throw wrong("files", "a path inside the artifact's folder", name)
             if (!HEX.matches(hash)) throw wrong("files.$name", "SHA-256 as 64 hexadecimal digits", hash)
         }
-        for (name in listOfNotNull(manifest.program, Artifact.TOKENIZER_FILE, manifest.spec.frozen) + manifest.spec.state.mapNotNull { it.first }) {
+        for (name in listOf(manifest.program, Artifact.TOKENIZER_FILE) + manifest.spec.files) {
             Storage.safeRelative(name) ?: throw wrong("program", "a path inside the artifact's folder", name)
             if (name !in manifest.files) throw wrong("files", "a SHA-256 of $name", "no entry for it")
         }
     }
 
-    private fun method(spec: ProgramSpec, name: String): ProgramMethod =
+    internal fun method(spec: ProgramSpec, name: String): ProgramMethod =
         spec.methods[name] ?: throw wrong("program_spec.methods", "a method $name", spec.methods.keys.joinToString(", "))
 
     private fun inputs(spec: ProgramSpec, name: String, rows: Int, length: Int, labels: Boolean = true) {
@@ -127,8 +127,8 @@ internal object ManifestCheck {
         }
     }
 
-    private const val TRAIN = "train_step"
+    private const val TRAIN = WholeSteps.TRAIN_STEP
 
-    private fun wrong(field: String, expected: String, received: Any) =
+    internal fun wrong(field: String, expected: String, received: Any) =
         artifactError("${ManifestReader.FILE_NAME}: field '$field'", expected, received, HINT)
 }

@@ -96,14 +96,15 @@ object ManifestReader {
 
     private fun programSpec(fields: Fields): ProgramSpec {
         val shape = fields.text("shape")
-        if (shape != "step") {
+        if (shape != "step" && shape != "blocks") {
             throw artifactError(
-                "the program is not one whole training step a call, which is all that this app runs", "program_spec.shape step", shape,
+                "the program is of a shape that this app does not run", "program_spec.shape step or blocks", shape,
                 "export it for android-cpu or android-npu",
             )
         }
         val methods = fields.fields("methods")
         return ProgramSpec(
+            blocks = if (shape == "step") null else BlocksInfo(fields.int("layers", COUNT), fields.text("weights"), fields.int("vocab", COUNT)),
             methods = methods.keys.associateWith { programMethod(methods.fields(it)) },
             state = fields.objects("state").map(::stateTensor),
             counters = fields.objects("counters").map { Counter(it.text("name"), it.oneOf("counts", "run_steps", "updates") == "updates") },
@@ -130,26 +131,40 @@ object ManifestReader {
         return StateTensor(name, dtype(fields), fields.ints("shape", COUNT), role == "adapter", fields.textOrNull("first"))
     }
 
-    private fun programMethod(fields: Fields) = ProgramMethod(
-        inputs = fields.objects("inputs").map(::port),
-        outputs = fields.objects("outputs").map(::port),
-        plannedBytes = fields.long("planned_bytes"),
-        ops = fields.texts("ops"),
-        delegates = fields.int("delegates"),
-        instructions = fields.int("instructions"),
-    )
+    private fun programMethod(fields: Fields): ProgramMethod {
+        fields.textOrNull("program")?.let {
+            throw artifactError(
+                "this app does not load a program for each layer", "functions in one program", it,
+                "export it with --quantize none or int8",
+            )
+        }
+        return ProgramMethod(
+            inputs = fields.objects("inputs").map(::port),
+            outputs = fields.objects("outputs").map(::port),
+            plannedBytes = fields.long("planned_bytes"),
+            ops = fields.texts("ops"),
+            delegates = fields.int("delegates"),
+            instructions = fields.int("instructions"),
+        )
+    }
 
     private fun port(fields: Fields): Port {
         val name = fields.textOrNull("role")
         val role = Role.values().firstOrNull { it.manifestName == name }
             ?: throw fields.wrong("role", Role.values().joinToString(", ") { it.manifestName }, name)
-        return Port(fields.text("name"), role, dtype(fields), fields.ints("shape", COUNT), fields.textOrNull("unit") ?: "")
+        return Port(fields.text("name"), role, if (role == Role.FROZEN) weightType(fields) else dtype(fields), fields.ints("shape", COUNT), fields.textOrNull("unit") ?: "")
     }
 
     private fun dtype(fields: Fields): DType {
         val name = fields.text("dtype")
-        return DType.values().firstOrNull { it.manifestName == name }
+        return listOf(DType.INT64, DType.FLOAT32).firstOrNull { it.manifestName == name }
             ?: throw fields.wrong("dtype", "int64 or float32, which the runtime's Java API hands over", name)
+    }
+
+    private fun weightType(fields: Fields): DType {
+        val name = fields.text("dtype")
+        return listOf(DType.FLOAT32, DType.INT8, DType.UINT8).firstOrNull { it.manifestName == name }
+            ?: throw fields.wrong("dtype", "float32, int8 or uint8 weights", name)
     }
 
     private fun adapterEntry(fields: Fields) = AdapterEntry(

@@ -35,10 +35,13 @@ data class Rules(
 enum class PauseCause { USER, HEAT, BATTERY, NOT_CHARGING, MEMORY, DISK }
 
 /**
- * One reason, in words for a person: what was measured and when training goes on.
- * Two reasons are the same when their causes are.
+ * One reason: what was measured and when training goes on. Two reasons are the same when their causes are.
+ *
+ * @property words in English, for the log.
+ * @property measured what was measured, for a screen's own language: thermal status, percent, [MemoryPressure] or bytes.
+ * @property limit where training goes on, in the unit of [measured]; null where there is no number.
  */
-class PauseReason(val cause: PauseCause, val words: String) {
+class PauseReason(val cause: PauseCause, val words: String, val measured: Any? = null, val limit: Any? = null) {
     override fun equals(other: Any?): Boolean = other is PauseReason && other.cause == cause
 
     override fun hashCode(): Int = cause.hashCode()
@@ -49,40 +52,42 @@ class PauseReason(val cause: PauseCause, val words: String) {
 /** Which rules a moment breaks: a pure function, with the hysteresis of what training is paused for already. */
 object PauseRules {
     /**
-     * @param pausedFor causes that hold training now; heat and charge must get better than where they stopped it.
+     * @param pausedFor causes that hold training now; heat, charge and memory must get better than where they stopped it.
      * @return reasons to be paused, in the order of [PauseCause]; empty when training may run. Never [PauseCause.USER].
      */
     fun reasons(health: Health, rules: Rules, pausedFor: Set<PauseCause> = emptySet()): Set<PauseReason> {
         val found = linkedSetOf<PauseReason>()
-        fun add(cause: PauseCause, words: String) = found.add(PauseReason(cause, words))
+        fun add(cause: PauseCause, words: String, measured: Any? = null, limit: Any? = null) = found.add(PauseReason(cause, words, measured, limit))
 
         health.thermalStatus?.let { status ->
             val limit = if (PauseCause.HEAT in pausedFor) rules.resumeBelowThermal else rules.pauseAtThermal
             if (status >= limit) {
                 val until = Thermal.word(rules.resumeBelowThermal)
-                add(PauseCause.HEAT, "the phone is hot (thermal status ${Thermal.word(status)}); goes on below $until")
+                add(PauseCause.HEAT, "the phone is hot (thermal status ${Thermal.word(status)}); goes on below $until", status, rules.resumeBelowThermal)
             }
         }
         health.batteryPercent?.let { percent ->
             val low = PauseCause.BATTERY in pausedFor
             val limit = if (low) rules.batteryResumePercent else rules.batteryFloorPercent
             if (!health.charging && percent < limit) {
-                add(PauseCause.BATTERY, "the battery is at $percent%; goes on from ${rules.batteryResumePercent}% or with a charger")
+                add(PauseCause.BATTERY, "the battery is at $percent%; goes on from ${rules.batteryResumePercent}% or with a charger", percent, rules.batteryResumePercent)
             }
         }
         if (rules.onlyWhileCharging && !health.charging) {
             add(PauseCause.NOT_CHARGING, "no charger is connected, and you chose to train only while charging")
         }
         rules.pauseAtMemory?.let { limit ->
-            if (health.memoryPressure >= limit) {
+            // A pause gives memory back, and the next step takes it again: go on only when there is some to spare.
+            val below = if (limit > MemoryPressure.MODERATE) MemoryPressure.values()[limit.ordinal - 1] else limit
+            if (health.memoryPressure >= (if (PauseCause.MEMORY in pausedFor) below else limit)) {
                 val level = health.memoryPressure.name.lowercase()
-                add(PauseCause.MEMORY, "other apps need memory (pressure $level); goes on below ${limit.name.lowercase()}")
+                add(PauseCause.MEMORY, "other apps need memory (pressure $level); goes on below ${below.name.lowercase()}", health.memoryPressure, below)
             }
         }
         health.freeDiskBytes?.let { free ->
             if (free < rules.diskFloorBytes) {
                 val mib = { bytes: Long -> "${bytes shr 20} MiB" }
-                add(PauseCause.DISK, "only ${mib(free)} of storage are free; goes on from ${mib(rules.diskFloorBytes)}")
+                add(PauseCause.DISK, "only ${mib(free)} of storage are free; goes on from ${mib(rules.diskFloorBytes)}", free, rules.diskFloorBytes)
             }
         }
         return found

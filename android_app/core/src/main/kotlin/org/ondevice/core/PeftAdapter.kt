@@ -25,11 +25,7 @@ class PeftAdapter(private val artifact: Artifact) {
      * @throws OndeviceException [ErrorKind.TRAINING] when a value is not finite.
      */
     fun write(flat: FloatArray, folder: File) {
-        if (flat.any { !it.isFinite() }) {
-            throw OndeviceException(
-                ErrorKind.TRAINING, "the adapter has values that are no numbers", "finite values", "inf or nan", "train with a lower learning rate",
-            )
-        }
+        checkFinite(flat)
         val tensors = tensors(flat)
         val metadata = linkedMapOf("format" to "pt", DIGEST_KEY to digest(tensors))
         val file = Safetensors(tensors.mapKeys { PREFIX + it.key }, metadata)
@@ -136,6 +132,13 @@ class PeftAdapter(private val artifact: Artifact) {
         private const val DIGEST_KEY = "ondevice.tensors_sha256"
         private const val A_ERROR = 1e-6f
         private const val OTHER = "use an adapter that this artifact made"
+
+        internal fun checkFinite(flat: FloatArray) {
+            if (flat.all { it.isFinite() }) return
+            throw OndeviceException(
+                ErrorKind.TRAINING, "the adapter has values that are no numbers", "finite values", "inf or nan", "train with a lower learning rate",
+            )
+        }
 
         /** SHA-256 over names, shapes and float32 values, as `ondevice/artifact/adapter.py` takes it. */
         internal fun digest(tensors: Map<String, StoredTensor>): String {

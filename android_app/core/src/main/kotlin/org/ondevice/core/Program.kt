@@ -3,7 +3,8 @@ package org.ondevice.core
 import java.io.Closeable
 
 /**
- * The exported program. On the phone it is `org.pytorch.executorch.Module`; one [execute] is one whole step.
+ * The exported program. On the phone it is `org.pytorch.executorch.Module`; one [execute] is one whole step, or one
+ * function of a block.
  *
  * Calls come from one thread. Inputs have the dtypes and shapes of the manifest's ports, in their order;
  * so must the outputs. An implementation loads a method at its first call. Every loaded method of an XNNPACK

@@ -215,6 +215,7 @@ internal class TrainRun(
         ),
         identity = identity, seed = seed, backend = session.backend, generatorBackend = session.generatorBackend,
         modelSource = manifest.modelSource, modelSha256 = manifest.modelSha256, steps = settings.steps,
+        data = mapOf("train" to mapOf("sequences" to data.batches.sequences)),
     )
 
     private fun identity(): Map<String, Any?> {

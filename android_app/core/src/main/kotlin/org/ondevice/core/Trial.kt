@@ -9,8 +9,8 @@ class RankedAnswer(val answer: String, val share: Double, val meanLogLikelihood:
 /** What one adapter makes of a prompt: ranked answers, or the text that it wrote. */
 class TrialSide(val ranked: List<RankedAnswer>, val text: String?)
 
-/** The 'try' screen: the base model and the trained adapter side by side. */
-class TrialResult(val before: TrialSide, val after: TrialSide)
+/** The 'try' screen: the base model, or another adapter, and the trained one side by side; null while it is to come. */
+class TrialResult(val before: TrialSide, val after: TrialSide?)
 
 /**
  * Tries a prompt before and after training.
@@ -22,8 +22,19 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
     /** The adapter that a run starts from: it changes nothing of the base model. */
     private val untrained: FloatArray by lazy { session.artifact.first(session.manifest.spec.adapter).floats() }
 
-    /** Whether the program can write. */
+    /** True where the program can write. */
     val canGenerate: Boolean get() = session.generates
+
+    private val chat: ChatTemplate? by lazy {
+        try {
+            tokenizer.chatTemplate?.let(ChatTemplate::of)
+        } catch (_: OndeviceException) { // one that the app does not render
+            null
+        }
+    }
+
+    /** True where a prompt can be put as a user's turn of the model's own chat template. */
+    val canChat: Boolean get() = chat != null
 
     /** The task's prompt for the texts of its columns, and its answers; null when the artifact is of no task with classes. */
     fun ofTask(fields: Map<String, String>): Pair<String, List<String>>? {
@@ -38,47 +49,66 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
     }
 
     /**
-     * Score [candidates] as continuations of [prompt], with the base model and with [adapter].
+     * Score [candidates] as continuations of [prompt], with [other] (the base model unless given) and with [adapter].
      *
      * @throws OndeviceException [ErrorKind.DATA] when nothing is given or an answer does not fit the program.
      */
-    fun judge(prompt: String, candidates: List<String>, adapter: FloatArray): TrialResult {
+    fun judge(prompt: String, candidates: List<String>, adapter: FloatArray, other: FloatArray = untrained): TrialResult {
         if (candidates.isEmpty()) throw dataError("there is no answer to judge", "one answer or more", "none", "write some answers to compare")
         val row = Row(line = 1, pairs = candidates.map { prompt to it }, gold = 0, end = false)
         val encoder = Encoder(tokenizer, session.manifest.longestTokens)
         val item = encoder.encode(Rows("the prompt", Format.MULTIPLE_CHOICE, listOf(row), emptyList())).items[0]
         val evaluator = Evaluator(listOf(item), tokenizer.padId)
         val side = { flat: FloatArray -> TrialSide(ranked(candidates, evaluator.run(session, flat)!!.predictions[0].scores), null) }
-        return TrialResult(side(untrained), side(adapter))
+        return TrialResult(side(other), side(adapter))
     }
 
     /**
-     * Write an answer to [prompt] with the base model and with [adapter].
+     * Write an answer to [prompt] with [other] (the base model unless given) and with [adapter].
      *
+     * @param asChat put the prompt as a user's turn; only where [canChat].
+     * @param onText told of what is written so far after every token, on the calling thread.
      * @param maxTokens longest answer.
      * @param temperature 0 takes the most likely token; above, tokens are drawn with [seed].
-     * @param shouldStop asked before every token.
+     * @param shouldStop asked before every token; what is written by then is the answer.
      */
     fun generate(
         prompt: String,
         adapter: FloatArray,
+        other: FloatArray = untrained,
+        asChat: Boolean = false,
         maxTokens: Int = 32,
         temperature: Float = 0f,
         seed: Long = 0,
         shouldStop: () -> Boolean = { false },
+        onText: (TrialResult) -> Unit = {},
     ): TrialResult {
         if (!canGenerate) {
             val methods = session.manifest.spec.methods.keys.joinToString(", ")
-            throw artifactError("the program cannot write text", "a method ${Session.NEXT_TOKEN}", methods, "score answers instead")
+            throw artifactError("the program cannot write text", "a program exported with export.next_token", methods, "score answers instead")
         }
-        val side = { flat: FloatArray -> TrialSide(emptyList(), write(prompt, flat, maxTokens, temperature, Random(seed), shouldStop)) }
-        return TrialResult(side(untrained), side(adapter))
+        val ids = ids(prompt, asChat)
+        val writer = { flat: FloatArray, told: (TrialSide) -> Unit ->
+            TrialSide(emptyList(), write(ids, flat, maxTokens, temperature, Random(seed), shouldStop) { told(TrialSide(emptyList(), it)) })
+        }
+        val before = writer(other) { onText(TrialResult(it, null)) }
+        return TrialResult(before, writer(adapter) { onText(TrialResult(before, it)) })
     }
 
-    private fun write(prompt: String, flat: FloatArray, maxTokens: Int, temperature: Float, random: Random, shouldStop: () -> Boolean): String {
-        val columns = session.manifest.spec.methods.getValue(Session.NEXT_TOKEN).inputs.first { it.role == Role.IDS }.shape.last()
-        var ids = tokenizer.encode(prompt, addSpecialTokens = true)
+    private fun ids(prompt: String, asChat: Boolean): IntArray {
+        val template = if (asChat) chat ?: throw artifactError("the model has no chat template that the app can render", hint = "write without it") else null
+        if (template != null && prompt.isBlank()) throw dataError("the prompt is empty", hint = "write something for the model to answer")
+        val ids = if (template == null) tokenizer.encode(prompt, addSpecialTokens = true)
+        else tokenizer.encode(template.render(listOf(Turn("user", prompt)), ask = true), addSpecialTokens = false)
         if (ids.isEmpty()) throw dataError("the prompt is empty", hint = "write something for the model to continue")
+        return ids
+    }
+
+    private fun write(
+        prompt: IntArray, flat: FloatArray, maxTokens: Int, temperature: Float, random: Random, shouldStop: () -> Boolean, onText: (String) -> Unit,
+    ): String {
+        val columns = session.nextTokenColumns
+        var ids = prompt
         val answer = IntList()
         while (answer.size < maxTokens && !shouldStop()) {
             if (ids.size > columns) ids = ids.copyOfRange(ids.size - columns, ids.size)
@@ -87,6 +117,7 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
             if (next == tokenizer.eosId) break
             answer.add(next)
             ids += next
+            onText(tokenizer.decode(answer.toArray()))
         }
         return tokenizer.decode(answer.toArray())
     }

@@ -13,8 +13,8 @@ object Fixtures {
     }
     val artifact: File by lazy { folder.let { File(property("ondevice.artifact")) } }
 
-    /** Of a program with exact gradients, an optimizer's vectors and a trained A, for the same data. */
-    val exact: File by lazy { File(folder, "exact") }
+    /** Of a block program for the same data: exact gradients, an optimizer's vectors, a trained A, weights in a file of their own. */
+    val blocks: File by lazy { File(folder, "blocks") }
     val root: File by lazy { File(property("ondevice.root")).canonicalFile }
     val python: String by lazy { property("ondevice.python") }
 

@@ -8,6 +8,20 @@ import java.io.File
 
 /** Small arithmetic that has to be Python's, and files that have to be whole. */
 class NumbersTest {
+    @Test
+    fun rowsKeptBackAreDrawnByTheSeed() {
+        val cases = (Fixtures.json("numbers.json") as Map<*, *>)["held_out"] as List<*>
+        for (case in cases.map { it as Map<*, *> }) {
+            val rows = (case["rows"] as Long).toInt()
+            assertEquals(Fixtures.ints(case["kept"]).toList(), HeldOut.rows(rows, case["seed"] as Long).toList(), "$rows rows")
+        }
+        val items = List(40) { Item(Example(intArrayOf(it), intArrayOf(it)), line = it) }
+        val (train, kept) = HeldOut.split(items, 7)
+        assertEquals(4 to 36, kept.size to train.size)
+        assertEquals((0 until 40).toSet(), (train + kept).map { it.line }.toSet())
+        assertTrue(kept.map { it.line } != (36 until 40).toList())
+    }
+
     @Suppress("UNCHECKED_CAST")
     private fun cases(name: String) = (Fixtures.json("numbers.json") as Map<*, *>)[name] as List<Map<String, Any?>>
 
@@ -26,7 +40,7 @@ class NumbersTest {
     fun meansAreThoseOfNumpy() {
         for (case in cases("means")) {
             val values = (case["values"] as List<*>).map { (it as Number).toFloat() }.toFloatArray()
-            assertEquals((case["mean"] as Number).toFloat().toRawBits(), Session.mean(values).toRawBits(), "${values.size} values")
+            assertEquals((case["mean"] as Number).toFloat().toRawBits(), Means.mean(values).toRawBits(), "${values.size} values")
         }
     }
 

@@ -8,7 +8,10 @@ import java.io.IOException
 import java.nio.ByteBuffer
 import java.nio.ByteOrder
 
-/** The real program, run by the ExecuTorch runtime of a Python process (`tests/android/program_server.py`). */
+/**
+ * The real program, run by the ExecuTorch runtime of a Python process (`tests/android/program_server.py`). Frozen weights
+ * do not go through the pipe: that process maps the same file and is told which rows.
+ */
 class PipeProgram(artifact: File, python: String, root: File) : Program {
     private val errors = File.createTempFile("program-server", ".log").also { it.deleteOnExit() }
     private val process = ProcessBuilder(python, File(root, "tests/android/program_server.py").path, artifact.path)
@@ -19,8 +22,8 @@ class PipeProgram(artifact: File, python: String, root: File) : Program {
     private val out = BufferedOutputStream(process.outputStream, 1 shl 16)
     private val input = DataInputStream(BufferedInputStream(process.inputStream, 1 shl 16))
 
-    /** Names of the methods that were run, in order. */
-    val calls = ArrayList<String>()
+    /** Names of the methods that were run. */
+    val calls = LinkedHashSet<String>()
     var unloads = 0
         private set
 
@@ -37,7 +40,14 @@ class PipeProgram(artifact: File, python: String, root: File) : Program {
         val name = method.toByteArray()
         out.write(little(8 + name.size) { putInt(name.size).put(name).putInt(inputs.size) })
         for (tensor in inputs) {
-            out.write(little(5 + 4 * tensor.shape.size + tensor.count * tensor.dtype.bytes) {
+            tensor.mapped?.let { rows ->
+                val text = rows.name.toByteArray()
+                out.write(little(13 + text.size + 4 * tensor.shape.size) {
+                    put(2).putInt(tensor.shape.size)
+                    tensor.shape.forEach { putInt(it.toInt()) }
+                    putInt(text.size).put(text).putInt(rows.firstRow)
+                })
+            } ?: out.write(little(5 + 4 * tensor.shape.size + tensor.count * tensor.dtype.bytes) {
                 put(if (tensor.dtype == DType.INT64) 0 else 1).putInt(tensor.shape.size)
                 tensor.shape.forEach { putInt(it.toInt()) }
                 if (tensor.dtype == DType.INT64) tensor.longs().forEach { putLong(it) } else tensor.floats().forEach { putFloat(it) }

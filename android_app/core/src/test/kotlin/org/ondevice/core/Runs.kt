@@ -5,7 +5,7 @@ import java.io.File
 /** The programs that the same tests run, and what Python made of them: its run's folder and its answers. */
 enum class Exported(val folder: () -> File, val run: String, val answers: String) {
     ZEROTH_ORDER({ Fixtures.artifact }, "run", "answers.json"),
-    EXACT({ Fixtures.exact }, "exact run", "exact answers.json");
+    BLOCKS({ Fixtures.blocks }, "blocks run", "blocks answers.json");
 
     val artifact: Artifact by lazy { Artifact.open(folder()) }
     val manifest: Manifest get() = artifact.manifest

@@ -28,11 +28,11 @@ def matrix(
 ) -> Matrix:
     """In a group of its own."""
     group = Group(plane or Plane(), "cpu")
-    made = Matrix(
+    projection = Matrix(
         "w", (m, n), number, ProjectorConfig(subspace=size, nonzeros=nonzeros, **{"learned": True, **config}), 5, group
     )
-    made.gradient = torch.zeros(made.sizes)
-    return made
+    projection.gradient = torch.zeros(projection.sizes)
+    return projection
 
 
 def larger() -> Plane:
@@ -50,32 +50,32 @@ left one of the last."""
 def members(plane: Plane, shapes: list[tuple[int, int]] = MEMBERS, first: int = 0, device: str = "cpu") -> list[Matrix]:
     """Matrices of one group."""
     group, config = Group(plane, device), ProjectorConfig(subspace=12, nonzeros=5, threshold=0.0, learned=True)
-    made = [Matrix(f"w{i}", shape, first + i, config, 5, group) for i, shape in enumerate(shapes)]
-    for one in made:
+    collected = [Matrix(f"w{i}", shape, first + i, config, 5, group) for i, shape in enumerate(shapes)]
+    for one in collected:
         one.gradient = torch.zeros(one.sizes)
-    return made
+    return collected
 
 
 def shows(group: list[Matrix], dtype: Any) -> None:
     """Dense projectors of all members are there together, and are right to the bit."""
-    pairs = [one.dense_pair(dtype) for one in reversed(group)][::-1]
+    pairs = [one.dense_projectors(dtype) for one in reversed(group)][::-1]
     for one, pair in zip(group, pairs, strict=True):
-        for side, found in zip((one.left, one.right), pair, strict=True):
-            assert (found is None) == side.exact == (side.rows <= 12)
-            if found is not None:
-                assert found.dtype == dtype
-                assert torch.equal(found, table(side).to(dtype))
+        for side, actual in zip((one.left, one.right), pair, strict=True):
+            assert (actual is None) == side.exact == (side.rows <= 12)
+            if actual is not None:
+                assert actual.dtype == dtype
+                assert torch.equal(actual, table(side).to(dtype))
 
 
-def projected(made: Matrix, gradient: Tensor) -> Tensor:
-    p, q = sides(made.left, made.right)
+def projected(built: Matrix, gradient: Tensor) -> Tensor:
+    p, q = sides(built.left, built.right)
     return p.T @ gradient.double() @ q
 
 
-def changed(made: Matrix, base: Tensor, change: Tensor, decay: float) -> Tensor:
-    p, q = sides(made.left, made.right)
+def changed(built: Matrix, base: Tensor, change: Tensor, decay: float) -> Tensor:
+    p, q = sides(built.left, built.right)
     gain = 1.0
-    for side, dense in ((made.left, p), (made.right, q)):
+    for side, dense in ((built.left, p), (built.right, q)):
         if not side.exact:
             gain *= float(dense.square().sum() / len(dense)) ** -0.5
     return decay * base.double() + gain * p @ change.double() @ q.T

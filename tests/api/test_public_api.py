@@ -19,11 +19,11 @@ for _ in range(2):
 try:
     ondevice.train(ondevice.RunConfig.load(None, {"model.source": "tiny:llama"}))
 except ondevice.OndeviceError as error:
-    found = [error.message]
+    names = [error.message]
 import ondevice.training.loop, ondevice.training.events as events
-found += [ondevice.training.loop.run_loop.__name__, events.Step.kind]
+names += [ondevice.training.loop.run_loop.__name__, events.Step.kind]
 plan = ondevice.plan("tiny:llama", ondevice.method_config("prge"), batch_size=1, length_tokens=16)
-found += [plan.model]
+names += [plan.model]
 """
 EACH = """
 import json, sys
@@ -33,7 +33,7 @@ for order, code in json.loads(sys.argv[1]).items():
         del sys.modules[name]  # the package is imported anew, what it needs is not
     place = {}
     exec(code, place)
-    answers[order] = place["found"]
+    answers[order] = place["names"]
 print(json.dumps(answers))
 """
 

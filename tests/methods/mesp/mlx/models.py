@@ -31,7 +31,7 @@ def matrix(outputs: int, inputs: int, bits: int | None) -> dict[str, Any]:
     return dict(zip(("weight", "scales", "biases"), mx.quantize(weight, group_size=64, bits=bits)))
 
 
-def made(
+def random_model(
     sizes: ModelDims, target_modules: tuple[str, ...] = ALL, rank: int = 4, bits: int | None = None, seed: int = 0,
     loss_tiles: int = 3, loss_chunk_tokens: int | None = None, clear: bool = True, **settings: Any,
 ) -> Model:  # fmt: skip
@@ -64,16 +64,16 @@ def made(
 
 def gradients(model: Model, how: Any, ids: np.ndarray, labels: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
     """Mean loss, and every gradient: `0.q_proj.A`. Each arises once."""
-    found: dict[str, np.ndarray] = {}
+    by_name: dict[str, np.ndarray] = {}
 
     def on_gradient(layer: int, target: str, a: Any, b: Any) -> None:
         for side, value in (("A", a), ("B", b)):
-            assert f"{layer}.{target}.{side}" not in found
+            assert f"{layer}.{target}.{side}" not in by_name
             assert value.dtype == mx.float32
-            found[f"{layer}.{target}.{side}"] = np.array(value)
+            by_name[f"{layer}.{target}.{side}"] = np.array(value)
 
     labelled = int((labels[:, 1:] >= 0).sum())
-    return how(model, ids, labels, labelled, on_gradient) / labelled, found
+    return how(model, ids, labels, labelled, on_gradient) / labelled, by_name
 
 
 def tokens(rows: int, length: int, vocab: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -90,6 +90,6 @@ def tokens(rows: int, length: int, vocab: int, seed: int = 0) -> tuple[np.ndarra
     return ids, labels
 
 
-def error(found: np.ndarray, expected: np.ndarray) -> float:
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Relative, in the Euclidean norm."""
-    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-12))
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-12))

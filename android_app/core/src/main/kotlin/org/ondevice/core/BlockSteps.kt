@@ -1,0 +1,187 @@
+package org.ondevice.core
+
+import java.io.File
+import kotlin.math.ln
+
+/**
+ * A program whose methods are functions of one block: the host walks the layers, and hands in weights where the file is
+ * mapped. `exporters/executorch/blocks.py` is the same walk in Python; docs/reference/block-programs.md describes it.
+ *
+ * A step is embedding, every block forward, the head tile by tile over labelled positions, and every block backward with
+ * its update. Only block inputs, the adapter and the optimizer's vectors are this process's memory. N is rows times
+ * tokens, D the model's width, C the positions that the head takes at once.
+ *
+ * @throws OndeviceException [ErrorKind.ARTIFACT]: the weights file is damaged or of another model.
+ */
+internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
+    private val manifest = artifact.manifest
+    private val spec = manifest.spec
+    private val info = spec.blocks!!
+    private val layers = info.layers
+    private val methods = Methods(spec, program)
+    private val weights = MappedWeights(File(artifact.folder, info.weights))
+    private val headRows: Int
+    private val width: Int
+
+    /** A tile of the head, from [firstRow] on; no tile before had the rows from [start] on. All have the same number. */
+    private class Tile(val firstRow: Int, val start: Int)
+
+    private val tiles: List<Tile>
+
+    init {
+        val hidden = spec.methods.getValue(HEAD_SUMS).inputs.first { it.role == Role.HIDDEN }
+        headRows = hidden.shape[0]
+        width = hidden.shape[1]
+        val rows = tileRows(spec)
+        tiles = (0 until info.vocab step rows).map { Tile(minOf(it, info.vocab - rows), it) }
+        for (port in spec.methods.values.flatMap { it.inputs }.filter { it.role == Role.FROZEN }.distinct()) {
+            for (layer in if (LAYER in port.name) 0 until layers else 0..0) weights.check(port, nameOf(port, layer))
+        }
+    }
+
+    override fun step(state: State, batch: Batch, scalars: Map<Key, Tensor>): Stepped {
+        val size = size(manifest.batchSize, batch.rows, batch.lengthTokens)
+        val inputs = ArrayList<Tensor>()
+        val last = forward(state, batch.ids, size, inputs)
+        val head = head(last.floats(), batch, gradient = true)
+        val loss = Means.sum(head.nll).toDouble() / maxOf(1L, head.tokens.sum())
+        if (!loss.isFinite() || !isFinite(head.gradient!!)) throw notFinite("the loss is not finite", "$loss")
+        val next = spec.state.associate { it.name to FloatArray(it.shape[0]) }
+        var gradient = vector(head.gradient)
+        for (layer in layers - 1 downTo 0) {
+            val given = scalars + mapOf(Key(Role.HIDDEN) to inputs.removeAt(layer), Key(Role.GRADIENT) to gradient)
+            val outputs = block("$BACKWARD$size", given, state, layer)
+            gradient = outputs.getValue(Key(Role.GRADIENT))
+            for ((name, values) in next) {
+                val range = outputs.getValue(Key(Role.STATE, name)).floats()
+                if (!isFinite(range)) throw notFinite("the gradient of layer $layer is not finite", "values in its $name that are no numbers")
+                range.copyInto(values, layer * range.size)
+            }
+        }
+        return Stepped(StepResult(loss, floatArrayOf(loss.toFloat()), FloatArray(0)), next.mapValues { vector(it.value) })
+    }
+
+    override fun evaluate(state: State, batch: Batch, scalars: Map<Key, Tensor>): RowLosses {
+        val last = forward(state, batch.ids, size(manifest.evalBatchSize, batch.rows, batch.lengthTokens), null)
+        return head(last.floats(), batch, gradient = false).let { RowLosses(it.nll, it.tokens) }
+    }
+
+    override val nextTokenColumns: Int get() = manifest.longestTokens
+
+    override fun nextToken(state: State, ids: LongArray, length: Int): FloatArray {
+        val last = forward(state, ids, size(1, 1, ids.size), null).floats()
+        val hidden = vector(last.copyOfRange((length - 1) * width, length * width))
+        val logits = FloatArray(info.vocab)
+        for (tile in tiles) {
+            val values = block(HEAD_LOGITS, mapOf(Key(Role.HIDDEN) to hidden), emptyMap(), firstRow = tile.firstRow).getValue(Key(Role.LOGITS))
+            values.floats().copyInto(logits, tile.firstRow)
+        }
+        return logits
+    }
+
+    private fun size(expected: Int, rows: Int, tokens: Int): String {
+        if (rows != expected) throw artifactError("the program takes $expected rows", expected, rows)
+        if (tokens !in manifest.lengthsTokens) {
+            throw artifactError("the program has no method for $tokens tokens", "a length among ${manifest.lengthsTokens}", tokens)
+        }
+        return sizeOf(rows, tokens)
+    }
+
+    /** The last block's output [N, D]; the input of every block goes into [inputs] if there is one. */
+    private fun forward(state: State, ids: LongArray, size: String, inputs: MutableList<Tensor>?): Tensor {
+        val tokens = mapOf(Key(Role.IDS) to Tensor.of(ids, ids.size.toLong()))
+        var hidden = block("$EMBED$size", tokens, state).getValue(Key(Role.HIDDEN))
+        for (layer in 0 until layers) {
+            inputs?.add(hidden)
+            hidden = block("$FORWARD$size", mapOf(Key(Role.HIDDEN) to hidden), state, layer).getValue(Key(Role.HIDDEN))
+        }
+        return hidden
+    }
+
+    private class Head(val nll: FloatArray, val tokens: LongArray, val gradient: FloatArray?)
+
+    /**
+     * Each row's summed negative log likelihood and labelled tokens, and the mean loss's gradient of [x] [N, D].
+     *
+     * Only positions with a label go through the head, [headRows] at a time; the last of them are filled up with rows of
+     * weight 0.
+     */
+    private fun head(x: FloatArray, batch: Batch, gradient: Boolean): Head {
+        val length = batch.lengthTokens
+        val places = (0 until batch.rows * length).filter { it % length < length - 1 && batch.labels[it + 1] != IGNORE.toLong() }
+        val nll = FloatArray(batch.rows)
+        val tokens = LongArray(batch.rows)
+        for (place in places) tokens[place / length]++
+        val g = if (gradient) FloatArray(x.size) else null
+        for (part in places.chunked(headRows)) {
+            val hidden = FloatArray(headRows * width)
+            for ((row, place) in part.withIndex()) x.copyInto(hidden, row * width, place * width, (place + 1) * width)
+            val given = mutableMapOf(
+                Key(Role.HIDDEN) to vector(hidden),
+                Key(Role.TARGETS) to Tensor.of(LongArray(headRows) { if (it < part.size) batch.labels[part[it] + 1] else -1L }, headRows.toLong()),
+                Key(Role.TOKEN_SCALE) to vector(FloatArray(headRows) { if (it < part.size) (1.0 / places.size).toFloat() else 0f }),
+            )
+            val sums = SUMS.associateWith { name -> vector(FloatArray(headRows) { if (name == SUMS[0]) LOWEST else 0f }) }
+            for ((name, tensor) in sums) given[Key(Role.TILE_SUMS, name)] = tensor
+            for (tile in tiles) given.putAll(tile(HEAD_SUMS, given, tile))
+            val (maximum, total, wanted) = SUMS.map { given.getValue(Key(Role.TILE_SUMS, it)).floats() }
+            for ((row, place) in part.withIndex()) nll[place / length] += maximum[row] + ln(total[row].toDouble()).toFloat() - wanted[row]
+            if (g == null) continue
+            given[Key(Role.GRADIENT)] = vector(FloatArray(headRows * width))
+            for (tile in tiles) given.putAll(tile(HEAD_GRADIENT, given, tile))
+            val found = given.getValue(Key(Role.GRADIENT)).floats()
+            for ((row, place) in part.withIndex()) found.copyInto(g, place * width, row * width, (row + 1) * width)
+        }
+        return Head(nll, tokens, g)
+    }
+
+    private fun tile(name: String, given: Map<Key, Tensor>, tile: Tile): Map<Key, Tensor> {
+        val place = mapOf(Key(Role.TILE_FIRST) to scalar(tile.firstRow.toLong()), Key(Role.TILE_SKIP) to scalar((tile.start - tile.firstRow).toLong()))
+        return block(name, given + place, emptyMap(), firstRow = tile.firstRow)
+    }
+
+    /**
+     * Run a function; its outputs by role.
+     *
+     * @param layer whose weights and ranges of the state go in.
+     * @param firstRow of a table at which the tile begins.
+     */
+    private fun block(name: String, given: Map<Key, Tensor>, state: State, layer: Int = 0, firstRow: Int = 0): Map<Key, Tensor> =
+        methods.call(name) { port ->
+            when (port.role) {
+                Role.FROZEN -> weights.tensor(port, nameOf(port, layer), firstRow)
+                Role.STATE -> state.getValue(port.name).floats().let { all -> vector(all.copyOfRange(layer * port.shape[0], (layer + 1) * port.shape[0])) }
+                else -> given.getValue(Key.of(port)).reshaped(port.lengths())
+            }
+        }
+
+    private fun nameOf(port: Port, layer: Int) = port.name.replace(LAYER, "$layer")
+
+    private fun notFinite(what: String, received: String) = OndeviceException(
+        ErrorKind.TRAINING, "$what; nothing was updated", "a finite number", received,
+        "start a run with a lower learning rate; what this run saved is kept",
+    )
+
+    companion object {
+        const val EMBED = "embed_"
+        const val FORWARD = "block_forward_"
+        const val BACKWARD = "block_backward_"
+        const val HEAD_SUMS = "head_sums"
+        const val HEAD_GRADIENT = "head_gradient"
+        const val HEAD_LOGITS = "head_logits"
+        const val LAYER = "{layer}"
+
+        /** Largest logit so far, sum of exponentials below it, the target's logit. */
+        val SUMS = listOf("maximum", "total", "wanted")
+
+        /** The largest logit before the first tile. */
+        private const val LOWEST = -1e30f
+
+        fun sizeOf(rows: Int, tokens: Int) = "${rows}x$tokens"
+
+        /** Rows of the vocabulary that a tile has. */
+        fun tileRows(spec: ProgramSpec): Int = spec.methods.getValue(HEAD_SUMS).inputs.last { it.role == Role.FROZEN }.shape[0]
+
+        private fun isFinite(values: FloatArray): Boolean = values.all { it.isFinite() }
+    }
+}

@@ -1,0 +1,87 @@
+package org.ondevice.core
+
+/** What must agree in the manifest of a block program, so that a wrong one is refused before a step. */
+internal object BlocksCheck {
+    private val ONE = listOf(1)
+
+    fun check(manifest: Manifest) {
+        val spec = manifest.spec
+        val layers = spec.blocks!!.layers
+        for (tensor in spec.state) {
+            if (tensor.shape.size != 1 || tensor.shape[0] % layers != 0) {
+                throw ManifestCheck.wrong("program_spec.state.${tensor.name}", "$layers equal ranges", tensor.shape)
+            }
+        }
+        if (manifest.lengthsTokens.isEmpty()) throw ManifestCheck.wrong("lengths_tokens", "at least one length", "none")
+        val sums = ManifestCheck.method(spec, BlockSteps.HEAD_SUMS)
+        val rows = sums.inputs.firstOrNull { it.role == Role.HIDDEN }?.shape
+        if (rows?.size != 2) throw ManifestCheck.wrong("program_spec.methods.${BlockSteps.HEAD_SUMS}.inputs", "hidden states of a number of positions", sums.inputs)
+        val tile = sums.inputs.lastOrNull { it.role == Role.FROZEN }?.shape ?: emptyList()
+        if (tile.isEmpty() || tile[0] > spec.blocks.vocab) {
+            throw ManifestCheck.wrong("program_spec.methods.${BlockSteps.HEAD_SUMS}.inputs", "a tile of at most ${spec.blocks.vocab} rows", tile)
+        }
+        Shapes(spec, rows!!, tile[0]).check(manifest)
+    }
+
+    private class Shapes(val spec: ProgramSpec, val head: List<Int>, val tileRows: Int) {
+        private val writes = BlockSteps.HEAD_LOGITS in spec.methods
+        private val width = head[1]
+
+        fun check(manifest: Manifest) {
+            for (length in manifest.lengthsTokens) {
+                val alone = if (writes && length == manifest.longestTokens) setOf(1) else emptySet()
+                for (rows in setOf(manifest.batchSize, manifest.evalBatchSize) + alone) {
+                    val size = BlockSteps.sizeOf(rows, length)
+                    val hidden = listOf(rows * length, width)
+                    method("${BlockSteps.EMBED}$size", hidden, listOf(rows, length), Role.IDS to 1, gives = setOf(Role.HIDDEN))
+                    method("${BlockSteps.FORWARD}$size", hidden, null, Role.HIDDEN to 1, Role.STATE to 1, gives = setOf(Role.HIDDEN))
+                }
+                val hidden = listOf(manifest.batchSize * length, width)
+                val state = spec.state.size
+                val takes = arrayOf(Role.HIDDEN to 1, Role.GRADIENT to 1, Role.STATE to state)
+                method("${BlockSteps.BACKWARD}${BlockSteps.sizeOf(manifest.batchSize, length)}", hidden, null, *takes, gives = setOf(Role.GRADIENT, Role.STATE))
+            }
+            val places = arrayOf(Role.HIDDEN to 1, Role.TARGETS to 1, Role.TILE_FIRST to 1, Role.TILE_SKIP to 1, Role.TILE_SUMS to BlockSteps.SUMS.size)
+            method(BlockSteps.HEAD_SUMS, head, null, *places, gives = setOf(Role.TILE_SUMS))
+            method(BlockSteps.HEAD_GRADIENT, head, null, *places, Role.TOKEN_SCALE to 1, Role.GRADIENT to 1, gives = setOf(Role.GRADIENT))
+            if (writes) method(BlockSteps.HEAD_LOGITS, listOf(1, width), null, Role.HIDDEN to 1, gives = setOf(Role.LOGITS))
+        }
+
+        /** The method takes these roles as often as said, gives those, and all have the shapes that the host has. */
+        private fun method(name: String, hidden: List<Int>, ids: List<Int>?, vararg takes: Pair<Role, Int>, gives: Set<Role>) {
+            val method = ManifestCheck.method(spec, name)
+            for ((where, ports) in listOf("inputs" to method.inputs, "outputs" to method.outputs)) {
+                for (port in ports) if (port.role != Role.FROZEN) shape("program_spec.methods.$name.$where", port, hidden, ids)
+            }
+            for ((role, count) in takes) {
+                val received = method.inputs.count { it.role == role }
+                if (received != count) throw ManifestCheck.wrong("program_spec.methods.$name.inputs", "$count of role ${role.manifestName}", received)
+            }
+            val received = method.outputs.map { it.role }.toSet()
+            if (received != gives) throw ManifestCheck.wrong("program_spec.methods.$name.outputs", gives.joinToString { it.manifestName }, received.map { it.manifestName })
+            val state = method.outputs.filter { it.role == Role.STATE }.map { it.name }.toSet()
+            if (Role.STATE in gives && state != spec.state.map { it.name }.toSet()) {
+                throw ManifestCheck.wrong("program_spec.methods.$name.outputs", "the state ${spec.state.map { it.name }}", state)
+            }
+        }
+
+        private fun shape(where: String, port: Port, hidden: List<Int>, ids: List<Int>?) {
+            val positions = listOf(head[0])
+            val expected = when (port.role) {
+                Role.IDS -> ids?.let { DType.INT64 to it }
+                Role.HIDDEN, Role.GRADIENT -> DType.FLOAT32 to hidden
+                Role.STATE -> spec.state.firstOrNull { it.name == port.name }?.let { it.dtype to listOf(it.shape[0] / spec.blocks!!.layers) }
+                Role.COUNTER -> if (spec.counters.any { it.name == port.name }) DType.INT64 to ONE else null
+                Role.CONSTANT -> if (spec.constants.any { it.name == port.name }) DType.FLOAT32 to ONE else null
+                Role.TARGETS -> DType.INT64 to positions
+                Role.TOKEN_SCALE -> DType.FLOAT32 to positions
+                Role.TILE_SUMS -> if (port.name in BlockSteps.SUMS) DType.FLOAT32 to positions else null
+                Role.TILE_FIRST, Role.TILE_SKIP, Role.SEED -> DType.INT64 to ONE
+                Role.LEARNING_RATE -> DType.FLOAT32 to ONE
+                Role.LOGITS -> DType.FLOAT32 to listOf(1, tileRows)
+                else -> null
+            } ?: throw ManifestCheck.wrong(where, "only ports that the app can bind, each state and counter by its name", port)
+            if (port.dtype to port.shape != expected) throw ManifestCheck.wrong("$where.${port.name}", "${expected.first.manifestName} ${expected.second}", port)
+        }
+    }
+}

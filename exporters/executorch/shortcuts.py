@@ -1,0 +1,70 @@
+"""Work that lowering a language model repeats or does in vain, left out: the program has the same bytes.
+
+Every pass over a graph copies it, runs it again and writes its code anew, and a lowering has hundreds of passes for
+each of its methods and delegates. These are settings of the libraries' insides, so a test compares the bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch._export.utils as export_utils
+from executorch.backends.xnnpack import _passes as xnnpack_passes
+from executorch.exir.lowered_backend_module import LoweredBackendModule
+from torch.fx.traceback import NodeSource
+
+VISION = (
+    "ConvertToUpsampleBilinear2d",
+    "ConvertToSDPAPass",  # attention is written out in our programs: each softmax has its mask
+    "FuseBatchNormPass",
+    "DecomposeBatchNorm",
+    "InsertPadQDQPass",
+    "Conv1dUnsqueezePass",
+    "PReLUReshapePass",
+    "ChannelsLastTaggedReshapePass",
+)
+"""XNNPACK's passes for operations that no program here has. Two of them also export sample networks to compare with."""
+COLLECT_AFTER = 100_000
+"""New objects between two collections; a graph is made of so many that the default of 700 looks at it all day."""
+
+
+@contextmanager
+def shortcuts() -> Iterator[None]:
+    """Within the block, lowering takes about two thirds of its time.
+
+    - Copies of a graph share what never changes once it is made: where nodes came from, and finished delegates.
+      torch.fx copies both, deeply, in every pass (measured: the provenance alone is a fifth of the time).
+    - PyTorch's composite operators are listed once, not at every decomposition.
+    - XNNPACK's passes for other kinds of networks are left out.
+    - The garbage collector looks less often, and not at what was there before.
+    """
+    transform, materialize = xnnpack_passes._transform, export_utils._materialize_cpp_cia_ops
+    listed: list[bool] = []
+
+    def transform_unless_vision(program: Any, *passes: Any) -> Any:
+        wanted = [step for step in passes if type(step).__name__ not in VISION]
+        return transform(program, *wanted) if wanted else program
+
+    def materialize_once() -> None:
+        if not listed:
+            materialize()
+            listed.append(True)
+
+    thresholds = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AFTER, *thresholds[1:])
+    try:
+        with (
+            patch.object(NodeSource, "__deepcopy__", lambda self, memo: self, create=True),
+            patch.object(LoweredBackendModule, "__deepcopy__", lambda self, memo: self),
+            patch.object(xnnpack_passes, "_transform", transform_unless_vision),
+            patch.object(export_utils, "_materialize_cpp_cia_ops", materialize_once),
+        ):
+            yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()

@@ -1,0 +1,84 @@
+"""Refuse an adapter that is not of a run's shape: one check for every method and every runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ondevice.core.errors import ArtifactError
+
+if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+
+A_ERROR = 1e-6
+"""Largest difference of a frozen A that is accepted: another machine's logarithm and sine have other last bits."""
+
+
+def check_fits(
+    adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], rank: int, alpha: float
+) -> dict[str, np.ndarray]:
+    """Return the tensors of an adapter that has a run's rank, alpha and linear layers.
+
+    Args:
+        shapes: of every tensor that the run has, by the adapter's names.
+
+    Raises:
+        ArtifactError: another rank or alpha, layers that the run does not change, or tensors that are missing or of
+            another shape.
+    """
+    for field, expected, received in (("rank", rank, adapter.rank), ("alpha", alpha, adapter.alpha)):
+        if expected != received:
+            raise ArtifactError(
+                f"the adapter has another {field}",
+                expected=f"{field} {expected:g}",
+                received=f"{field} {received:g}",
+                hint=f"`method.{field}` must be the one that the adapter was trained with",
+            )
+    linears = {name.rpartition(".lora_")[0] for name in shapes}
+    beyond = [linear for linear in adapter.linears if linear not in linears]
+    if beyond:
+        raise ArtifactError(
+            f"the adapter changes layers that this run does not: {', '.join(beyond[:4])}",
+            expected=f"{len(linears)} linear layers",
+            received=f"{len(adapter.linears)} linear layers",
+            hint="the method's `target_modules` (and `top_layers`) must be those that the adapter was trained with: "
+            f"[{', '.join(adapter.target_modules)}]",
+        )
+    return check_shapes(adapter.tensors, shapes)
+
+
+def check_shapes(tensors: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return the tensors that `shapes` names.
+
+    Raises:
+        ArtifactError: one is missing or has another shape.
+    """
+    for name, shape in shapes.items():
+        value = tensors.get(name)
+        if value is None or value.shape != tuple(shape):
+            raise ArtifactError(
+                f"the adapter does not fit: {name}",
+                expected=list(shape),
+                received="no such tensor" if value is None else list(value.shape),
+            )
+    return {name: tensors[name] for name in shapes}
+
+
+def check_frozen_a(linear: str, a: np.ndarray, expected: np.ndarray, seed: int) -> None:
+    """Refuse an adapter whose A is not the one that a run keeps frozen.
+
+    Args:
+        a, expected: float32 [rank, inputs].
+        seed: that draws the run's.
+
+    Raises:
+        ArtifactError: an element differs by more than `A_ERROR`.
+    """
+    if not np.allclose(a, expected, rtol=0, atol=A_ERROR):
+        raise ArtifactError(
+            f"the adapter's frozen A differs from this run's: {linear}",
+            expected=f"the A that seed {seed} draws",
+            hint="use an adapter that this run, artifact or seed made",
+        )

@@ -1,0 +1,176 @@
+"""Columns of other names: mapped by the user or found without regard to case, and what to try where neither helps."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ondevice.core.errors import ConfigError, DataError, OndeviceError
+from ondevice.data.formats import format_of
+from ondevice.data.records import describe, read_records
+from ondevice.data.rows import BadRow, RowProblem
+from ondevice.data.templates import TASKS, Task, column
+
+FIELDS = (
+    "messages", "conversations", "tools", "prompt", "completion", "instruction", "input", "context", "output",
+    "response", "text", "sentence", "label", "question", "choices", "answer", "chosen", "rejected", "thumbs",
+)  # fmt: skip
+"""What formats call their columns."""
+
+
+def parse_columns(pairs: Iterable[str]) -> dict[str, str]:
+    """Read `field=column` pairs.
+
+    Raises:
+        ConfigError: a pair without `=`, or a field twice.
+    """
+    columns: dict[str, str] = {}
+    for pair in pairs:
+        field, separator, source = (part.strip() for part in pair.partition("="))
+        if not (field and separator and source) or field in columns:
+            expected = "field=column, each field once: prompt=Question"
+            raise ConfigError(f"a column cannot be read: {pair}", expected=expected, received=pair)
+        columns[field] = source
+    return columns
+
+
+Numbered = list[tuple[int, dict[str, Any], str]]
+"""(line, fields, file) of records."""
+
+
+def rename(
+    records: Numbered,
+    columns: Mapping[str, str] | None,
+    task: Task | None,
+    problems: list[RowProblem],
+    notes: list[str],
+    name: str,
+) -> tuple[Numbered, frozenset[str]]:
+    """Give the columns the names that formats know; return the records and the names that the user gave.
+
+    Records without a named column are left out and become problems. Without `columns` the file's own names are taken
+    without regard to case, if they then fit a format.
+
+    Raises:
+        ConfigError: `columns` names no field of a format or of the task.
+        DataError: no record has a named column.
+    """
+    if not columns:
+        found = _without_case(records[0][1])
+        if found:
+            notes.append("columns are named without regard to case: " + ", ".join(found.values()))
+        return [(line, _moved(record, found, None), file) for line, record, file in records], frozenset()
+    _check_fields(columns, task)
+    renamed: Numbered = []
+    for line, record, file in records:
+        if isinstance(record.get("prompt_fields"), dict):
+            record = record["prompt_fields"] | {
+                key: record[key] for key in record if key not in ("prompt_fields", "task")
+            }
+        try:
+            renamed.append((line, _moved(record, columns, task), file))
+        except BadRow as bad:
+            problems.append(RowProblem(file or name, line, bad.field, bad.reason))
+    if records and not renamed:
+        _, fields, _ = records[0]
+        fields = fields.get("prompt_fields", fields)
+        missing = next((source for source in columns.values() if not _has(fields, source)), "")
+        near = difflib.get_close_matches(missing, list(map(str, fields)), n=1, cutoff=0.5)
+        hint = f"did you mean '{near[0]}'?" if near else "name columns as the file does"
+        raise DataError(f"{name} has no column '{missing}'", expected=", ".join(map(str, fields)), received=missing,
+                        hint=hint)  # fmt: skip
+    notes.append("columns: " + ", ".join(f"{field} is '{source}'" for field, source in columns.items()))
+    return renamed, frozenset(columns)
+
+
+def _moved(record: dict[str, Any], columns: Mapping[str, str], task: Task | None) -> dict[str, Any]:
+    values = {_key(field, task): column(record, (source,)) for field, source in columns.items()}
+    gone = set(columns.values()) - set(values)
+    return {key: value for key, value in record.items() if key not in gone} | values
+
+
+def _has(fields: dict[str, Any], source: str) -> bool:
+    try:
+        column(fields, (source,))
+    except BadRow:
+        return False
+    return True
+
+
+def _key(field: str, task: Task | None) -> str:
+    """Return the column that the task looks for first; other formats have one name a field."""
+    if task is None:
+        return field
+    for name, keys in task.columns.items():
+        if field == name or field in keys:
+            return keys[0]
+    return task.label[0]
+
+
+def _check_fields(columns: Mapping[str, str], task: Task | None) -> None:
+    known = set(FIELDS)
+    if task is not None:
+        known = {"label", *task.label, *task.columns, *(key for keys in task.columns.values() for key in keys)}
+    for field in columns:
+        if field not in known:
+            near = difflib.get_close_matches(field, known, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else "the format's field comes first: text=Review"
+            raise ConfigError(f"'{field}' is no field", expected=", ".join(sorted(known)), received=field, hint=hint)
+
+
+def _without_case(record: dict[str, Any]) -> dict[str, str]:
+    """Map fields to columns that differ from them in case alone; empty where that fits no format."""
+    lowered = {str(key).strip().lower(): key for key in record}
+    if len(lowered) < len(record) or format_of({field: record[key] for field, key in lowered.items()}) is None:
+        return {}
+    return {field: key for field, key in lowered.items() if field in FIELDS and field != key}
+
+
+def no_format(record: dict[str, Any], task: Any, name: str) -> DataError:
+    """Build the error of a file that fits no format; `task` is the unknown one that its rows name, or None."""
+    keys = [str(key) for key in record]
+    if task is not None:
+        return DataError(
+            f"{name} is of a task without a prompt",
+            expected=f"one of {', '.join(TASKS)}",
+            received=describe(task),
+            hint="write a template of your own and name its file, --task my.yaml: docs/howto/data.md shows one",
+        )
+    fitting = [task.name for task in TASKS.values()
+               if all(_any(record, names) for names in (*task.columns.values(), task.label))]  # fmt: skip
+    first, last = (_quoted(keys[0]), _quoted(keys[-1])) if keys[1:] else ("QUESTION", "ANSWER")
+    advice = [f"say what the columns are: --column prompt={first} --column completion={last} for free answers, "
+              f"--column text={first} --column label={last} for classes"]  # fmt: skip
+    if fitting:
+        advice.insert(0, f"the columns are those of --task {' or '.join(fitting)}")
+    if len(keys) == 1 and (odd := re.search(r"[:^~#]|\s{2,}", keys[0])):
+        shown = odd[0] if odd[0].strip() else "spaces"
+        advice.insert(0, f"if '{shown}' separates the columns, save the file with commas, semicolons or tabs")
+    return DataError(
+        f"cannot tell the format of {name}",
+        expected="the keys messages; instruction and output; prompt and completion; question and answer; text; "
+        "text and label; question, choices and answer; chosen and rejected",
+        received="the keys " + ", ".join(keys) + ("" if keys[1:] else " (the first line of a table is its header)"),
+        hint="; or ".join(advice),
+    )
+
+
+def _any(record: dict[str, Any], names: tuple[str, ...]) -> bool:
+    return any(_has(record, name) for name in names)
+
+
+def _quoted(key: str) -> str:
+    return key if re.fullmatch(r"[\w.-]+", key) else f"'{key}'"
+
+
+def advise_task(path: str | Path, hint: str | None) -> str | None:
+    """Add to an unknown task's hint what the file is without a task, if it is something."""
+    try:
+        first = next((fields for _, fields, _ in read_records(path).records if isinstance(fields, dict)), {})
+    except OndeviceError:
+        return hint
+    format_ = format_of(first) or format_of({field: first[key] for field, key in _without_case(first).items()})
+    return f"{hint}; without --task the rows are read as {format_}" if format_ else hint

@@ -1,0 +1,131 @@
+"""A folder of files as one source: texts, shards of one kind, splits by name, and what `datasets` saves to disk.
+
+`FOLDER@SPLIT` names a split; without one it is `train` where the folder has splits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from ondevice.core.errors import DataError
+from ondevice.data.records import NAMED, SUFFIXES, Record, Source, read_file
+from ondevice.data.rows import BadRow
+
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+_NO_DATA = ("readme", "license", "licence", "dataset_info", "dataset_dict", "dataset_infos", "state")
+
+
+def read_folder(path: Path) -> Source:
+    """Read the data files of a folder, in the order of their names; every text file is one document.
+
+    Raises:
+        DataError: no such split, no data file, files of several kinds, or one that cannot be read.
+    """
+    folder, files, notes = _files(path)
+    kinds = {SUFFIXES[file.suffix.lower()] for file in files}
+    if len(kinds) > 1:
+        shown = ", ".join(str(file.relative_to(folder)) for file in files[:8])
+        raise DataError(f"{folder} has files of several kinds", expected="files of one kind", received=shown,
+                        hint="name the one file, or move the others away")  # fmt: skip
+    kind = kinds.pop()
+    notes.append(f"{len(files)} file{'s' * (len(files) > 1)} of {folder}, {files[0].name} first")
+    return Source("texts" if kind == "txt" else kind, _records(folder, files, kind), notes)
+
+
+def hash_files(path: Path) -> str:
+    """Return the SHA-256 of the names and contents of the files that `read_folder` reads."""
+    folder, files, _ = _files(path)
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest.update(f"{file.relative_to(folder)}\n{content}\n".encode())
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> tuple[Path, list[Path], list[str]]:
+    """Return the folder, the data files of its split, and what is to be said of them."""
+    folder, split = (path, "") if path.is_dir() else _named_split(path)
+    if (folder / "dataset_dict.json").is_file():
+        folder, split = _saved_split(folder, split), ""
+    files = _data_files(folder)
+    if not files:
+        shown = ", ".join(sorted(item.name for item in folder.iterdir())[:8]) or "nothing"
+        raise DataError(f"{folder} is a folder without data files", expected=f"files named {NAMED}", received=shown)
+    return folder, *_of_split(folder, files, split)
+
+
+def _records(folder: Path, files: list[Path], kind: str) -> Iterator[Record]:
+    for file in files:
+        name = str(file.relative_to(folder))
+        try:
+            for record in read_file(file, kind).records:
+                yield record._replace(file=name)
+        except DataError as error:
+            if not error.message.endswith("is empty"):
+                raise
+            yield Record(0, BadRow("", "is empty"), name)
+
+
+def _data_files(folder: Path) -> list[Path]:
+    found = []
+    for file in sorted(folder.rglob("*")):
+        hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+        hidden |= file.name.startswith("cache-")  # what `datasets` keeps of a computation beside its rows
+        named = file.stem.lower() not in _NO_DATA and file.suffix.lower() in SUFFIXES
+        if named and not hidden and file.is_file():
+            found.append(file)
+    return found
+
+
+def _of_split(folder: Path, files: list[Path], split: str) -> tuple[list[Path], list[str]]:
+    """Return the files of a split, and what is to be said; all files where none is of a split."""
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        if name := _split_of(folder, file):
+            splits.setdefault(name, []).append(file)
+    if not splits and not split:
+        return files, []
+    wanted = next((name for name, others in SPLITS.items() if split.lower() in (name, *others)), split or "train")
+    if wanted not in splits:
+        hint = f"name it: {folder}@SPLIT" if splits else None
+        raise DataError(f"{folder} has no split '{split or wanted}'", expected=", ".join(sorted(splits)) or "no @split",
+                        received=split or "none named", hint=hint)  # fmt: skip
+    return splits[wanted], [f"the split '{wanted}' is read, of {', '.join(sorted(splits))}"]
+
+
+def _split_of(folder: Path, file: Path) -> str | None:
+    """The split that a file's name, or a folder above it, begins with: train-00000-of-00002, valid/a.csv."""
+    for part in reversed(file.relative_to(folder).parts):
+        word = "".join(letter if letter.isalnum() else " " for letter in Path(part).stem.lower()).split()
+        for name, others in SPLITS.items():
+            if word and word[0] in (name, *others):
+                return name
+    return None
+
+
+def _named_split(path: Path) -> tuple[Path, str]:
+    folder, _, split = str(path).rpartition("@")
+    return Path(folder), split
+
+
+def _saved_split(folder: Path, split: str) -> Path:
+    """Return the folder of a split of what `DatasetDict.save_to_disk` wrote."""
+    try:
+        splits = list(json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"cannot read {folder / 'dataset_dict.json'}", expected='{"splits": [...]}') from None
+    wanted = next(
+        (name for name, others in SPLITS.items() if split.lower() in others and name in splits), split or "train"
+    )
+    if wanted not in splits or not (folder / wanted).is_dir():
+        raise DataError(f"{folder} has no split '{wanted}'", expected=", ".join(splits), received=split or "none named",
+                        hint=f"name it: {folder}@SPLIT")  # fmt: skip
+    return folder / wanted

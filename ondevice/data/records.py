@@ -1,0 +1,252 @@
+"""Files as raw records, and the texts in them.
+
+JSON lines and plain text are read here; the other kinds in `json_list`, `tables`, `columnar`, `folders` and `hub`,
+which are imported where a file is of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ondevice.core.errors import DataError, MissingPackageError
+from ondevice.data.rows import BadRow
+
+
+class Record(NamedTuple):
+    """One record of a file: its fields, or why it is none."""
+
+    line: int
+    fields: dict[str, Any] | BadRow
+    file: str = ""
+    """The file inside a folder of files; empty where the data is one file."""
+
+
+@dataclass(slots=True)
+class Source:
+    """The records of a file, read as they are asked for; `kind` is one of the kinds of `SUFFIXES`, texts or hub."""
+
+    kind: str
+    records: Iterator[Record]
+    notes: list[str] = field(default_factory=list)
+
+
+SUFFIXES = {
+    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "table", ".tsv": "table", ".tab": "table",
+    ".txt": "txt", ".md": "txt", ".xlsx": "excel", ".xlsm": "excel", ".parquet": "columnar", ".arrow": "columnar",
+}  # fmt: skip
+NAMED = ".jsonl, .json, .csv, .tsv, .xlsx, .parquet or .txt"
+_ELSEWHERE = {".xls": ".xlsx", ".ods": ".xlsx", ".numbers": ".xlsx", ".pdf": ".txt", ".docx": ".txt", ".doc": ".txt"}
+"""Kinds that are not read, and the kind that the program they come from saves."""
+
+_BINARY = {b"PK\x03\x04": ("an Excel file or another zip", ".xlsx"), b"PAR1": ("Parquet", ".parquet")}
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
+
+
+def check_source(path: str | Path) -> str:
+    """Return the kind of a data file, "folder" or "hub", before anything is read or imported for it.
+
+    Raises:
+        DataError: no such file, or a kind that is not read.
+        MissingPackageError: not a file, could be a data set's name, and `datasets` is not installed.
+    """
+    path = Path(path)
+    kind = SUFFIXES.get(path.suffix.lower())
+    try:
+        if path.is_dir() or ("@" in path.name and Path(str(path).rpartition("@")[0]).is_dir()):
+            return "folder"
+        exists = path.exists()
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise DataError(f"cannot read {path}: {error.strerror}", hint="check the path") from None
+    if exists and kind is not None:
+        return kind
+    if exists:
+        saved = _ELSEWHERE.get(path.suffix.lower())
+        hint = f"save it as {saved}" if saved else None
+        expected = f"a name that ends with {NAMED}"
+        raise DataError(f"cannot tell what kind of data {path} is", expected=expected, received=path.name, hint=hint)
+    if kind is not None or _HUB_NAME.fullmatch(path.as_posix()) is None:
+        hint = "check the path; relative paths start at the folder you are in"
+        raise DataError(f"no such data file: {path}", received=str(path), hint=hint)
+    from importlib.util import find_spec
+
+    if find_spec("datasets") is None:
+        raise MissingPackageError(
+            f"there is no file {path}, and reading a Hugging Face data set needs the package 'datasets'",
+            expected=f"a {NAMED} file, or the package 'datasets'",
+            received=str(path),
+            hint="check the path, or: pip install datasets",
+        )
+    return "hub"
+
+
+def read_records(path: str | Path) -> Source:
+    """Read a file, a folder of files, or a data set named `name[:config][@split]`.
+
+    A plain text file is one record {"text": whole file}. Lines that are not UTF-8 are problems and
+    become blank, so that line numbers stay right.
+
+    Raises:
+        DataError: no such file, unreadable, empty, or a kind that is not read.
+        MissingPackageError: the package that reads this kind is not installed.
+    """
+    kind, path = check_source(path), Path(path)
+    if kind == "folder":
+        from ondevice.data.folders import read_folder
+
+        return read_folder(path)
+    if kind == "hub":
+        from ondevice.data.hub import read_hub
+
+        match = _HUB_NAME.fullmatch(path.as_posix())
+        assert match is not None  # noqa: S101  check_source matched it
+        return Source("hub", read_hub(match["name"], match["config"], match["split"] or "train"))
+    return read_file(path, kind)
+
+
+def read_file(path: Path, kind: str) -> Source:
+    """Read one file of a kind of `SUFFIXES`; DataError as in `read_records`."""
+    if kind == "columnar":
+        from ondevice.data.columnar import read_columnar
+
+        return read_columnar(path)
+    if kind == "excel":
+        from ondevice.data.tables import read_excel
+
+        return read_excel(path)
+    content = read_content(path)
+    if kind == "table":
+        from ondevice.data.tables import read_table
+
+        return read_table(path, content)
+    if kind == "txt":
+        return Source(kind, _txt(content))
+    start = content.lstrip()
+    if start[:1] == b"[" or (start[:1] == b"{" and not start.partition(b"\n")[0].rstrip().endswith(b"}")):
+        from ondevice.data.json_list import read_list
+
+        found = read_list(path, content)
+        if found is not None:
+            return Source(kind, found)
+    return Source(kind, _jsonl(content))
+
+
+def read_content(path: Path) -> bytes:
+    """Return a text file's bytes, without the byte-order mark; DataError if it cannot be read, or is no UTF-8 text."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", hint="check the file's permissions") from None
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path} is UTF-16", expected="UTF-8", received="UTF-16", hint="save it as UTF-8")
+    for magic, what, suffix in (
+        (b"PK\x03\x04", "an Excel file or another zip", ".xlsx"),
+        (b"PAR1", "Parquet", ".parquet"),
+    ):
+        if content.startswith(magic):
+            raise DataError(f"{path} is {what}", expected="text in UTF-8", hint=f"a name that ends with {suffix}")
+    content = content.removeprefix(b"\xef\xbb\xbf")  # the byte-order mark of Windows' editors
+    if not content.strip():
+        raise DataError(f"{path} is empty", expected="at least one row", received=f"{len(content)} bytes")
+    return content
+
+
+def _jsonl(content: bytes) -> Iterator[Record]:
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if line.strip():
+            try:
+                yield Record(number, _json_object(line))
+            except BadRow as problem:
+                yield Record(number, problem)
+
+
+def _json_object(line: bytes) -> dict[str, Any]:
+    if b"\0" in line:
+        raise BadRow("", "contains a NUL byte")
+    try:
+        value = json.loads(_utf8(line), object_pairs_hook=unique_keys)
+    except json.JSONDecodeError as error:
+        raise BadRow("", f"is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise BadRow("", "is nested too deeply") from None
+    except BadRow:
+        raise
+    except ValueError:  # an integer of more digits than Python converts
+        raise BadRow("", "is not JSON: a number with too many digits") from None
+    if not isinstance(value, dict):
+        raise BadRow("", f"expected a JSON object, received {describe(value)}")
+    return value
+
+
+def _utf8(line: bytes) -> str:
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRow("", f"is not UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1}") from None
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object; BadRow where a key occurs twice."""
+    record: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in record:  # json.loads alone would keep the last in silence
+            raise BadRow(key, "the key occurs twice")
+        record[key] = value
+    return record
+
+
+def _txt(content: bytes) -> Iterator[Record]:
+    lines: list[str] = []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        try:
+            if b"\0" in line:
+                raise BadRow("", "contains a NUL byte")
+            lines.append(_utf8(line.removesuffix(b"\r")))
+        except BadRow as problem:
+            yield Record(number, problem)
+            lines.append("")
+    yield Record(1, {"text": "\n".join(lines)})
+
+
+def missing_package(path: Path, package: str, instead: str) -> MissingPackageError:
+    """Build the error of a file that a package of the extra `tables` reads; `instead` is what it could be saved as."""
+    return MissingPackageError(
+        f"reading {path} needs the package '{package}'",
+        expected="the extra 'tables'",
+        hint=f"pip install 'ondevice-train[tables]', or save it as {instead}",
+    )
+
+
+def check_text(value: Any, name: str, *, empty: bool = False) -> str:
+    """Check that `value` is a text that every tokenizer accepts, and return it.
+
+    Raises:
+        BadRow: not a string, empty (unless `empty`), a NUL character, or half a surrogate pair
+            (which is how bytes that are not UTF-8 arrive from a CSV file).
+    """
+    if not isinstance(value, str):
+        raise BadRow(name, f"expected a text, received {describe(value)}")
+    if not empty and not value.strip():
+        raise BadRow(name, "is empty")
+    if "\0" in value:
+        raise BadRow(name, "contains a NUL character")
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise BadRow(name, "is not valid UTF-8 (half a surrogate pair)")
+    return value
+
+
+def describe(value: Any) -> str:
+    """Describe a JSON value for messages, shortly and safely."""
+    names = {bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        shown = value if len(value) <= 40 else value[:37] + "..."
+        return "'" + shown.encode("utf-8", "backslashreplace").decode("utf-8") + "'"
+    short = isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10**20)
+    shown = str(value) if short else ""
+    return f"{names.get(type(value), type(value).__name__)} {shown.lower()}".strip()

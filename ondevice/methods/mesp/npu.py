@@ -1,0 +1,273 @@
+"""MeSP's functions of one block for an NPU that computes in float16: frozen weights are constants of the compiled part,
+and A and B go in.
+
+Compiled are a block's forward pass and its whole backward pass, recomputation included. What float16 cannot hold stays
+on the CPU in float32: the residual stream between blocks, embedding, head and loss (`blocks`), and the update. The
+gradient of the loss is multiplied by a loss scale, as float16's smallest number is 6e-8; the backward pass is linear
+in it, so the update divides by it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ondevice.artifact.manifest import port
+from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, NpuPart, ProgramModule
+from ondevice.core.session import OPTIMIZER_STEP
+from ondevice.methods.mesp import agreement, blocks, program
+from ondevice.methods.mesp.blocks import BlockFunctions
+from ondevice.methods.mesp.torch.kernels import GraphKernels
+from ondevice.methods.mesp.torch.model import Blocks
+from ondevice.methods.mesp.torch.program import updated
+from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
+from ondevice.methods.mesp.torch.weights import Dense, halves
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ondevice.core.config import ExportConfig
+    from ondevice.core.program import Batch
+    from ondevice.core.session import ProgramSession
+    from ondevice.methods.mesp.config import MespConfig
+    from ondevice.models import LoadedModel, ModelDims
+
+LOSS_SCALE = 1024.0
+"""Of the first step. On SmolLM2 hidden states' gradients are below 0.1 and those of A and B below 1.1, their median
+above 2e-4; so times this all are far from both ends of float16."""
+LARGEST = 65504.0
+"""Of float16. The NPU's simulator gives this number where a result is larger, and never an infinite one."""
+GRADIENT_LIMIT = LARGEST / 4
+"""Gradients beyond it count as overflown: those inside the compiled part are not seen, and may be larger than what goes
+in and comes out."""
+MASKED = -1e4
+"""Added to the scores of tokens to come; float16 has no -1e30."""
+LAYERS = "model.layers."
+"""Weights that are in the compiled parts."""
+SMALLEST = 6.2e-5
+"""Smallest mean of a norm's input that is divided by: float16's smallest normal number."""
+
+
+class NpuKernels(GraphKernels):
+    """Operations in forms that QNN takes and whose every number fits float16.
+
+    Args:
+        ones: [D], a constant: the fused norm wants a weight, and one that is multiplied elsewhere, too, is given
+            another shape by a pass of ExecuTorch's, which the fused norm does not bear.
+    """
+
+    name = "npu"
+
+    def __init__(self, mask: Tensor, ones: Tensor) -> None:
+        super().__init__(mask)
+        self.ones = ones
+
+    def normalised(self, x: Tensor, eps: float) -> Tensor:
+        """x / rms(x)."""
+        return functional.rms_norm(x, (x.shape[-1],), self.ones, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.normalised(x, eps) * weight
+
+    def rms_norm_backward(self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor) -> Tensor:
+        """g + r (gw - n mean(gw n)), with n the normalised x and r = 1 / rms(x).
+
+        Inputs reach 23,700 in SmolLM2, whose square is no float16; so r is mean|n| / mean|x|.
+        """
+        n, gw = self.normalised(x, eps), gn * weight
+        r = n.abs().mean(dim=-1, keepdim=True) / x.abs().mean(dim=-1, keepdim=True).clamp(min=SMALLEST)
+        return g + (gw - n * (gw * n).mean(dim=-1, keepdim=True)) * r
+
+
+class _Body(nn.Module):
+    """What is compiled of one layer's function: hidden states and A, B of every adapter go in, in the order of
+    `BlockFunctions.entries`."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor
+    ones: Tensor
+    norm_0: Tensor
+    norm_1: Tensor
+
+    def __init__(self, functions: BlockFunctions, layer: int, rows: int, length_tokens: int) -> None:
+        super().__init__()
+        self.functions, self.rows = functions, rows
+        family = functions.loaded.family
+        cos, sin = halves(family.positions(length_tokens, "cpu", torch.float32))
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+        self.register_buffer("mask", torch.full((length_tokens, length_tokens), MASKED).triu(1))
+        self.register_buffer("ones", torch.ones(functions.dims.hidden))
+        module: Any = family.layer(layer)
+        self.register_buffer("norm_0", module.input_layernorm.weight.detach())
+        self.register_buffer("norm_1", module.post_attention_layernorm.weight.detach())
+        for target in family.linear_targets:
+            linear: Any = family.linear(layer, target)
+            self.register_buffer(f"{target}_weight", linear.weight.detach())
+            self.register_buffer(f"{target}_bias", None if linear.bias is None else linear.bias.detach())
+
+    def example_inputs(self, gradients: int) -> tuple[Tensor, ...]:
+        """Zeros: hidden states, as many as there are `gradients` of them, and A, B."""
+        count = self.rows * self.mask.shape[0]
+        tensors = [torch.zeros(count, self.functions.dims.hidden) for _ in range(1 + gradients)]
+        for entry in self.functions.entries:
+            sizes = entry.parameters
+            tensors += [torch.zeros(sizes.rank, sizes.inputs), torch.zeros(sizes.rank, sizes.outputs)]
+        return tuple(tensors)
+
+    def stages(self) -> Stages:
+        return Stages(self.functions.dims, NpuKernels(self.mask, self.ones))
+
+    @property
+    def position(self) -> tuple[Tensor, Tensor]:
+        return self.cos, self.sin
+
+    def block(self, tensors: tuple[Tensor, ...]) -> Block:
+        functions, linears = self.functions, {}
+        pairs = dict(
+            zip((entry.parameters.target for entry in functions.entries), zip(tensors[::2], tensors[1::2]), strict=True)
+        )
+        for target in functions.loaded.family.linear_targets:
+            a, b = pairs.get(target, (None, None))
+            weight, bias = getattr(self, f"{target}_weight"), getattr(self, f"{target}_bias")
+            linears[target] = Linear(Dense(weight), bias, a, b, functions.config.scale)
+        return Block((self.norm_0, self.norm_1), linears)
+
+
+class ForwardBody(_Body):
+    """[N, D] -> what the block adds to it, [N, D]: the sum is float32, on the CPU.
+
+    Some of SmolLM2's hidden states are 23,700, where float16 has steps of 16.
+    """
+
+    def forward(self, x: Tensor, *adapter: Tensor) -> Tensor:
+        block, s = self.block(adapter), self.stages()
+        q, k, v = s.project(block, s.norm(block, x), self.rows)
+        q, k = s.rope(q, k, self.position)
+        attended = s.linear(block, "o_proj", s.attend(q, k, v)[0])
+        gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
+        return attended + s.linear(block, "down_proj", s.act(gate, up))
+
+
+class BackwardBody(_Body):
+    """The block's input and its output's gradient, [N, D] each -> the input's gradient, and those of A and B."""
+
+    def forward(self, x: Tensor, g: Tensor, *adapter: Tensor) -> tuple[Tensor, ...]:
+        gradients: dict[str, tuple[Tensor, Tensor]] = {}
+
+        def keep(target: str, ga: Tensor, gb: Tensor) -> None:
+            gradients[target] = (ga, gb)
+
+        g = Blocks(self.stages(), None).backward(self.block(adapter), x, g, self.position, self.rows, keep)
+        listed = [gradient for entry in self.functions.entries for gradient in gradients[entry.parameters.target]]
+        return (g, *listed)
+
+
+def largest(*tensors: Tensor) -> Tensor:
+    """The largest magnitude of all, [1]."""
+    return torch.stack([tensor.abs().amax() for tensor in tensors]).amax().view(1)
+
+
+class _Finished(nn.Module):
+    """A function of one layer around its compiled part."""
+
+    def __init__(self, functions: BlockFunctions, body: nn.Module) -> None:
+        super().__init__()
+        self.functions, self.body = functions, body
+
+    def matrices(self, adapter: Tensor) -> list[Tensor]:
+        """A and B of every entry, from the layer's range of the adapter."""
+        tensors = []
+        for entry in self.functions.entries:
+            sizes = entry.parameters
+            for first, width in ((entry.a, sizes.inputs), (entry.b, sizes.outputs)):
+                tensors.append(adapter[first : first + sizes.rank * width].view(sizes.rank, width))
+        return tensors
+
+
+class NpuForward(_Finished):
+    """[N, D] -> [N, D]; infinite if float16 was too small for a hidden state."""
+
+    def forward(self, x: Tensor, adapter: Tensor) -> Tensor:
+        (change,) = self.body(x, *self.matrices(adapter))
+        return x + torch.where(largest(x, change) < LARGEST, change, float("inf"))
+
+
+class NpuBackward(_Finished):
+    """As `blocks.BlockBackward`, of a gradient that is `loss_scale` times what it should be; what comes out is not
+    finite if float16 was too small for it."""
+
+    def forward(
+        self, x: Tensor, g: Tensor, step: Tensor, rate: Tensor, loss_scale: Tensor, *vectors: Tensor
+    ) -> tuple[Tensor, ...]:
+        functions = self.functions
+        before, (g, *listed) = g, self.body(x, g, *self.matrices(vectors[0]))
+        factor = torch.where(largest(before, *listed) < GRADIENT_LIMIT, 1.0 / loss_scale, float("inf"))
+        gradients = {
+            entry.parameters.target: (ga * factor, gb * factor)
+            for entry, ga, gb in zip(functions.entries, listed[::2], listed[1::2], strict=True)
+        }
+        bounds = (0, functions.layer_size)
+        return (g, *updated(functions.config, functions.entries, bounds, gradients, vectors, step, rate))
+
+
+def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
+    """Settings that a program does not have."""
+    problems = program.problems(config, export, dims)
+    if export.quantize != "none":
+        problems.append(f"export.quantize is {export.quantize}: mesp's blocks on the NPU have float16 weights, none")
+    if export.program == "whole":
+        problems.append("the NPU's program has functions of one block: leave export.program at auto")
+    if export.next_token and export.batch_size != 1:
+        problems.append("next_token needs batch_size 1 on the NPU: another number of rows would store the blocks again")
+    return problems
+
+
+def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: int) -> BuiltProgram:
+    """Embedding and head as on the CPU; `parts` are the functions of each layer.
+
+    An evaluation has as many rows as a step: a forward pass for another number would store the blocks again.
+    """
+    (length,), rows = export.lengths_tokens, export.batch_size
+    plain = blocks.build(loaded, config, export.model_copy(update={"eval_batch_size": rows}), seed)
+    functions: BlockFunctions = plain.eager
+    size = f"{rows}x{length}"
+    hidden = port("hidden", "hidden", (rows * length, loaded.dims.hidden))
+    gradient = port("gradient", "gradient", hidden.shape)
+    ranges = [port(name, "state", (functions.layer_size,)) for name in ("adapter", *functions.moments)]
+    scalars = [port(OPTIMIZER_STEP, "counter", (1,), "int64"), port("learning_rate", "learning_rate", (1,))]
+    scalars.append(port("loss_scale", "loss_scale", (1,)))
+
+    def parts(layer: int) -> tuple[NpuPart, ...]:
+        forward = ForwardBody(functions, layer, rows, length)
+        backward = BackwardBody(functions, layer, rows, length)
+        backward_inputs = (hidden, gradient, *scalars, *ranges)
+        return (
+            NpuPart(f"block_forward_{size}", forward, forward.example_inputs(0), lambda name, body: ProgramModule(
+                name, NpuForward(functions, body), (hidden, ranges[0]), (hidden,), per_layer=True)),
+            NpuPart(f"block_backward_{size}", backward, backward.example_inputs(1), lambda name, body: ProgramModule(
+                name, NpuBackward(functions, body), backward_inputs, (gradient, *ranges), per_layer=True)),
+        )  # fmt: skip
+
+    return replace(
+        plain,
+        modules=tuple(module for module in plain.modules if not module.name.startswith("block_")),
+        weights={name: value for name, value in plain.weights.items() if not name.startswith(LAYERS)},
+        parts=parts,
+        loss_scale=LOSS_SCALE,
+        eval_batch_size=rows,
+    )
+
+
+def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float) -> Agreement:
+    """As `agreement.compare`, against float32; the share is the least cosine of a tensor's gradient."""
+    result = agreement.compare(session, built, batches, learning_rate)
+    return replace(result, shares={"min_gradient_cosine": result.values["min_gradient_cosine"]})
+
+
+QNN = GraphProgram(problems, build, compare)

@@ -1,0 +1,141 @@
+"""A worker as the daemon sees it: how its process is started, asked to stop and killed, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ondevice.artifact.files import atomic_write
+from ondevice.core.errors import (
+    INTERRUPTED_EXIT_CODE,
+    BusyError,
+    DoesNotFitError,
+    OndeviceError,
+    StorageError,
+    TrainingError,
+)
+from ondevice.server import worker
+from ondevice.server.queue import Outcome
+from ondevice.server.service import trim
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Running:
+    """The worker that runs."""
+
+    job: str
+    process: subprocess.Popen[bytes]
+    limits: dict[str, Any]
+    started: float = field(default_factory=time.monotonic)
+    ran_before_s: float = 0.0
+    asked: str = ""
+    """Why it was asked to stop; empty while it may go on."""
+    kill_at: float = 0.0
+    over: OndeviceError | None = None
+    """The limit that it broke."""
+    in_cgroup: bool = False
+    placed_bytes: int | None = None
+    """The limit that the cgroup keeps."""
+    memory_bytes: int = 0
+    peak_bytes: int = 0
+    ended: float | None = None
+    """When it was seen that it has ended."""
+
+    @property
+    def ran_s(self) -> float:
+        """Seconds that the job's workers have run, in all."""
+        return self.ran_before_s + (self.ended or time.monotonic()) - self.started
+
+    def ask(self, why: str, grace_s: float) -> None:
+        """Ask it to end its step and save; the supervisor kills it after `grace_s` seconds."""
+        _log.info("job %s: asked to stop: %s", self.job, why)
+        self.asked, self.kill_at = why, time.monotonic() + grace_s
+        self.process.terminate()
+
+    def kill(self) -> None:
+        """End it at once, with all that it started: the last checkpoint counts."""
+        self.asked = self.asked or "killed"
+        self.kill_group()
+
+    def kill_group(self) -> None:
+        """Kill it and the processes that it started and left; its session is its own, so nothing else is in it."""
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def start_process(python: str, folder: Path, values: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """Start a worker on the job of `folder`.
+
+    Args:
+        python: the interpreter.
+        values: of `job.json`.
+
+    Raises:
+        OSError: the folder cannot be written, or the process cannot be started.
+    """
+    atomic_write(folder / worker.JOB, json.dumps(values))
+    (folder / worker.ERROR).unlink(missing_ok=True)
+    trim(folder / "worker.log")
+    with open(folder / "worker.log", "ab") as log:
+        # A process, not a thread: a crash of a framework must not take the daemon, and its end gives all
+        # memory back. A session of its own, so that all that it starts can be killed with it.
+        return subprocess.Popen(
+            [python, "-P", "-m", "ondevice.server.worker", str(folder), str(os.getpid())],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=worker.child_environment(),
+        )
+
+
+def reported_error(folder: Path) -> dict[str, Any] | None:
+    """Read the error that a worker wrote into its folder; None if there is none that can be read."""
+    try:
+        values = json.loads((folder / worker.ERROR).read_text())
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def judge(code: int, running: Running, reported: dict[str, Any] | None) -> tuple[Outcome, dict[str, Any] | None]:
+    """Interpret an exit status: return how the worker ended, and the error to show.
+
+    Args:
+        code: negative for a signal.
+        reported: `error.json` of the worker, if it wrote one.
+    """
+    if code == 0:  # all is done, whatever it was asked meanwhile
+        return "finished", None
+    if running.over is not None:
+        return "refused", running.over.to_dict()
+    if code == INTERRUPTED_EXIT_CODE or (running.asked and code < 0):
+        return "interrupted", None
+    if reported is not None and reported.get("exit_code") == code:
+        again = code in (BusyError.exit_code, StorageError.exit_code)  # these may be over the next time
+        return ("crashed" if again else "refused"), reported
+    name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+    problem = TrainingError(f"the worker ended with {name}", hint="GET /v1/jobs/ID/log has what it printed")
+    return "crashed", problem.to_dict()
+
+
+def over_memory(limit: int, taken: int | None) -> DoesNotFitError:
+    """Build the error of a job that took more memory than it may; bytes."""
+    return DoesNotFitError(
+        "the job took more memory than its limit",
+        expected=f"at most {limit / 2**20:,.0f} MiB",
+        received="more" if taken is None else f"{taken / 2**20:,.0f} MiB",
+        hint="a smaller batch or shorter rows; a dry run gives the plan's table",
+    )

@@ -1,0 +1,35 @@
+"""The maximum length of a run that names none: what its rows need, in the model's own tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.data import length_of, read_rows
+from ondevice.data.encode import refuse_preferences
+from ondevice.models import load_tokenizer, read_dims
+
+if TYPE_CHECKING:
+    from ondevice.api.runfile import RunConfig
+    from ondevice.data.rows import Rows
+
+
+def with_length(config: RunConfig, rows: Rows | None = None) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the run file with a maximum length, and what is to be said of it: nothing where it has one already.
+
+    Args:
+        rows: of `data.path`, where they have been read.
+
+    Raises:
+        DataError: no row can be used.
+        ModelError: the model has no tokenizer, or its sizes cannot be read.
+    """
+    data, model = config.data, config.model
+    if data.max_length_tokens is not None or data.path is None:
+        return config, ()
+    most = read_dims(model.source, model.revision).max_positions
+    if rows is None:
+        rows = read_rows(data.path, task=data.task, columns=data.columns)
+    refuse_preferences(rows)
+    length = length_of(rows, load_tokenizer(model.source, model.revision), most_tokens=most)
+    settings = data.model_copy(update={"max_length_tokens": length.tokens})
+    return config.model_copy(update={"data": settings}), (length.said,)

@@ -1,0 +1,138 @@
+"""Data as people have it through the command line: looked at, trained on and evaluated, with what was left out told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import tiny, write_rows
+
+CONFIG, DATA = 2, 3
+TICKETS = "Body;Team\nIt broke, again.;repairs\nWhere is it?;post\nIt is torn.;repairs\n;post\n"
+TEMPLATE = "prompt: '{Body} Team:'\nlabel: Team\ncandidates: {repairs: Repairs, post: Post}\nmetric: macro_f1\n"
+
+
+@pytest.fixture
+def tickets(tmp_path: Path) -> Path:
+    path = tmp_path / "tickets.csv"
+    path.write_text(TICKETS, encoding="utf-8")
+    return path
+
+
+def started(folder: Path) -> dict[str, Any]:
+    """The head of a run's log."""
+    return json.loads((folder / "events.jsonl").read_text().splitlines()[0])
+
+
+def test_named_columns_train_evaluate_and_are_shown(ondevice, tickets, tmp_path) -> None:
+    named = ["--column", "text=Body", "--column", "label=Team"]
+    shown = ondevice("data", tickets, "--model", "tiny:llama", *named, "--json")
+    assert (shown.code, shown.json["format"], shown.json["labels"]) == (0, "classification", {"repairs": 2, "post": 1})
+    assert shown.json["notes"][:2] == [
+        "columns are separated by a semicolon",
+        "columns: text is 'Body', label is 'Team'",
+    ]
+    out = tmp_path / "run"
+    done = ondevice("train", *tiny(), "--data", tickets, *named, "--steps", 1, "--out", out, "--json")
+    assert done.code == 0, done.err
+    assert done.json["data"]["train"]["left_out"] == {"text: is empty": 1} and done.json["unused_rows"] == 1
+    length = shown.json["max_length_tokens"]
+    assert started(out)["config"]["data"]["max_length_tokens"] == length and length < 64
+    run_file = tmp_path / "run.yaml"
+    run_file.write_text("data:\n  columns: {text: Body, label: Team}\n")
+    again = ondevice("train", "--config", run_file, *tiny(), "--data", tickets, "--steps", 2, "--out", out, "--resume")
+    assert again.code == 0, again.err
+    scored = ondevice("eval", "tiny:llama", "--data", tickets, *named, "--json")
+    assert scored.json["rows"] == 3 and scored.json["accuracy"] is not None
+
+
+def test_a_template_of_ones_own_trains_and_evaluates(ondevice, tickets, tmp_path) -> None:
+    template = tmp_path / "tickets.yaml"
+    template.write_text(TEMPLATE)
+    options = ["--data", tickets, "--task", template]
+    out = tmp_path / "run"
+    train = ("train", *tiny("lora"), *options, "--eval-data", tickets, "--steps", 1, "--out", out)
+    done = ondevice(*train, "--json")
+    assert done.code == 0, done.err
+    assert done.json["evaluation"]["metric"] == "macro_f1" and 0 <= done.json["evaluation"]["metric_value"] <= 1
+    scored = ondevice("eval", "tiny:llama", *options, "--adapter", out / "adapter", "--json")
+    assert scored.json["metric_value"] == done.json["evaluation"]["metric_value"]
+    template.write_text(TEMPLATE.replace("Team:", "Who?"))
+    changed = ondevice(*train, "--resume")
+    assert changed.code == 6 and "task_sha256" in changed.err
+
+
+def test_what_was_cut_and_left_out_is_told_with_reasons(ondevice, tmp_path) -> None:
+    rows = [{"prompt": "long " * 30, "completion": "a"}, {"prompt": "b", "completion": "c" * 90},
+            {"prompt": "b", "completion": ""}, {"prompt": "b", "completion": ""}]  # fmt: skip
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    done = ondevice("train", *tiny(), "--data", data, "--max-length", 32, "--steps", 1, "--out", tmp_path / "run")
+    assert done.code == 0, done.err
+    assert "train data: 1 sequences, 3 rows left out, 1 cut to 32 tokens" in done.err
+    assert "2 left out: completion: is empty\n  1 left out: the answer has N tokens;" in done.err
+    assert started(tmp_path / "run")["data"]["train"]["cut_tokens"] > 100
+
+
+def test_a_validation_split_is_evaluated_and_not_trained_on(ondevice, tmp_path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": f"row {number}", "label": number % 2} for number in range(10)])
+    split = ("--data", data, "--validation-split", 0.3, "--steps", 1)
+    done = ondevice("train", *tiny(), *split, "--out", tmp_path / "run", "--json")
+    assert done.code == 0, done.err
+    assert {part: figures["sequences"] for part, figures in done.json["data"].items()} == {"train": 7, "evaluation": 3}
+    assert done.json["evaluation"]["rows"] == 3
+    both = ondevice("train", *tiny(), *split, "--eval-data", data, "--out", tmp_path / "other")
+    assert both.code == CONFIG and "give one of them" in both.err
+
+
+def test_a_dry_run_says_the_length(ondevice, tmp_path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b" * 40}] * 3)
+    done = ondevice("train", *tiny(), "--data", data, "--dry-run")
+    assert done.code == 0 and "max length 48 tokens: holds 99% of the rows" in done.err, done.err
+
+
+def test_data_without_a_usable_row_has_an_exit_code(ondevice, tmp_path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": ""}])
+    listed = ondevice("data", data, "--model", "tiny:llama")
+    assert listed.code == 1 and "is empty" in listed.out
+    (tmp_path / "rows.csv").write_text("text^label\ngood^1\n")
+    wrong = ondevice("data", tmp_path / "rows.csv", "--model", "tiny:llama")
+    assert wrong.code == DATA and "if '^' separates the columns" in wrong.err and wrong.out == ""
+
+
+@pytest.mark.parametrize("pair", ["Question", "=x", "prompt=", "prompt=a --column prompt=b"])
+def test_a_column_that_is_no_pair_is_a_mistake(pair, ondevice, tickets) -> None:
+    done = ondevice("data", tickets, "--column", *pair.split())
+    assert done.code == CONFIG and "field=column" in done.err
+
+
+def test_preferences_are_shown_and_the_way_to_train_is_named(ondevice, tmp_path) -> None:
+    data = write_rows(tmp_path / "pairs.jsonl", [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}])
+    shown = ondevice("data", data, "--model", "tiny:llama")
+    assert shown.code == 0 and "example 2: rejected" in shown.out
+    refused = ondevice("train", *tiny(), "--data", data, "--steps", 1, "--out", tmp_path / "run")
+    assert refused.code == DATA and "--column completion=chosen" in refused.err and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("verb", ["data", "train", "eval"])
+def test_a_missing_file_is_told_before_a_framework_is_loaded(verb, tmp_path) -> None:
+    """Seconds of imports are seconds of waiting for a typing mistake; the modules are counted, as times vary."""
+    words = {
+        "data": ["data", "none.jsonl"],
+        "train": ["train", "--model", "tiny:llama", "--data", "none.jsonl"],
+        "eval": ["eval", "tiny:llama", "--data", "none.jsonl"],
+    }[verb]
+    program = (
+        "import sys\nfrom ondevice.cli.app import run\n"
+        f"try:\n    run({words!r})\nexcept SystemExit as ended:\n    code = ended.code\n"
+        "print(code, [name for name in ('torch', 'transformers', 'mlx') if name in sys.modules])"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == f"{DATA} []", done.stderr
+    assert "no such data file: none.jsonl" in done.stderr and time.perf_counter() - began < 10

@@ -1,0 +1,208 @@
+"""MeSP's blocks on the NPU: exact gradients in QNN's simulator against float32 autodiff, and steps that overflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.api import export as artifacts
+from ondevice.api.open import open_artifact
+from ondevice.api.verify import verify
+from ondevice.artifact.manifest import read_manifest
+from ondevice.artifact.weights import WEIGHTS_NAME, MappedWeights
+from ondevice.core.errors import ArtifactError, CheckpointError, ConfigError, TrainingError, VerificationError
+from ondevice.core.registry import method_config, open_session
+from ondevice.core.registry import target as find_target
+from ondevice.exporters.executorch import blocks
+from ondevice.models import load_model
+from tests.methods.reference import batch
+from tests.programs import NPU_BLOCKS, config, model, needs_qnn, program
+
+pytest.importorskip("executorch.exir")
+LENGTH, RATE = 16, 1e-2
+
+
+@pytest.fixture(autouse=True)
+def qnn_extra() -> None:
+    needs_qnn()
+
+
+@pytest.fixture
+def session() -> Any:
+    opened = open_artifact(program("npu blocks"))
+    yield opened
+    opened.close()
+
+
+def rows(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    return batch(2, LENGTH, seed=seed)
+
+
+@pytest.mark.parametrize("name", NPU_BLOCKS)
+def test_every_gradient_in_the_simulator_is_float32_s(name) -> None:
+    result = verify(program(name))
+    assert result["ok"] and json.dumps(result) and result["backend"] == "qnn-htp-simulator"
+    assert result["min_gradient_cosine"] >= 0.9995 and result["max_rel_loss_error"] <= 2e-3
+    assert result["soc"] == config(name).export.soc[0] and result["broken"] == []
+
+
+def test_each_layer_has_its_weights_in_a_file_of_its_own() -> None:
+    folder = program("npu blocks")
+    manifest = read_manifest(folder)
+    spec = manifest.program_spec
+    assert manifest.soc == "SM8650" and spec.shape == "blocks" and spec.loss_scale == 1024.0 and spec.layers == 2
+    assert manifest.batch_size == manifest.eval_batch_size == 2
+    for name in ("block_forward_2x16", "block_backward_2x16"):
+        method = spec.methods[name]
+        assert method.program == "layers/{layer}.pte" and method.delegates == 1
+        assert not any(port.role == "frozen" for port in method.inputs)
+        assert {share.backend: share.calls for share in manifest.partition[name]}["QnnBackend"] == 1
+    kernels = {op.split("::")[0] for method in spec.methods.values() for op in method.ops}
+    assert kernels <= {"aten", "dim_order_ops", "executorch_prim"}, "a stock runtime lacks some"
+    assert not any(".layers." in name for name in MappedWeights(folder / WEIGHTS_NAME)), "they are in the delegates"
+    first, second = ((folder / "layers" / f"{layer}.pte").read_bytes() for layer in range(2))
+    assert first != second and {f"layers/{layer}.pte" for layer in range(2)} <= set(manifest.files)
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    assert "layers/" in text and "loss_scale" in text and "SM8650" in text
+
+
+def test_evaluation_is_eager_s(session) -> None:
+    session.step(*rows(0), 0, RATE)
+    eager = open_session(load_model(str(model("wide"))), method_config("mesp", {"rank": 4}), 4)
+    eager.load_adapter(session.adapter())
+    ids, labels = rows(8)
+    labels[0, : LENGTH // 2] = -100
+    for ours, theirs in zip(session.evaluate(ids, labels), eager.evaluate(ids, labels)):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-3)
+
+
+def test_the_next_token_is_eager_s() -> None:
+    session = open_artifact(program("npu blocks, sgd"))
+    ids, length = batch(1, LENGTH, seed=9)[0], 9
+    logits = session.next_token(ids, length)
+    loaded = load_model(str(model("wide qwen2")))
+    import torch
+
+    with torch.inference_mode():
+        expected = loaded.model(torch.from_numpy(ids[:, :length])).logits[0, -1].numpy()
+    np.testing.assert_allclose(logits, expected, atol=2e-2 * np.abs(expected).max())
+    session.close()
+
+
+def test_a_step_that_overflows_is_left_out_and_the_scale_halved(session, caplog, monkeypatch) -> None:
+    session.step(*rows(0), 0, RATE)  # so that moments are not zero
+    before = session.state()
+    session.loss_scale = before_scale = 2.0**40
+    with caplog.at_level(logging.WARNING):
+        result = session.step(*rows(1), 1, RATE)
+    after = session.state()
+    assert np.isfinite(result.loss) and session.loss_scale == before_scale / 2 == after["loss_scale"][0]
+    assert "nothing was updated" in caplog.text and "loss scale" in caplog.text
+    for name in ("adapter", "exp_avg", "exp_avg_sq", "optimizer_step"):
+        assert after[name].tobytes() == before[name].tobytes(), name
+    session.loss_scale = 1024.0
+    session.step(*rows(1), 1, RATE)
+    other = open_artifact(program("npu blocks"))
+    other.load_state(before)
+    other.step(*rows(1), 1, RATE)
+    assert other.state()["adapter"].tobytes() == session.state()["adapter"].tobytes()
+    monkeypatch.setattr(blocks, "SMALLEST_LOSS_SCALE", 2.0**40)
+    kept, session.loss_scale = session.state(), 2.0**40
+    with pytest.raises(TrainingError, match="nothing was updated") as caught:
+        session.step(*rows(2), 2, RATE)
+    assert "lower learning rate" in str(caught.value.hint)
+    assert session.state()["adapter"].tobytes() == kept["adapter"].tobytes()
+    other.close()
+
+
+def test_the_gradient_does_not_depend_on_the_scale(session) -> None:
+    start, moments = session.state(), []
+    for scale in (64.0, 1024.0):
+        session.load_state({**start, "loss_scale": np.array([scale], np.float32)})
+        session.step(*rows(0), 0, 0.0)
+        moments.append(session.state()["exp_avg"].astype(np.float64))
+    small, large = moments
+    assert np.linalg.norm(small - large) <= 2e-3 * np.linalg.norm(large)
+
+
+def test_a_resume_has_the_same_bits_and_the_same_scale(session) -> None:
+    other = open_artifact(program("npu blocks"))
+    session.loss_scale = 256.0
+    losses = [session.step(*rows(step), step, RATE).loss for step in range(2)]
+    state = session.state()
+    losses += [session.step(*rows(2), 2, RATE).loss]
+    with pytest.raises(CheckpointError, match="loss_scale"):
+        other.load_state({name: value for name, value in state.items() if name != "loss_scale"})
+    other.load_state(state)
+    assert other.loss_scale == 256.0 and other.step(*rows(2), 2, RATE).loss == losses[2]
+    ours, theirs = session.state(), other.state()
+    assert ours.keys() == theirs.keys() and all(ours[name].tobytes() == theirs[name].tobytes() for name in ours)
+    other.restart()
+    assert other.loss_scale == 1024.0
+    other.close()
+
+
+def test_a_layer_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    from ondevice.exporters.android_npu.session import NpuBlocksSession
+
+    folder = tmp_path / "näme with space"
+    shutil.copytree(program("npu blocks"), folder)
+    layer = folder / "layers" / "1.pte"
+    whole = layer.read_bytes()
+    for content in (whole[: len(whole) // 2], b"no program"):
+        layer.write_bytes(content)
+        with pytest.raises(ArtifactError, match="has changed"):
+            open_artifact(folder)
+        damaged = NpuBlocksSession(folder, read_manifest(folder, check_files=False))
+        with pytest.raises(ArtifactError, match="cannot load") as caught:
+            damaged.evaluate(*rows(0))
+        assert "1.pte" in str(caught.value) and "export it again" in str(caught.value.hint)
+        damaged.close()
+    layer.unlink()
+    with pytest.raises(ArtifactError, match="lacks a file"):
+        open_artifact(folder)
+
+
+def test_a_wrong_program_is_not_ok(monkeypatch) -> None:
+    from ondevice.exporters.android_npu.session import NpuBlocksSession
+
+    run = NpuBlocksSession._call_block
+
+    def swapped(self, name: str, given: dict[str, Any], layer: int = 0, first: int = 0) -> dict[str, Any]:
+        return run(self, name, given, 1 - layer if name.startswith("block_") else layer, first)
+
+    monkeypatch.setattr(NpuBlocksSession, "_call_block", swapped)  # each layer with the other's weights and adapter
+    result = verify(program("npu blocks"))
+    assert not result["ok"] and any("min_gradient_cosine" in line for line in result["broken"])
+
+
+def test_code_of_other_delegates_is_refused() -> None:
+    from ondevice.exporters.android_npu.layers import with_code
+
+    content = (program("npu blocks") / "layers" / "0.pte").read_bytes()
+    with pytest.raises(VerificationError, match="compiled code"):
+        with_code(content, {b"another": b"code"})
+
+
+def test_every_reason_is_listed_at_once() -> None:
+    wrong = config(
+        "npu blocks",
+        **{
+            "export.next_token": True,
+            "export.program": "whole",
+            "export.quantize": "w8",
+            "export.lengths_tokens": [16, 24],
+            "method.bits": 4,
+        },
+    )
+    problems = " ".join(find_target("android-npu").check(artifacts.export_jobs(wrong)[0]))
+    for word in ("next_token needs batch_size 1", "export.program at auto", "float16 weights", "one length", "bits"):
+        assert word in problems, word
+    with pytest.raises(ConfigError, match="exact gradients"):
+        verify(program("npu blocks"), directions=8)

@@ -1,0 +1,65 @@
+"""The steps left out of a lowering change no byte of the program."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+
+import pytest
+
+pytest.importorskip("executorch.exir")
+torch = pytest.importorskip("torch")
+
+from ondevice.artifact.manifest import TensorPort  # noqa: E402
+from ondevice.core.program import ProgramModule  # noqa: E402
+from ondevice.exporters.executorch import lower as lowering  # noqa: E402
+from ondevice.exporters.executorch import shortcuts  # noqa: E402
+
+
+class Attention(torch.nn.Module):
+    """A masked attention between two linear layers, and a feed-forward part: each kind of operation of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(8, 24), torch.nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.up(x).chunk(3, -1)
+        y = torch.softmax(q @ k.transpose(-1, -2) / 8**0.5 + mask, -1) @ v
+        y = torch.cat([y[..., 4:], y[..., :4]], -1)
+        return self.down(torch.nn.functional.silu(y) * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-5))
+
+
+class Five(torch.nn.Module):
+    """One concatenation of many tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x + 1, x * 2, x - 3, x * 4, x + 5, x * 6], -1)
+
+
+def buffer() -> bytes:
+    ports = (
+        TensorPort(name="x", dtype="float32", shape=(2, 5, 8)),
+        TensorPort(name="mask", dtype="float32", shape=(5, 5)),
+    )
+    module = ProgramModule("forward", Attention(), ports, ports[:1])
+    return lowering.lower([module]).buffer
+
+
+def test_the_program_has_the_same_bytes(monkeypatch) -> None:
+    thresholds = gc.get_threshold()
+    ours = buffer()
+    assert gc.get_threshold() == thresholds and gc.get_freeze_count() == 0
+    monkeypatch.setattr(lowering, "shortcuts", nullcontext)
+    assert ours == buffer()
+
+
+def test_a_pass_that_a_program_needs_would_be_missed(monkeypatch) -> None:
+    """Five tensors in one concatenation are more than XNNPACK joins at once."""
+    port = TensorPort(name="x", dtype="float32", shape=(2, 8))
+    module = ProgramModule("forward", Five(), (port,), (port,))
+    lowering.lower([module])
+    monkeypatch.setattr(shortcuts, "VISION", (*shortcuts.VISION, "DecomposeConcatenate"))
+    with pytest.raises(Exception, match="cat"):
+        lowering.lower([module])

@@ -1,0 +1,102 @@
+"""Mutants that no test on a CPU can tell from the original, and why."""
+
+from __future__ import annotations
+
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "runtime_ops/layer_adam.py",
+        "if count == 0 or (rows is not None and rows.numel() == 0):",
+        "if count <= 0 or (rows is not None and rows.numel() == 0):",
+    ): "a count is never below 0",
+    (
+        "runtime_ops/adam_state.py",
+        'if moments.kind != "int8":',
+        'if moments.kind < "int8":',
+    ): "both other kinds, bfloat16 and float32, sort before int8",
+    (
+        "ondevice/data/batching.py",
+        "for other in [other for other in self._orders if abs(other - epoch) > 1]:",
+        "for other in [other for other in self._orders if abs(other - epoch) > 0]:",
+    ): "a cache of orders, which are a function of the epoch: one is computed again",
+    (
+        "ondevice/data/encode.py",
+        'ids = list(tokenizer(text, verbose=False)["input_ids"])',
+        'ids = list(tokenizer(text, verbose=True)["input_ids"])',
+    ): "only lets the tokenizer warn of long texts",
+    (
+        "ondevice/data/encode.py",
+        "@dataclass(frozen=True, slots=True)",
+        "@dataclass(frozen=True, slots=False)",
+    ): "memory of an object, not its values",
+    (
+        "ondevice/data/encode.py",
+        "return int(start > 0 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)",
+        "return int(start > -1 and tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)",
+    ): "without a prompt nothing is cut, and only a cut reads it",
+    (
+        "ondevice/nn/cross_entropy.py",
+        "total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(-1)",
+        "total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(1)",
+    ): "the last of two dimensions is dimension 1",
+    (
+        "ondevice/nn/graph_loss.py",
+        "positions = (labels_N != IGNORE).to(torch.int32).topk(min(limit, labels_N.shape[0]), sorted=False).indices",
+        "positions = (labels_N != IGNORE).to(torch.int32).topk(min(limit, labels_N.shape[0]), sorted=True).indices",
+    ): "losses are scattered back to their positions, in whatever order",
+    (
+        "ondevice/methods/prge/torch.py",
+        "deviation = (centred * centred).sum(dim=0, keepdim=True).div(q - 1).sqrt()",
+        "deviation = (centred * centred).sum(dim=0, keepdim=False).div(q - 1).sqrt()",
+    ): "one number, [1] or []: the division broadcasts both",
+    (
+        "ondevice/methods/mezo/torch.py",
+        'CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}',
+        'CHUNK = {"cpu": 1 << 20, "cuda": 1 // 26}',
+    ): "read on a GPU only",
+    (
+        "ondevice/methods/mezo/torch.py",
+        "z = self.noise(self.seed, number, tensor, 1, start, count)[0]",
+        "z = self.noise(self.seed, number, tensor, 2, start, count)[0]",
+    ): "the first query's noise does not depend on how many are drawn",
+    (
+        "ondevice/methods/mesp/torch/attention.py",
+        "FLASH_HEAD = 256",
+        "FLASH_HEAD = 255",
+    ): "read on a GPU only",
+    (
+        "ondevice/methods/mesp/torch/attention.py",
+        "if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):",
+        "if not (q_BTHh.is_cuda and half and width | 8 == 0 and width <= FLASH_HEAD):",
+    ): "read on a GPU only",
+    (
+        "ondevice/methods/mesp/torch/attention.py",
+        "if not (q_BTHh.is_cuda and half and width % 8 == 0 and width <= FLASH_HEAD):",
+        "if not (q_BTHh.is_cuda and half and width % 8 <= 0 and width <= FLASH_HEAD):",
+    ): "a remainder is never below 0",
+    (
+        "ondevice/methods/mesp/torch/stages.py",
+        "@dataclass(frozen=True)",
+        "@dataclass(frozen=False)",
+    ): "nothing writes to it",
+    (
+        "ondevice/methods/revffn/streams.py",
+        "if mix.past == 1.0:",
+        "if mix.past >= 1.0:",
+    ): "the weight of the older stream is at most 1",
+    (
+        "ondevice/offload/clipping.py",
+        'if self.limit is None or self.rule != "previous":',
+        'if self.limit is None or self.rule < "previous":',
+    ): "both other rules, global and layer, sort before previous",
+    (
+        "ondevice/offload/clipping.py",
+        'if self.rule == "layer":',
+        'if self.rule <= "layer":',
+    ): "the rule that sorts before it, global, needs all norms and never asks for a scale on the accelerator",
+    (
+        "ondevice/offload/clipping.py",
+        "squares = {index: float(value[0]) for index, value in norms.items() if value is not None}",
+        "squares = {index: float(value[ -1]) for index, value in norms.items() if value is not None}",
+    ): "the arrays have one element",
+}
+"""(module, line before, line after) to the reason."""
