@@ -1,0 +1,157 @@
+"""`ondevice fleet`: many devices train one adapter and send only numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ondevice.cli import common
+from ondevice.cli.common import err, out, overrides, print_json, table
+from ondevice.core.errors import INTERRUPTED_EXIT_CODE
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Many devices train one adapter and send only numbers."
+)
+Devices = Annotated[int | None, typer.Option("--devices", min=1, help="Devices.")]
+RoundCount = Annotated[int | None, typer.Option("--rounds", min=1, help="Rounds.")]
+LocalSteps = Annotated[int | None, typer.Option("--local-steps", min=1, help="Steps of a device before it answers.")]
+Dirichlet = Annotated[float | None, typer.Option("--dirichlet", help="Split the rows by label, as 0.1; else evenly.")]
+Log = Annotated[Path, typer.Argument(help="A fleet's folder, its fleet.db, or a *.fleetlog file.")]
+
+
+@app.command()
+@common.with_method_options
+def simulate(
+    config: common.Config = None,
+    model: common.Model = None,
+    method: common.Method = None,
+    data: common.Data = None,
+    eval_data: common.EvalData = None,
+    validation_split: common.Split = None,
+    task: common.Task = None,
+    columns: common.Columns = None,
+    devices: Devices = None,
+    rounds: RoundCount = None,
+    local_steps: LocalSteps = None,
+    dirichlet: Dirichlet = None,
+    batch_size: common.BatchSize = None,
+    max_length: common.MaxLength = None,
+    learning_rate: common.LearningRate = None,
+    seed: common.Seed = None,
+    target_dir: common.Out = None,
+    settings: common.Settings = None,
+    resume: common.Resume = False,
+    overwrite: common.Overwrite = False,
+    dry_run: common.DryRun = False,
+    quiet: common.Quiet = False,
+    json: common.Json = False,
+    *,
+    method_options: dict[str, Any],
+) -> None:
+    """Run a fleet of simulated devices in one process, with splits, dropouts, late and hostile devices."""
+    from ondevice.fleet.config import FleetRun
+
+    run = FleetRun.load(
+        config,
+        overrides(
+            settings,
+            model__source=model,
+            method__name=method,
+            data__path=data,
+            data__eval_path=eval_data,
+            data__validation_split=validation_split,
+            data__task=task,
+            data__columns=common.columns_of(columns),
+            data__max_length_tokens=max_length,
+            simulation__devices=devices,
+            simulation__dirichlet=dirichlet,
+            fleet__rounds=rounds,
+            fleet__local_steps=local_steps,
+            train__batch_size=batch_size,
+            train__seed=seed,
+            train__out=target_dir,
+            method__learning_rate=learning_rate,
+        )
+        | method_options,
+    )
+    run.check_data()
+    if dry_run:
+        print_json({"config": run.model_dump(mode="json")}) if json else table(
+            run.fleet.model_dump() | run.simulation.model_dump()
+        )
+        return
+    from ondevice.fleet.simulate import simulate as simulate_fleet
+
+    result = simulate_fleet(
+        run, resume=resume, overwrite=overwrite, on_round=lambda done: None if json or quiet else _say(done)
+    )
+    print_json(result.to_dict()) if json else table(result.to_dict())
+    if result.interrupted:
+        err.print(f"stopped after round {result.rounds}; everything is saved. To go on: --resume", markup=False)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def _say(done: Any) -> None:
+    loss = "no answers" if done.loss is None else f"loss {done.loss:.4f}"
+    err.print(
+        f"round {done.number + 1}/{done.rounds}  {loss}  {done.answers} answers  {done.refused} refused", markup=False
+    )
+
+
+@app.command()
+def replay(
+    log: Log,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=0, help="Only the first so many rounds.")] = None,
+    target_dir: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the adapter too: a folder. Loads the model.")
+    ] = None,
+    model: common.Model = None,
+    quiet: common.Quiet = False,
+    json: common.Json = False,
+) -> None:
+    """Rebuild a fleet's adapter from its log: no data, no forward pass, and without --out no model."""
+    from ondevice.fleet.log import read_file
+    from ondevice.fleet.log import replay as replay_log
+
+    content = read_file(log)
+    state = replay_log(content, rounds=rounds)
+    if content.unfinished:
+        err.print(f"warning: the log ends with {content.unfinished} bytes of a round that is not whole", markup=False)
+    if target_dir is not None:
+        from ondevice.artifact.adapter import save_adapter
+        from ondevice.fleet.member import load_vector, vector_name
+        from ondevice.fleet.open import open_for
+
+        session, _ = open_for(content.charter, model)
+        load_vector(session, state.flat(), vector_name(session, content.charter.size))
+        adapter = session.adapter()
+        if adapter is not None:
+            save_adapter(adapter, target_dir)
+    values = {
+        "final_hash": state.digest().hex(),
+        "rounds": state.round,
+        "fleet": f"{content.charter.id:08x}",
+        "elements": state.size,
+        "adapter": target_dir,
+    }
+    print_json(values) if json else table(values)
+
+
+@app.command()
+def status(
+    log: Log,
+    json: common.Json = False,
+) -> None:
+    """Show a fleet's charter, its rounds, their losses and bytes, and the hash of its adapter."""
+    from ondevice.fleet.status import status as status_of
+
+    values = status_of(log)
+    if json:
+        print_json(values)
+        return
+    table({name: value for name, value in values.items() if name not in ("rounds_table", "charter")})
+    for row in values["rounds_table"][-10:]:
+        loss = "no answers" if row["loss"] is None else f"loss {row['loss']:.4f}"
+        out.print(f"round {row['round']}: {loss}, {row['answers']} answers, {row['bytes']} bytes", markup=False)
