@@ -155,3 +155,119 @@ def status(
     for row in values["rounds_table"][-10:]:
         loss = "no answers" if row["loss"] is None else f"loss {row['loss']:.4f}"
         out.print(f"round {row['round']}: {loss}, {row['answers']} answers, {row['bytes']} bytes", markup=False)
+
+
+Host = Annotated[str, typer.Option("--host", help="Address of the SuperLink.")]
+Port = Annotated[int, typer.Option("--port", help="Port of the SuperLink.")]
+Certificates = Annotated[
+    Path | None,
+    typer.Option("--certificates", help="Folder with ca.crt, and for the server server.pem and server.key."),
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS: on one machine only.")]
+Folder = Annotated[Path, typer.Argument(help="The fleet's folder, from `ondevice fleet begin`.")]
+
+
+@app.command()
+@common.with_method_options
+def begin(
+    config: common.Config = None,
+    model: common.Model = None,
+    method: common.Method = None,
+    task: common.Task = None,
+    local_steps: LocalSteps = None,
+    max_length: common.MaxLength = None,
+    learning_rate: common.LearningRate = None,
+    seed: common.Seed = None,
+    target_dir: common.Out = None,
+    settings: common.Settings = None,
+    json: common.Json = False,
+    *,
+    method_options: dict[str, Any],
+) -> None:
+    """Begin a fleet: write its charter, which every device will check. Needs the model, and no data."""
+    from ondevice.fleet.config import FleetRun
+
+    run = FleetRun.load(
+        config,
+        overrides(
+            settings,
+            model__source=model,
+            method__name=method,
+            data__task=task,
+            data__max_length_tokens=max_length,
+            fleet__local_steps=local_steps,
+            train__seed=seed,
+            train__out=target_dir,
+            method__learning_rate=learning_rate,
+        )
+        | method_options,
+    )
+    from ondevice.fleet.open import open_session
+    from ondevice.fleet.store import Store
+
+    session, loaded = open_session(run)
+    charter = run.charter(session, loaded.source)
+    Store.create(run.train.out, charter).close()
+    values = {"fleet": f"{charter.id:08x}", "folder": str(run.train.out), "elements": charter.size}
+    print_json({**values, "charter": charter.model_dump(mode="json")}) if json else table(values)
+
+
+@app.command()
+def server(
+    folder: Folder,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds in all.")] = 100,
+    devices: Annotated[int, typer.Option("--devices", min=1, help="Wait for so many devices.")] = 1,
+    sample: Annotated[float, typer.Option("--sample", help="Share of the devices that a round asks.")] = 1.0,
+    wait: Annotated[float, typer.Option("--wait", help="Longest wait for devices or answers, seconds.")] = 600.0,
+    host: Host = "127.0.0.1",
+    port: Port = 9092,
+    certificates: Certificates = None,
+    insecure: Insecure = False,
+    quiet: common.Quiet = False,
+    json: common.Json = False,
+) -> None:
+    """Run a fleet's rounds over Flower: a SuperLink and a ServerApp. Started again, it goes on from the last round."""
+    from ondevice.fleet.flower import Link, serve
+    from ondevice.fleet.status import status as status_of
+
+    status_of(folder)  # there is a fleet, before anything is started
+    settings = {"rounds": rounds, "least_devices": devices, "sample": sample, "wait_s": wait}
+    say = (lambda line: None) if json or quiet else (lambda line: err.print(line, markup=False))
+    serve(folder, Link(host, port, certificates, insecure), settings, say)
+    values = status_of(folder)
+    shown = {key: value for key, value in values.items() if key not in ("charter", "rounds_table")}
+    print_json(shown) if json else table(shown)
+
+
+@app.command()
+def device(
+    data: Annotated[str, typer.Option("--data", "-d", help="This device's rows; they stay here.")],
+    target_dir: Annotated[Path, typer.Option("--out", "-o", help="Folder of this device's copy of the fleet.")],
+    task: common.Task = None,
+    columns: common.Columns = None,
+    model: common.Model = None,
+    artifact: Annotated[
+        Path | None, typer.Option("--artifact", help="An exported program instead of the model.")
+    ] = None,
+    batch_size: common.BatchSize = None,
+    host: Host = "127.0.0.1",
+    port: Port = 9092,
+    certificates: Certificates = None,
+    insecure: Insecure = False,
+) -> None:
+    """Take part in a fleet over Flower: a SuperNode and a ClientApp, until it is stopped."""
+    from ondevice.data.records import check_source
+    from ondevice.fleet.device import DeviceSettings
+    from ondevice.fleet.flower import Link, join
+
+    check_source(data)
+    settings = DeviceSettings(
+        folder=str(target_dir),
+        data=str(Path(data).absolute()),
+        task=task,
+        columns=common.columns_of(columns),
+        model=model,
+        artifact=None if artifact is None else str(artifact.absolute()),
+        batch_size=batch_size or 4,
+    )
+    raise typer.Exit(join(settings, Link(host, port, certificates, insecure)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ def status(path: Path) -> dict[str, Any]:
     if (path.is_dir() or path.name == FILE_NAME) and (folder / FILE_NAME).is_file():
         with Store.open(folder) as store:
             state, charter, table = store.state(), store.charter, store.table()
+            devices = json.loads(store.fact("devices") or "{}")
     else:
         log = read_file(path)
-        state, charter, table = replay(log), log.charter, []
+        state, charter, table, devices = replay(log), log.charter, [], {}
     answered = sum(row["answers"] for row in table)
     return {
         "fleet": f"{charter.id:08x}",
@@ -32,6 +34,8 @@ def status(path: Path) -> dict[str, Any]:
         "elements": charter.size,
         "loss": table[-1]["loss"] if table else None,
         "bytes_per_device_round": sum(row["bytes"] for row in table) / answered if answered else None,
+        "devices": len(devices) or None,
+        "hashes_equal": all(devices.values()) if devices else None,
         "charter": charter.model_dump(mode="json"),
         "rounds_table": table,
     }
