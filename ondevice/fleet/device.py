@@ -64,12 +64,17 @@ class Device:
             number: the device's, as the transport has it.
         """
         try:
-            return self._reply(content, number)
+            return self.take(content, number)
         except OndeviceError as error:
             log.warning("%s", error)
             return {"error": str(error)}
 
-    def _reply(self, content: dict[str, Any], number: int) -> dict[str, Any]:
+    def take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
+        """Take one message: the charter, or events and maybe a task; see `reply`.
+
+        Raises:
+            OndeviceError: the message cannot be taken.
+        """
         folder = Path(self.settings.folder)
         if "charter" in content:
             with Store.create(folder, Charter.from_bytes(content["charter"])) as store:
@@ -80,8 +85,10 @@ class Device:
                 state = store.state()
             else:
                 state = member.state
-            for data in content.get("events", []):
-                event = read_event(data)
+            given = content.get("events", [])
+            known = set(store.events()) if given else set()
+            # A file may be taken twice, and a server may not know what a device has.
+            for event in (read_event(data) for data in given if data not in known):
                 state.apply(event)
                 store.add(event, state)
             if "task" not in content:

@@ -53,15 +53,20 @@ class Rounds:
         """
         if len(self.open) >= self.charter.fleet.open_rounds:
             raise FleetError("too many rounds are open", expected=f"{self.charter.fleet.open_rounds} at most")
-        number, charter = self.next, self.charter
-        begin, steps, rate = self.state.hash, charter.fleet.local_steps, charter.learning_rate
-        tasks = {
-            device: Task(charter.id, number, begin, charter.first_step(number, lane), steps, rate)
-            for lane, device in enumerate(sorted(set(devices)))
-        }
+        number = self.next
         self.next += 1
-        self.open[number] = OpenRound(number, begin, tasks)
+        self.open[number] = OpenRound(number, self.state.hash, {})
+        for device in sorted(set(devices)):
+            self.invite(number, device)
         return self.open[number]
+
+    def invite(self, number: int, device: int) -> Task:
+        """Ask one more device in an open round; its lane is the next one."""
+        current, charter = self.open[number], self.charter
+        first_step = charter.first_step(number, len(current.tasks))
+        task = Task(charter.id, number, current.begin, first_step, charter.fleet.local_steps, charter.learning_rate)
+        current.tasks[device] = task
+        return task
 
     def receive(self, data: bytes | Answer, sender: int | None = None) -> Answer:
         """Take a device's answer into its round.

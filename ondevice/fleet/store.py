@@ -15,7 +15,7 @@ import numpy as np
 from ondevice.core.errors import BusyError, FleetError, StorageError
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.log import FleetLog, checked
-from ondevice.fleet.messages import Answer, Event, read_event
+from ondevice.fleet.messages import Answer, Event, Task, read_event
 from ondevice.fleet.state import State
 
 FILE_NAME = "fleet.db"
@@ -31,6 +31,10 @@ CREATE TABLE events (
 );
 CREATE TABLE answers (
     round INTEGER NOT NULL, device INTEGER NOT NULL, answer BLOB NOT NULL, PRIMARY KEY (round, device)
+) WITHOUT ROWID;
+CREATE TABLE asked (
+    round INTEGER NOT NULL, device INTEGER NOT NULL, begin BLOB NOT NULL, task BLOB NOT NULL, place INTEGER NOT NULL,
+    PRIMARY KEY (round, device)
 ) WITHOUT ROWID;
 CREATE TABLE snapshot (
     id INTEGER PRIMARY KEY CHECK (id = 0), place INTEGER NOT NULL, round INTEGER NOT NULL,
@@ -139,6 +143,7 @@ class Store:
                     "INSERT OR REPLACE INTO answers VALUES (?, ?, ?)",
                     [(answer.round, _signed(answer.device), answer.to_bytes()) for answer in given],
                 )
+                self.connection.execute("DELETE FROM asked WHERE round = ?", (event.round,))
                 if (place + 1) % SNAPSHOT_EVERY == 0:
                     self._snapshot(place + 1, state)
         except sqlite3.Error as error:
@@ -164,6 +169,37 @@ class Store:
         """Return the answers of a round, by device."""
         rows = self.connection.execute("SELECT answer FROM answers WHERE round = ? ORDER BY device", (number,))
         return [Answer.from_bytes(answer) for (answer,) in rows]
+
+    def ask(self, begin: bytes, task: Task, device: int, place: int) -> None:
+        """Keep a task of an open round that waits for a file.
+
+        Args:
+            place: how many events the device has with it.
+        """
+        row = (task.round, _signed(device), begin, task.to_bytes(), place)
+        with self.connection:
+            self.connection.execute("INSERT OR REPLACE INTO asked VALUES (?, ?, ?, ?, ?)", row)
+
+    def asked(self) -> list[tuple[int, bytes, dict[int, Task]]]:
+        """Return each open round that waits for files: its number, its beginning, its tasks by device."""
+        rounds: dict[int, tuple[int, bytes, dict[int, Task]]] = {}
+        for number, device, begin, task in self.connection.execute(
+            "SELECT round, device, begin, task FROM asked ORDER BY round, device"
+        ):
+            tasks = rounds.setdefault(number, (number, begin, {}))[2]
+            tasks[device % (1 << 64)] = Task.from_bytes(task)
+        return list(rounds.values())
+
+    def take(self, answer: Answer) -> None:
+        """Keep an answer of an open round, and that its device has what came with the task."""
+        key = (answer.round, _signed(answer.device))
+        with self.connection:
+            self.connection.execute("BEGIN IMMEDIATE")
+            self.connection.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?)", (*key, answer.to_bytes()))
+            self.connection.execute(
+                "INSERT OR REPLACE INTO facts SELECT ?, place FROM asked WHERE round = ? AND device = ?",
+                (f"carried {answer.device}", *key),
+            )
 
     def table(self) -> list[dict[str, Any]]:
         """Return for each round its number, loss, answers, refused answers and bytes."""
