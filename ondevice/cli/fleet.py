@@ -253,6 +253,7 @@ def device(
     host: Host = "127.0.0.1",
     port: Port = 9092,
     certificates: Certificates = None,
+    key: Annotated[Path | None, typer.Option("--key", help="This device's private key (devices/NAME.key).")] = None,
     insecure: Insecure = False,
 ) -> None:
     """Take part in a fleet over Flower: a SuperNode and a ClientApp, until it is stopped."""
@@ -270,7 +271,21 @@ def device(
         artifact=None if artifact is None else str(artifact.absolute()),
         batch_size=batch_size or 4,
     )
-    raise typer.Exit(join(settings, Link(host, port, certificates, insecure)))
+    raise typer.Exit(join(settings, Link(host, port, certificates, insecure), key))
+
+
+@app.command()
+def certificates(
+    folder: Annotated[Path, typer.Argument(help="Folder to make them in.")],
+    host: Annotated[list[str] | None, typer.Option("--host", help="Name or address of the server (repeat).")] = None,
+    devices: Annotated[int, typer.Option("--devices", min=0, help="Make keys for so many devices.")] = 0,
+    json: common.Json = False,
+) -> None:
+    """Make TLS certificates for a fleet's server, and key pairs for its devices."""
+    from ondevice.fleet.certificates import make
+
+    files = [str(file) for file in make(folder, tuple(host or ["localhost"]), devices)]
+    print_json({"files": files}) if json else table(dict.fromkeys(files, ""))
 
 
 carry = typer.Typer(

@@ -23,10 +23,9 @@ from typing import Any
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import ConfigError, FleetError, MissingPackageError
+from ondevice.fleet.certificates import CERTIFICATES, DEVICES
 from ondevice.fleet.device import DeviceSettings, answering
 
-CERTIFICATES = ("ca.crt", "server.pem", "server.key")
-"""What a folder of certificates has; a device needs the first alone."""
 STOP_S = 15.0
 APP = """[build-system]
 requires = ["hatchling"]
@@ -164,12 +163,15 @@ def serve(folder: Path, link: Link, settings: dict[str, Any], say: Callable[[str
         connection += "insecure = true\n"
     else:
         files = [str((link.certificates or Path()).absolute() / name) for name in CERTIFICATES]
+        arguments.append("--enable-supernode-auth")
         for flag, file in zip(("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile"), files):
             arguments += [flag, file]
         connection += f"root-certificates = {json.dumps(files[0])}\n"
     atomic_write(home / "config.toml", connection)
     with running(arguments, home, folder / "superlink.log") as superlink, tempfile.TemporaryDirectory() as app:
         _wait_for(link, superlink, folder / "superlink.log")
+        if not link.insecure:
+            _admit(link, home)
         write_app(Path(app), {**settings, "folder": str(folder)})
         run = subprocess.Popen(
             [command("flwr"), "run", app, "fleet", "--stream"],
@@ -192,6 +194,22 @@ def serve(folder: Path, link: Link, settings: dict[str, Any], say: Callable[[str
         raise FleetError("Flower could not run the fleet", received="\n".join(lines[-5:]), hint=f"see {folder}/*.log")
 
 
+def _admit(link: Link, home: Path) -> None:
+    """Register the devices whose public keys lie beside the certificates: nobody else may connect."""
+    keys = sorted(((link.certificates or Path()) / DEVICES).glob("*.pub"))
+    if not keys:
+        raise ConfigError(
+            f"{link.certificates} has no device's public key", expected=f"{DEVICES}/NAME.pub for each device"
+        )
+    for key in keys:
+        done = subprocess.run(
+            [command("flwr"), "supernode", "register", str(key.absolute()), "fleet", "--name", key.stem],
+            env=environment(home), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise FleetError(f"{key} cannot be admitted", received=(done.stdout + done.stderr).strip()[-500:])
+
+
 def write_app(folder: Path, settings: dict[str, Any]) -> None:
     """Write the app that `flwr run` submits."""
     text = APP.replace('settings = ""', f"settings = {json.dumps(json.dumps(settings))}")
@@ -200,9 +218,18 @@ def write_app(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "fleetapp" / "__init__.py").write_text(MODULE, encoding="utf-8")
 
 
-def join(settings: DeviceSettings, link: Link) -> int:
-    """Run a SuperNode for a device until it is stopped; returns its exit status."""
+def join(settings: DeviceSettings, link: Link, key: Path | None = None) -> int:
+    """Run a SuperNode for a device until it is stopped; returns its exit status.
+
+    Args:
+        key: the device's private key, whose public one the server admits; not needed where the link is insecure.
+
+    Raises:
+        ConfigError: neither a key nor `insecure`.
+    """
     link.check(CERTIFICATES[:1])
+    if not link.insecure and (key is None or not key.is_file()):
+        raise ConfigError("a device proves who it is", expected="--key FILE, its private key", received=key)
     folder = Path(settings.folder).absolute()
     with answering(settings) as file:
         arguments = [command("flower-supernode"), "--superlink", link.address, "--port", str(free_port())]
@@ -211,6 +238,7 @@ def join(settings: DeviceSettings, link: Link) -> int:
             arguments.append("--insecure")
         else:
             arguments += ["--root-certificates", str((link.certificates or Path()).absolute() / CERTIFICATES[0])]
+            arguments += ["--auth-supernode-private-key", str((key or Path()).absolute())]
         with running(arguments, folder / "flower", folder / "supernode.log") as supernode:
             return supernode.wait()
 
