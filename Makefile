@@ -2,7 +2,7 @@
 # make PYTHON=python3.12 test     another interpreter
 # make test ARGS="-k loop -x"     arguments for pytest
 
-.PHONY: help demo demo-prge test test-fast apk android-test browser lint format docs bench setup model pins clean
+.PHONY: help demo demo-prge test test-fast apk android-test fleet-test browser lint format docs bench setup model pins clean
 .DEFAULT_GOAL := help
 
 PYTHON ?=
@@ -48,6 +48,11 @@ apk:
 ## make android-test  the app's logic and screens on the JVM, with pictures of the screens
 android-test: model
 	@$(MAKE) --no-print-directory -C android_app test
+
+## make fleet-test  a fleet of three devices over Flower, in an environment that has it beside .venv's packages
+fleet-test: setup
+	@.ci/fleet
+	@CI=true ONDEVICE_FLEET_PYTHON="$(CURDIR)/build/fleet-venv/bin/python" $(RUN) -m pytest tests/fleet/test_flower.py $(ARGS)
 
 ## make browser    what the tests of the daemon's page need: Debian's Chromium, packages from npm
 browser:

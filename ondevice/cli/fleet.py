@@ -229,11 +229,13 @@ def server(
     """Run a fleet's rounds over Flower: a SuperLink and a ServerApp. Started again, it goes on from the last round."""
     from ondevice.fleet.flower import Link, serve
     from ondevice.fleet.status import status as status_of
+    from ondevice.training.checkpoint import RunLock
 
     status_of(folder)  # there is a fleet, before anything is started
     settings = {"rounds": rounds, "least_devices": devices, "sample": sample, "wait_s": wait}
-    say = (lambda line: None) if json or quiet else (lambda line: err.print(line, markup=False))
-    serve(folder, Link(host, port, certificates, insecure), settings, say)
+    say = (lambda line: None) if json or quiet else _line
+    with RunLock(folder):
+        serve(folder, Link(host, port, certificates, insecure), settings, say)
     values = status_of(folder)
     shown = {key: value for key, value in values.items() if key not in ("charter", "rounds_table")}
     print_json(shown) if json else table(shown)
@@ -271,7 +273,7 @@ def device(
         artifact=None if artifact is None else str(artifact.absolute()),
         batch_size=batch_size or 4,
     )
-    raise typer.Exit(join(settings, Link(host, port, certificates, insecure), key))
+    raise typer.Exit(join(settings, Link(host, port, certificates, insecure), key, _line))
 
 
 @app.command()
@@ -408,6 +410,10 @@ def carry_answer(
         atomic_write(to, written)
         values |= {"answer": str(to), "bytes": len(written)}
     print_json(values) if json else table(values)
+
+
+def _line(text: str) -> None:
+    err.print(text, markup=False, soft_wrap=True)
 
 
 def _check_fleet(folder: Path) -> None:

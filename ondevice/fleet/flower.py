@@ -27,6 +27,7 @@ from ondevice.fleet.certificates import CERTIFICATES, DEVICES
 from ondevice.fleet.device import DeviceSettings, answering
 
 STOP_S = 15.0
+RETRY_S = 3.0
 APP = """[build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
@@ -128,6 +129,21 @@ def running(arguments: list[str], home: Path, log: Path) -> Iterator[subprocess.
         stop(process)
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let a termination end what is inside as Ctrl-C does, so that no daemon of Flower stays behind."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End a daemon and what it started."""
     for number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
@@ -168,7 +184,11 @@ def serve(folder: Path, link: Link, settings: dict[str, Any], say: Callable[[str
             arguments += [flag, file]
         connection += f"root-certificates = {json.dumps(files[0])}\n"
     atomic_write(home / "config.toml", connection)
-    with running(arguments, home, folder / "superlink.log") as superlink, tempfile.TemporaryDirectory() as app:
+    with (
+        stoppable(),
+        running(arguments, home, folder / "superlink.log") as superlink,
+        tempfile.TemporaryDirectory() as app,
+    ):
         _wait_for(link, superlink, folder / "superlink.log")
         if not link.insecure:
             _admit(link, home)
@@ -218,11 +238,14 @@ def write_app(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "fleetapp" / "__init__.py").write_text(MODULE, encoding="utf-8")
 
 
-def join(settings: DeviceSettings, link: Link, key: Path | None = None) -> int:
+def join(
+    settings: DeviceSettings, link: Link, key: Path | None = None, say: Callable[[str], None] = lambda line: None
+) -> int:
     """Run a SuperNode for a device until it is stopped; returns its exit status.
 
     Args:
         key: the device's private key, whose public one the server admits; not needed where the link is insecure.
+        say: called with what the device waits for.
 
     Raises:
         ConfigError: neither a key nor `insecure`.
@@ -239,8 +262,14 @@ def join(settings: DeviceSettings, link: Link, key: Path | None = None) -> int:
         else:
             arguments += ["--root-certificates", str((link.certificates or Path()).absolute() / CERTIFICATES[0])]
             arguments += ["--auth-supernode-private-key", str((key or Path()).absolute())]
-        with running(arguments, folder / "flower", folder / "supernode.log") as supernode:
-            return supernode.wait()
+        # A SuperNode ends where no server admits it, which may not have begun: a device waits for its server.
+        with stoppable():
+            while True:
+                with running(arguments, folder / "flower", folder / "supernode.log") as supernode:
+                    if not supernode.wait():
+                        return 0
+                say(f"no server at {link.address} admits this device yet; it tries again ({folder}/supernode.log)")
+                time.sleep(RETRY_S)
 
 
 def free_port() -> int:
