@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from ondevice.data import read_dataset
     from ondevice.models import load_model
     from ondevice.models.generate import generate
+    from ondevice.models.in_memory import wrap_model
     from ondevice.planning.doctor import doctor
     from ondevice.planning.estimate import plan
+    from ondevice.training.callbacks import Callback
     from ondevice.training.fuse import apply_adapter, fuse
 
 _WHERE = {
     "Adapter": "artifact.adapter",
+    "Callback": "training.callbacks",
     "OndeviceError": "core.errors",
     "RunConfig": "api.runfile",
     "apply_adapter": "training.fuse",
@@ -52,10 +55,12 @@ _WHERE = {
     "save_adapter": "artifact.adapter",
     "train": "api.train",
     "verify": "api.verify",
+    "wrap_model": "models.in_memory",
 }
 
 __all__ = [
     "Adapter",
+    "Callback",
     "OndeviceError",
     "RunConfig",
     "apply_adapter",
@@ -79,6 +84,7 @@ __all__ = [
     "save_adapter",
     "train",
     "verify",
+    "wrap_model",
 ]
 
 

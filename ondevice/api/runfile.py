@@ -14,6 +14,8 @@ from ondevice.core.registry import DEFAULT_METHOD, method_config, methods
 from ondevice.core.registry import method as registry_method
 
 if TYPE_CHECKING:
+    from ondevice.data.objects import Given
+
     MethodConfig = Any
 else:
     # Built from the specs, so that a method of another package is validated, and is in the schema, like ours.
@@ -49,6 +51,8 @@ class RunConfig(StrictConfig):
             ConfigError: for a file that cannot be read, an unknown key or a wrong value.
         """
         values = read_yaml(path) if path is not None else {}
+        if (overrides or {}).get("train.steps") is not None and isinstance(values.get("train"), dict):
+            values["train"].pop("epochs", None)  # steps that are asked for now win over the file's epochs
         for key, value in (overrides or {}).items():
             if value is not None:
                 _set(values, key.split("."), value, key)
@@ -67,8 +71,12 @@ class RunConfig(StrictConfig):
             )
         return cls.parse(values, str(path) if path else "flags")
 
-    def check_data(self) -> None:
+    def check_data(self, *, given: bool = False, evaluates: bool = False) -> None:
         """Check that the rows are named and there, and the task known, before a framework is imported for them.
+
+        Args:
+            given: the rows come from Python, not from `data.path`.
+            evaluates: rows to evaluate do, too.
 
         Raises:
             ConfigError: no data is named, or the task is none.
@@ -78,28 +86,52 @@ class RunConfig(StrictConfig):
         from ondevice.data.formats import named_task
         from ondevice.data.records import check_source
 
-        if self.data.path is None:
+        if self.data.path is None and not given:
             raise ConfigError("no data is given", expected="data.path in the run file, or --data")
+        self.check_loop(evaluates=bool(evaluates or self.data.eval_path or self.data.validation_split))
         for path in filter(None, (self.data.path, self.data.eval_path)):
             check_source(path)
         if self.data.task is not None:
-            named_task(self.data.task, self.data.path)
+            named_task(self.data.task, self.data.path or "")
 
-    def data_identity(self) -> dict[str, Any]:
-        """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings."""
+    def check_loop(self, evaluates: bool) -> None:
+        """Check what needs rows to evaluate or another package, before anything is loaded.
+
+        Raises:
+            ConfigError: a run that shall stop early, or end with its best state, evaluates nothing.
+            MissingPackageError: a tracker of `train.report_to` is not installed.
+        """
+        asked = [name for name in ("patience", "restore_best") if getattr(self.train, name)]
+        if asked and not evaluates:
+            raise ConfigError(
+                f"train.{asked[0]} compares evaluations, and there are no rows to evaluate",
+                expected="data.validation_split or data.eval_path",
+                hint="--validation-split 0.1 keeps a tenth of the rows from training",
+            )
+        if self.train.report_to:
+            from ondevice.training.loggers import check_installed
+
+            check_installed(self.train.report_to)
+
+    def data_identity(self, given: Given | None = None) -> dict[str, Any]:
+        """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings.
+
+        Args:
+            given: the rows, where Python holds them.
+        """
         from ondevice.artifact.files import sha256_file
         from ondevice.data.records import check_source
         from ondevice.data.templates import is_template
 
         data = self.data
         hidden = {"path", "eval_path"} | {name for name in ("columns", "validation_split") if not getattr(data, name)}
-        folder = None
+        digest = sha256_file(data.path) if data.path is not None and data.path.is_file() else None
         if data.path is not None and not data.path.is_file() and check_source(data.path) == "folder":
             from ondevice.data.folders import hash_files
 
-            folder = hash_files(data.path)
+            digest = hash_files(data.path)
         identity = {
-            "sha256": sha256_file(data.path) if data.path is not None and data.path.is_file() else folder,
+            "sha256": given.sha256 if given is not None else digest,
             "batch_size": self.train.batch_size,
             **data.model_dump(mode="json", exclude=hidden),
         }

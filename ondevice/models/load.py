@@ -165,7 +165,11 @@ def load_model(
         MissingPackageError: torch or transformers is not installed.
         StorageError: no space for what is fetched or converted.
     """
-    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    if not isinstance(source, (str, Path)):
+        raise ModelError(
+            "a model is named by a text", expected="a hub id, a folder, ...", received=type(source).__name__
+        )
+    source, torch_dtype, torch_device = str(source), _dtype(dtype), _device(device)
     if source.startswith(TINY_PREFIX):
         from ondevice.models.tiny import tiny_model
 

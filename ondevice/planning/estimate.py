@@ -232,14 +232,15 @@ PLAN_LENGTH_TOKENS = 128
 """Length that is planned for where neither the run file nor its data says one."""
 
 
-def plan_run(config: RunConfig, placement: Placement) -> Plan:
-    """Estimate the run of a run file where it computes here; under `torchrun`, of each rank.
+def plan_run(config: RunConfig, placement: Placement, dims: ModelDims | None = None) -> Plan:
+    """Estimate the run of a run file where it computes here; under `torchrun`, of each rank. `dims` are the model's,
+    where it is loaded already.
 
     Raises:
         ConfigError, ModelError: as `plan`.
     """
     return plan(
-        config.model.source,
+        dims or config.model.source,
         config.method,
         batch_size=config.train.batch_size // placement.world,
         length_tokens=config.data.max_length_tokens or PLAN_LENGTH_TOKENS,

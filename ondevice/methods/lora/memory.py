@@ -20,11 +20,12 @@ def memory(
     a = dims.layers * config.rank * sum(inputs for inputs, _ in shapes)
     b = dims.layers * config.rank * sum(outputs for _, outputs in shapes)
     trained = a + b if config.trains_a else b
-    tokens = batch_size * length_tokens
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens = rows * length_tokens
     return {
         "adapter": (a + b) * 4 + trained * 4,
         "noise": 0,
-        "activations": backward_bytes(dims, batch_size, length_tokens, activation_bytes),
+        "activations": backward_bytes(dims, rows, length_tokens, activation_bytes),
         "logits": loss_bytes(dims, tokens, config.loss_tiles),
         "optimizer": trained * 8,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +24,7 @@ class LoraSession(AdamWSession):
     """The adapter's tensors are the trained parameters; A is frozen for LoRA-FA."""
 
     def __init__(self, loaded: LoadedModel, config: Any, seed: int) -> None:
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it tells of absent kernels
         try:
             import peft
         except ImportError:
@@ -31,7 +34,9 @@ class LoraSession(AdamWSession):
         settings = peft.LoraConfig(
             r=config.rank, lora_alpha=config.alpha, target_modules=list(config.target_modules), lora_dropout=0.0
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            # peft asks transformers for a name that it will drop: nothing that a user can do anything about.
+            warnings.simplefilter("ignore", FutureWarning)
             torch.manual_seed(seed)
             self.peft_model = peft.get_peft_model(loaded.model, settings)  # adapters stay in float32
         named = {
