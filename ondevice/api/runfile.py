@@ -47,6 +47,10 @@ class RunConfig(StrictConfig):
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
         """Read a run file and put `overrides` (dotted keys; None values are skipped) on top.
 
+        Args:
+            path: of a YAML file, or the name of a preset (`presets`).
+            overrides: values by dotted key.
+
         Raises:
             ConfigError: for a file that cannot be read, an unknown key or a wrong value.
         """
@@ -140,16 +144,28 @@ class RunConfig(StrictConfig):
         return identity
 
 
+PRESETS = Path(__file__).parent / "presets"
+
+
+def presets() -> dict[str, str]:
+    """Return the run files for kinds of devices that come with the package, by name."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(PRESETS.glob("*.yaml"))}
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping from a file.
+    """Read a YAML mapping from a file, or from the preset of that name where there is no such file.
 
     Raises:
         ConfigError: with line and column of what is wrong.
     """
+    path = Path(path)
+    if not path.exists() and str(path) in presets():
+        path = PRESETS / f"{path}.yaml"
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no run file {path}") from None
+        known = ", ".join(presets())
+        raise ConfigError(f"there is no run file {path}", expected=f"a YAML file, or a preset: {known}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable YAML", received=str(error).replace("\n", " ")) from None
     if not isinstance(values, dict):

