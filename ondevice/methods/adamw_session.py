@@ -39,6 +39,9 @@ class AdamWSession(Session):
         nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles)
         loss = nll.sum() / count.sum()
         loss.backward()
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # an expert without a token: without a gradient AdamW would count other steps
+                parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         value = float(loss.detach())
