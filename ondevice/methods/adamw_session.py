@@ -45,6 +45,9 @@ class AdamWSession(Session):
             loss = nll.sum() / count
             loss.backward()
             value += loss.detach()
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # an expert without a token: without a gradient AdamW would count other steps
+                parameter.grad = torch.zeros_like(parameter)
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), limit)
         self.optimizer.step()
