@@ -78,6 +78,35 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
 
 
 @contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """Yield a free name to write a file of any size to; on a clean exit it takes the name `path`.
+
+    Raises:
+        StorageError: the disk is full, or the place cannot be written; what was there before is untouched.
+    """
+    target = Path(os.path.realpath(path))
+    with _named_errors(target):
+        if target.is_dir():
+            raise StorageError(f"{target} is a folder", expected="a file's name", hint="choose another name")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+    partial = _beside(target)
+    try:
+        with storage_errors(target):
+            yield partial
+        with _named_errors(target):
+            descriptor = os.open(partial, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # before the rename, as in `atomic_directory`
+            finally:
+                os.close(descriptor)
+            os.replace(partial, target)
+            fsync_folder(target.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
 def atomic_directory(path: str | Path, *, marker: str | None = None) -> Iterator[Path]:
     """Yield an empty folder to fill; on a clean exit it takes the name `path`, replacing what was there.
 
