@@ -29,7 +29,7 @@ import numpy as np
 from ondevice.core.errors import CheckpointError, StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b", re.IGNORECASE)
+_FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (27|28|122)\b", re.IGNORECASE)
 _HASH_CHUNK_BYTES = 1 << 20
 _RENAME_EXCHANGE = 2
 """Both Linux's renameat2 and macOS's renamex_np call the flag that swaps two names 2."""

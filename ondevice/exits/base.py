@@ -1,4 +1,4 @@
-"""What a form is, what it is asked to write, and what its check found; the forms by name. Importing it loads no framework."""
+"""What a form is, what it is asked to write, and what its check found; the forms by name. It loads no framework."""
 
 from __future__ import annotations
 

@@ -4,12 +4,17 @@ it.
 
 from __future__ import annotations
 
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "exits.md"
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe")
 
 READERS = {
     "gguf": "llama.cpp",
     "gguf-lora": "llama.cpp",
     "mlx": "mlx-lm",
+    "ollama": "llama.cpp",
     "peft": "PEFT",
     "safetensors": "transformers",
     "vllm": "PEFT",
@@ -24,3 +29,14 @@ def table() -> str:
     for form, reader in READERS.items():
         lines.append(f"| `{form}` | " + " | ".join([reader] * len(FAMILIES)) + " |")
     return "\n".join(lines)
+
+
+def update(text: str) -> str:
+    """Return the page with the table as the tests have it."""
+    begin, end = "<!-- exits -->\n", "<!-- /exits -->"
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{table()}\n\n{end}{rest.split(end)[1]}"
+
+
+if __name__ == "__main__":  # python -m tests.exits.table
+    PAGE.write_text(update(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

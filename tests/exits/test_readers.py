@@ -14,7 +14,7 @@ from ondevice.exits.base import form_of
 from ondevice.models import load_model
 from tests.exits.conftest import IDS, Case, log_probabilities, zero_adapter
 from tests.exits.llama_cpp import LlamaCpp
-from tests.exits.table import CELLS, FAMILIES, READERS
+from tests.exits.table import CELLS, FAMILIES, PAGE, READERS, update
 
 GGUF_ERROR = {"float32": 1e-4, "float16": 2e-2, "q8_0": 0.4, "q4_0": 3.0}
 """Largest difference of a logarithm of a probability: float32 products in another order, and what rounding does."""
@@ -23,6 +23,11 @@ GGUF_ERROR = {"float32": 1e-4, "float16": 2e-2, "q8_0": 0.4, "q4_0": 3.0}
 def test_the_table_names_every_form() -> None:
     assert tuple(READERS) == form_names()
     assert all(form_of(name).name == name for name in form_names())
+
+
+def test_the_page_has_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == update(text), "try: make docs"
 
 
 def by_llama_cpp(case: Case, form: str, out: Path) -> np.ndarray:
