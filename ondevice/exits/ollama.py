@@ -57,7 +57,7 @@ class Template:
 def write(request: Request, folder: Path) -> Checked:
     """Write `model.gguf` and `Modelfile`."""
     checked = gguf.write(request, folder / MODEL_NAME)
-    tokenizer = load_tokenizer(str(request.model), request.revision)
+    tokenizer: Any = load_tokenizer(str(request.model), request.revision)
     template = template_of(tokenizer)
     lines = [f"FROM ./{MODEL_NAME}"]
     notes = list(checked.notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ TEXTS = (
     "def f(x):\n    return x**2  # IT'S ok\n",
     "<|im_start|>user\nhi<|im_end|>\nx",
 )
-CORPUS = [*TEXTS, "the quick brown fox and the lazy dog, the fox and the dog and the end of it all"] * 3
+WORDS = "".join(random.Random(0).choices("aaabbbccd12 ", k=3000))
+"""Words in which the order of merges, and whether digits and letters are cut apart, make a difference."""
+CORPUS = [*TEXTS, WORDS] * 2
 MESSAGES = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Yes?"},
             {"role": "user", "content": "Why?"}]  # fmt: skip
 
@@ -34,9 +37,12 @@ MESSAGES = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "cont
 def byte_level(*before) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not before or not isinstance(before[0], Split))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, last]) if before else last
+    # Trained without cutting, so that there are merges across every place where text is cut.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return trained(tokenizer, pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = trained(tokenizer, pre_tokenizers.ByteLevel.alphabet())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, last]) if before else last
+    return tokenizer
 
 
 def sentencepiece() -> Tokenizer:
@@ -82,7 +88,7 @@ def test_llama_cpp_gives_the_same_tokens(tmp_path: Path, way: str) -> None:
     save_adapter(random_adapter(loaded), tmp_path / "adapter")
     convert(tmp_path / "adapter", "gguf", tmp_path / "a.gguf", model=str(model), dtype="float32")
     reader, tokenizer = LlamaCpp(tmp_path / "a.gguf"), AutoTokenizer.from_pretrained(model)
-    for text in TEXTS:
+    for text in (*TEXTS, WORDS[1500:1700]):
         assert reader.tokens(text) == tokenizer(text)["input_ids"], text
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert reader.chat(MESSAGES) == expected
