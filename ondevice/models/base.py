@@ -289,6 +289,8 @@ class Family:
     model_type: ClassVar[str]
     gguf_architecture: ClassVar[str | None] = None
     """`general.architecture` of its GGUF files; None if they are not supported."""
+    gguf_written_as: ClassVar[str | None] = None
+    """`general.architecture` of files that are written of it, where those that are read belong to another family."""
     linear_targets: ClassVar[tuple[str, ...]] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip

@@ -89,6 +89,7 @@ class Qwen2Moe(Family):
     """
 
     model_type = "qwen2_moe"
+    gguf_written_as = "qwen2moe"
     linear_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     dims: MoeDims
 
