@@ -36,7 +36,7 @@ class AdamWSession(Session):
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles)
+        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers)
         loss = nll.sum() / count.sum()
         loss.backward()
         self.optimizer.step()
@@ -46,7 +46,7 @@ class AdamWSession(Session):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles)
+        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles, self.config.answers)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return trained parameters and AdamW's moments, float32, and the optimizer's step."""

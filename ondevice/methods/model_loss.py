@@ -13,7 +13,8 @@ from ondevice.core.errors import CheckpointError
 from ondevice.models import forward_hidden
 from ondevice.models.load import quiet_transformers
 from ondevice.models.save import save_loaded
-from ondevice.nn.cross_entropy import shift, token_nll
+from ondevice.nn.answer_loss import method_token_nll
+from ondevice.nn.cross_entropy import shift
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,9 +22,14 @@ if TYPE_CHECKING:
     from ondevice.models import Family
 
 
-def row_nll(family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows] each."""
-    return evaluate_hidden(family, ids_RT, labels_RT, lambda h, y: token_nll(h, family.head_weight, y, tiles))
+def row_nll(
+    family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int, answers: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows] each; among
+    `answers` alone where there are some."""
+    return evaluate_hidden(
+        family, ids_RT, labels_RT, lambda h, y: method_token_nll(h, family.head_weight, y, tiles, answers)
+    )
 
 
 def evaluate_hidden(
@@ -36,11 +42,14 @@ def evaluate_hidden(
     return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
 
 
-def evaluate(family: Family, ids: np.ndarray, labels: np.ndarray, tiles: int) -> tuple[np.ndarray, np.ndarray]:
+def evaluate(
+    family: Family, ids: np.ndarray, labels: np.ndarray, tiles: int, answers: tuple[int, ...] = ()
+) -> tuple[np.ndarray, np.ndarray]:
     """Return `Session.evaluate` for a plain model."""
     device = family.head_weight.device
     with torch.inference_mode():
-        nll, count = row_nll(family, torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device), tiles)
+        tokens = torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
+        nll, count = row_nll(family, *tokens, tiles, answers)
     return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
 
 

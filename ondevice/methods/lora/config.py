@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ondevice.core.config import StrictConfig, TargetModule
+from ondevice.core.config import AnswerLossConfig, TargetModule
 
 
-class LoraConfig(StrictConfig):
+class LoraConfig(AnswerLossConfig):
     """First-order LoRA: both matrices are trained by backpropagation (peft, AdamW)."""
 
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules"}

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
-from ondevice.nn.cross_entropy import shift, token_nll
+from ondevice.nn.answer_loss import method_token_nll
+from ondevice.nn.cross_entropy import shift
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
@@ -86,7 +87,9 @@ class PrgeProgram(nn.Module):
         super().__init__()
         self.family, self.layout, self.config, self.noise = family, layout, config, noise
         self.model = family.model
-        self.token_loss = token_loss or (lambda h, y: token_nll(h, family.head_weight, y, config.loss_tiles))
+        self.token_loss = token_loss or (
+            lambda h, y: method_token_nll(h, family.head_weight, y, config.loss_tiles, config.answers)
+        )
         device = family.head_weight.device
         self.linears: dict[Entry, DualForwardingLinear] = {}
         for entry in layout.entries:
