@@ -135,7 +135,9 @@ def _add_special(writer: GGUFWriter, loaded: LoadedModel) -> None:
     tokenizer: Any = loaded.tokenizer
     stops: Any = loaded.model.generation_config.eos_token_id
     ends = [stops] if isinstance(stops, int) else list(stops or ())
-    ends: list[int] = list(dict.fromkeys([*([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]), *ends]))
+    ends: list[int] = list(
+        dict.fromkeys([*([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]), *ends])
+    )
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     if ends:

@@ -438,6 +438,12 @@ class Family:
 
         return token_nll(hidden_ND, self.head_weight, labels_N, tiles)
 
+    def answer_nll(self, hidden_ND: Tensor, places_N: Tensor, answers_A: Tensor) -> Tensor:
+        """Compute the same among some tokens, int64 [A], of which `places_N` names one each; -100 is left out."""
+        from ondevice.nn.cross_entropy import token_nll
+
+        return token_nll(hidden_ND, self.head_weight[answers_A], places_N, 1)
+
     def _parent(self, target: str) -> str:
         if target not in self.linear_parents:
             raise ModelError("unknown linear layer", expected=", ".join(self.linear_targets), received=target)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ondevice.methods.model_loss import method_token_nll
 from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
 from ondevice.nn.cross_entropy import shift
 
@@ -96,7 +97,7 @@ class PrgeProgram(nn.Module):
         super().__init__()
         self.family, self.layout, self.config, self.noise = family, layout, config, noise
         self.model = family.model
-        self.token_loss = token_loss or (lambda h, y: family.token_nll(h, y, config.loss_tiles))
+        self.token_loss = token_loss or (lambda h, y: method_token_nll(family, h, y, config.loss_tiles, config.answers))
         device = family.head_weight.device
         self.linears: dict[Entry, DualForwardingLinear] = {}
         for entry in layout.entries:
