@@ -9,6 +9,7 @@ PYTHON ?=
 EXTRAS ?= dev
 ARGS ?=
 FLAVOUR ?= cpu
+WORKERS ?= $(shell python3 -c "import os; print(min(4, max(3, os.cpu_count() or 1)))" 2>/dev/null || echo 3)
 RUN := .venv/bin/python
 
 help:
@@ -31,11 +32,11 @@ demo: model
 demo-prge: model
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo-prge.sh
 
-## make test       set up, then every test in three processes; Hypothesis takes the same examples every time
-# Three also on two cores: tests of daemons and of ranks wait much of their time.
+## make test       set up, then every test, in three or four processes; Hypothesis takes the same examples every time
+# Three processes also on two cores: tests of daemons and of ranks wait much of their time. Each takes up to 3 GB.
 # A worker that crashes ends the run at once: with its tests handed on, the others would wait for ever.
 test: model
-	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
+	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
 
 ## make test-fast  the tests that need neither the model nor much time
 test-fast: setup
@@ -74,6 +75,7 @@ format: setup
 docs: setup
 	@$(RUN) docs/generate.py
 	@$(RUN) -m benchmarks.tables
+	@$(RUN) -m tests.exits.table
 	@$(RUN) -m pytest tests/docs $(ARGS)
 
 ## make bench      every benchmark that this machine can run; results under build/bench

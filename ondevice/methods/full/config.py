@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ondevice.core.config import StrictConfig
+from ondevice.core.config import AnswerLossConfig
 
 
-class FullConfig(StrictConfig):
+class FullConfig(AnswerLossConfig):
     """First-order fine-tuning of all parameters (AdamW)."""
 
     name: Literal["full"] = "full"
@@ -20,6 +20,12 @@ class FullConfig(StrictConfig):
 
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
+
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the whole gradient to this norm; None does not clip."""
+
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Rows computed at once; the gradients of a batch of more are accumulated. None computes all rows at once."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""

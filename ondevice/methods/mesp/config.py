@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ondevice.core.config import StrictConfig, TargetModule
+from ondevice.core.config import AnswerLossConfig, TargetModule
 
 ALL_TARGETS: tuple[TargetModule, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -19,7 +19,7 @@ GROUP_SIZE = 64
 """Weights that share a scale in 4 bits."""
 
 
-class MespConfig(StrictConfig):
+class MespConfig(AnswerLossConfig):
     """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward pass keeps."""
 
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules", "weights": "weight_placement"}
@@ -57,6 +57,10 @@ class MespConfig(StrictConfig):
 
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, of either optimizer."""
+
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the gradient of all matrices to this norm; they are collected first, in the adapter's size in float32. None
+    does not clip."""
 
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Rows computed at once; the gradients of a batch of more are accumulated, in the adapter's size in float32.
