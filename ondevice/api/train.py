@@ -40,6 +40,7 @@ def train(
     from ondevice.planning.fits import plan_within
 
     config.check_data()  # before the plan, which may fetch a model's configuration
+    config = config.for_training()
     placement, notes = place(config), ()
     if config.data.max_length_tokens is None:
         from ondevice.training.length import with_length

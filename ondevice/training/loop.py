@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.training import events
 from ondevice.training.checkpoint import CheckpointStore, RunLock, check_identity
@@ -182,6 +183,9 @@ class Run:
         for step in range(first, self.steps):
             if self.stop:
                 break
+            prepared = self.session.before_step(step, batches.at, self.out)
+            if prepared is not None:
+                self.log.write(events.Prepare(step=step, path=prepared.name, sha256=sha256_file(prepared)))
             self._step(step, batches.at(step), rate_at(step))
             self._collect_save(wait=False)
             last = self.done == self.steps

@@ -29,7 +29,7 @@ FROZEN_A_TENSOR = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One B matrix: float32 [rank, outputs] at `offset` (elements) of the flat vector."""
+    """One trained matrix: float32 [rank, width] at `offset` (elements) of the flat vector."""
 
     layer: int
     target: str
@@ -37,10 +37,17 @@ class Entry:
     rank: int
     inputs: int
     outputs: int
+    square: bool = False
+    """What is trained is R [rank, rank] between fixed A and C, rather than B."""
+
+    @property
+    def width(self) -> int:
+        """Columns of what is trained."""
+        return self.rank if self.square else self.outputs
 
     @property
     def count(self) -> int:
-        return self.rank * self.outputs
+        return self.rank * self.width
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,8 @@ class AdapterLayout:
         for layer in range(first, dims.layers):
             for target in config.target_modules:
                 inputs, outputs = dims.linear_shape(target)
-                entries.append(Entry(layer, target, offset, config.rank, inputs, outputs))
+                square = config.subspace == "gradient"
+                entries.append(Entry(layer, target, offset, config.rank, inputs, outputs, square))
                 offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), offset, seed)
 
