@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ondevice.core.registry import target
+from ondevice.core.errors import ConfigError
+from ondevice.core.registry import methods, target
 from ondevice.planning.devices import place
 from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
 
@@ -42,6 +43,14 @@ def train(
     config.check_data()  # before the plan, which may fetch a model's configuration
     config = config.for_training()
     placement, notes = place(config), ()
+    if config.train.objective != "loss" and placement.spec.order != "zeroth":
+        names = ", ".join(spec.name for spec in methods() if spec.order == "zeroth")
+        raise ConfigError(
+            f"method {config.method.name} needs a gradient, and a score has none",
+            expected=f"a zeroth-order method ({names}) for train.objective {config.train.objective}",
+            received=f"method {config.method.name}",
+            hint="train.objective loss goes with every method",
+        )
     if config.data.max_length_tokens is None:
         from ondevice.training.length import with_length
 

@@ -25,6 +25,7 @@ from ondevice.training import events
 from ondevice.training.checkpoint import STATE_FILE
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.loop import RunResult, StopRequest, run_loop
+from ondevice.training.objective import Objective
 from ondevice.training.schedule import WarmupDecay
 
 if TYPE_CHECKING:
@@ -212,6 +213,8 @@ def fit(
     """
     # The head of the log names all that a resume must have in common with the run.
     settings = config.train
+    if settings.objective != "loss":
+        identity = identity | {"objective": settings.objective, "objective_command": settings.objective_command}
     if options.adapter is not None:
         session.load_adapter(load_adapter(options.adapter))
     figures = {"train": rows.train.figures()}
@@ -235,9 +238,12 @@ def fit(
 
     # An exported program fixes the rows of a step; any other session takes what the run file says.
     size = session.batch_size or settings.batch_size
+    batches, objective = Batches(rows.train, size, session.lengths_tokens, settings.seed, rows.pad), None
+    if settings.objective != "loss":
+        objective = Objective(settings, session, rows.train, rows.pad)
     result = run_loop(
         session,
-        Batches(rows.train, size, session.lengths_tokens, settings.seed, rows.pad),
+        batches,
         start=start,
         steps=settings.steps,
         learning_rate=WarmupDecay(
@@ -250,6 +256,7 @@ def fit(
         eval_every=settings.eval_every,
         evaluate_fn=None if rows.evaluation is None else evaluate_now,
         sinks=options.sinks,
+        score=None if objective is None else lambda step: objective(batches.rows_at(step)),
     )
     # The result: an adapter even where the run was interrupted, a whole model (gigabytes) only where it is finished.
     adapter = best = folder = ordinary = None

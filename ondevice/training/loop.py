@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,6 +106,7 @@ class Run:
     evaluate_fn: EvaluateFn | None
     eval_every: int
     checkpoint_every: int
+    score: Callable[[int], float] | None = None
 
     def __post_init__(self) -> None:
         self.identity = _identity(self.start)
@@ -228,7 +230,10 @@ class Run:
 
     def _step(self, step: int, batch: Batch, learning_rate: float) -> None:
         began = time.perf_counter()
-        result = self.session.step(batch.ids, batch.labels, step, learning_rate)
+        if self.score is None:
+            result = self.session.step(batch.ids, batch.labels, step, learning_rate)
+        else:
+            result = self.session.score_step(partial(self.score, step), step, learning_rate)
         seconds = time.perf_counter() - began
         self._check_finite(("loss", result.loss), step, learning_rate)
         for gradient in result.projected_gradients:
@@ -388,6 +393,7 @@ def run_loop(
     evaluate_fn: EvaluateFn | None = None,
     sinks: Iterable[Sink] = (),
     stop: StopRequest | None = None,
+    score: Callable[[int], float] | None = None,
 ) -> RunResult:
     """Train, or go on training, until `steps` steps are done.
 
@@ -405,6 +411,7 @@ def run_loop(
         eval_every: steps between two evaluations; 0 for only one, at the end. Nothing without `evaluate_fn`.
         sinks: called with every event.
         stop: lets another thread stop the run.
+        score: of the session's weights as they are, on the rows of a step, in place of the loss.
 
     Raises:
         BusyError: another run holds `out`.
@@ -418,7 +425,7 @@ def run_loop(
     # `is not None`: a StopRequest that nobody has used yet is false.
     stop = stop if stop is not None else StopRequest()
     with RunLock(out), stop:
-        run = Run(session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every)
+        run = Run(session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every, score)
         first = run.open(resume, overwrite, sinks)
         with run.log:
             try:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ondevice.models import ModelDims
 
 ALIGNMENT = 64
+KEPT_BLOCKS = 3
+"""What earlier subspaces changed is kept to so many times the rank, which is exact for so many of them."""
 NOISE_TENSOR = 0
 """Stream of the perturbations (the generator's tensor id)."""
 FROZEN_A_TENSOR = 1

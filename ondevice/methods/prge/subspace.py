@@ -26,8 +26,6 @@ OVERSAMPLED, POWERS = 8, 3
 """Columns and rounds of the subspace iteration beyond what is asked for."""
 LOSS_SCALE = 1024.0
 """Keeps small gradients above float16's smallest number; their directions are all that is used."""
-KEPT_BLOCKS = 3
-"""The change so far is kept to so many times the rank, which is exact for so many subspaces."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,8 @@ def gradient_factors(program: PrgeProgram, rows: Iterable[tuple[Tensor, Tensor]]
         with torch.inference_mode(False), torch.enable_grad():
             for ids, labels in rows:
                 for entry, linear in linears.items():
-                    linear.probe = torch.zeros(entry.inputs, entry.outputs, device=program.device, requires_grad=True)
+                    zero = torch.zeros((), device=program.device)  # one number: the gradient alone has a place
+                    linear.probe = zero.expand(entry.inputs, entry.outputs).requires_grad_(True)
                 nll, tokens = program.row_nll(program.plain_hidden(ids), labels)
                 probes = [linear.probe for linear in linears.values() if linear.probe is not None]
                 found = torch.autograd.grad(LOSS_SCALE * (nll / tokens.clamp(min=1)).sum(), probes)

@@ -12,7 +12,8 @@ from ondevice.artifact.adapter import Adapter
 from ondevice.artifact.files import read_tensors, write_tensors
 from ondevice.core.errors import ArtifactError, CheckpointError
 from ondevice.core.session import IGNORE
-from ondevice.methods.prge.subspace import KEPT_BLOCKS, from_arrays, gradient_factors, joined, to_arrays
+from ondevice.methods.prge.layout import KEPT_BLOCKS
+from ondevice.methods.prge.subspace import from_arrays, gradient_factors, joined, to_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -87,6 +87,31 @@ class PrgeSession(Session):
         return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
 
     @torch.inference_mode()
+    def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        """Run one step on a score of each copy, one after the other; see `Session.score_step`."""
+        own, (number,) = self._adapter, self._tensors(np.array([step]))
+        size = self.program.layout.size
+        losses = []
+        try:
+            for copy in self.program.perturbed(own, self.seed, number)(0, size):
+                self._adapter = torch.cat([copy.to(own.dtype), own[size:]])
+                losses.append(1.0 - score())
+        finally:
+            self._adapter = own
+        values = torch.tensor(losses, dtype=torch.float32, device=self.device)
+        gradients = tuple(self.program.projected_gradients(values).tolist())
+        self.apply_update(gradients, step, learning_rate)
+        return StepResult(sum(losses) / len(losses), tuple(losses), gradients)
+
+    def whole_model(self) -> LoadedModel:
+        """Return the model with the adapter as it is now in its layers."""
+        for entry, linear in self.program.linears.items():
+            if not entry.square or linear.c_RO is not None:
+                own = self._adapter[None, entry.offset : entry.offset + entry.count]
+                linear.slot.copies = linear.matrices(own.reshape(1, entry.rank, entry.width))
+        return self.loaded
+
+    @torch.inference_mode()
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
         ids_ET, labels_ET = self._tensors(ids, labels)
