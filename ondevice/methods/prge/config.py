@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -57,6 +58,10 @@ class PrgeConfig(AnswerLossConfig):
     refresh_every: int | None = Field(default=250, ge=2)
     """Steps after which a new exact gradient gives a new subspace; null keeps the first one."""
 
+    factors: Path | None = None
+    """A subspace that a run wrote (`subspace-*.safetensors` in its folder), for an export: the program moves B along
+    its directions alone, with A and C as constants."""
+
     calibration_rows: int = Field(default=64, ge=1)
     """Rows of an exact gradient."""
 
@@ -85,6 +90,10 @@ class PrgeConfig(AnswerLossConfig):
     """What the loss is over: all tokens (`vocabulary`, the paper's), or the `answers` of a task whose rows share them,
     of one token each; `auto` is the answers where there are such."""
 
+    labelled_tokens: int | None = Field(default=None, ge=1)
+    """Most labelled tokens of a row, for an exported program, which has fixed shapes: the head is computed at so many
+    positions instead of all. A batch with more has no loss (not a number). With a loss over answers it is 1."""
+
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy; 1 computes all logits at once."""
 
@@ -107,6 +116,10 @@ class PrgeConfig(AnswerLossConfig):
             raise ValueError("estimator one_sided needs queries >= 2: it divides by the losses' standard deviation")
         if self.subspace == "gradient" and self.top_layers is not None:
             raise ValueError("top_layers goes with subspace random: a gradient's subspace is taken in all layers")
+        if self.factors is not None and (self.subspace == "random" or self.top_layers is not None):
+            raise ValueError(
+                "factors are of all layers and of a gradient: leave out top_layers and subspace random"
+            )
         return self
 
     def for_training(self) -> Self:

@@ -7,7 +7,7 @@ elements, because one generator word holds 64 Rademacher signs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,6 +60,8 @@ class AdapterLayout:
     size: int
     """Elements of the flat vector, padding included."""
     seed: int
+    given_a: dict[tuple[int, str], np.ndarray] | None = field(default=None, compare=False, repr=False)
+    """A of each layer and target, float32 [inputs, rank], where it is not drawn from the seed."""
 
     @classmethod
     def build(cls, dims: ModelDims, config: PrgeConfig, seed: int) -> AdapterLayout:
@@ -87,7 +89,10 @@ class AdapterLayout:
         return entries[0].offset, entries[-1].offset + entries[-1].count - entries[0].offset
 
     def frozen_a(self, entry: Entry) -> np.ndarray:
-        """Return the frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs)."""
+        """Return the frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs) where it
+        is drawn."""
+        if self.given_a is not None:
+            return self.given_a[(entry.layer, entry.target)]
         count = entry.inputs * entry.rank
         position = self.entries.index(entry)
         values = generator.normal(self.seed, position, FROZEN_A_TENSOR, 1, 0, count)[0]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
 from ondevice.nn.answer_loss import method_token_nll
 from ondevice.nn.cross_entropy import shift
+from ondevice.nn.graph_loss import labelled_only
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
@@ -113,6 +114,8 @@ class PrgeProgram(nn.Module):
             family.set_linear(entry.layer, entry.target, linear)
             self.linears[entry] = linear
         self.masks: dict[int, str] = {}
+        self.labelled_tokens: int | None = None
+        """Labelled tokens of a row at most, where shapes are fixed; None computes the loss at all positions."""
 
     @property
     def state_size(self) -> int:
@@ -210,8 +213,9 @@ class PrgeProgram(nn.Module):
             return self._adam(adapter_P, gradients_Q, seed, step, learning_rate)
         coefficients = gradients_Q * (learning_rate / self.config.queries)
         parts = []
-        for start in range(0, self.layout.size, UPDATE_CHUNK):
-            count = min(UPDATE_CHUNK, self.layout.size - start)
+        chunks = ((start, UPDATE_CHUNK) for start in range(0, self.layout.size, UPDATE_CHUNK))
+        for start, most in getattr(self.noise, "ranges", chunks):
+            count = min(most, self.layout.size - start)
             z = self.noise(seed, step, NOISE_TENSOR, self.config.queries, start, count)
             parts.append(adapter_P[start : start + count] - (coefficients[:, None] * z).sum(dim=0))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -298,8 +302,13 @@ class PrgeProgram(nn.Module):
     def row_nll(self, hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
         rows = labels_RT.shape[0]
         hidden, labels = shift(hidden_RTD, labels_RT)
-        nll = self.token_loss(hidden, labels).reshape(rows, -1).sum(1)
-        return nll, (labels >= 0).reshape(rows, -1).to(torch.float32).sum(1)
+        count = (labels >= 0).reshape(rows, -1).to(torch.float32).sum(1)
+        if self.labelled_tokens is None:
+            return self.token_loss(hidden, labels).reshape(rows, -1).sum(1), count
+        limit = rows * self.labelled_tokens
+        nll = labelled_only(self.token_loss, limit)(hidden, labels).reshape(rows, -1).sum(1)
+        # Labels beyond the limit were not seen: no number is better than a wrong one.
+        return torch.where(count.sum() > limit, torch.full_like(nll, float("nan")), nll), count
 
 
 def flat_adapter(layout: AdapterLayout, device: torch.device | str, size: int | None = None) -> Tensor:

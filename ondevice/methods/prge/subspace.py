@@ -10,17 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ondevice.artifact.files import read_tensors
 from ondevice.core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from ondevice.methods.prge.layout import Entry
-    from ondevice.methods.prge.step import PrgeProgram
+    from pathlib import Path
+
+    from ondevice.methods.prge.layout import AdapterLayout, Entry
+    from ondevice.methods.prge.step import Noise, PrgeProgram
 
 OVERSAMPLED, POWERS = 8, 3
 """Columns and rounds of the subspace iteration beyond what is asked for."""
@@ -138,3 +142,49 @@ def from_arrays(arrays: dict[str, np.ndarray], entries: Iterable[Entry], device:
             found.append(torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32)).to(device))
         factors[entry] = Factors(*found)
     return factors
+
+
+def read_factors(path: Path, entries: Iterable[Entry]) -> dict[Entry, Factors]:
+    """Return the subspace of a run's file.
+
+    Raises:
+        CheckpointError: there is no such file, or it is of another run.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not there", expected="a subspace-*.safetensors that a run wrote")
+    return from_arrays(read_tensors(path), entries, torch.device("cpu"))
+
+
+class SubspaceNoise:
+    """Noise of the whole B that lies in a subspace: Z C of every linear layer, Z being the noise of the small R.
+
+    B = R C is then what a program keeps, and its hosts know no subspace.
+
+    Args:
+        noise: of R.
+        small, layout: of R and of B, in the same order.
+    """
+
+    def __init__(
+        self, noise: Noise, small: AdapterLayout, layout: AdapterLayout, factors: dict[Entry, Factors]
+    ) -> None:
+        self.noise, self.pairs = noise, list(zip(small.entries, layout.entries, strict=True))
+        self.c = {of_b: factors[of_r].c for of_r, of_b in self.pairs}
+        starts = [*sorted({layout.layer_range(entry.layer)[0] for entry in layout.entries}), layout.size]
+        self.ranges = [(low, high - low) for low, high in pairwise(starts)]
+        """Start and count of what is updated at once: whole layers."""
+
+    def __call__(self, seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
+        parts, at = [], start
+        for of_r, of_b in self.pairs:
+            if not start <= of_b.offset < start + count:
+                continue
+            if of_b.offset > at:
+                parts.append(torch.zeros(queries, of_b.offset - at))
+            z = self.noise(seed, step, tensor, queries, of_r.offset, of_r.count)
+            product = torch.matmul(z.reshape(queries * of_r.rank, of_r.rank), self.c[of_b])
+            parts.append(product.reshape(queries, of_b.count))
+            at = of_b.offset + of_b.count
+        if start + count > at:
+            parts.append(torch.zeros(queries, start + count - at))
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ondevice.artifact.adapter import Adapter
-from ondevice.core.errors import CheckpointError, TrainingError
+from ondevice.core.errors import CheckpointError, ConfigError, TrainingError
 from ondevice.core.session import Session, StepResult
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
@@ -37,6 +37,12 @@ class PrgeSession(Session):
 
     def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
         self.loaded, self.config = loaded, config
+        if config.factors is not None:
+            raise ConfigError(
+                "method.factors is for programs of android-cpu and android-npu",
+                received=str(config.factors),
+                hint="a run in PyTorch takes its own subspace: --set method.subspace=gradient",
+            )
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
         targets = [(layer, target) for layer in range(loaded.dims.layers) for target in config.target_modules]

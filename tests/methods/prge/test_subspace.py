@@ -14,9 +14,11 @@ torch = pytest.importorskip("torch")
 from ondevice.api.runfile import RunConfig  # noqa: E402
 from ondevice.api.train import train  # noqa: E402
 from ondevice.artifact.adapter import load_adapter  # noqa: E402
+from ondevice.core.config import ExportConfig  # noqa: E402
 from ondevice.core.errors import CheckpointError, ConfigError  # noqa: E402
 from ondevice.data.batching import Batch  # noqa: E402
 from ondevice.methods.prge.config import PrgeConfig  # noqa: E402
+from ondevice.methods.prge.program import build_program  # noqa: E402
 from ondevice.methods.prge.subspace import joined, leading_vectors  # noqa: E402
 from ondevice.methods.prge.torch import PrgeSession  # noqa: E402
 from ondevice.models import tiny_model  # noqa: E402
@@ -142,6 +144,48 @@ def test_a_new_subspace_keeps_what_was_learned_and_the_adapter_is_the_model(tmp_
     started = PrgeSession(tiny_model(), settings(), SEED)
     started.load_adapter(adapter)
     np.testing.assert_allclose(started.evaluate(ids, labels)[0], own, rtol=1e-5)
+
+
+def test_a_program_s_b_is_the_session_s_r_times_c(tmp_path: Path) -> None:
+    """Exported, B moves along Z C; here R moves along Z: the same losses, numbers, and adapter."""
+    session = PrgeSession(tiny_model(), settings(rank=4, alpha=4.0, answers=(70, 9)), SEED)
+    path = session.before_step(0, batch_at, tmp_path)
+    config = PrgeConfig(rank=4, alpha=4.0, queries=2, factors=path, answers=(70, 9))
+    program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
+    flat, seed, rate = torch.zeros(program.state_size), torch.tensor([SEED]), torch.tensor([0.05])
+    for step in range(1, 5):
+        ids, labels = batch(2, seed=step)
+        labels[:, :-1], labels[:, -1] = -100, (9, 70)
+        result = session.step(ids, labels, step, 0.05)
+        with torch.inference_mode():
+            tokens = torch.from_numpy(ids), torch.from_numpy(labels)
+            losses, gradients, flat = program.train_step(*tokens, flat, seed, torch.tensor([step]), rate)
+        np.testing.assert_allclose(result.losses, losses.numpy(), rtol=1e-5)
+        np.testing.assert_allclose(result.projected_gradients, gradients.numpy(), rtol=1e-2, atol=1e-3)
+    adapter = session.adapter()
+    assert adapter is not None
+    theirs = program.layout.to_tensors(flat.numpy(), session.names)
+    assert np.abs(flat.numpy()).max() > 1e-3
+    for name, value in adapter.tensors.items():
+        np.testing.assert_allclose(theirs[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    with pytest.raises(ConfigError, match="programs of android-cpu"):
+        PrgeSession(tiny_model(), config, SEED)
+
+
+def test_a_limit_of_labelled_tokens_gives_the_same_loss_or_none() -> None:
+    config = PrgeConfig(rank=4, queries=1, labelled_tokens=2)
+    program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
+    ids = torch.from_numpy(batch(3)[0])
+    labels = torch.where(torch.arange(12) < 9, -100, ids)
+    hidden = program.hidden(ids, torch.zeros(program.state_size))
+    assert not torch.isfinite(program.row_nll(hidden, labels)[0]).any()
+    labels[0, -2:] = -100
+    labels[1, -1] = -100  # one, two and three: no more than two a row in all
+    nll, count = program.row_nll(hidden, labels)
+    program.labelled_tokens = None
+    expected, whole = program.row_nll(hidden, labels)
+    torch.testing.assert_close(nll, expected)
+    assert count.tolist() == whole.tolist() == [1, 2, 3]
 
 
 @pytest.fixture(scope="module")
