@@ -75,6 +75,15 @@ class RunConfig(StrictConfig):
             )
         return cls.parse(values, str(path) if path else "flags")
 
+    def for_training(self) -> Self:
+        """Return the run with what its method chooses where the run file says nothing, for training in eager PyTorch:
+        settings that are `auto`, and the schedule."""
+        chosen = getattr(self.method, "for_training", lambda: self.method)()
+        train, schedule = self.train, getattr(chosen, "default_schedule", None)
+        if schedule is not None and "schedule" not in train.model_fields_set:
+            train = train.model_copy(update={"schedule": schedule})
+        return self.model_copy(update={"method": chosen, "train": train})
+
     def check_data(self, *, given: bool = False, evaluates: bool = False) -> None:
         """Check that the rows are named and there, and the task known, before a framework is imported for them.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError
-from ondevice.core.registry import target
+from ondevice.core.registry import methods, target
 from ondevice.planning.devices import place
 from ondevice.training.callbacks import Callback
 from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
@@ -67,7 +67,16 @@ def train(
     if kept is not None and kept.batch_size and "batch_size" not in config.train.model_fields_set:
         loop = config.train.model_copy(update={"batch_size": kept.batch_size})
         config = config.model_copy(update={"train": loop})
+    config = config.for_training()
     placement, notes = place(config), ()
+    if config.train.objective != "loss" and placement.spec.order != "zeroth":
+        names = ", ".join(spec.name for spec in methods() if spec.order == "zeroth")
+        raise ConfigError(
+            f"method {config.method.name} needs a gradient, and a score has none",
+            expected=f"a zeroth-order method ({names}) for train.objective {config.train.objective}",
+            received=f"method {config.method.name}",
+            hint="train.objective loss goes with every method",
+        )
     if loaded is not None and (placement.backend != "torch" or placement.spec.reads_files(config.method)):
         raise ConfigError(
             f"method {placement.spec.name} reads the weights from files here, and the model is in memory",

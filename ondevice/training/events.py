@@ -102,6 +102,17 @@ class Step(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prepare(Event):
+    """Before step `step` a file was written that a replay needs from there on, such as a new subspace."""
+
+    kind: ClassVar[str] = "prepare"
+    step: int
+    path: str
+    """File name inside the run's folder."""
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluate(Event):
     """An evaluation after `step` steps."""
 
@@ -176,7 +187,8 @@ class Finish(Event):
 
 
 KINDS: dict[str, type[Event]] = {
-    event.kind: event for event in (Start, Resume, Step, Evaluate, Checkpoint, Warning, Interrupt, Error, Finish)
+    event.kind: event
+    for event in (Start, Resume, Step, Prepare, Evaluate, Checkpoint, Warning, Interrupt, Error, Finish)
 }
 
 
