@@ -14,6 +14,8 @@ from ondevice.core.registry import DEFAULT_METHOD, method_config, methods
 from ondevice.core.registry import method as registry_method
 
 if TYPE_CHECKING:
+    from ondevice.data.objects import Given
+
     MethodConfig = Any
 else:
     # Built from the specs, so that a method of another package is validated, and is in the schema, like ours.
@@ -45,10 +47,16 @@ class RunConfig(StrictConfig):
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
         """Read a run file and put `overrides` (dotted keys; None values are skipped) on top.
 
+        Args:
+            path: of a YAML file, or the name of a preset (`presets`).
+            overrides: values by dotted key.
+
         Raises:
             ConfigError: for a file that cannot be read, an unknown key or a wrong value.
         """
         values = read_yaml(path) if path is not None else {}
+        if (overrides or {}).get("train.steps") is not None and isinstance(values.get("train"), dict):
+            values["train"].pop("epochs", None)  # steps that are asked for now win over the file's epochs
         for key, value in (overrides or {}).items():
             if value is not None:
                 _set(values, key.split("."), value, key)
@@ -67,8 +75,12 @@ class RunConfig(StrictConfig):
             )
         return cls.parse(values, str(path) if path else "flags")
 
-    def check_data(self) -> None:
+    def check_data(self, *, given: bool = False, evaluates: bool = False) -> None:
         """Check that the rows are named and there, and the task known, before a framework is imported for them.
+
+        Args:
+            given: the rows come from Python, not from `data.path`.
+            evaluates: rows to evaluate do, too.
 
         Raises:
             ConfigError: no data is named, or the task is none.
@@ -78,28 +90,52 @@ class RunConfig(StrictConfig):
         from ondevice.data.formats import named_task
         from ondevice.data.records import check_source
 
-        if self.data.path is None:
+        if self.data.path is None and not given:
             raise ConfigError("no data is given", expected="data.path in the run file, or --data")
+        self.check_loop(evaluates=bool(evaluates or self.data.eval_path or self.data.validation_split))
         for path in filter(None, (self.data.path, self.data.eval_path)):
             check_source(path)
         if self.data.task is not None:
-            named_task(self.data.task, self.data.path)
+            named_task(self.data.task, self.data.path or "")
 
-    def data_identity(self) -> dict[str, Any]:
-        """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings."""
+    def check_loop(self, evaluates: bool) -> None:
+        """Check what needs rows to evaluate or another package, before anything is loaded.
+
+        Raises:
+            ConfigError: a run that shall stop early, or end with its best state, evaluates nothing.
+            MissingPackageError: a tracker of `train.report_to` is not installed.
+        """
+        asked = [name for name in ("patience", "restore_best") if getattr(self.train, name)]
+        if asked and not evaluates:
+            raise ConfigError(
+                f"train.{asked[0]} compares evaluations, and there are no rows to evaluate",
+                expected="data.validation_split or data.eval_path",
+                hint="--validation-split 0.1 keeps a tenth of the rows from training",
+            )
+        if self.train.report_to:
+            from ondevice.training.loggers import check_installed
+
+            check_installed(self.train.report_to)
+
+    def data_identity(self, given: Given | None = None) -> dict[str, Any]:
+        """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings.
+
+        Args:
+            given: the rows, where Python holds them.
+        """
         from ondevice.artifact.files import sha256_file
         from ondevice.data.records import check_source
         from ondevice.data.templates import is_template
 
         data = self.data
         hidden = {"path", "eval_path"} | {name for name in ("columns", "validation_split") if not getattr(data, name)}
-        folder = None
+        digest = sha256_file(data.path) if data.path is not None and data.path.is_file() else None
         if data.path is not None and not data.path.is_file() and check_source(data.path) == "folder":
             from ondevice.data.folders import hash_files
 
-            folder = hash_files(data.path)
+            digest = hash_files(data.path)
         identity = {
-            "sha256": sha256_file(data.path) if data.path is not None and data.path.is_file() else folder,
+            "sha256": given.sha256 if given is not None else digest,
             "batch_size": self.train.batch_size,
             **data.model_dump(mode="json", exclude=hidden),
         }
@@ -108,16 +144,28 @@ class RunConfig(StrictConfig):
         return identity
 
 
+PRESETS = Path(__file__).parent / "presets"
+
+
+def presets() -> dict[str, str]:
+    """Return the run files for kinds of devices that come with the package, by name."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(PRESETS.glob("*.yaml"))}
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping from a file.
+    """Read a YAML mapping from a file, or from the preset of that name where there is no such file.
 
     Raises:
         ConfigError: with line and column of what is wrong.
     """
+    path = Path(path)
+    if not path.exists() and str(path) in presets():
+        path = PRESETS / f"{path}.yaml"
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no run file {path}") from None
+        known = ", ".join(presets())
+        raise ConfigError(f"there is no run file {path}", expected=f"a YAML file, or a preset: {known}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable YAML", received=str(error).replace("\n", " ")) from None
     if not isinstance(values, dict):

@@ -62,7 +62,8 @@ def convert(
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="A model.")],
+    first: common.FirstModel = None,
+    model: common.Model = None,
     adapter: common.AdapterPath = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
@@ -76,7 +77,10 @@ def chat(
     from ondevice.planning.devices import resolve_device
     from ondevice.training.fuse import apply_adapter
 
-    loaded = load_model(model, device=resolve_device("auto"))
+    source = common.model_of(first, model)
+    if source is None:
+        raise ConfigError("no model is given", expected="--model, or a model as the first word")
+    loaded = load_model(source, device=resolve_device("auto"))
     if adapter is not None:
         apply_adapter(loaded, load_adapter(adapter))
     # With a chat template the model sees the whole conversation; without, each line is a text to continue.

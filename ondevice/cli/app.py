@@ -10,9 +10,10 @@ from typing import Any
 
 import typer
 
-from ondevice.cli import adapters, configs, data, export, jobs, phone, plans, runs, serve
+from ondevice.cli import adapters, configs, data, export, history, jobs, phone, plans, runs, serve
 from ondevice.cli.common import err, print_json
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceError, StorageError
+from ondevice.core.near import nearest
 
 try:  # newer versions of typer carry click inside
     from typer._click.exceptions import ClickException as USAGE_ERRORS
@@ -56,6 +57,7 @@ app.command("pull")(phone.pull)
 app.command("plan")(plans.plan)
 app.command("doctor")(plans.doctor)
 app.add_typer(configs.app, name="config")
+app.add_typer(history.app, name="runs")
 app.add_typer(serve.app, name="serve")
 app.add_typer(jobs.app, name="jobs")
 
@@ -94,8 +96,7 @@ def run(arguments: list[str] | None = None) -> None:
         err.print(error.format_message(), markup=False, soft_wrap=True)
         code = ConfigError.exit_code
     except USAGE_ERRORS as error:
-        problem = ConfigError(error.format_message(), hint="`ondevice COMMAND --help` lists the flags")
-        code = _report(problem, arguments)
+        code = _report(_usage(error), arguments)
     except KeyboardInterrupt:
         code = INTERRUPTED_EXIT_CODE
     except BrokenPipeError:  # `ondevice ... | head`: without this, Python's last flush would print a traceback
@@ -106,6 +107,18 @@ def run(arguments: list[str] | None = None) -> None:
             raise
         code = _report(StorageError(f"{error.filename or 'a file'}: {error.strerror}"), arguments)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage(error: Any) -> ConfigError:
+    """Return what a mistake in the flags is reported as; of an unknown flag or verb with the one that was meant."""
+    hint, message = "`ondevice COMMAND --help` lists the flags", error.format_message()
+    unknown, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if unknown and context is not None:
+        known = [name for parameter in context.command.params for name in parameter.opts if name.startswith("--")]
+        # The parser's own guess goes by letters alone: `--lora-rank` would be `--dry-run`.
+        message, near = f"no such flag: {unknown}", nearest(unknown, known)
+        hint = f"did you mean {near}? {hint}" if near else hint
+    return ConfigError(message, hint=hint)
 
 
 def _report(error: OndeviceError, arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ from ondevice.core.registry import target
 
 @common.with_method_options
 def plan(
+    first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
     method: common.Method = None,
@@ -48,7 +49,7 @@ def plan(
         config,
         overrides(
             settings,
-            model__source=model,
+            model__source=common.model_of(first, model),
             method__name=method,
             train__backend=backend,
             train__batch_size=batch_size,

@@ -12,8 +12,10 @@ from ondevice.cli.common import err, mebibytes, out, overrides, print_json, shar
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 
+@common.with_loop_options
 @common.with_method_options
 def train(
+    first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
     method: common.Method = None,
@@ -40,6 +42,7 @@ def train(
     json: common.Json = False,
     *,
     method_options: dict[str, Any],
+    loop_options: dict[str, Any],
 ) -> None:
     """Fine-tune in eager PyTorch, or in MLX: any of the methods."""
     from ondevice.api.runfile import RunConfig
@@ -48,7 +51,7 @@ def train(
         config,
         overrides(
             settings,
-            model__source=model,
+            model__source=common.model_of(first, model),
             method__name=method,
             data__path=data,
             data__eval_path=eval_data,
@@ -64,7 +67,8 @@ def train(
             train__seed=seed,
             train__out=target_dir,
         )
-        | method_options,
+        | method_options
+        | common.loop_overrides(loop_options, steps),
     )
     run_config.check_data()  # before the frameworks, which take seconds to import
     from ondevice.api.train import train as train_run
@@ -81,6 +85,7 @@ def train(
         _finish(trained, json, f"ondevice train --resume --out '{run_config.train.out}' ...")
 
 
+@common.with_loop_options
 def run(
     artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
     config: common.Config = None,
@@ -99,6 +104,8 @@ def run(
     overwrite: common.Overwrite = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
+    *,
+    loop_options: dict[str, Any],
 ) -> None:
     """Fine-tune with an exported program in its own runtime, on this machine."""
     from ondevice.api.export import run_config as resolve
@@ -114,7 +121,7 @@ def run(
         train__memory_limit_bytes=memory_limit,
         train__out=target_dir,
         method__learning_rate=learning_rate,
-    )
+    ) | common.loop_overrides(loop_options, steps)
     run_config = resolve(artifact, config, flags)
     run_config.check_data()
     from ondevice.api.train import run_artifact
@@ -155,7 +162,11 @@ def replay(
 
 
 def evaluate(
-    source: Annotated[str, typer.Argument(help="A model (hub id, directory, .gguf, package:...) or an artifact.")],
+    first: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A model (hub id, directory, .gguf, package:...), or an artifact."),
+    ] = None,
+    model: common.Model = None,
     data: Annotated[
         str | None,
         typer.Option("--data", "-d", help="Rows: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name."),
@@ -187,6 +198,9 @@ def evaluate(
     from ondevice.data.formats import named_task
     from ondevice.data.records import check_source
 
+    source = common.model_of(first, model)
+    if source is None:
+        raise ConfigError("no model is given", expected="--model, or a model or an artifact as the first word")
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")
     name = find_benchmark(task)

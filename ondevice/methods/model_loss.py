@@ -13,7 +13,7 @@ from ondevice.core.errors import CheckpointError
 from ondevice.models import forward_hidden
 from ondevice.models.load import quiet_transformers
 from ondevice.models.save import save_loaded
-from ondevice.nn.cross_entropy import shift, token_nll
+from ondevice.nn.cross_entropy import shift
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def row_nll(family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
     """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows] each."""
-    return evaluate_hidden(family, ids_RT, labels_RT, lambda h, y: token_nll(h, family.head_weight, y, tiles))
+    return evaluate_hidden(family, ids_RT, labels_RT, lambda h, y: family.token_nll(h, y, tiles))
 
 
 def evaluate_hidden(

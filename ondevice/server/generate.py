@@ -44,7 +44,7 @@ def answer(
     """
     from ondevice.artifact.adapter import load_adapter
     from ondevice.models.generate import generate
-    from ondevice.training.fuse import apply_adapter
+    from ondevice.training.fuse import adapted
 
     wanted = (model, artifact, _stamp(artifact or str(model)))
     if _loaded.get("wanted") != wanted:
@@ -54,18 +54,8 @@ def answer(
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     answers: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
     if adapter is not None:
-        # The adapter goes beside the loaded layers and is taken away again: loading takes longer than answering.
-        before = {
-            (layer, target): loaded.family.linear(layer, target)
-            for layer in range(loaded.dims.layers)
-            for target in loaded.family.linear_targets
-        }
-        try:
-            apply_adapter(loaded, load_adapter(Path(adapter)))
+        with adapted(loaded, load_adapter(Path(adapter))):
             answers["adapted"] = generate(loaded, prompt, **options)
-        finally:
-            for (layer, target), linear in before.items():
-                loaded.family.set_linear(layer, target, linear)
     return answers
 
 

@@ -74,6 +74,8 @@ class Resume(Event):
     backend: str
     checkpoint: str
     """Folder name of the checkpoint, or empty where there was none."""
+    changed: dict[str, Any] = field(default_factory=dict)
+    """Settings that are others than before, each as [before, now]: `method.learning_rate`, `train.schedule`, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +162,7 @@ class Error(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Finish(Event):
-    """All steps are done."""
+    """All steps are done, or the run stopped early."""
 
     kind: ClassVar[str] = "finish"
     steps: int
@@ -169,6 +171,8 @@ class Finish(Event):
     step_time_s: float
     tokens_per_s: float
     peak_memory_bytes: int
+    reason: str = ""
+    """Why it ended before the steps that were asked for (`train.patience`); empty where all are done."""
 
 
 KINDS: dict[str, type[Event]] = {

@@ -64,22 +64,17 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
 
     family, dims = loaded.family, loaded.dims
     # Check every tensor first: a model with a part of an adapter is another model.
-    places = {
-        family.linear_name(layer, target): (layer, target)
-        for layer in range(dims.layers)
-        for target in family.linear_targets
-    }
+    places = {family.linear_name(linear.layer, linear.target): linear for linear in dims.linear_list}
     for name in adapter.linears:
         if name not in places:
             raise ArtifactError(
                 f"the adapter's '{name}' is no linear layer of {loaded.source.source}",
-                expected=f"{dims.layers} layers with {', '.join(family.linear_targets)}",
+                expected=f"{dims.layers} layers with {', '.join(dims.linear_shapes)}",
                 received=name,
                 hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
             )
-        layer, target = places[name]
-        (inputs, outputs), (a, b) = dims.linear_shape(target), adapter.pair(name)
-        expected = ((adapter.rank, inputs), (outputs, adapter.rank))
+        linear, (a, b) = places[name], adapter.pair(name)
+        expected = ((adapter.rank, linear.inputs), (linear.outputs, adapter.rank))
         if (a.shape, b.shape) != expected:
             raise ArtifactError(
                 f"the adapter does not fit '{name}' of {loaded.source.source}",
@@ -87,28 +82,28 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
                 received=f"A {a.shape}, B {b.shape}",
                 hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
             )
-        if isinstance(family.linear(layer, target), LoRALinear):
+        if isinstance(family.module(name), LoRALinear):
             raise ArtifactError(f"'{name}' has an adapter already", hint="load the model again")
     if adapter.base_model and adapter.base_model != loaded.source.source:
         _log.warning("the adapter was trained on %s, not on %s", adapter.base_model, loaded.source.source)
+    family.check_adapted(list(adapter.linears))
     for name in adapter.linears:
-        layer, target = places[name]
-        base = family.linear(layer, target)
-        family.set_linear(layer, target, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name)))
+        base = family.module(name)
+        family.replace(name, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name)))
 
 
 @contextmanager
 def adapted(loaded: LoadedModel, adapter: Adapter) -> Iterator[None]:
     """Apply an adapter for the duration of a block: putting it beside the layers takes less time than loading."""
     family = loaded.family
-    places = [(layer, target) for layer in range(loaded.dims.layers) for target in family.linear_targets]
-    before = {place: family.linear(*place) for place in places}
+    names = [family.linear_name(linear.layer, linear.target) for linear in loaded.dims.linear_list]
+    before = {name: family.module(name) for name in names}
     try:
         apply_adapter(loaded, adapter)
         yield
     finally:
-        for place, linear in before.items():
-            family.set_linear(*place, linear)
+        for name, linear in before.items():
+            family.replace(name, linear)
 
 
 def fuse_in_place(loaded: LoadedModel) -> int:
@@ -116,12 +111,12 @@ def fuse_in_place(loaded: LoadedModel) -> int:
     from ondevice.nn.lora import LoRALinear
 
     family, count = loaded.family, 0
-    for layer in range(loaded.dims.layers):
-        for target in family.linear_targets:
-            module = family.linear(layer, target)
-            if isinstance(module, LoRALinear):
-                family.set_linear(layer, target, module.fuse())
-                count += 1
+    for linear in loaded.dims.linear_list:
+        name = family.linear_name(linear.layer, linear.target)
+        module = family.module(name)
+        if isinstance(module, LoRALinear):
+            family.replace(name, module.fuse())
+            count += 1
     return count
 
 

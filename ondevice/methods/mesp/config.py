@@ -58,6 +58,10 @@ class MespConfig(StrictConfig):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, of either optimizer."""
 
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the gradient of all matrices to this norm; they are collected first, in the adapter's size in float32. None
+    does not clip."""
+
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Rows computed at once; the gradients of a batch of more are accumulated, in the adapter's size in float32.
     None computes all rows at once, and every gradient is applied and dropped where it arises."""

@@ -49,7 +49,7 @@ def memory(
     block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
     head = head_bytes(dims, config, tokens, activation_bytes)
     return {
-        "adapter": trained * (2 if rows < batch_size else 1),
+        "adapter": trained * (2 if rows < batch_size or config.max_grad_norm is not None else 1),
         "optimizer": 2 * trained if config.optimizer == "adamw" else 0,
         "block inputs": kept * inputs,
         "activations": block,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +117,8 @@ class MlxSession(Session):
         labelled = int((labels[:, 1:] >= 0).sum())
         self.partially_updated = True
         self.optimizer.begin(learning_rate)
-        collected: dict[tuple[int, str], list[Any]] | None = {} if rows < len(ids) else None
+        limit = self.config.max_grad_norm
+        collected: dict[tuple[int, str], list[Any]] | None = {} if rows < len(ids) or limit is not None else None
 
         def on_gradient(layer: int, target: str, a: Any, b: Any) -> None:
             if collected is None:
@@ -131,8 +133,9 @@ class MlxSession(Session):
         for low in range(0, len(ids), rows):
             some = ids[low : low + rows], labels[low : low + rows]
             loss += self.model.forward_backward(*some, labelled, on_gradient)
+        scale = 1.0 if limit is None else _clip_scale((collected or {}).values(), limit)
         for (layer, target), gradients in (collected or {}).items():
-            self._update(layer, target, *gradients)
+            self._update(layer, target, *(gradients if scale == 1.0 else [scale * value for value in gradients]))
         self.partially_updated = False
         loss = loss / labelled if labelled else float("nan")
         return StepResult(loss, (loss,))
@@ -186,6 +189,13 @@ class MlxSession(Session):
         """Let the weights and their files go."""
         self.model.weights.close()
         mx.clear_cache()
+
+
+def _clip_scale(gradients: Iterable[list[Any]], limit: float) -> float:
+    """Return the factor that brings all gradients together to a norm of at most `limit`."""
+    squares = [mx.sum(mx.square(value)) for both in gradients for value in both]
+    norm = math.sqrt(float(sum(squares, mx.array(0.0))))
+    return min(1.0, limit / (norm + 1e-6))  # 1e-6 as in torch's
 
 
 def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str | None = None) -> MlxSession:

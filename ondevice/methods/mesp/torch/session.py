@@ -97,7 +97,11 @@ class Optimizer:
         )
 
     def end(self) -> None:
-        """End the step: sums are applied and dropped."""
+        """End the step: sums are clipped, applied and dropped."""
+        limit = self.config.max_grad_norm
+        if limit is not None and self.sums:
+            norm = torch.stack([sums.square().sum() for sums in self.sums.values()]).sum().sqrt()
+            _OPS._foreach_mul_(list(self.sums.values()), (limit / (norm + 1e-6)).clamp(max=1.0))  # as in torch's
         self.waiting, self.sums = [*self.waiting, *self.sums.items()], {}
         self.flush()
         self.done += 1
@@ -172,7 +176,8 @@ class MespSession(Session):
         ids_BT, labels_BT = self._tensors(ids, labels)
         rows = self.config.micro_batch_size or len(ids_BT)
         count = labelled(labels_BT)
-        self.optimizer.begin(learning_rate, accumulate=rows < len(ids_BT))
+        clips = self.config.max_grad_norm is not None
+        self.optimizer.begin(learning_rate, accumulate=clips or rows < len(ids_BT))
         self.partially_updated = True
         with memory_errors(f"a step of {rows} rows of {ids_BT.shape[1]} tokens", HINT):
             total = torch.zeros((), device=self.device)
