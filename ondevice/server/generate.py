@@ -46,17 +46,27 @@ def answer(
     from ondevice.models.generate import generate
     from ondevice.training.fuse import adapted
 
-    wanted = (model, artifact, _stamp(artifact or str(model)))
-    if _loaded.get("wanted") != wanted:
-        _forget()
-        _loaded.update(wanted=wanted, loaded=_open(model, artifact, len(str(prompt)) + max_new_tokens, job))
-    loaded = _loaded["loaded"]
+    loaded = hold(model, artifact, len(str(prompt)) + max_new_tokens, job)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     answers: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
     if adapter is not None:
         with adapted(loaded, load_adapter(Path(adapter))):
             answers["adapted"] = generate(loaded, prompt, **options)
     return answers
+
+
+def hold(model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None) -> LoadedModel:
+    """Return the model that is asked, loaded; it stays, and takes the place of the one before.
+
+    Args:
+        tokens: of a prompt and its answer, at most.
+        model, artifact, job: as for `answer`.
+    """
+    wanted = (model, artifact, _stamp(artifact or str(model)))
+    if _loaded.get("wanted") != wanted:
+        _forget()
+        _loaded.update(wanted=wanted, loaded=_open(model, artifact, tokens, job))
+    return _loaded["loaded"]
 
 
 def needs(dims: ModelDims, weights_bytes: int, dtype: str, tokens: int, device: str) -> dict[str, int]:
