@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ondevice.core.errors import ConfigError
+from ondevice.server.schemas import ErrorAnswer
 
 TOP = 20
 """Most of the likeliest tokens that are reported with each."""
@@ -202,11 +203,26 @@ class Answer:
         }
 
 
+class Refusal(ErrorAnswer):
+    """An `ErrorAnswer` as OpenAI's clients read one."""
+
+    type: Literal["invalid_request_error", "server_error"]
+    code: str
+    param: None = None
+
+
+class RefusalAnswer(BaseModel):
+    """The body of a refused request."""
+
+    error: Refusal
+
+
 def error_body(status: int, values: dict[str, Any]) -> dict[str, Any]:
     """Put the fields of an `ErrorAnswer` where OpenAI's clients look for an error."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
+    code = "model_not_found" if status == 404 else values["error"]
     told = [values["message"]]
     told += [f"{word}: {values[word]}" for word in ("expected", "received") if values.get(word) is not None]
     told += [f"try: {values['hint']}"] if values.get("hint") else []
-    own = {"message": "; ".join(map(str, told)), "type": kind, "code": values["error"], "param": None}
+    own = {"message": "; ".join(map(str, told)), "type": kind, "code": code, "param": None}
     return {"error": {**values, **own}}

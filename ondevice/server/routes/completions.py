@@ -14,9 +14,10 @@ from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 from ondevice.core.errors import OndeviceError
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
-from ondevice.server.openai import Answer, ChatQuestion, TextQuestion, error_body
+from ondevice.server.openai import Answer, ChatQuestion, RefusalAnswer, TextQuestion, error_body
 from ondevice.server.routes import Serving, json_answer
 from ondevice.server.routes.adapters import running_job
+from ondevice.server.schemas import ErrorAnswer
 from ondevice.server.store import MissingError
 
 router = APIRouter(prefix="/v1", tags=["completions"])
@@ -24,7 +25,11 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
         "content": {"application/json": {}, "text/event-stream": {}},
         "description": "As OpenAI's API documents it; events where `stream` is set.",
-    }
+    },
+    "4XX": {
+        "model": RefusalAnswer | ErrorAnswer,
+        "description": "Refused, in the form of OpenAI's errors; before the body is read, in the others' form.",
+    },
 }
 
 
