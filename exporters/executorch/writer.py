@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ondevice.core.errors import ArtifactError, ConfigError
+from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ondevice.exporters.executorch.blocks import BlocksSession
+    from ondevice.models import LoadedModel
 
 
 class Writer:
@@ -64,7 +67,7 @@ class Writer:
             self.read += len(part)
         return self.session.head(hidden)
 
-    def _pass(self, ids: Sequence[int], size: int) -> object:
+    def _pass(self, ids: Sequence[int], size: int) -> Tensor:
         """Compute the hidden states of `size` tokens, [size, D]; behind `ids` they are of padding, and not kept."""
         import torch
 
@@ -81,6 +84,47 @@ class Writer:
         return x
 
 
+def check_writer(session: BlocksSession, loaded: LoadedModel) -> float:
+    """Compare logits behind a prompt, read in both ways, with eager PyTorch's under the session's adapter.
+
+    Args:
+        loaded: the model with the weights that the program has, rounded as they are.
+
+    Returns:
+        The largest difference, as a part of the largest logit.
+
+    Raises:
+        VerificationError: it is beyond `LOGIT_ERROR`.
+    """
+    import torch
+
+    from ondevice.nn.lora import LoRALinear
+
+    writer, adapter, family = Writer(session), session.adapter(), loaded.family
+    length = min(writer.context_tokens - 2, writer.chunk + 5)
+    ids = torch.randint(0, loaded.dims.vocab, (length + 2,), generator=torch.Generator().manual_seed(0)).tolist()
+    before = {name: family.module(name) for name in adapter.linears}
+    try:
+        for name, layer in before.items():
+            pair = adapter.pair(name)
+            family.replace(name, LoRALinear.from_base(layer, adapter.rank, adapter.alpha, *pair))
+        with torch.no_grad():
+            expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()
+    finally:
+        for name, layer in before.items():
+            family.replace(name, layer)
+    found = np.stack([writer.feed(ids[:length]), writer.feed(ids[length:-1]), writer.feed(ids[-1:])])
+    error = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
+    if not error <= LOGIT_ERROR:
+        raise VerificationError(
+            "the program does not write what eager PyTorch does; nothing was written",
+            expected=f"logits within {LOGIT_ERROR:g} of the largest",
+            received=f"{error:.3g}",
+        )
+    return error
+
+
+LOGIT_ERROR = 1e-4
 KEPT = ("keys", "values")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +32,27 @@ class Token:
     ends: bool
 
 
-def sample(
-    loaded: LoadedModel,
+def sample(loaded: LoadedModel, ids: Sequence[int], **options: Any) -> Iterator[Token]:
+    """Draw tokens from a loaded model, which keeps keys and values; arguments as for `draw`."""
+    import torch
+
+    model: Any = loaded.model
+    device, cache = loaded.family.head_weight.device, None
+
+    def feed(new: Sequence[int]) -> Tensor:
+        nonlocal cache
+        with torch.no_grad():
+            output = model(torch.tensor([list(new)], device=device), past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        return output.logits[0, -1].float().cpu()
+
+    return draw(feed, ids, end_ids(loaded), **options)
+
+
+def draw(
+    feed: Callable[[Sequence[int]], Any],
     ids: Sequence[int],
+    ends: frozenset[int],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -45,7 +63,9 @@ def sample(
     """Draw tokens until one ends the answer or there are `max_new_tokens`; greedy at temperature 0.
 
     Args:
+        feed: reads tokens behind those that it has read, and gives the logits of the next one, float32 [vocab].
         ids: the prompt.
+        ends: tokens that end an answer.
         top_p: draw among the likeliest tokens whose probabilities reach this sum, 0 < top_p <= 1.
         seed: the same seed draws the same tokens on the same machine; None draws anew.
         top: how many of the likeliest tokens to report with each.
@@ -59,16 +79,11 @@ def sample(
         received = f"{len(ids)} tokens, max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}"
         expected = "a prompt, max_new_tokens >= 1, temperature >= 0, 0 < top_p <= 1"
         raise ConfigError("generation", expected=expected, received=received)
-    model: Any = loaded.model
-    device, ends = loaded.family.head_weight.device, end_ids(loaded)
     # A generator of its own, on the CPU: the seed's draws do not depend on the device or on other requests.
     drawn = torch.Generator().manual_seed(secrets.randbits(63) if seed is None else seed)
-    given, cache = torch.tensor([list(ids)], device=device), None
+    given: Sequence[int] = ids
     for _ in range(max_new_tokens):
-        with torch.no_grad():
-            output = model(given, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        logits = output.logits[0, -1].float().cpu()
+        logits = torch.as_tensor(feed(given))
         token = int(logits.argmax()) if temperature == 0 else _draw(logits / temperature, top_p, drawn)
         logs = torch.log_softmax(logits, -1)
         best = torch.topk(logs, top) if top else None
@@ -76,7 +91,7 @@ def sample(
         yield Token(token, float(logs[token]), pairs, token in ends)
         if token in ends:
             return
-        given = torch.tensor([[token]], device=device)
+        given = [token]
 
 
 def end_ids(loaded: LoadedModel) -> frozenset[int]:
