@@ -234,6 +234,7 @@ def _settings(job: ExportJob) -> list[str]:
         ("generator", export.generator, "auto"),
         ("loss", export.loss, "auto"),
         ("next_token", export.next_token, False),
+        ("context_tokens", export.context_tokens, None),
     ):
         if value != wanted:
             problems.append(f"{name} {value} is for ExecuTorch programs: leave it out")

@@ -306,6 +306,10 @@ class ExportConfig(StrictConfig):
     next_token: bool = False
     """Add a method that says which token comes next, so that the device can answer a prompt before and after."""
 
+    context_tokens: int | None = Field(default=None, ge=8)
+    """Add functions that answer with a key-value cache, for conversations of so many tokens: `ondevice chat ARTIFACT`.
+    Block programs only; not `8da8w`."""
+
     check_steps: int = Field(default=3, ge=1)
     """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's
     simulator, where a step takes minutes, one."""

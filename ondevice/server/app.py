@@ -32,7 +32,8 @@ from ondevice.core.errors import (
 )
 from ondevice.server import security
 from ondevice.server.daemon import Daemon
-from ondevice.server.routes import adapters, data, jobs, json_answer, refused, system, uploads
+from ondevice.server.openai import error_body
+from ondevice.server.routes import adapters, completions, data, jobs, json_answer, refused, system, uploads
 from ondevice.server.schemas import ErrorAnswer
 from ondevice.server.store import MissingError
 from ondevice.server.uploads import PART_BYTES
@@ -55,6 +56,8 @@ STATUS: dict[type[OndeviceError], int] = {
     StorageError: 413,
 }
 """The status of each error of the user; another of ours is 400. All say what to do."""
+COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
+"""Paths whose errors are in the form of OpenAI's."""
 MESSAGES = {404: "there is nothing here", 405: "this cannot be done here", 413: "the body is too large"}
 
 
@@ -78,7 +81,7 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.daemon = daemon
-    for module in (system, uploads, data, jobs, adapters):
+    for module in (system, uploads, data, jobs, adapters, completions):
         app.include_router(module.router)
     app.add_exception_handler(OndeviceError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -109,7 +112,12 @@ async def _ours(request: Request, error: Exception) -> Response:
     if not isinstance(error, OndeviceError):
         raise error
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
-    return json_answer(status, error_answer(error))
+    return _error(request, status, error_answer(error))
+
+
+def _error(request: Request, status: int, values: dict[str, Any]) -> Response:
+    """Answer an error, in the form that the path's clients read."""
+    return json_answer(status, error_body(status, values) if request.url.path in COMPLETIONS else values)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -117,16 +125,14 @@ async def _invalid(request: Request, error: Exception) -> Response:
     place = ".".join(str(part) for part in first.get("loc", ()))
     received = first.get("input")
     text = received if isinstance(received, int | float | bool | type(None)) else str(received)[:200]
-    return json_answer(
-        422,
-        {
-            "error": "ConfigError",
-            "message": f"'{place}': {first.get('msg', 'cannot be read')}",
-            "expected": str(first.get("msg", "")),
-            "received": text if not isinstance(text, float) else str(text),
-            "hint": "GET /v1/openapi.json describes every field",
-        },
-    )
+    values = {
+        "error": "ConfigError",
+        "message": f"'{place}': {first.get('msg', 'cannot be read')}",
+        "expected": str(first.get("msg", "")),
+        "received": text if not isinstance(text, float) else str(text),
+        "hint": "GET /v1/openapi.json describes every field",
+    }
+    return _error(request, 422, values)
 
 
 async def _plain(request: Request, error: Exception) -> Response:

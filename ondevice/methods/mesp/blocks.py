@@ -310,6 +310,10 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         inputs = (hidden, gradient, *scalars, *ranges, *functions.frozen)
         modules.append(ProgramModule(f"block_backward_{size}", backward, inputs, (gradient, *ranges), inside))
     modules += _head_modules(functions, export)
+    if export.context_tokens:
+        from ondevice.methods.mesp.cached import cached_modules  # it is built on this module
+
+        modules += cached_modules(functions, ranges[0], export.context_tokens)
     vectors = [port(one.name, "state", (functions.layout.size,)) for one in ranges]
     weights = functions.weights()
     constants = [
@@ -355,7 +359,7 @@ def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[Progr
             (gradient,),
         ),
     ]
-    if export.next_token:
+    if export.next_token or export.context_tokens:
         one = port("hidden", "hidden", (1, width))
         logits = port("logits", "logits", (1, functions.tile_rows))
         modules.append(ProgramModule("head_logits", HeadLogits(functions), (one, *weights), (logits,)))

@@ -42,6 +42,10 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
             problems.append(f"{name} is {value}: a mesp program has {name}={wanted}")
     if export.loss not in ("auto", "tiled") or export.generator == "op":
         problems.append("a mesp program needs no ops of this project: export.loss tiled, export.generator auto or aten")
+    if export.context_tokens and (export.program == "whole" or export.quantize == "8da8w"):
+        problems.append("export.context_tokens goes with a block program whose weights are none, int8 or q4")
+    if export.context_tokens and export.context_tokens > dims.max_positions:
+        problems.append(f"export.context_tokens is {export.context_tokens}: the model takes {dims.max_positions}")
     if config.max_grad_norm is not None:
         problems.append("a mesp program updates each block as its gradients are known: method.max_grad_norm=null")
     if config.loss == "answers" or config.answers:

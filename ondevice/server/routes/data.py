@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.data.templates import TASKS
-from ondevice.server import jobs, schemas
+from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file
 from ondevice.server.queue import ENDED
@@ -26,11 +26,16 @@ Task = Annotated[
 ]
 
 
-@router.get("/models", response_model=list[schemas.Model])
-def list_models(daemon: Serving) -> list[dict[str, Any]]:
-    """Return models at hand: folders of the store, the packaged one where it is cached, and random tiny ones for
-    trying."""
-    return jobs.list_models(daemon.store)
+@router.get("/models", response_model=schemas.ModelList)
+def list_models(daemon: Serving) -> dict[str, Any]:
+    """Return what can be asked, in the form that OpenAI's clients read: models at hand (folders of the store, the
+    packaged one where it is cached, random tiny ones for trying), and adapters, each over its own model."""
+    owned = {"object": "model", "owned_by": "ondevice"}
+    models = [{**model, **owned, "created": 0} for model in jobs.list_models(daemon.store)]
+    for row in adapters.list_adapters(daemon.store):
+        about = {"id": row["id"], "kind": "adapter", "bytes": row["bytes"], "created": int(row["created_s"])}
+        models.append({**about, **owned, "base_model": row["base_model"]})
+    return {"object": "list", "data": models}
 
 
 @router.get("/artifacts", response_model=list[schemas.Artifact])
