@@ -136,7 +136,7 @@ class _Body(nn.Module):
             a, b = pairs.get(target, (None, None))
             weight, bias = getattr(self, f"{target}_weight"), getattr(self, f"{target}_bias")
             linears[target] = Linear(Dense(weight), bias, a, b, functions.config.scale)
-        return Block((self.norm_0, self.norm_1), linears)
+        return Block({"before_attention": self.norm_0, "before_mlp": self.norm_1}, linears)
 
 
 class ForwardBody(_Body):
@@ -218,7 +218,7 @@ class NpuBackward(_Finished):
 
 def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Settings that a program does not have."""
-    problems = program.problems(config, export, dims)
+    problems = program.problems(config, export, dims, ())
     if export.quantize != "none":
         problems.append(f"export.quantize is {export.quantize}: mesp's blocks on the NPU have float16 weights, none")
     if export.program == "whole":
