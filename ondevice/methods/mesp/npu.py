@@ -148,8 +148,8 @@ class ForwardBody(_Body):
     def forward(self, x: Tensor, *adapter: Tensor) -> Tensor:
         block, s = self.block(adapter), self.stages()
         q, k, v = s.project(block, s.norm(block, x), self.rows)
-        q, k = s.rope(q, k, self.position)
-        attended = s.linear(block, "o_proj", s.attend(q, k, v)[0])
+        q, k = s.rope(block, q, k, self.position)
+        attended = s.linear(block, "o_proj", s.attend(block, q, k, v)[0])
         gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
         return attended + s.linear(block, "down_proj", s.act(gate, up))
 

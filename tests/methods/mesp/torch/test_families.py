@@ -70,7 +70,7 @@ def test_streamed_it_has_the_bits_of_resident_weights_and_peft_reads_the_adapter
         logits = wrapped(input_ids=torch.from_numpy(ids), use_cache=False).logits[:, :-1].transpose(1, 2).double()
     wanted = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels)[:, 1:], reduction="none")
     np.testing.assert_allclose(nll, wanted.sum(1).numpy(), rtol=2e-5)
-    wrapped.save_pretrained(tmp_path / "theirs")
+    wrapped.save_pretrained(str(tmp_path / "theirs"))
     again = load_adapter(tmp_path / "theirs")
     assert again.linears == adapter.linears
     opened = open_session(load_model(str(folder)), method_config("mesp", {"rank": 2}), 3)

@@ -69,7 +69,7 @@ def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk,
     angle = torch.randn(1, length, 1, (dims.traits.rotary_width or dims.head_dim) // 2, dtype=torch.float64)
     position, g = (angle.cos(), angle.sin()), torch.randn(count, dims.hidden, dtype=torch.float64)
     expected = block_forward(dims, block, x, position, ROWS)
-    leaves = {target: (block.linears[target].a, block.linears[target].b) for target in sorted(adapted)}
+    leaves: dict[str, Any] = {t: (block.linears[t].a, block.linears[t].b) for t in sorted(adapted)}
     theirs = torch.autograd.grad(expected, [x, *(leaf for pair in leaves.values() for leaf in pair)], g)
 
     before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, 8
