@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from ondevice.cli import adapters, configs, data, export, fleet, history, jobs, phone, plans, runs, serve
+from ondevice.cli import adapters, configs, data, export, fleet, history, jobs, models, phone, plans, runs, serve
 from ondevice.cli.common import err, print_json
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceError, StorageError
 from ondevice.core.near import nearest
@@ -52,6 +52,7 @@ app.command("fuse")(adapters.fuse)
 app.command("convert")(adapters.convert)
 app.command("chat")(adapters.chat)
 app.command("data")(data.data)
+app.command("models")(models.models)
 app.command("push")(phone.push)
 app.command("pull")(phone.pull)
 app.command("plan")(plans.plan)

@@ -13,7 +13,7 @@ from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
 from ondevice.methods.mesp.blocks import LINEAR_FORMS
-from ondevice.methods.mesp.lora import check_family
+from ondevice.methods.mesp.lora import IN_BLOCKS, check_family
 from ondevice.methods.mesp.torch.program import MespProgram
 
 if TYPE_CHECKING:
@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel, ModelDims
 
 
-def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
-    """Return settings that a program does not have."""
+def problems(
+    config: MespConfig, export: ExportConfig, dims: ModelDims, known: tuple[str, ...] = IN_BLOCKS
+) -> list[str]:
+    """Return settings that a program does not have; `known` are traits of a block that its functions do."""
     problems = []
+    whole = export.program == "whole"
     try:
-        check_family(dims)
+        what = "a program of a whole step" if whole else "a block program"
+        check_family(dims, () if whole else known, what, max(export.lengths_tokens))
+        dims.adapted(config)
     except OndeviceError as error:
         problems.append(str(error))
     kept = tuple(LINEAR_FORMS) if export.program != "whole" else ("none",)
