@@ -276,6 +276,8 @@ def _dry_run(config: Any, placement: Any, json: bool) -> None:
         for path in filter(None, (config.data.path, config.data.eval_path))
     ]
     config, notes = with_length(config, rows)
+    if config.chosen:
+        notes = (config.chosen, *notes)
     estimate = plan_run(config, placement)
     if json:
         print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})
