@@ -69,6 +69,7 @@ format: setup
 docs: setup
 	@$(RUN) docs/generate.py
 	@$(RUN) -m benchmarks.tables
+	@$(RUN) -m tests.exits.table
 	@$(RUN) -m pytest tests/docs $(ARGS)
 
 ## make bench      every benchmark that this machine can run; results under build/bench

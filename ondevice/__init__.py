@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ondevice.core.errors import OndeviceError
     from ondevice.core.registry import method_config, open_session
     from ondevice.data import read_dataset
+    from ondevice.exits import convert
     from ondevice.models import load_model
     from ondevice.models.generate import generate
     from ondevice.models.in_memory import wrap_model
@@ -36,6 +37,7 @@ _WHERE = {
     "RunConfig": "api.runfile",
     "apply_adapter": "training.fuse",
     "benchmark": "api.benchmark",
+    "convert": "exits",
     "doctor": "planning.doctor",
     "evaluate": "api.evaluate",
     "export": "api.export",
@@ -65,6 +67,7 @@ __all__ = [
     "RunConfig",
     "apply_adapter",
     "benchmark",
+    "convert",
     "doctor",
     "evaluate",
     "export",

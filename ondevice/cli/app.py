@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from ondevice.cli import adapters, configs, data, export, history, jobs, phone, plans, runs, serve
+from ondevice.cli import adapters, configs, data, export, fleet, history, jobs, phone, plans, runs, serve
 from ondevice.cli.common import err, print_json
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceError, StorageError
 from ondevice.core.near import nearest
@@ -56,6 +56,7 @@ app.command("push")(phone.push)
 app.command("pull")(phone.pull)
 app.command("plan")(plans.plan)
 app.command("doctor")(plans.doctor)
+app.add_typer(fleet.app, name="fleet")
 app.add_typer(configs.app, name="config")
 app.add_typer(history.app, name="runs")
 app.add_typer(serve.app, name="serve")

@@ -129,6 +129,17 @@ def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:
     return keys
 
 
+class AnswerLossConfig(StrictConfig):
+    """What a method's loss is over, for methods that can leave most of the vocabulary out."""
+
+    loss: Literal["auto", "answers", "vocabulary"] = "vocabulary"
+    """`vocabulary`: the likelihood of the answer among all tokens. `answers`: among the answers of a task whose rows
+    share them, of one token each, such as sst2's. `auto`: over the answers where there are such."""
+
+    answers: tuple[int, ...] = ()
+    """The answers' tokens; filled in from the rows, or from the task at an export."""
+
+
 TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """A linear layer of a block that LoRA can stand beside, by the last part of its name (PEFT's `target_modules`)."""
 

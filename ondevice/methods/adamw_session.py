@@ -41,10 +41,15 @@ class AdamWSession(Session):
         count, value = (labels_BT[:, 1:] >= 0).sum().float(), torch.zeros((), device=self.device)
         for part in range(0, len(ids_BT), rows):
             some = slice(part, part + rows)
-            nll, _ = model_loss.row_nll(self.family, ids_BT[some], labels_BT[some], self.config.loss_tiles)
+            nll, _ = model_loss.row_nll(
+                self.family, ids_BT[some], labels_BT[some], self.config.loss_tiles, self.config.answers
+            )
             loss = nll.sum() / count
             loss.backward()
             value += loss.detach()
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # an expert without a token: without a gradient AdamW would count other steps
+                parameter.grad = torch.zeros_like(parameter)
         if limit is not None:
             torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), limit)
         self.optimizer.step()
@@ -53,7 +58,7 @@ class AdamWSession(Session):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles)
+        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles, self.config.answers)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return trained parameters and AdamW's moments, float32, and the optimizer's step."""

@@ -8,6 +8,7 @@ neither torch nor transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ondevice.core.errors import ModelError
@@ -19,14 +20,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+class UnknownTrait(ModelError):
+    """A configuration asks for something that a family's block does not do; the model can still run as a whole."""
+
+
 def decoder_dims(
     family: str, config: dict[str, Any], where: str, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
 ) -> ModelDims:
     """Read the dimensions of a Llama-like decoder; `rope_parameters` (transformers 5) and `rope_theta` both do.
 
     Raises:
-        ModelError: a size is missing or not a positive integer, the activation is not SiLU, the rotary
-            embedding's table depends on the length, or the weights are quantised.
+        ModelError: a size is missing or not a positive integer, or the weights are quantised.
+        UnknownTrait: the activation is not SiLU, or the rotary embedding's table depends on the length.
     """
     refuse_quantised(config, where)
     hidden, heads = read_size(config, "hidden_size", where), read_size(config, "num_attention_heads", where)
@@ -36,7 +41,7 @@ def decoder_dims(
         expected = f"a divisor of num_attention_heads ({heads})"
         raise ModelError(f"{where}: field 'num_key_value_heads'", expected=expected, received=kv_heads)
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{where}: field 'hidden_act'", expected="silu", received=config["hidden_act"])
+        raise UnknownTrait(f"{where}: field 'hidden_act'", expected="silu", received=config["hidden_act"])
     theta, rope_type = _rope(config, where)
     return ModelDims(
         family=family,
@@ -85,10 +90,20 @@ def _rope(config: dict[str, Any], where: str) -> tuple[float, str]:
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         message = f"{where}: the rotary embedding's scaling is not supported"
-        raise ModelError(message, expected=", ".join(ROPE_TYPES), received=rope_type)
+        raise UnknownTrait(message, expected=", ".join(ROPE_TYPES), received=rope_type)
     if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
-        raise ModelError(f"{where}: field 'partial_rotary_factor'", expected="1.0")
+        raise UnknownTrait(f"{where}: field 'partial_rotary_factor'", expected="1.0")
     return float(rope.get("rope_theta", config.get("rope_theta") or 10000.0)), rope_type
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a block: `target` is its name within the block, `inputs` and `outputs` its sides."""
+
+    layer: int
+    target: str
+    inputs: int
+    outputs: int
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -112,6 +127,8 @@ class ModelDims:
     """
 
     gated: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    """True where the model runs only as a whole, its blocks being unknown."""
 
     family: str
     layers: int
@@ -156,6 +173,76 @@ class ModelDims:
             raise ModelError("unknown linear layer", expected=", ".join(shapes), received=target)
         return shapes[target]
 
+    @property
+    def linear_list(self) -> tuple[Linear, ...]:
+        """Every linear layer of every block, in order of the layers."""
+        shapes = self.linear_shapes.items()
+        return tuple(Linear(layer, name, *shape) for layer in range(self.layers) for name, shape in shapes)
+
+    @property
+    def default_targets(self) -> tuple[str, ...]:
+        """Names of linear layers for a method's default where the model does not have those; () refuses."""
+        return ()
+
+    def resolve_targets(self, config: Any) -> tuple[str, ...]:
+        """Return the `target_modules` of a method's settings as this model has them.
+
+        A method's own default gives way to `default_targets` where the model lacks one of its names.
+
+        Raises:
+            ModelError: the model has no linear layer of a name.
+        """
+        targets, names = tuple(config.target_modules), [linear.target for linear in self.linear_list]
+        missing = [target for target in targets if not any(named(name, target) for name in names)]
+        if not missing:
+            return targets
+        default = type(config).model_fields["target_modules"].default
+        if targets == tuple(default) and self.default_targets:
+            return self.default_targets
+        if not self.default_targets:
+            self.linear_shape(missing[0])  # the family's own words
+        raise ModelError(
+            f"no block of this {self.family} model has a linear layer {missing[0]}",
+            expected=", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names)),
+            received=missing[0],
+            hint="set method.target_modules to some of these",
+        )
+
+    def adapted(self, config: Any, first_layer: int = 0) -> tuple[Linear, ...]:
+        """List the linear layers that carry an adapter of a method's settings, by layer and in the settings' order.
+
+        Raises:
+            ModelError: as `resolve_targets`; or the layers from `first_layer` on have none of them.
+        """
+        targets = self.resolve_targets(config)
+        found = {
+            (linear.layer, linear.target): linear
+            for layer in range(first_layer, self.layers)
+            for target in targets
+            for linear in self._by_layer.get(layer, ())
+            if named(linear.target, target)
+        }
+        if not found:
+            message = f"layers {first_layer} to {self.layers - 1} have no linear layer that is to be adapted"
+            raise ModelError(message, expected=", ".join(targets), hint="raise method.top_layers")
+        return tuple(found.values())
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[Linear]]:
+        result: dict[int, list[Linear]] = {}
+        for linear in self.linear_list:
+            result.setdefault(linear.layer, []).append(linear)
+        return result
+
+    def unknown(self, wanted: str) -> ModelError:
+        """Build the refusal of what needs to know a block that is not known; `wanted` is what needs it."""
+        return ModelError(f"{wanted} does not know the blocks of {self.family} models")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on these sizes for a plan."""
+        return ()
+
     def linear_bias(self, target: str) -> bool:
         """Return True if that linear layer has a bias."""
         if target in ("q_proj", "k_proj", "v_proj"):
@@ -187,6 +274,11 @@ class ModelDims:
         return embeddings + self.layers * self.block_parameters + self.hidden
 
 
+def named(name: str, target: str) -> bool:
+    """Return True if `target` names the linear layer `name`, as PEFT matches: all of it, or its last parts."""
+    return name == target or name.endswith(f".{target}")
+
+
 class Family:
     """A pre-norm decoder over transformers' modules: h += attention(norm(h)); h += mlp(norm(h)).
 
@@ -197,6 +289,8 @@ class Family:
     model_type: ClassVar[str]
     gguf_architecture: ClassVar[str | None] = None
     """`general.architecture` of its GGUF files; None if they are not supported."""
+    gguf_written_as: ClassVar[str | None] = None
+    """`general.architecture` of files that are written of it, where those that are read belong to another family."""
     linear_targets: ClassVar[tuple[str, ...]] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
@@ -314,6 +408,42 @@ class Family:
         """Return the full name of that linear layer, as in PEFT adapters and state dictionaries."""
         return f"model.layers.{i}.{self._parent(target)}.{target}"
 
+    def module(self, name: str) -> nn.Module:
+        """Return a linear layer, or what replaces it, by its full name."""
+        return self.model.get_submodule(name)
+
+    def replace(self, name: str, module: nn.Module) -> None:
+        """Put `module` in the place of the layer of that full name."""
+        parent, _, last = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), last, module)
+
+    def check_adapted(self, names: list[str]) -> None:
+        """Check that an adapter beside each of these layers takes part in the forward pass; ModelError if not."""
+
+    def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden].
+
+        Args:
+            mask: additive float [1, 1, T, T], or None for the causal mask.
+        """
+        h = self.embed(ids)
+        position = self.positions(ids.shape[1], h.device, h.dtype)
+        for i in range(self.dims.layers):
+            h = self.block(i, h, position, mask)
+        return self.final_norm(h)
+
+    def token_nll(self, hidden_ND: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
+        """Compute the negative log likelihood of labels from `hidden`; see `ondevice.nn.cross_entropy.token_nll`."""
+        from ondevice.nn.cross_entropy import token_nll
+
+        return token_nll(hidden_ND, self.head_weight, labels_N, tiles)
+
+    def answer_nll(self, hidden_ND: Tensor, places_N: Tensor, answers_A: Tensor) -> Tensor:
+        """Compute the same among some tokens, int64 [A], of which `places_N` names one each; -100 is left out."""
+        from ondevice.nn.cross_entropy import token_nll
+
+        return token_nll(hidden_ND, self.head_weight[answers_A], places_N, 1)
+
     def _parent(self, target: str) -> str:
         if target not in self.linear_parents:
             raise ModelError("unknown linear layer", expected=", ".join(self.linear_targets), received=target)
@@ -322,8 +452,4 @@ class Family:
 
 def forward_hidden(family: Family, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden]; logits are this @ head^T."""
-    h = family.embed(ids)
-    position = family.positions(ids.shape[1], h.device, h.dtype)
-    for i in range(family.dims.layers):
-        h = family.block(i, h, position, mask)
-    return family.final_norm(h)
+    return family.hidden(ids, mask)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
 from ondevice.models.base import Family, ModelDims, decoder_dims, read_size
+from ondevice.models.llama import Llama
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +24,8 @@ class Mistral(Family):
     """
 
     model_type = "mistral"
+    gguf_written_as = "llama"
+    gguf_tensor = Llama.gguf_tensor
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:

@@ -47,12 +47,16 @@ def _forward_only(request: Request) -> Request | None:
     """Switch to the first method without backward passes that trains this model as it is."""
     if spec_of(request.method).order == "zeroth":
         return None
-    shapes = request.dims.linear_shapes
     for spec in sorted(methods(), key=lambda spec: spec.trains):  # adapters first
         if spec.order == "zeroth":
             config = spec.config()
-            if all(target in shapes for target in getattr(config, "target_modules", ())):
-                return replace(request, method=config)
+            try:
+                spec.check_model(request.dims)
+                if hasattr(config, "target_modules"):
+                    request.dims.resolve_targets(config)
+            except OndeviceError:
+                continue
+            return replace(request, method=config)
     return None
 
 

@@ -55,17 +55,14 @@ def answer(
     answers: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
     if adapter is not None:
         # The adapter goes beside the loaded layers and is taken away again: loading takes longer than answering.
-        before = {
-            (layer, target): loaded.family.linear(layer, target)
-            for layer in range(loaded.dims.layers)
-            for target in loaded.family.linear_targets
-        }
+        names = [loaded.family.linear_name(linear.layer, linear.target) for linear in loaded.dims.linear_list]
+        before = {name: loaded.family.module(name) for name in names}
         try:
             apply_adapter(loaded, load_adapter(Path(adapter)))
             answers["adapted"] = generate(loaded, prompt, **options)
         finally:
-            for (layer, target), linear in before.items():
-                loaded.family.set_linear(layer, target, linear)
+            for name, linear in before.items():
+                loaded.family.replace(name, linear)
     return answers
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from ondevice.artifact.adapter import (
 from ondevice.artifact.files import atomic_directory, read_tensors, sha256_file
 from ondevice.core.errors import ConfigError, TrainingError
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
+from ondevice.data.answers import answers_of_rows, with_answers
 from ondevice.training import events
 from ondevice.training.callbacks import Callback
 from ondevice.training.checkpoint import STATE_FILE
@@ -154,17 +154,18 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     else:
         loaded = load_model(source.source, **wanted, device=spec.load_device(config.method, placement.device))
 
-    open_session = partial(
-        spec.open_session, loaded, config.method, config.train.seed, placement.device, placement.backend
-    )
+    def open_session(method: Any) -> Session:
+        return spec.open_session(loaded, method, config.train.seed, placement.device, placement.backend)
+
     if placement.rank:
-        session = open_session()
+        session = open_session(config.method)
         with StopRequest():  # a signal is for rank 0, which ends the running step and saves
             return session.follow()
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens, options=options)
-    session = open_session()
+    config = config.model_copy(update={"method": with_answers(config.method, answers_of_rows(rows.train))})
+    session = open_session(config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
     trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
     if placement.world > 1:

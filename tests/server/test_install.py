@@ -156,7 +156,7 @@ def test_names_of_a_store_are_no_paths(store: Store, name: str) -> None:
 
 def test_connections_of_threads_that_ended_are_closed(store: Store) -> None:
     def burst() -> int:
-        """Thirty threads at once, as for thirty requests; gives how many of its files are open after the next thread."""
+        """Thirty threads at once, as for requests; gives how many of its files are open after the next thread."""
         together = threading.Barrier(30)
 
         def ask() -> None:

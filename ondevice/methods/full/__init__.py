@@ -16,4 +16,5 @@ METHOD = MethodSpec(
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
+    any_decoder=True,
 )

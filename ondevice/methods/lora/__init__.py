@@ -17,4 +17,5 @@ METHOD = MethodSpec(
     memory=".memory:MEMORY",
     cost="ondevice.methods.step_model:adapter_step_cost",
     programs={"torch": ".program:TORCH"},
+    any_decoder=True,
 )

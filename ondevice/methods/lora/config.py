@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ondevice.core.config import StrictConfig, TargetModule
+from ondevice.core.config import AnswerLossConfig
 
 
-class LoraConfig(StrictConfig):
+class LoraConfig(AnswerLossConfig):
     """First-order LoRA: both matrices are trained by backpropagation (peft, AdamW)."""
 
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules"}
@@ -25,8 +25,9 @@ class LoraConfig(StrictConfig):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[TargetModule, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
-    """Linear layers that carry an adapter."""
+    target_modules: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the default's, its
+    projections into attention, or into what stands in attention's place."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """AdamW's learning rate."""

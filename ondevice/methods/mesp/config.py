@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ondevice.core.config import StrictConfig, TargetModule
+from ondevice.core.config import AnswerLossConfig, TargetModule
 
 ALL_TARGETS: tuple[TargetModule, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -19,7 +19,7 @@ GROUP_SIZE = 64
 """Weights that share a scale in 4 bits."""
 
 
-class MespConfig(StrictConfig):
+class MespConfig(AnswerLossConfig):
     """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward pass keeps."""
 
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules", "weights": "weight_placement"}

@@ -44,6 +44,8 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
         problems.append("a mesp program needs no ops of this project: export.loss tiled, export.generator auto or aten")
     if config.max_grad_norm is not None:
         problems.append("a mesp program updates each block as its gradients are known: method.max_grad_norm=null")
+    if config.loss == "answers" or config.answers:
+        problems.append("method.loss is answers: a mesp program computes over the vocabulary")
     if config.micro_batch_size is not None and config.micro_batch_size < export.batch_size:
         problems.append("a mesp program computes all rows of a batch at once: method.micro_batch_size=null")
     return problems

@@ -1,4 +1,7 @@
-"""MeZO in eager PyTorch: perturb, run, perturb back, run, restore, update; the noise is never stored."""
+"""MeZO in eager PyTorch: perturb, run, perturb back, run, restore, update; the noise is never stored.
+
+In half precision the parameters are restored from a copy.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,12 @@ class MezoSession(Session):
         self.seed = torch.tensor([seed], device=self.device)
 
     @torch.no_grad()
-    def _move(self, step: int, query: int, scale: float) -> None:
-        """theta += scale * z(step, query), tensor by tensor and chunk by chunk (PerturbParameters)."""
+    def _move(self, step: int, query: int, scale: float, kept: list[Tensor] | None = None) -> None:
+        """theta += scale * z(step, query), tensor by tensor and chunk by chunk (PerturbParameters).
+
+        Args:
+            kept: theta before; the parameters are then set to kept + scale * z instead, rounded once.
+        """
         # One query is one step of the generator's stream: a query's noise is asked for without the others'.
         number = torch.tensor([step * self.config.queries + query], device=self.device)
         chunk = CHUNK[self.device.type]
@@ -47,24 +54,40 @@ class MezoSession(Session):
             for start in range(0, flat.numel(), chunk):
                 count = min(chunk, flat.numel() - start)
                 z = self.noise(self.seed, number, tensor, 1, start, count)[0]
-                flat[start : start + count] += (z * scale).to(flat.dtype)
+                if kept is None:
+                    flat[start : start + count] += (z * scale).to(flat.dtype)
+                else:
+                    base = kept[tensor].view(-1)[start : start + count]
+                    flat[start : start + count] = (base.float() + z * scale).to(flat.dtype)
+
+    @torch.no_grad()
+    def _copy(self) -> list[Tensor] | None:
+        """Copy parameters of half precision: there, across and back along the noise, each time rounded, would leave
+        them elsewhere even at learning rate 0. In float32 the way back ends where it began, but for some 1e-8."""
+        if all(parameter.dtype == torch.float32 for parameter in self.parameters.values()):
+            return None
+        return [parameter.detach().clone() for parameter in self.parameters.values()]
 
     @torch.no_grad()
     def _loss(self, ids_BT: Tensor, labels_BT: Tensor) -> float:
-        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles)
+        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers)
         return float(nll.sum() / count.sum())
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run algorithm 2 with q queries; see `Session.step`."""
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         epsilon, plus, minus = self.config.perturbation_scale, [], []
+        kept, parameters = self._copy(), [parameter.detach() for parameter in self.parameters.values()]
         for query in range(self.config.queries):
-            # The same noise is drawn three times, there, across and back, so that no copy of the parameters is needed.
-            self._move(step, query, epsilon)
+            # In float32 the noise is drawn three times, there, across and back, and no copy is needed.
+            self._move(step, query, epsilon, kept)
             plus.append(self._loss(ids_BT, labels_BT))
-            self._move(step, query, -2 * epsilon)
+            self._move(step, query, -2 * epsilon if kept is None else -epsilon, kept)
             minus.append(self._loss(ids_BT, labels_BT))
-            self._move(step, query, epsilon)
+            if kept is None:
+                self._move(step, query, epsilon)
+            else:
+                torch._foreach_copy_(parameters, kept)
         gradients = [float(np.float32((p - m) / (2 * epsilon))) for p, m in zip(plus, minus, strict=True)]
         self.apply_update(tuple(gradients), step, learning_rate)
         losses = (*plus, *minus)
@@ -77,7 +100,7 @@ class MezoSession(Session):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles)
+        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles, self.config.answers)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return all parameters, in float32 (exact for narrower types), and the seed."""

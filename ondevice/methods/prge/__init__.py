@@ -22,4 +22,5 @@ METHOD = MethodSpec(
     ),
     programs={"executorch": ".program:EXECUTORCH", "qnn": ".npu:QNN", "torch": ".program:TORCH"},
     replayable=True,
+    any_decoder=True,
 )

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ondevice.core.config import StrictConfig, TargetModule
+from ondevice.core.config import AnswerLossConfig
 
 
-class PrgeConfig(StrictConfig):
+class PrgeConfig(AnswerLossConfig):
     """P-RGE: zeroth-order LoRA-FA with all queries and both signs in one forward pass (sections 3.1 to 3.3)."""
 
     RENAMED: ClassVar[dict[str, str]] = {
@@ -30,8 +30,9 @@ class PrgeConfig(StrictConfig):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[TargetModule, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
-    """Linear layers that carry an adapter."""
+    target_modules: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the default's, its
+    projections into attention, or into what stands in attention's place."""
 
     queries: int = Field(default=4, ge=1, le=256)
     """q: random directions a step."""
@@ -59,6 +60,10 @@ class PrgeConfig(StrictConfig):
     batch_queries: bool = True
     """Run all queries in one forward pass (the paper's outer-loop parallelization, section 3.1); off runs one after the
     other, with 1/q of the activations (eager only)."""
+
+    loss: Literal["auto", "answers", "vocabulary"] = "auto"
+    """What the loss is over: all tokens (`vocabulary`, the paper's), or the `answers` of a task whose rows share them,
+    of one token each; `auto` is the answers where there are such."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy; 1 computes all logits at once."""

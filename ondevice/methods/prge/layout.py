@@ -57,11 +57,9 @@ class AdapterLayout:
         """Lay out `config.target_modules` of the perturbed layers of a model with dimensions `dims`."""
         first = 0 if config.top_layers is None else max(0, dims.layers - config.top_layers)
         entries, offset = [], 0
-        for layer in range(first, dims.layers):
-            for target in config.target_modules:
-                inputs, outputs = dims.linear_shape(target)
-                entries.append(Entry(layer, target, offset, config.rank, inputs, outputs))
-                offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
+        for linear in dims.adapted(config, first):
+            entries.append(Entry(linear.layer, linear.target, offset, config.rank, linear.inputs, linear.outputs))
+            offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), offset, seed)
 
     @property

@@ -57,7 +57,7 @@ def build_program(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig,
         seed: draws the frozen A.
     """
     export = export.resolved()
-    token_loss = quantize_model(loaded.family, export, config.loss_tiles)
+    token_loss = quantize_model(loaded.family, export, config.loss_tiles, config.answers)
     layout = AdapterLayout.build(loaded.dims, config, seed)
     program = PrgeProgram(loaded.family, layout, config, noise_op(config, export.generator), token_loss=token_loss)
     program.use_explicit_masks(export.lengths_tokens)

@@ -8,14 +8,15 @@ section 3.2 describes). Copies are ordered +z_1 .. +z_q, -z_1 .. -z_q.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ondevice.methods.model_loss import method_token_nll
 from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
-from ondevice.nn.cross_entropy import shift, token_nll
+from ondevice.nn.cross_entropy import shift
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
@@ -52,6 +53,16 @@ class DualForwardingLinear(nn.Module):
         self.register_buffer("lora_a", (a_IR * scale).to(dtype))
         self.slot = Slot()
 
+    @property
+    def weight(self) -> Any:
+        """The frozen weight, which some models ask for its dtype."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Any:
+        """The frozen bias, or None."""
+        return self.base.bias
+
     def forward(self, x_RTI: Tensor) -> Tensor:
         y_RTO = self.base(x_RTI)
         b_GRO = self.slot.copies
@@ -86,13 +97,14 @@ class PrgeProgram(nn.Module):
         super().__init__()
         self.family, self.layout, self.config, self.noise = family, layout, config, noise
         self.model = family.model
-        self.token_loss = token_loss or (lambda h, y: token_nll(h, family.head_weight, y, config.loss_tiles))
+        self.token_loss = token_loss or (lambda h, y: method_token_nll(family, h, y, config.loss_tiles, config.answers))
         device = family.head_weight.device
         self.linears: dict[Entry, DualForwardingLinear] = {}
         for entry in layout.entries:
             a = torch.from_numpy(layout.frozen_a(entry)).to(device)
-            linear = DualForwardingLinear(family.linear(entry.layer, entry.target), a, config.alpha / config.rank)
-            family.set_linear(entry.layer, entry.target, linear)
+            name = family.linear_name(entry.layer, entry.target)
+            linear = DualForwardingLinear(family.module(name), a, config.alpha / config.rank)
+            family.replace(name, linear)
             self.linears[entry] = linear
         self.masks: dict[int, str] = {}
 

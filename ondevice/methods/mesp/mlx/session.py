@@ -222,7 +222,7 @@ def check_config(config: MespConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    for name, only in (("activations", "device"), ("kernels", "auto"), ("mlp_chunk_tokens", None)):
+    for name, only in (("activations", "device"), ("kernels", "auto"), ("mlp_chunk_tokens", None), ("answers", ())):
         if getattr(config, name) != only:
             raise ConfigError(
                 f"method.{name}: {getattr(config, name)} is for torch",

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ondevice.core.session import IGNORE
 from ondevice.methods.mesp.torch.attention import cast, wide
-from ondevice.nn.cross_entropy import tile_bounds
+from ondevice.nn.cross_entropy import float32_logits, tile_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +34,19 @@ class Head(Protocol):
     def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
         """Return its rows [high - low, D]; `then` is the tile that will be asked for next."""
         ...
+
+
+class AnswerHead:
+    """The rows of a head that stand for a task's answers, kept once read."""
+
+    def __init__(self, head: Head, answers: tuple[int, ...]) -> None:
+        self.head, self.answers, self.vocab = head, answers, len(answers)
+        self.rows: Tensor | None = None
+
+    def tile(self, low: int, high: int, then: tuple[int, int] | None = None) -> Tensor:
+        if self.rows is None:
+            self.rows = torch.cat([self.head.tile(row, row + 1).clone() for row in self.answers])
+        return self.rows[low:high]
 
 
 class Loss:
@@ -96,7 +108,7 @@ class Loss:
         sums: list[Sums | None] = [None] * len(chunks)
         for low, weight in self._tiles(again):
             for number, (h, t) in enumerate(chunks):
-                sums[number] = next_sums(sums[number], wide(functional.linear(h, weight)), t - low)
+                sums[number] = next_sums(sums[number], float32_logits(h, weight), t - low)
         maximum, total, wanted = (
             _joined([chunk_sums[i] for chunk_sums in sums if chunk_sums is not None]) for i in range(3)
         )
@@ -111,7 +123,7 @@ class Loss:
         sums: list[Tensor | None] = [None] if summed is None else list(self._chunks(summed))
         for low, weight in self._tiles(False):
             for number, (h, t, lse_of_h, w) in enumerate(chunks):
-                p = logits_gradient(wide(functional.linear(h, weight)), t - low, lse_of_h, w)
+                p = logits_gradient(float32_logits(h, weight), t - low, lse_of_h, w)
                 gradient, before = torch.mm(cast(p, weight.dtype), weight), sums[number]
                 del p
                 sums[number] = wide(gradient) if before is None else before.add_(gradient)

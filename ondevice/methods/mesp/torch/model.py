@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ondevice.core.session import IGNORE
 from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, MLP_CHUNK_TOKENS_GPU
 from ondevice.methods.mesp.torch.kernels import choose
-from ondevice.methods.mesp.torch.loss import Loss
+from ondevice.methods.mesp.torch.loss import AnswerHead, Loss
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
+from ondevice.nn.answer_loss import answer_labels
 from ondevice.offload.activations import Activations
 from ondevice.offload.device import open_device
 from ondevice.offload.report import Timeline
@@ -163,6 +165,7 @@ class Model:
         self.blocks = Blocks(stages, config.mlp_chunk_tokens or usual)
         loss = (weights.norm, weights.dims.norm_eps, kernels, config.loss_tiles, config.loss_chunk_tokens)
         self.loss = Loss(weights, *loss)
+        self.answer_loss = Loss(AnswerHead(weights, config.answers), *loss) if config.answers else None
         device = open_device(str(weights.device))
         self.timeline = Timeline(device)
         self.inputs = Activations(device, self.timeline, config.activations, None)
@@ -174,7 +177,8 @@ class Model:
         for i in range(self.dims.layers):
             with self.weights.block(i, self.above(i)) as frozen:
                 x = self.blocks.forward(self.block(i, frozen), x, position, ids_BT.shape[0])
-        return self.loss.row_nll(x, labels_BT)
+        loss, labels = self.loss_of(labels_BT)
+        return loss.row_nll(x, labels)
 
     @torch.no_grad()
     def forward_backward(self, ids_BT: Tensor, labels_BT: Tensor, scale: float) -> Tensor:
@@ -190,7 +194,8 @@ class Model:
             self.inputs.save(i, 0, x)
             with self.weights.block(i, self.above(i)) as frozen:
                 x = self.blocks.forward(self.block(i, frozen), x, position, rows)
-        total, g = self.loss.backward(x, labels_BT, scale)
+        loss, labels = self.loss_of(labels_BT)
+        total, g = loss.backward(x, labels, scale)
         del x
         for i in reversed(range(layers)):
             x = self.inputs.load(i, 0, tuple(g.shape))
@@ -203,6 +208,16 @@ class Model:
             del x
         self.timeline.drain()
         return total
+
+    def loss_of(self, labels_BT: Tensor) -> tuple[Loss, Tensor]:
+        """Return the loss over the answers with the labels as their places, where all labels are answers; else that
+        over the vocabulary."""
+        if self.answer_loss is not None:
+            answers = torch.tensor(self.config.answers, device=labels_BT.device)
+            places = answer_labels(labels_BT.reshape(-1), answers).view(labels_BT.shape)
+            if bool(((places != IGNORE) == (labels_BT != IGNORE)).all()):
+                return self.answer_loss, places
+        return self.loss, labels_BT
 
     def above(self, i: int) -> int | None:
         """Return the block that is needed after block `i` in a forward pass."""
