@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,7 +51,7 @@ def plan(
 ) -> None:
     """Show memory by part before anything is loaded, and if it fits the device."""
     from ondevice.api.runfile import RunConfig
-    from ondevice.core.registry import backend_for
+    from ondevice.core.registry import backend_for, spec_of
     from ondevice.planning.advice import describe, measure, predict_step, recommend
     from ondevice.planning.devices import place
     from ondevice.planning.estimate import PLAN_LENGTH_TOKENS
@@ -85,7 +86,8 @@ def plan(
     )
     if run_config.chosen and not json:
         err.print(run_config.chosen, markup=False)
-    if device == "this" and not exported:
+    method_spec = spec_of(run_config.method)
+    if device == "this" and not exported and method_spec.precision and find_spec("torch") is not None:
         run_config, _ = with_precision(run_config, place(run_config))
     if run_config.data.path is not None and run_config.data.max_length_tokens is None and not exported:
         from ondevice.training.length import with_length

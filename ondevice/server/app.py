@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import MutableMapping
 from http.cookies import CookieError, SimpleCookie
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +29,7 @@ from ondevice.core.errors import (
     StorageError,
     TrainingError,
 )
+from ondevice.core.version import own_version
 from ondevice.server import security
 from ondevice.server.daemon import Daemon
 from ondevice.server.routes import adapters, data, jobs, json_answer, refused, system, uploads
@@ -66,7 +66,7 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
     """
     app = FastAPI(
         title="ondevice",
-        version=version("ondevice-train"),
+        version=own_version(),
         summary="Fine-tune language models on this machine",
         description="Every answer from 400 on is an `ErrorAnswer`. Where a token was made, every request but "
         "GET /v1/health and POST /v1/session needs it, as `Authorization: Bearer TOKEN`, or the session's cookie.",

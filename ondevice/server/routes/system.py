@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from ondevice.core.version import own_version
 from ondevice.server import metrics, schemas, security
 from ondevice.server.routes import Serving, refused
 
@@ -24,7 +24,7 @@ def health(daemon: Serving, request: Request, response: Response) -> dict[str, o
         response.status_code = 503
     return {
         "status": "ok" if daemon.alive else "failing",
-        "version": version("ondevice-train"),
+        "version": own_version(),
         "token_needed": security.needs_token(daemon.store, request.app.state.host),
     }
 
