@@ -52,10 +52,10 @@ def log_in(daemon: Serving, body: schemas.SessionRequest, request: Request, resp
     """Exchange a token for a cookie, for the page."""
     tries = request.app.state.tries
     address = request.client.host if request.client else "unknown"
-    if refusal := tries.refusal(address):
-        return refused(*refusal)
     token = security.check(daemon.store, body.token)
     if token is None:
+        if refusal := tries.refusal(address):
+            return refused(*refusal)
         tries.failed(address)
         return refused(401, "the token is not known", "a token", "another", "`ondevice serve token` makes one")
     response.set_cookie(
