@@ -17,7 +17,8 @@ from tests.bare import Bare, build
 TOP_LEVEL = {
     "pyproject.toml", "ondevice", "exporters", "runtime_ops", "android_app", "tests", "README.md",
     "benchmarks", "docs", "examples", "requirements", "Makefile", "LICENSE", ".ci", ".gitignore",
-    ".pre-commit-config.yaml",
+    ".pre-commit-config.yaml", ".github", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md",
+    "mkdocs.yml",
 }  # fmt: skip
 PACKAGED = {".py", ".typed", ".md", ".json", ".cpp", ".h", ".cu", ".swift", ".html", ".css", ".js", ".svg", ".txt"}
 
