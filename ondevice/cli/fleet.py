@@ -229,11 +229,13 @@ def server(
     """Run a fleet's rounds over Flower: a SuperLink and a ServerApp. Started again, it goes on from the last round."""
     from ondevice.fleet.flower import Link, serve
     from ondevice.fleet.status import status as status_of
+    from ondevice.training.checkpoint import RunLock
 
     status_of(folder)  # there is a fleet, before anything is started
     settings = {"rounds": rounds, "least_devices": devices, "sample": sample, "wait_s": wait}
-    say = (lambda line: None) if json or quiet else (lambda line: err.print(line, markup=False))
-    serve(folder, Link(host, port, certificates, insecure), settings, say)
+    say = (lambda line: None) if json or quiet else _line
+    with RunLock(folder):
+        serve(folder, Link(host, port, certificates, insecure), settings, say)
     values = status_of(folder)
     shown = {key: value for key, value in values.items() if key not in ("charter", "rounds_table")}
     print_json(shown) if json else table(shown)
@@ -253,6 +255,7 @@ def device(
     host: Host = "127.0.0.1",
     port: Port = 9092,
     certificates: Certificates = None,
+    key: Annotated[Path | None, typer.Option("--key", help="This device's private key (devices/NAME.key).")] = None,
     insecure: Insecure = False,
 ) -> None:
     """Take part in a fleet over Flower: a SuperNode and a ClientApp, until it is stopped."""
@@ -270,7 +273,21 @@ def device(
         artifact=None if artifact is None else str(artifact.absolute()),
         batch_size=batch_size or 4,
     )
-    raise typer.Exit(join(settings, Link(host, port, certificates, insecure)))
+    raise typer.Exit(join(settings, Link(host, port, certificates, insecure), key, _line))
+
+
+@app.command()
+def certificates(
+    folder: Annotated[Path, typer.Argument(help="Folder to make them in.")],
+    host: Annotated[list[str] | None, typer.Option("--host", help="Name or address of the server (repeat).")] = None,
+    devices: Annotated[int, typer.Option("--devices", min=0, help="Make keys for so many devices.")] = 0,
+    json: common.Json = False,
+) -> None:
+    """Make TLS certificates for a fleet's server, and key pairs for its devices."""
+    from ondevice.fleet.certificates import make
+
+    files = [str(file) for file in make(folder, tuple(host or ["localhost"]), devices)]
+    print_json({"files": files}) if json else table(dict.fromkeys(files, ""))
 
 
 carry = typer.Typer(
@@ -393,6 +410,10 @@ def carry_answer(
         atomic_write(to, written)
         values |= {"answer": str(to), "bytes": len(written)}
     print_json(values) if json else table(values)
+
+
+def _line(text: str) -> None:
+    err.print(text, markup=False, soft_wrap=True)
 
 
 def _check_fleet(folder: Path) -> None:

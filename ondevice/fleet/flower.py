@@ -23,11 +23,11 @@ from typing import Any
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import ConfigError, FleetError, MissingPackageError
+from ondevice.fleet.certificates import CERTIFICATES, DEVICES
 from ondevice.fleet.device import DeviceSettings, answering
 
-CERTIFICATES = ("ca.crt", "server.pem", "server.key")
-"""What a folder of certificates has; a device needs the first alone."""
 STOP_S = 15.0
+RETRY_S = 3.0
 APP = """[build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
@@ -129,6 +129,21 @@ def running(arguments: list[str], home: Path, log: Path) -> Iterator[subprocess.
         stop(process)
 
 
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let a termination end what is inside as Ctrl-C does, so that no daemon of Flower stays behind."""
+
+    def end(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def stop(process: subprocess.Popen[bytes]) -> None:
     """End a daemon and what it started."""
     for number, wait_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
@@ -164,12 +179,19 @@ def serve(folder: Path, link: Link, settings: dict[str, Any], say: Callable[[str
         connection += "insecure = true\n"
     else:
         files = [str((link.certificates or Path()).absolute() / name) for name in CERTIFICATES]
+        arguments.append("--enable-supernode-auth")
         for flag, file in zip(("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile"), files):
             arguments += [flag, file]
         connection += f"root-certificates = {json.dumps(files[0])}\n"
     atomic_write(home / "config.toml", connection)
-    with running(arguments, home, folder / "superlink.log") as superlink, tempfile.TemporaryDirectory() as app:
+    with (
+        stoppable(),
+        running(arguments, home, folder / "superlink.log") as superlink,
+        tempfile.TemporaryDirectory() as app,
+    ):
         _wait_for(link, superlink, folder / "superlink.log")
+        if not link.insecure:
+            _admit(link, home)
         write_app(Path(app), {**settings, "folder": str(folder)})
         run = subprocess.Popen(
             [command("flwr"), "run", app, "fleet", "--stream"],
@@ -192,6 +214,22 @@ def serve(folder: Path, link: Link, settings: dict[str, Any], say: Callable[[str
         raise FleetError("Flower could not run the fleet", received="\n".join(lines[-5:]), hint=f"see {folder}/*.log")
 
 
+def _admit(link: Link, home: Path) -> None:
+    """Register the devices whose public keys lie beside the certificates: nobody else may connect."""
+    keys = sorted(((link.certificates or Path()) / DEVICES).glob("*.pub"))
+    if not keys:
+        raise ConfigError(
+            f"{link.certificates} has no device's public key", expected=f"{DEVICES}/NAME.pub for each device"
+        )
+    for key in keys:
+        done = subprocess.run(
+            [command("flwr"), "supernode", "register", str(key.absolute()), "fleet", "--name", key.stem],
+            env=environment(home), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise FleetError(f"{key} cannot be admitted", received=(done.stdout + done.stderr).strip()[-500:])
+
+
 def write_app(folder: Path, settings: dict[str, Any]) -> None:
     """Write the app that `flwr run` submits."""
     text = APP.replace('settings = ""', f"settings = {json.dumps(json.dumps(settings))}")
@@ -200,9 +238,21 @@ def write_app(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "fleetapp" / "__init__.py").write_text(MODULE, encoding="utf-8")
 
 
-def join(settings: DeviceSettings, link: Link) -> int:
-    """Run a SuperNode for a device until it is stopped; returns its exit status."""
+def join(
+    settings: DeviceSettings, link: Link, key: Path | None = None, say: Callable[[str], None] = lambda line: None
+) -> int:
+    """Run a SuperNode for a device until it is stopped; returns its exit status.
+
+    Args:
+        key: the device's private key, whose public one the server admits; not needed where the link is insecure.
+        say: called with what the device waits for.
+
+    Raises:
+        ConfigError: neither a key nor `insecure`.
+    """
     link.check(CERTIFICATES[:1])
+    if not link.insecure and (key is None or not key.is_file()):
+        raise ConfigError("a device proves who it is", expected="--key FILE, its private key", received=key)
     folder = Path(settings.folder).absolute()
     with answering(settings) as file:
         arguments = [command("flower-supernode"), "--superlink", link.address, "--port", str(free_port())]
@@ -211,8 +261,15 @@ def join(settings: DeviceSettings, link: Link) -> int:
             arguments.append("--insecure")
         else:
             arguments += ["--root-certificates", str((link.certificates or Path()).absolute() / CERTIFICATES[0])]
-        with running(arguments, folder / "flower", folder / "supernode.log") as supernode:
-            return supernode.wait()
+            arguments += ["--auth-supernode-private-key", str((key or Path()).absolute())]
+        # A SuperNode ends where no server admits it, which may not have begun: a device waits for its server.
+        with stoppable():
+            while True:
+                with running(arguments, folder / "flower", folder / "supernode.log") as supernode:
+                    if not supernode.wait():
+                        return 0
+                say(f"no server at {link.address} admits this device yet; it tries again ({folder}/supernode.log)")
+                time.sleep(RETRY_S)
 
 
 def free_port() -> int:

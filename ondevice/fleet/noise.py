@@ -7,11 +7,15 @@ kernels have (`runtime_ops/csrc/generator.cpp`), here in numpy, rounded to multi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ondevice.runtime_ops import generator
+from ondevice.core.errors import OndeviceError
+from ondevice.runtime_ops import build, generator
 
 STREAM = 0
 """The generator's tensor id of the perturbations."""
@@ -33,13 +37,13 @@ def weighted_sum(kind: str, seed: int, directions: Directions, size: int) -> np.
         directions: those with a coefficient of zero cost nothing.
     """
     total = np.zeros(size, dtype=np.int64)
-    kept = [(generator.stream_key(seed, step, query, STREAM), c) for step, query, c in directions if c]
+    kept = [direction for direction in directions if direction[2]]
     if not kept:
         return total
     if generator.noise_kind(kind) == "rademacher":
-        _add_signs(kept, total)
+        _add_signs([(generator.stream_key(seed, step, query, STREAM), c) for step, query, c in kept], total)
     else:
-        _add_gaussians(kept, total)
+        _add_gaussians(seed, kept, total)
     return total
 
 
@@ -85,14 +89,42 @@ def _element_bits(words_DW: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x.astype("<u8").view(np.uint8).reshape(-1, 8)[:, ::-1]).reshape(-1)
 
 
-def _add_gaussians(directions: Sequence[tuple[int, int]], total: np.ndarray) -> None:
-    size = len(total)
-    for start in range(0, size, 2 * _BLOCK_WORDS):
+def _add_gaussians(seed: int, directions: Directions, total: np.ndarray) -> None:
+    """Add Gaussians step by step: the compiled kernel draws all queries of a step at once."""
+    library, scale = _compiled(), np.float32(1 << GAUSSIAN_BITS)
+    steps: dict[int, dict[int, int]] = {}
+    for step, query, coefficient in directions:
+        chosen = steps.setdefault(step, {})
+        chosen[query] = chosen.get(query, 0) + coefficient
+    for start in range(0, len(total), 2 * _BLOCK_WORDS):
         part = total[start : start + 2 * _BLOCK_WORDS]
-        for key, coefficient in directions:
-            part += coefficient * whole_gaussians(key, start // 2, -(-len(part) // 2))[: len(part)]
+        count = len(part)
+        for step, chosen in steps.items():
+            if library is not None:
+                drawn = np.empty((max(chosen) + 1, count), dtype=np.float32)
+                library(seed, step, STREAM, len(drawn), start, count, drawn.ctypes.data, 1)
+            for query, coefficient in chosen.items():
+                if library is not None:
+                    part += coefficient * np.rint(drawn[query] * scale).astype(np.int64)
+                else:
+                    key = generator.stream_key(seed, step, query, STREAM)
+                    part += coefficient * whole_gaussians(key, start // 2, -(-count // 2))[:count]
     total += 1 << (GAUSSIAN_BITS - 1)
     total >>= GAUSSIAN_BITS
+
+
+@functools.cache
+def _compiled() -> Callable[..., None] | None:
+    """The compiled kernel, which has the bits of `gaussians`; None without a compiler or with `ONDEVICE_NATIVE=0`."""
+    if os.environ.get("ONDEVICE_NATIVE") == "0":
+        return None
+    try:
+        function = ctypes.CDLL(str(build.build_library())).ondevice_normal
+    except (OndeviceError, OSError):
+        return None
+    function.argtypes = [ctypes.c_uint64] * 2 + [ctypes.c_int64] * 4 + [ctypes.c_void_p, ctypes.c_int64]
+    function.restype = None
+    return function
 
 
 def whole_gaussians(key: int, first_word: int, words: int) -> np.ndarray:

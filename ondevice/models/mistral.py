@@ -10,6 +10,7 @@ from ondevice.models.base import Family, ModelDims, decoder_dims, read_size
 from ondevice.models.llama import Llama
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor
 
@@ -25,7 +26,11 @@ class Mistral(Family):
 
     model_type = "mistral"
     gguf_written_as = "llama"
-    gguf_tensor = Llama.gguf_tensor
+
+    @classmethod
+    def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
+        """Undo the reordering of q and k, as for Llama, whose name these files have."""
+        return Llama.gguf_tensor(name, weights, dims)
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ondevice.core.errors import FleetError
+from ondevice.core.errors import ConfigError, FleetError
 from ondevice.fleet.charter import Agreement
 from ondevice.fleet.combine import clip, coefficients_of, combined
 from ondevice.fleet.rounds import Rounds
@@ -139,5 +139,5 @@ def test_agreements_that_contradict_themselves_are_refused() -> None:
         {"noise_multiplier": 1.0},
         {"open_rounds": 2, "momentum": 0.9},
     ):
-        with pytest.raises(ValueError, match=r"needs|set clip_norm"):
+        with pytest.raises(ConfigError, match=r"needs|set clip_norm"):
             Agreement(**settings)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ondevice.core.errors import FleetError
+from ondevice.fleet import noise
 from ondevice.fleet.messages import Group, Outcome, Refresh
 from ondevice.fleet.noise import STREAM, gaussians, weighted_sum, whole_gaussians
 from ondevice.fleet.numbers import Numbers, pack
@@ -48,7 +49,12 @@ def test_gaussians_are_the_compiled_kernels_bit_for_bit() -> None:
     assert np.array_equal(ours.view(np.int32), compiled.view(np.int32))
 
 
-def test_a_gaussian_sum_rounds_once() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_gaussian_sum_rounds_once(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(noise, "_compiled", lambda: None)
+    elif noise._compiled() is None:
+        pytest.skip("no compiler")
     size, chosen = 33_000, [(4, 1, 12_345), (9, 0, -777)]
     whole = [whole_gaussians(generator.stream_key(5, step, query, STREAM), 0, size // 2) for step, query, _ in chosen]
     total = sum(c * values for (_, _, c), values in zip(chosen, whole, strict=True))
@@ -58,14 +64,14 @@ def test_a_gaussian_sum_rounds_once() -> None:
     assert np.abs(weighted_sum("gaussian", 5, [(4, 1, 1 << 20)], size) / 2.0**20 - floats).max() < 2e-5
 
 
-@pytest.mark.parametrize("noise", ["rademacher", "gaussian"])
-def test_an_update_is_what_a_session_in_float32_computes(noise: str) -> None:
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_an_update_is_what_a_session_in_float32_computes(kind: str) -> None:
     """w - learning rate / q * sum of g z, as `Session.apply_update` has it."""
-    fleet = charter(noise=noise, size=1000)
+    fleet = charter(noise=kind, size=1000)
     state, numbers = fleet.state(), drawn(2)
     coefficients = pack([1e-2 / 2 * value for value in numbers], -32, -17)
     state.apply(Outcome(fleet.id, 0, state.hash, bytes(8), (Group(6, coefficients),)), check=False)
-    draw = generator.rademacher if noise == "rademacher" else generator.normal
+    draw = generator.rademacher if kind == "rademacher" else generator.normal
     expected = -(1e-2 / 2) * (np.array(numbers)[:, None] * draw(7, 6, STREAM, 2, 0, 1000)).sum(0)
     assert np.abs(state.flat() - expected).max() < 1e-4 * np.abs(expected).max()
 

@@ -82,11 +82,11 @@ class BlockFunctions:
         return MOMENTS if self.config.optimizer == "adamw" else ()
 
     def initial(self, seed: int) -> np.ndarray:
-        """The adapter that a run starts from, float32 [layout.size]."""
+        """Draw the adapter that a run starts from, float32 [layout.size]."""
         return self.layout.to_flat(initial_tensors(self.parameters_of_run, seed))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """The frozen weights by the names of the ports, in the order in which a step reads them.
+        """Return the frozen weights by the names of the ports, in the order in which a step reads them.
 
         The model's own matrices become the rounded ones, so that what is compared with the program computes with the
         same weights.
@@ -117,7 +117,7 @@ class BlockFunctions:
         return self.markers | {name: value for count in sorted(rows) for name, value in unit_scales(count).items()}
 
     def block(self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]) -> Block:
-        """The block's tensors, from a function's arguments and what it holds."""
+        """Take the block's tensors from a function's arguments and what it holds."""
         given, linears = constants | dict(zip((one.name for one in self.frozen), frozen, strict=True)), {}
         entries = {entry.parameters.target: entry for entry in self.entries}
         for target in self.loaded.family.linear_targets:
@@ -152,7 +152,7 @@ class BlockFunctions:
 
 
 def linear_name(loaded: LoadedModel, target: str) -> str:
-    """A linear layer's full name, `{layer}` for its number."""
+    """Return a linear layer's full name, `{layer}` for its number."""
     return f"model.layers.{{layer}}.{loaded.family.linear_parents[target]}.{target}"
 
 
@@ -248,7 +248,7 @@ class _HeadTile(nn.Module):
         return torch.where((self.columns < skip)[None], LOWEST, logits)  # type: ignore[operator]
 
     def local(self, targets: Tensor, first: Tensor, skip: Tensor) -> Tensor:
-        """Each label's row of this tile, int64 [C]; -1 where it is none, or one that was in the tile before."""
+        """Return each label's row of this tile, int64 [C]; -1 where it is none, or one that was in the tile before."""
         local = targets - first
         return torch.where(local < skip, -1, local)
 
@@ -363,7 +363,7 @@ def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[Progr
 
 
 def layout_entry(entry: FlatEntry) -> AdapterEntry:
-    """Where a host finds one linear layer's A and B."""
+    """Say where a host finds one linear layer's A and B."""
     sizes = entry.parameters
     shape = {"rank": sizes.rank, "inputs": sizes.inputs, "outputs": sizes.outputs}
     return AdapterEntry(linear=sizes.name, layer=sizes.layer, target=sizes.target, offset=entry.b, a_offset=entry.a,

@@ -152,7 +152,7 @@ def head_tile_rows(dims: ModelDims, config: MespConfig) -> int:
 def blocks_memory(
     dims: ModelDims, config: MespConfig, batch_size: int, length_tokens: int, quantize: str = "none"
 ) -> dict[str, int]:
-    """Bytes of a block program's run by part; weights are in a mapped file, and everything else is float32.
+    """Count bytes of a block program's run by part; weights are in a mapped file, and everything else is float32.
 
     The host keeps adapter, moments and block inputs. Each function has an arena of its own: of one block's stages and
     its layer's new vectors, of a tile of the head, and of the dense copy of one packed matrix or tile. Where products

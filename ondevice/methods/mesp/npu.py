@@ -169,7 +169,7 @@ class BackwardBody(_Body):
 
 
 def largest(*tensors: Tensor) -> Tensor:
-    """The largest magnitude of all, [1]."""
+    """Return the largest magnitude of all, [1]."""
     return torch.stack([tensor.abs().amax() for tensor in tensors]).amax().view(1)
 
 
@@ -181,7 +181,7 @@ class _Finished(nn.Module):
         self.functions, self.body = functions, body
 
     def matrices(self, adapter: Tensor) -> list[Tensor]:
-        """A and B of every entry, from the layer's range of the adapter."""
+        """Return A and B of every entry, from the layer's range of the adapter."""
         tensors = []
         for entry in self.functions.entries:
             sizes = entry.parameters

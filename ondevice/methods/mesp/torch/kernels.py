@@ -37,7 +37,7 @@ class TorchKernels:
         return into if bias is None else into.add_(bias)
 
     def frozen_linear(self, x: Tensor, matrix: Matrix, bias: Tensor | None, into: Tensor | None) -> Tensor:
-        """`linear` with a frozen matrix W."""
+        """Compute `linear` with a frozen matrix W."""
         return self.linear(x, matrix.dense(), bias, into)
 
     def frozen_backward(self, g: Tensor, matrix: Matrix, into: Tensor | None) -> Tensor:
