@@ -60,6 +60,7 @@ def train(
     compute with it, and return what it returns.
     """
     from ondevice.planning.fits import plan_within
+    from ondevice.planning.precision import with_precision
 
     config, loaded = _resolve(config, model, tokenizer)
     kept, evaluated = _given(rows), _given(eval_rows)
@@ -84,9 +85,11 @@ def train(
             received=f"{placement.backend}",
             hint="save_pretrained it, and give the folder as model.source",
         )
+    config, said = with_precision(config, placement)
+    said = [*([config.chosen] if config.chosen else []), *said]
     if config.data.max_length_tokens is None:
         config, notes = _with_length(config, kept, loaded)
-    options = Options(resume, overwrite, adapter, sinks, tuple(callbacks), notes, kept, evaluated, loaded)
+    options = Options(resume, overwrite, adapter, sinks, tuple(callbacks), notes, tuple(said), kept, evaluated, loaded)
     with plan_within(config, placement, force, loaded.dims if loaded else None):
         return train_model(config, placement, options)
 

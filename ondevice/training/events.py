@@ -59,6 +59,8 @@ class Start(Event):
     model_sha256: str = ""
     steps: int = 0
     """Steps asked for."""
+    said: list[str] = field(default_factory=list)
+    """What was chosen for the run, in sentences: the method, where none was named, and the precision."""
     data: dict[str, Any] = field(default_factory=dict)
     """What was read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut, notes."""
 

@@ -121,6 +121,7 @@ class Options:
         adapter: start from this adapter.
         sinks: called with every event.
         callbacks: called as the run goes, and may stop it.
+        said: what was chosen for the run, in sentences.
         notes: to be said of the rows, beside what reading them says.
         rows, eval_rows: rows that Python holds, in place of `data.path` and `data.eval_path`.
         loaded: a model that is loaded already, in place of `model.source`'s.
@@ -132,6 +133,7 @@ class Options:
     sinks: Iterable[Sink] = ()
     callbacks: Iterable[Callback] = ()
     notes: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
     rows: Given | None = None
     eval_rows: Given | None = None
     loaded: LoadedModel | None = None
@@ -250,6 +252,7 @@ def fit(
         generator_backend=session.generator_backend,
         model_source=model.source,
         model_sha256=model.sha256,
+        said=list(options.said),
         data=figures,
     )
     evaluated = rows.evaluation or rows.train

@@ -12,6 +12,7 @@ METHOD = MethodSpec(
     page="prge.md",
     trains="adapter",
     order="zeroth",
+    preference=3,
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
