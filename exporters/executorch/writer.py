@@ -65,6 +65,7 @@ class Writer:
             part, ids = ids[:many], ids[many:]
             hidden = self._pass(part, many)[len(part) - 1 : len(part)].contiguous()
             self.read += len(part)
+        assert hidden is not None  # noqa: S101 - there is a token
         return self.session.head(hidden)
 
     def _pass(self, ids: Sequence[int], size: int) -> Tensor:

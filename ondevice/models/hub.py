@@ -48,8 +48,12 @@ def fetch_snapshot(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        kinds = {"allow_patterns": _FILES, "ignore_patterns": _NOT}
-        return Path(snapshot_download(source, revision=revision, local_files_only=not reachable(), **kinds))
+        cached = not reachable()
+        return Path(
+            snapshot_download(
+                source, revision=revision, local_files_only=cached, allow_patterns=_FILES, ignore_patterns=_NOT
+            )
+        )
     except Exception as error:
         raise _readable(error, source, revision) from error
 

@@ -72,8 +72,11 @@ class Objective:
         for item in part.items:
             prompt = item.example.ids[: item.prompt_tokens]
             right = item.example.ids[item.prompt_tokens :]
-            accepted = item.answers or (tokenizer.decode(right, skip_special_tokens=True).strip(),)
-            row: dict[str, Any] = {"line": item.line, "prompt": tokenizer.decode(prompt, skip_special_tokens=True)}
+            accepted = item.answers or (str(tokenizer.decode(list(right), skip_special_tokens=True)).strip(),)
+            row: dict[str, Any] = {
+                "line": item.line,
+                "prompt": tokenizer.decode(list(prompt), skip_special_tokens=True),
+            }
             row |= {"answer": first_line(write(prompt)), "answers": list(accepted)}
             lines.append(json.dumps(row, ensure_ascii=False))
         return self._scores("\n".join(lines) + "\n", len(lines))
