@@ -117,9 +117,7 @@ class PrgeConfig(AnswerLossConfig):
         if self.subspace == "gradient" and self.top_layers is not None:
             raise ValueError("top_layers goes with subspace random: a gradient's subspace is taken in all layers")
         if self.factors is not None and (self.subspace == "random" or self.top_layers is not None):
-            raise ValueError(
-                "factors are of all layers and of a gradient: leave out top_layers and subspace random"
-            )
+            raise ValueError("factors are of all layers and of a gradient: leave out top_layers and subspace random")
         return self
 
     def for_training(self) -> Self:
