@@ -15,6 +15,8 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
+import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -35,8 +37,9 @@ def commands() -> str:
     parts = []
     for name, command in _walk(typer.main.get_command(app), "ondevice"):
         arguments = [p for p in command.params if not p.opts[0].startswith("-")]
-        usage = " ".join([name, *(f"{p.name.upper()}" if p.required else f"[{p.name.upper()}]" for p in arguments)])
-        rows = [(f"`{p.name.upper()}`", _cell(p.help), "") for p in arguments]
+        names = [(p.metavar or p.name.upper()).strip("[]") for p in arguments]
+        usage = " ".join([name, *(n if p.required else f"[{n}]" for n, p in zip(names, arguments))])
+        rows = [(f"`{n}`", _cell(p.help), "") for n, p in zip(names, arguments)]
         rows += [
             (", ".join(f"`{flag}`" for flag in p.opts) + (_value(p)), _cell(p.help), _default(p))
             for p in command.params
@@ -85,6 +88,25 @@ def settings() -> str:
         else:
             section: Any = field.annotation
             parts += [f"## {key}", "", _cell(inspect.getdoc(section)), "", _keys(section), ""]
+    return "\n".join(parts)
+
+
+def fleet_charter() -> str:
+    """The fields of a fleet's charter."""
+    from ondevice.fleet.charter import Charter
+
+    return _keys(Charter)
+
+
+def fleet_settings() -> str:
+    """The sections that a fleet's run file has beside an ordinary one's."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.fleet.config import FleetRun
+
+    parts = []
+    for key in sorted(set(FleetRun.model_fields) - set(RunConfig.model_fields)):
+        section: Any = FleetRun.model_fields[key].annotation
+        parts += [f"### {key}", "", _cell(inspect.getdoc(section)), "", _keys(section), ""]
     return "\n".join(parts)
 
 
@@ -206,17 +228,37 @@ def interface() -> str:
         if not inspect.isclass(thing):
             parts += [f"```python\n{_signature(name, thing)}\n```", ""]
         parts += [_docstring(inspect.getdoc(thing) or ""), ""]
+        for member, function in vars(thing).items() if inspect.isclass(thing) else ():
+            if isinstance(function, (types.FunctionType, classmethod)) and not member.startswith("_"):
+                called = f"{name}.{member}"
+                parts += [f"### {called}", "", f"```python\n{_signature(called, getattr(thing, member))}\n```", ""]
+                parts += [_docstring(inspect.getdoc(function) or ""), ""]
     return "\n".join(parts)
 
 
 def _signature(name: str, function: Any) -> str:
-    node = ast.parse(inspect.getsource(function)).body[0]
+    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     if not isinstance(node, ast.FunctionDef):
         raise TypeError(f"{name} is no function")
-    args, gives = ast.unparse(node.args), ast.unparse(node.returns) if node.returns else "None"
+    listed, gives = _parameters(node.args), ast.unparse(node.returns) if node.returns else "None"
+    args = ", ".join(listed)
     if len(name + args + gives) > 85:
-        args = "\n    " + re.sub(r", (?=[\w*]+(:|,|$| *=))(?![^\[(]*[\])])", ",\n    ", args) + ",\n"
+        args = "\n    " + ",\n    ".join(listed) + ",\n"
     return f"ondevice.{name}({args}) -> {gives}"
+
+
+def _parameters(node: ast.arguments) -> list[str]:
+    """Every parameter of a function as source, without `self` and `cls`."""
+
+    def one(argument: ast.arg, default: ast.expr | None) -> str:
+        return ast.unparse(argument) + (f" = {ast.unparse(default)}" if default is not None else "")
+
+    plain = [*node.posonlyargs, *node.args]
+    padded = [None] * (len(plain) - len(node.defaults)) + list(node.defaults)
+    listed = [one(*pair) for pair in zip(plain, padded) if pair[0].arg not in ("self", "cls")]
+    listed += [f"*{ast.unparse(node.vararg)}"] if node.vararg else ["*"] if node.kwonlyargs else []
+    listed += [one(*pair) for pair in zip(node.kwonlyargs, node.kw_defaults)]
+    return listed + ([f"**{ast.unparse(node.kwarg)}"] if node.kwarg else [])
 
 
 def _docstring(text: str) -> str:
@@ -257,8 +299,11 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    part.__name__: part for part in (commands, settings, methods, method_list, errors, events, manifest, interface)
-}
+    part.__name__: part
+    for part in (
+        commands, settings, methods, method_list, errors, events, manifest, interface, fleet_charter, fleet_settings,
+    )
+}  # fmt: skip
 
 
 def update(text: str) -> str:

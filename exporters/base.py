@@ -18,6 +18,7 @@ from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.core.registry import methods, spec_of
 from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
 from ondevice.core.target import TargetSpec
+from ondevice.core.version import own_version
 
 if TYPE_CHECKING:
     from ondevice.core.program import Agreement, Batch
@@ -203,7 +204,7 @@ def describe(
     template = getattr(model.tokenizer, "chat_template", None)
     backend: Any = getattr(model.tokenizer, "backend_tokenizer").to_str()  # noqa: B009 - not in its base class
     values = {
-        "ondevice_version": version("ondevice-train"),
+        "ondevice_version": own_version(),
         "runtime": f"{runtime} {version(runtime)}",
         "target": spec.name,
         "method": job.method.model_dump(mode="json"),

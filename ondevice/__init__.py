@@ -21,18 +21,23 @@ if TYPE_CHECKING:
     from ondevice.core.errors import OndeviceError
     from ondevice.core.registry import method_config, open_session
     from ondevice.data import read_dataset
+    from ondevice.exits import convert
     from ondevice.models import load_model
     from ondevice.models.generate import generate
+    from ondevice.models.in_memory import wrap_model
     from ondevice.planning.doctor import doctor
     from ondevice.planning.estimate import plan
+    from ondevice.training.callbacks import Callback
     from ondevice.training.fuse import apply_adapter, fuse
 
 _WHERE = {
     "Adapter": "artifact.adapter",
+    "Callback": "training.callbacks",
     "OndeviceError": "core.errors",
     "RunConfig": "api.runfile",
     "apply_adapter": "training.fuse",
     "benchmark": "api.benchmark",
+    "convert": "exits",
     "doctor": "planning.doctor",
     "evaluate": "api.evaluate",
     "export": "api.export",
@@ -52,14 +57,17 @@ _WHERE = {
     "save_adapter": "artifact.adapter",
     "train": "api.train",
     "verify": "api.verify",
+    "wrap_model": "models.in_memory",
 }
 
 __all__ = [
     "Adapter",
+    "Callback",
     "OndeviceError",
     "RunConfig",
     "apply_adapter",
     "benchmark",
+    "convert",
     "doctor",
     "evaluate",
     "export",
@@ -79,6 +87,7 @@ __all__ = [
     "save_adapter",
     "train",
     "verify",
+    "wrap_model",
 ]
 
 

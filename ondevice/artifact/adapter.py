@@ -174,7 +174,7 @@ _MUST_BE_EMPTY = (
     "target_parameters",
     "layer_replication",
 )
-_MUST_BE_FALSE = ("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora", "trainable_token_indices")
+_MUST_BE_FALSE = ("use_dora", "lora_bias", "use_qalora", "trainable_token_indices")
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import numpy as np
 from ondevice.core.errors import CheckpointError, StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (28|122)\b", re.IGNORECASE)
+_FULL_WORDS = re.compile(r"No space left on device|Disk quota exceeded|os error (27|28|122)\b", re.IGNORECASE)
 _HASH_CHUNK_BYTES = 1 << 20
 _RENAME_EXCHANGE = 2
 """Both Linux's renameat2 and macOS's renamex_np call the flag that swaps two names 2."""
@@ -75,6 +75,35 @@ def atomic_write(path: str | Path, content: bytes | str) -> None:
             partial.unlink(missing_ok=True)
             raise
         fsync_folder(target.parent)
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """Yield a free name to write a file of any size to; on a clean exit it takes the name `path`.
+
+    Raises:
+        StorageError: the disk is full, or the place cannot be written; what was there before is untouched.
+    """
+    target = Path(os.path.realpath(path))
+    with _named_errors(target):
+        if target.is_dir():
+            raise StorageError(f"{target} is a folder", expected="a file's name", hint="choose another name")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+    partial = _beside(target)
+    try:
+        with storage_errors(target):
+            yield partial
+        with _named_errors(target):
+            descriptor = os.open(partial, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)  # before the rename, as in `atomic_directory`
+            finally:
+                os.close(descriptor)
+            os.replace(partial, target)
+            fsync_folder(target.parent)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager

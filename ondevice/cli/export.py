@@ -14,6 +14,7 @@ from ondevice.core.errors import ConfigError, VerificationError
 
 @common.with_method_options
 def export(
+    first: common.FirstModel = None,
     config: common.Config = None,
     target: Annotated[
         str | None, typer.Option("--target", help="Where the program will run; --list names them.")
@@ -58,7 +59,7 @@ def export(
     # An empty list is a flag that was not given: None leaves what the run file says.
     flags = overrides(
         settings,
-        model__source=model,
+        model__source=common.model_of(first, model),
         method__name=method,
         export__target=target,
         data__task=task,

@@ -12,8 +12,10 @@ from ondevice.cli.common import err, mebibytes, out, overrides, print_json, shar
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 
+@common.with_loop_options
 @common.with_method_options
 def train(
+    first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
     method: common.Method = None,
@@ -40,6 +42,7 @@ def train(
     json: common.Json = False,
     *,
     method_options: dict[str, Any],
+    loop_options: dict[str, Any],
 ) -> None:
     """Fine-tune in eager PyTorch, or in MLX: any of the methods."""
     from ondevice.api.runfile import RunConfig
@@ -48,7 +51,7 @@ def train(
         config,
         overrides(
             settings,
-            model__source=model,
+            model__source=common.model_of(first, model),
             method__name=method,
             data__path=data,
             data__eval_path=eval_data,
@@ -64,7 +67,8 @@ def train(
             train__seed=seed,
             train__out=target_dir,
         )
-        | method_options,
+        | method_options
+        | common.loop_overrides(loop_options, steps),
     )
     run_config.check_data()  # before the frameworks, which take seconds to import
     from ondevice.api.train import train as train_run
@@ -78,9 +82,10 @@ def train(
     with _progress(json or quiet) as sink:
         trained = train_run(run_config, resume=resume, overwrite=overwrite, force=force, adapter=adapter, sinks=[sink])
     if placement.rank == 0:
-        _finish(trained, json, f"ondevice train --resume --out '{run_config.train.out}' ...")
+        _finish(trained, json)
 
 
+@common.with_loop_options
 def run(
     artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
     config: common.Config = None,
@@ -99,6 +104,8 @@ def run(
     overwrite: common.Overwrite = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
+    *,
+    loop_options: dict[str, Any],
 ) -> None:
     """Fine-tune with an exported program in its own runtime, on this machine."""
     from ondevice.api.export import run_config as resolve
@@ -114,14 +121,14 @@ def run(
         train__memory_limit_bytes=memory_limit,
         train__out=target_dir,
         method__learning_rate=learning_rate,
-    )
+    ) | common.loop_overrides(loop_options, steps)
     run_config = resolve(artifact, config, flags)
     run_config.check_data()
     from ondevice.api.train import run_artifact
 
     with _progress(json or quiet) as sink:
         trained = run_artifact(artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink])
-    _finish(trained, json, f"ondevice run '{artifact}' --resume --out '{run_config.train.out}' ...")
+    _finish(trained, json)
 
 
 def replay(
@@ -155,7 +162,11 @@ def replay(
 
 
 def evaluate(
-    source: Annotated[str, typer.Argument(help="A model (hub id, directory, .gguf, package:...) or an artifact.")],
+    first: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A model (hub id, directory, .gguf, package:...), or an artifact."),
+    ] = None,
+    model: common.Model = None,
     data: Annotated[
         str | None,
         typer.Option("--data", "-d", help="Rows: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name."),
@@ -187,6 +198,9 @@ def evaluate(
     from ondevice.data.formats import named_task
     from ondevice.data.records import check_source
 
+    source = common.model_of(first, model)
+    if source is None:
+        raise ConfigError("no model is given", expected="--model, or a model or an artifact as the first word")
     if data is None:
         raise ConfigError("no data is given", expected="--data FILE")
     name = find_benchmark(task)
@@ -262,6 +276,8 @@ def _dry_run(config: Any, placement: Any, json: bool) -> None:
         for path in filter(None, (config.data.path, config.data.eval_path))
     ]
     config, notes = with_length(config, rows)
+    if config.chosen:
+        notes = (config.chosen, *notes)
     estimate = plan_run(config, placement)
     if json:
         print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})
@@ -271,7 +287,7 @@ def _dry_run(config: Any, placement: Any, json: bool) -> None:
         out.print(render(estimate))
 
 
-def _finish(trained: Any, json: bool, again: str) -> None:
+def _finish(trained: Any, json: bool) -> None:
     values = trained.to_dict()
     if json:
         print_json(values)
@@ -292,5 +308,6 @@ def _finish(trained: Any, json: bool, again: str) -> None:
     if values["unused_rows"]:
         err.print(f"warning: {values['unused_rows']} rows were not used; `ondevice data FILE` lists them", markup=False)
     if trained.result.interrupted:
-        err.print(f"stopped after step {trained.result.steps}; everything is saved. To go on: {again}", markup=False)
+        again = f"everything is saved. To go on: {common.resumed_command()}"
+        err.print(f"stopped after step {trained.result.steps}; {again}", markup=False, soft_wrap=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

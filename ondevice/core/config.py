@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ondevice.core.errors import ConfigError
+from ondevice.core.near import nearest
 
 
 class StrictConfig(BaseModel):
@@ -27,6 +27,16 @@ class StrictConfig(BaseModel):
 
     # Attribute docstrings become the JSON schema and the reference page of the run file.
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    def __init__(self, /, **values: Any) -> None:
+        """Validate keyword arguments; raises ConfigError as `parse` does."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _explain(error, type(self), type(self).__name__, None) from None
+
+    # pydantic's mark of an `__init__` that validates as its own: sections inside others keep their place in an error.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def parse(
@@ -60,8 +70,8 @@ def _explain(
             keys, key = _all_keys(model), str(item["loc"][-1])
             for name, owners in (elsewhere() if elsewhere else {}).items():
                 keys.setdefault(name, set()).update(owners)
-            near = difflib.get_close_matches(key, sorted(keys), n=1)
-            guess = f", did you mean '{near[0]}'?" if near else ""
+            near = nearest(key, sorted(keys))
+            guess = f", did you mean '{near}'?" if near else ""
             owners = ", ".join(sorted(keys.get(key, ()))) or "other sections"
             problems.append(f"{where}: unknown key '{path}'" + (f"; it is a key of {owners}" if key in keys else guess))
         else:
@@ -108,11 +118,12 @@ def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[S
 
 
 def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:
-    """Every key of `model` and of the sections below it, with the names of the methods that have it."""
+    """Every key of `model` and of the sections below it, with the sections and the methods that have it."""
     schema = model.model_json_schema()
     keys: dict[str, set[str]] = {}
-    for definition in (schema, *schema.get("$defs", {}).values()):
-        name = definition.get("properties", {}).get("name", {}).get("const")
+    sections = {str(part.get("$ref", "")).rpartition("/")[2]: name for name, part in schema["properties"].items()}
+    for title, definition in (("", schema), *schema.get("$defs", {}).items()):
+        name = definition.get("properties", {}).get("name", {}).get("const") or sections.get(title)
         for key in definition.get("properties", {}):
             keys.setdefault(key, set()).update({name} if name else ())
     return keys
@@ -189,7 +200,10 @@ class TrainConfig(StrictConfig):
     """The loop: how long, how often it saves, and where."""
 
     steps: int = Field(default=100, ge=1)
-    """Optimizer steps."""
+    """Optimizer steps; `epochs`, where it is given, decides them instead."""
+
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the rows, which may be a part of one: 0.5. The last step is the one that ends them."""
 
     batch_size: int = Field(default=4, ge=1)
     """Rows of data a step. P-RGE runs each row 2q times, so its effective batch is 2q times this."""
@@ -208,6 +222,12 @@ class TrainConfig(StrictConfig):
     warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear warmup."""
 
+    patience: int | None = Field(default=None, ge=1)
+    """Stop early: after so many evaluations without a better one. None runs to the end."""
+
+    restore_best: bool = False
+    """End with the state of the best evaluation instead of the last step's: the adapter or the model is its."""
+
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seeds the noise, the initial adapter and the order of the rows."""
 
@@ -215,10 +235,15 @@ class TrainConfig(StrictConfig):
     """Steps between two checkpoints."""
 
     eval_every: int = Field(default=0, ge=0)
-    """Steps between two evaluations; 0 evaluates only at the end when `eval_path` is given."""
+    """Steps between two evaluations; 0 evaluates at the end of every epoch where `epochs` is given, else only at the
+    end of the run. There must be rows to evaluate: `data.eval_path` or `data.validation_split`."""
 
     eval_rows: int | None = Field(default=None, ge=1)
     """Evaluate the first so many rows only."""
+
+    report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ()
+    """Trackers that get the run's figures beside its own log, each an optional package. They write below `out`, and
+    Weights & Biases works offline, unless their own environment variables say otherwise."""
 
     backend: Literal["auto", "torch", "mlx"] = "auto"
     """Which framework computes. `auto` takes MLX on a Mac with Metal where the method has it, else torch."""
@@ -280,6 +305,10 @@ class ExportConfig(StrictConfig):
 
     next_token: bool = False
     """Add a method that says which token comes next, so that the device can answer a prompt before and after."""
+
+    context_tokens: int | None = Field(default=None, ge=8)
+    """Add functions that answer with a key-value cache, for conversations of so many tokens: `ondevice chat ARTIFACT`.
+    Block programs only; not `8da8w`."""
 
     check_steps: int = Field(default=3, ge=1)
     """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's

@@ -128,9 +128,12 @@ class MethodSpec:
         cost: place of (dims, config, batch_size, length_tokens, bytes of the weights) to `StepCost`.
         options: its own flags.
         programs: kind of target to the place of its training step as a program (`ondevice.core.program`).
+        preference: its place among the methods that are taken where none is named, from 1; 0: only where it is named.
+        precision: the setting that says in which numbers it computes; empty where that is the model's `dtype`.
         offloads: it keeps the model in host memory and brings parts of it to the device that computes.
         ranks: several processes can train together, under `torchrun`.
         replayable: a run can be rebuilt from its log: the seed and one number a query.
+        any_decoder: it takes models whose blocks are not known, because it computes no block itself.
         quantises: (config) whether it packs the model's weights itself, which are then loaded on the host.
         reads_files: (config) whether a torch session reads the weights from their files itself.
         network: place of (folder, device) to `OpenedNetwork`, for a method whose trained model transformers alone
@@ -153,9 +156,12 @@ class MethodSpec:
     page: str = ""
     options: tuple[Option, ...] = ()
     programs: Mapping[str, str] = field(default_factory=dict)
+    preference: int = 0
+    precision: str = ""
     offloads: bool = False
     ranks: bool = False
     replayable: bool = False
+    any_decoder: bool = False
     quantises: Callable[[Any], bool] = lambda config: False
     reads_files: Callable[[Any], bool] = lambda config: False
     network: str | None = None
@@ -206,6 +212,7 @@ class MethodSpec:
 
         Raises:
             ConfigError: the method has no part in that backend.
+            ModelError: as `check_model`.
             MissingPackageError: the framework is not installed.
         """
         if backend not in self.sessions:
@@ -213,7 +220,17 @@ class MethodSpec:
             raise ConfigError(f"method {self.name} does not run in {backend}", expected=flags, received=backend)
         if backend == "mlx" and importlib.util.find_spec("mlx") is None:
             raise MissingPackageError("mlx is not installed", hint="pip install 'ondevice-train[mlx]'")
+        self.check_model(model.dims)
         return self.load(self.sessions[backend])(model, config, seed, device)
+
+    def check_model(self, dims: ModelDims) -> None:
+        """Refuse a model whose blocks this method would have to know.
+
+        Raises:
+            ModelError: naming the methods that take it.
+        """
+        if dims.whole and not self.any_decoder:
+            raise dims.unknown(f"method {self.name}")
 
     def open_network(self, folder: Path, device: str) -> OpenedNetwork:
         """Open a network that this method trained and saved."""

@@ -219,6 +219,15 @@ def open_session(
         backend: `torch` or `mlx`, from `backend_for`.
 
     Raises:
+        ConfigError: `loaded` is no model of these, or `config` no method's settings.
         MissingPackageError: the framework is not installed.
     """
+    bare = hasattr(loaded, "named_parameters") and not hasattr(loaded, "dims")  # a model as transformers loads it
+    if bare or not hasattr(config, "name"):
+        wrong = loaded if bare else config
+        raise ConfigError(
+            "a session opens a loaded model with a method's settings",
+            expected="ondevice.load_model(...) or ondevice.wrap_model(model, tokenizer); ondevice.method_config(...)",
+            received=type(wrong).__name__,
+        )
     return spec_of(config).open_session(loaded, config, seed, device, backend)

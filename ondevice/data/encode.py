@@ -6,11 +6,14 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.core.session import IGNORE
 from ondevice.data.rows import AnswerTooLong, BadRow, Format, Row, RowProblem, Rows, count_reasons
+
+if TYPE_CHECKING:
+    from ondevice.data.objects import Given
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +266,7 @@ def _windows(row: Row, tokenizer: Any, limit: int) -> Iterator[Item]:
 
 
 def read_dataset(
-    path: Path | str,
+    path: Path | str | Given,
     tokenizer: Any,
     *,
     task: str | None,
@@ -271,14 +274,20 @@ def read_dataset(
     train_on_prompt: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> Dataset:
-    """Read and encode the rows of a file; bad rows are in `.problems`.
+    """Read and encode the rows of a file, or those that Python holds; bad rows are in `.problems`.
 
     Raises:
         DataError: if no row can be used, or the rows are preferences, which no method here trains on.
     """
     from ondevice.data.formats import read_rows
+    from ondevice.data.objects import Given, as_rows, tokens
 
-    rows = read_rows(path, task=task, columns=columns)
+    if isinstance(path, Given):
+        if path.tokenized:
+            return tokens(path, max_length_tokens)
+        rows = as_rows(path, task, columns)
+    else:
+        rows = read_rows(path, task=task, columns=columns)
     refuse_preferences(rows)
     return encode(rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import ConfigError, DataError
-from ondevice.data.records import check_text, describe, read_records
+from ondevice.data.records import Source, check_text, describe, read_records
 from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows
 from ondevice.data.templates import TASKS, Task, find_task, label_key, plain_name, render
 
@@ -48,8 +48,19 @@ def read_rows(
         MissingPackageError: the package that reads this kind of file is not installed.
     """
     chosen = named_task(task, path) if task else None
-    source = read_records(path)
-    name, notes, problems, usable = str(path), list(source.notes), [], []
+    return rows_of(read_records(path), str(path), chosen, columns=columns, allow_empty=allow_empty)
+
+
+def rows_of(
+    source: Source,
+    name: str,
+    chosen: Task | None = None,
+    *,
+    columns: Mapping[str, str] | None = None,
+    allow_empty: bool = False,
+) -> Rows:
+    """Turn records into rows, as `read_rows` does with those of a file; `name` is what messages call them."""
+    notes, problems, usable = list(source.notes), [], []
     for line, record, file in source.records:
         if isinstance(record, BadRow):
             problems.append(RowProblem(file or name, line, record.field, record.reason))

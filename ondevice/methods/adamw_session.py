@@ -32,17 +32,29 @@ class AdamWSession(Session):
         )
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """Forward, backward, AdamW; see `Session.step`."""
+        """Forward, backward, AdamW, `micro_batch_size` rows at once; see `Session.step`."""
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers)
-        loss = nll.sum() / count.sum()
-        loss.backward()
+        rows, limit = self.config.micro_batch_size or len(ids_BT), self.config.max_grad_norm
+        # Of the whole batch, so that a token counts the same in whichever part of it.
+        count, value = (labels_BT[:, 1:] >= 0).sum().float(), torch.zeros((), device=self.device)
+        for part in range(0, len(ids_BT), rows):
+            some = slice(part, part + rows)
+            nll, _ = model_loss.row_nll(
+                self.family, ids_BT[some], labels_BT[some], self.config.loss_tiles, self.config.answers
+            )
+            loss = nll.sum() / count
+            loss.backward()
+            value += loss.detach()
+        for parameter in self.parameters.values():
+            if parameter.grad is None:  # an expert without a token: without a gradient AdamW would count other steps
+                parameter.grad = torch.zeros_like(parameter)
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_(list(self.parameters.values()), limit)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        value = float(loss.detach())
-        return StepResult(value, (value,))
+        return StepResult(float(value), (float(value),))
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""

@@ -8,9 +8,11 @@ neither torch nor transformers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ondevice.core.errors import ModelError
+from ondevice.models.traits import LLAMA, BlockTraits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,14 +21,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+class UnknownTrait(ModelError):
+    """A configuration asks for something that a family's block does not do; the model can still run as a whole."""
+
+
 def decoder_dims(
-    family: str, config: dict[str, Any], where: str, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
+    family: str,
+    config: dict[str, Any],
+    where: str,
+    *,
+    qkv_bias: bool,
+    o_bias: bool,
+    mlp_bias: bool,
+    traits: BlockTraits = LLAMA,
+    rope_types: tuple[str, ...] = (),
 ) -> ModelDims:
     """Read the dimensions of a Llama-like decoder; `rope_parameters` (transformers 5) and `rope_theta` both do.
 
     Raises:
-        ModelError: a size is missing or not a positive integer, the activation is not SiLU, the rotary
-            embedding's table depends on the length, or the weights are quantised.
+        ModelError: a size is missing or not a positive integer, or the weights are quantised.
+        UnknownTrait: the activation is not SiLU, or the rotary embedding's table depends on the length.
     """
     refuse_quantised(config, where)
     hidden, heads = read_size(config, "hidden_size", where), read_size(config, "num_attention_heads", where)
@@ -35,9 +49,11 @@ def decoder_dims(
     if heads % kv_heads:
         expected = f"a divisor of num_attention_heads ({heads})"
         raise ModelError(f"{where}: field 'num_key_value_heads'", expected=expected, received=kv_heads)
-    if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{where}: field 'hidden_act'", expected="silu", received=config["hidden_act"])
-    theta, rope_type = _rope(config, where)
+    wanted = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[traits.activation]
+    field = "hidden_activation" if "hidden_activation" in config else "hidden_act"
+    if config.get(field, wanted) != wanted:
+        raise UnknownTrait(f"{where}: field '{field}'", expected=wanted, received=config[field])
+    theta, rope_type = _rope(config, where, rope_types or ROPE_TYPES, bool(traits.rotary_width))
     return ModelDims(
         family=family,
         layers=read_size(config, "num_hidden_layers", where),
@@ -55,6 +71,7 @@ def decoder_dims(
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         rope_type=rope_type,
+        traits=traits,
     )
 
 
@@ -78,17 +95,27 @@ def read_size(config: dict[str, Any], field: str, where: str, default: int | Non
     return value
 
 
-def _rope(config: dict[str, Any], where: str) -> tuple[float, str]:
+def _rope(config: dict[str, Any], where: str, types: tuple[str, ...], partial: bool) -> tuple[float, str]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "full_attention" in rope:  # transformers 5 keeps one set for each kind of layer
         rope = rope["full_attention"]
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
+    if rope_type not in types:
         message = f"{where}: the rotary embedding's scaling is not supported"
-        raise ModelError(message, expected=", ".join(ROPE_TYPES), received=rope_type)
-    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
-        raise ModelError(f"{where}: field 'partial_rotary_factor'", expected="1.0")
+        raise UnknownTrait(message, expected=", ".join(types), received=rope_type)
+    if not partial and config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
+        raise UnknownTrait(f"{where}: field 'partial_rotary_factor'", expected="1.0")
     return float(rope.get("rope_theta", config.get("rope_theta") or 10000.0)), rope_type
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a block: `target` is its name within the block, `inputs` and `outputs` its sides."""
+
+    layer: int
+    target: str
+    inputs: int
+    outputs: int
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -108,10 +135,13 @@ class ModelDims:
         rope_theta: base of the rotary embedding; `rope_type` its scaling (0 and `none` where there is none).
         max_positions: longest sequence that the model takes as it was trained, tokens.
         gated: the MLP has a gate, and norms are RMS norms; else two matrices and layer norms.
+        traits: what else its blocks do; see `BlockTraits`.
         experts: of a mixture of experts, in which `intermediate` is what a token passes through; 0 for one MLP.
     """
 
     gated: ClassVar[bool] = True
+    whole: ClassVar[bool] = False
+    """True where the model runs only as a whole, its blocks being unknown."""
 
     family: str
     layers: int
@@ -130,11 +160,19 @@ class ModelDims:
     mlp_bias: bool = False
     rope_type: str = "default"
     experts: int = 0
+    traits: BlockTraits = LLAMA
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of each of the family's `linear_targets`."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.traits.fused:
+            return {
+                "qkv_proj": (self.hidden, q + 2 * kv),
+                "o_proj": (q, self.hidden),
+                "gate_up_proj": (self.hidden, 2 * self.intermediate),
+                "down_proj": (self.intermediate, self.hidden),
+            }
         return {
             "q_proj": (self.hidden, q),
             "k_proj": (self.hidden, kv),
@@ -156,16 +194,93 @@ class ModelDims:
             raise ModelError("unknown linear layer", expected=", ".join(shapes), received=target)
         return shapes[target]
 
+    @property
+    def linear_list(self) -> tuple[Linear, ...]:
+        """Every linear layer of every block, in order of the layers."""
+        shapes = self.linear_shapes.items()
+        return tuple(Linear(layer, name, *shape) for layer in range(self.layers) for name, shape in shapes)
+
+    @property
+    def default_targets(self) -> tuple[str, ...]:
+        """Names of linear layers for a method's default where the model does not have those; () refuses."""
+        return tuple(self.linear_shapes) if self.traits.fused else ()
+
+    def resolve_targets(self, config: Any) -> tuple[str, ...]:
+        """Return the `target_modules` of a method's settings as this model has them.
+
+        A method's own default gives way to `default_targets` where the model lacks one of its names.
+
+        Raises:
+            ModelError: the model has no linear layer of a name.
+        """
+        targets, names = tuple(config.target_modules), [linear.target for linear in self.linear_list]
+        missing = [target for target in targets if not any(named(name, target) for name in names)]
+        if not missing:
+            return targets
+        default = type(config).model_fields["target_modules"].default
+        if targets == tuple(default) and self.default_targets:
+            return self.default_targets
+        if not self.default_targets:
+            self.linear_shape(missing[0])  # the family's own words
+        raise ModelError(
+            f"no block of this {self.family} model has a linear layer {missing[0]}",
+            expected=", ".join(dict.fromkeys(name.rsplit(".", 1)[-1] for name in names)),
+            received=missing[0],
+            hint="set method.target_modules to some of these",
+        )
+
+    def adapted(self, config: Any, first_layer: int = 0) -> tuple[Linear, ...]:
+        """List the linear layers that carry an adapter of a method's settings, by layer and in the settings' order.
+
+        Raises:
+            ModelError: as `resolve_targets`; or the layers from `first_layer` on have none of them.
+        """
+        targets = self.resolve_targets(config)
+        found = {
+            (linear.layer, linear.target): linear
+            for layer in range(first_layer, self.layers)
+            for target in targets
+            for linear in self._by_layer.get(layer, ())
+            if named(linear.target, target)
+        }
+        if not found:
+            message = f"layers {first_layer} to {self.layers - 1} have no linear layer that is to be adapted"
+            raise ModelError(message, expected=", ".join(targets), hint="raise method.top_layers")
+        return tuple(found.values())
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[Linear]]:
+        result: dict[int, list[Linear]] = {}
+        for linear in self.linear_list:
+            result.setdefault(linear.layer, []).append(linear)
+        return result
+
+    def unknown(self, wanted: str) -> ModelError:
+        """Build the refusal of what needs to know a block that is not known; `wanted` is what needs it."""
+        return ModelError(f"{wanted} does not know the blocks of {self.family} models")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on these sizes for a plan."""
+        return ()
+
+    def norm_width(self, place: str) -> int:
+        """Return the width of a norm of `traits.norms`."""
+        if place in ("q", "k"):
+            heads = self.heads if place == "q" else self.kv_heads
+            return self.head_dim * (heads if self.traits.qk_norm_all else 1)
+        return self.hidden
+
     def linear_bias(self, target: str) -> bool:
         """Return True if that linear layer has a bias."""
-        if target in ("q_proj", "k_proj", "v_proj"):
+        if target in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
             return self.qkv_bias
         return self.o_bias if target == "o_proj" else self.mlp_bias
 
     @property
     def block_parameters(self) -> int:
         """Parameters of one block, the largest where they differ."""
-        count = 2 * self.hidden
+        count = sum(self.norm_width(place) for place in self.traits.norm_modules)
         for target, (inputs, outputs) in self.linear_shapes.items():
             count += inputs * outputs + outputs * self.linear_bias(target)
         return count
@@ -187,6 +302,11 @@ class ModelDims:
         return embeddings + self.layers * self.block_parameters + self.hidden
 
 
+def named(name: str, target: str) -> bool:
+    """Return True if `target` names the linear layer `name`, as PEFT matches: all of it, or its last parts."""
+    return name == target or name.endswith(f".{target}")
+
+
 class Family:
     """A pre-norm decoder over transformers' modules: h += attention(norm(h)); h += mlp(norm(h)).
 
@@ -197,6 +317,8 @@ class Family:
     model_type: ClassVar[str]
     gguf_architecture: ClassVar[str | None] = None
     """`general.architecture` of its GGUF files; None if they are not supported."""
+    gguf_written_as: ClassVar[str | None] = None
+    """`general.architecture` of files that are written of it, where those that are read belong to another family."""
     linear_targets: ClassVar[tuple[str, ...]] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
@@ -233,8 +355,8 @@ class Family:
         """Map every weight's name in transformers to its shape; a tied head is not among them."""
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (dims.vocab, dims.hidden)}
         for i in range(dims.layers):
-            shapes[f"model.layers.{i}.input_layernorm.weight"] = (dims.hidden,)
-            shapes[f"model.layers.{i}.post_attention_layernorm.weight"] = (dims.hidden,)
+            for place, module in dims.traits.norms:
+                shapes[f"model.layers.{i}.{module}.weight"] = (dims.norm_width(place),)
             for target in cls.linear_targets:
                 inputs, outputs = dims.linear_shape(target)
                 name = f"model.layers.{i}.{cls.linear_parents[target]}.{target}"
@@ -275,6 +397,10 @@ class Family:
         like = torch.empty(0, device=device, dtype=dtype)  # transformers takes device and dtype from a tensor
         return self.model.model.rotary_emb(like, torch.arange(length, device=device)[None])
 
+    def layer_position(self, i: int, position: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of block `i`, out of what `positions` gave."""
+        return position[0], position[1]
+
     def block(self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
         """Compute block `i`: [B, T, hidden] -> [B, T, hidden].
 
@@ -314,6 +440,42 @@ class Family:
         """Return the full name of that linear layer, as in PEFT adapters and state dictionaries."""
         return f"model.layers.{i}.{self._parent(target)}.{target}"
 
+    def module(self, name: str) -> nn.Module:
+        """Return a linear layer, or what replaces it, by its full name."""
+        return self.model.get_submodule(name)
+
+    def replace(self, name: str, module: nn.Module) -> None:
+        """Put `module` in the place of the layer of that full name."""
+        parent, _, last = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), last, module)
+
+    def check_adapted(self, names: list[str]) -> None:
+        """Check that an adapter beside each of these layers takes part in the forward pass; ModelError if not."""
+
+    def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Compute embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden].
+
+        Args:
+            mask: additive float [1, 1, T, T], or None for the causal mask.
+        """
+        h = self.embed(ids)
+        position = self.positions(ids.shape[1], h.device, h.dtype)
+        for i in range(self.dims.layers):
+            h = self.block(i, h, position, mask)
+        return self.final_norm(h)
+
+    def token_nll(self, hidden_ND: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
+        """Compute the negative log likelihood of labels from `hidden`; see `ondevice.nn.cross_entropy.token_nll`."""
+        from ondevice.nn.cross_entropy import token_nll
+
+        return token_nll(hidden_ND, self.head_weight, labels_N, tiles)
+
+    def answer_nll(self, hidden_ND: Tensor, places_N: Tensor, answers_A: Tensor) -> Tensor:
+        """Compute the same among some tokens, int64 [A], of which `places_N` names one each; -100 is left out."""
+        from ondevice.nn.cross_entropy import token_nll
+
+        return token_nll(hidden_ND, self.head_weight[answers_A], places_N, 1)
+
     def _parent(self, target: str) -> str:
         if target not in self.linear_parents:
             raise ModelError("unknown linear layer", expected=", ".join(self.linear_targets), received=target)
@@ -322,8 +484,4 @@ class Family:
 
 def forward_hidden(family: Family, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """Compute embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden]; logits are this @ head^T."""
-    h = family.embed(ids)
-    position = family.positions(ids.shape[1], h.device, h.dtype)
-    for i in range(family.dims.layers):
-        h = family.block(i, h, position, mask)
-    return family.final_norm(h)
+    return family.hidden(ids, mask)

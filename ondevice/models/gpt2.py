@@ -1,7 +1,7 @@
-"""`gpt2`: GPT-2 in all sizes and DistilGPT-2. It trains with the methods that move the model's own parameters.
+"""`gpt2`: GPT-2 in all sizes and DistilGPT-2.
 
-Its linear layers are transformers' Conv1D, whose weight is [inputs, outputs], with q, k and v in one; nothing
-else can take their place, so adapters and quantised weights are refused.
+Its linear layers are transformers' Conv1D, whose weight is [inputs, outputs], with q, k and v in one. An adapter stands
+beside them; quantised weights and hand-written backward passes, which take nn.Linear's layout, are refused.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import methods
-from ondevice.models.base import Family, ModelDims, read_size, refuse_quantised
+from ondevice.models.base import Family, ModelDims, UnknownTrait, read_size, refuse_quantised
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,13 @@ class Gpt2Dims(ModelDims):
         }
 
     def linear_shape(self, target: str) -> tuple[int, int]:
-        """Return what `ModelDims.linear_shape` does; ModelError names the methods that do work."""
+        """Return what `ModelDims.linear_shape` does; ModelError names the methods that work."""
         return self.linear_shapes[target] if target in self.linear_shapes else _refuse_replacing(target)
+
+    @property
+    def default_targets(self) -> tuple[str, ...]:
+        """Return the projection to queries, keys and values, as PEFT takes it."""
+        return ("c_attn",)
 
     @property
     def block_parameters(self) -> int:
@@ -72,7 +77,7 @@ class Gpt2(Family):
         activation = config.get("activation_function", "gelu_new")
         if activation not in ACTIVATIONS:
             expected = ", ".join(ACTIVATIONS)
-            raise ModelError(f"{where}: field 'activation_function'", expected=expected, received=activation)
+            raise UnknownTrait(f"{where}: field 'activation_function'", expected=expected, received=activation)
         if config.get("add_cross_attention"):
             raise ModelError(f"{where}: field 'add_cross_attention'", expected="false: a decoder alone", received=True)
         return Gpt2Dims(
@@ -182,12 +187,11 @@ class Gpt2(Family):
 
 
 def _refuse_replacing(target: str) -> NoReturn:
-    own = [spec.name for spec in methods() if spec.trains == "all" and spec.network is None]
     raise ModelError(
-        "the layers of a gpt2 model carry no adapter and no quantised weights: they are Conv1D, not nn.Linear",
-        expected=f"a method that trains the model's own parameters: {', '.join(own)}",
+        "the layers of a gpt2 model are Conv1D, not nn.Linear: no packed weights and no program of a step take them",
+        expected=f"a method that runs the layers as they are: {', '.join(s.name for s in methods() if s.any_decoder)}",
         received=f"linear layer {target}",
-        hint="choose one of these methods, or a model of another family for adapters",
+        hint="choose one of these methods, or a model of another family",
     )
 
 

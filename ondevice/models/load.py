@@ -7,14 +7,15 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError
 from ondevice.models import source as sources
-from ondevice.models.base import Family, ModelDims
+from ondevice.models.any_decoder import AnyDecoder, AnyDims
+from ondevice.models.base import Family, ModelDims, UnknownTrait
 from ondevice.models.cache import missing
 from ondevice.models.gguf import read_gguf_dims
 from ondevice.models.registry import family_for
@@ -165,7 +166,11 @@ def load_model(
         MissingPackageError: torch or transformers is not installed.
         StorageError: no space for what is fetched or converted.
     """
-    torch_dtype, torch_device = _dtype(dtype), _device(device)
+    if not isinstance(source, (str, Path)):
+        raise ModelError(
+            "a model is named by a text", expected="a hub id, a folder, ...", received=type(source).__name__
+        )
+    source, torch_dtype, torch_device = str(source), _dtype(dtype), _device(device)
     if source.startswith(TINY_PREFIX):
         from ondevice.models.tiny import tiny_model
 
@@ -179,9 +184,10 @@ def load_model(
     folder = _folder(info)
     tokenizer = _load_tokenizer(folder)
     sources.check_weights(folder, family.weight_shapes(dims))
-    model = _load_weights(folder, torch_dtype)
+    # A type that is not ours may have no fused attention: transformers then takes what it has.
+    model = _load_weights(folder, torch_dtype, None if dims.whole else "sdpa")
     _move(model, torch_device)
-    return wrap(model, tokenizer, family, info)
+    return wrap(model, tokenizer, family, info, dims)
 
 
 def load_tokenizer(source: str, revision: str | None = None, config: Any = None) -> PreTrainedTokenizerBase:
@@ -223,14 +229,21 @@ def save_tokenizer(loaded: LoadedModel, folder: Path) -> None:
 
 
 def wrap(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, family: type[Family], info: SourceInfo
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    family: type[Family],
+    info: SourceInfo,
+    dims: ModelDims | None = None,
 ) -> LoadedModel:
-    """Put a transformers model into the state that every method starts from."""
+    """Put a transformers model into the state that every method starts from; `dims` if they are known already."""
     model.eval().requires_grad_(False)
     # Only gradients look at the padding index, and padding is never trained on; quantised embeddings
     # cannot be exported with it.
     setattr(model.get_input_embeddings(), "padding_idx", None)  # noqa: B010
-    wrapped = family(model)
+    try:
+        wrapped = AnyDecoder(model, dims.trait) if isinstance(dims, AnyDims) else family(model)
+    except UnknownTrait as reason:
+        wrapped = AnyDecoder(model, _why(reason))
     return LoadedModel(model, tokenizer, wrapped.dims, wrapped, info)
 
 
@@ -243,7 +256,16 @@ def _dims(source: str, revision: str | None) -> tuple[ModelDims, type[Family]]:
         return read_gguf_dims(Path(source).expanduser())
     config, where = sources.config_of(source, revision)
     family = family_for(config.get("model_type"), where)
-    return family.dims_from_config(config, where), family
+    try:
+        return family.dims_from_config(config, where), family
+    except UnknownTrait as reason:
+        return replace(AnyDecoder.dims_from_config(config, where), trait=_why(reason)), AnyDecoder
+
+
+def _why(reason: UnknownTrait) -> str:
+    """Say in a sentence what a family does not do."""
+    words = reason.message.rpartition(": ")[2]
+    return f"{words} ({reason.received}; known: {reason.expected})" if reason.received else words
 
 
 def _folder(info: SourceInfo) -> Path:
@@ -272,7 +294,7 @@ def _load_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase
     return tokenizer
 
 
-def _load_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load_weights(folder: Path, dtype: torch.dtype, attention: str | None = "sdpa") -> PreTrainedModel:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
@@ -282,7 +304,7 @@ def _load_weights(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
             result: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
                 dtype=dtype,
-                attn_implementation="sdpa",
+                attn_implementation=attention,
                 use_safetensors=True,  # never a pickle
                 local_files_only=True,  # `resolve` has fetched all; nothing else may be
                 output_loading_info=True,

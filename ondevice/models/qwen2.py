@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.core.errors import ModelError
-from ondevice.models.base import Family, ModelDims, decoder_dims
+from ondevice.models.base import Family, ModelDims, UnknownTrait, decoder_dims
 
 
 class Qwen2(Family):
@@ -22,7 +21,7 @@ class Qwen2(Family):
             first = config.get("max_window_layers", 28)
             types = ["sliding_attention"] * (config.get("num_hidden_layers", 0) > first)
         if "sliding_attention" in (types or ()):
-            raise ModelError(
+            raise UnknownTrait(
                 f"{where}: some layers attend to a sliding window",
                 expected="full attention in every layer",
                 received=f"use_sliding_window with a window of {config.get('sliding_window')} tokens",

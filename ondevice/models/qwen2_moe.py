@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import methods
-from ondevice.models.base import Family, ModelDims, decoder_dims, read_size
+from ondevice.models.base import Family, ModelDims, UnknownTrait, decoder_dims, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,6 +89,7 @@ class Qwen2Moe(Family):
     """
 
     model_type = "qwen2_moe"
+    gguf_written_as = "qwen2moe"
     linear_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
     dims: MoeDims
 
@@ -99,7 +100,7 @@ class Qwen2Moe(Family):
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> MoeDims:
         if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
-            raise ModelError(
+            raise UnknownTrait(
                 f"{where}: some layers attend to a sliding window",
                 expected="full attention in every layer",
                 received=f"use_sliding_window with a window of {config.get('sliding_window')} tokens",

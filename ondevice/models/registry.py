@@ -9,6 +9,7 @@ from functools import cache
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_names
+from ondevice.models.any_decoder import AnyDecoder, is_decoder
 from ondevice.models.base import Family
 
 
@@ -49,10 +50,12 @@ def family_for(model_type: object, where: str) -> type[Family]:
         ModelError: there is none; the error lists what one would need.
     """
     family = _family(model_type) if isinstance(model_type, str) else None
+    if family is None and is_decoder(model_type):
+        return AnyDecoder
     if family is None:
         raise ModelError(
             f"{where}: models of type {model_type!r} are not supported",
-            expected=", ".join(families()),
+            expected=f"a decoder of the installed transformers, or one of {', '.join(families())}",
             received=f"model_type {model_type!r}",
             hint=_how_to_add(str(model_type)),
         )
@@ -62,14 +65,14 @@ def family_for(model_type: object, where: str) -> type[Family]:
 def family_for_gguf(architecture: str, where: str) -> type[Family]:
     """Return the family of a GGUF file's `general.architecture`; ModelError as in `family_for`."""
     by_name = {family.gguf_architecture: family for family in families().values() if family.gguf_architecture}
-    if architecture not in by_name and architecture in families():
+    if architecture not in by_name:
         raise ModelError(
             f"{where}: GGUF files of architecture {architecture!r} are not supported",
             expected=", ".join(by_name),
             received=architecture,
             hint="use the original safetensors model",
         )
-    return by_name[architecture] if architecture in by_name else family_for(architecture, where)
+    return by_name[architecture]
 
 
 def _how_to_add(model_type: str) -> str:

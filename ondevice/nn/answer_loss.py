@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ondevice.core.session import IGNORE
-from ondevice.nn.cross_entropy import token_nll
 
 
 def answer_labels(labels_N: Tensor, answers_A: Tensor) -> Tensor:
@@ -46,19 +45,3 @@ def answer_loss(
         return torch.where(active_N, total_N - picked_N, torch.zeros_like(picked_N))
 
     return nll
-
-
-def method_token_nll(
-    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int, answers: Sequence[int] = ()
-) -> Tensor:
-    """Return the loss of a method's settings, float32 [N]; backpropagates into the head where it is trained.
-
-    Over the answers where every label is one of them, as in a task's rows; else over the vocabulary: rows of another
-    kind may be evaluated too.
-    """
-    if answers:
-        index_A = torch.tensor(tuple(answers), device=labels_N.device)
-        places_N = answer_labels(labels_N, index_A)
-        if bool(((places_N != IGNORE) == (labels_N != IGNORE)).all()):
-            return token_nll(hidden_ND, weight_VD[index_A], places_N, 1)
-    return token_nll(hidden_ND, weight_VD, labels_N, tiles)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -36,7 +38,8 @@ class LoRALinear(nn.Module):
         """Put an adapter beside `linear`, which is frozen.
 
         Args:
-            linear: an `nn.Linear`, or a layer with `in_features` and `out_features` that stands for one.
+            linear: an `nn.Linear`, transformers' `Conv1D`, or a layer with `in_features` and `out_features` that stands
+                for one.
             rank: inner dimension.
             alpha: the scale is alpha / rank.
             a: [rank, inputs]; copied to float32 on the layer's device.
@@ -45,7 +48,7 @@ class LoRALinear(nn.Module):
         Raises:
             ModelError: the shapes do not fit.
         """
-        inputs, outputs = int(getattr(linear, "in_features")), int(getattr(linear, "out_features"))  # noqa: B009
+        inputs, outputs = sides(linear)
         device = next((p.device for p in linear.parameters()), None) or next(linear.buffers()).device
         a_RI = torch.as_tensor(a).detach().to(device, torch.float32, copy=True)
         if b is None:
@@ -86,13 +89,18 @@ class LoRALinear(nn.Module):
         return (self.lora_B @ self.lora_A) * self.scale
 
     @torch.no_grad()
-    def fuse(self) -> nn.Linear:
-        """Build an `nn.Linear` of weight W + (alpha / rank) B A, added in float32 and rounded once to W's dtype.
+    def fuse(self) -> nn.Module:
+        """Build a layer as `base` of weight W + (alpha / rank) B A, added in float32 and rounded once to W's dtype.
 
         Raises:
             ModelError: `base` is no plain `nn.Linear` (a quantised weight cannot take the sum).
         """
-        base = self.base
+        base: Any = self.base
+        if is_conv1d(base):  # its weight is [inputs, outputs]
+            base.weight = nn.Parameter(
+                (base.weight.float() + self.delta().t()).to(base.weight.dtype), requires_grad=False
+            )
+            return base
         if not isinstance(base, nn.Linear) or not base.weight.is_floating_point():
             raise ModelError(
                 "an adapter can only be fused into a floating-point nn.Linear",
@@ -111,3 +119,13 @@ class LoRALinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, alpha={self.alpha:g}"
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return True for transformers' Conv1D: a linear layer whose weight is [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def sides(linear: Any) -> tuple[int, int]:
+    """Return (inputs, outputs) of a linear layer."""
+    return (linear.nx, linear.nf) if is_conv1d(linear) else (int(linear.in_features), int(linear.out_features))

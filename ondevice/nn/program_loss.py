@@ -34,7 +34,8 @@ def quantize_model(family: Any, export: ExportConfig, loss_tiles: int, answers: 
 
         head = quantize_q4_model(family)
         if answers:
-            rows = head.weight[list(answers)].float() * head.scales[list(answers), None]
+            some = list(answers)
+            rows = head.get_buffer("weight")[some].float() * head.get_buffer("scales")[some, None]
             return answer_loss(rows, range(len(answers)), answers)
         if export.loss == "op":
             return head.token_nll

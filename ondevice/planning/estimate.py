@@ -232,14 +232,15 @@ PLAN_LENGTH_TOKENS = 128
 """Length that is planned for where neither the run file nor its data says one."""
 
 
-def plan_run(config: RunConfig, placement: Placement) -> Plan:
-    """Estimate the run of a run file where it computes here; under `torchrun`, of each rank.
+def plan_run(config: RunConfig, placement: Placement, dims: ModelDims | None = None) -> Plan:
+    """Estimate the run of a run file where it computes here; under `torchrun`, of each rank. `dims` are the model's,
+    where it is loaded already.
 
     Raises:
         ConfigError, ModelError: as `plan`.
     """
     return plan(
-        config.model.source,
+        dims or config.model.source,
         config.method,
         batch_size=config.train.batch_size // placement.world,
         length_tokens=config.data.max_length_tokens or PLAN_LENGTH_TOKENS,
@@ -255,13 +256,16 @@ def plan_request(name: str, request: Request) -> Plan:
     """Estimate memory and time of `request`; `name` is the model's."""
     dims, method, device, export = request.dims, request.method, request.device, request.export
     spec, rows, length = spec_of(method), request.batch_size, request.length_tokens
+    spec.check_model(dims)
     quantize = export.quantize if export else "none"
     # What a step needs beside the weights, as the method says it.
     weights = weight_bytes(dims, request.dtype, quantize, by_rows=_in_blocks(request))
     memory, item = spec.memory_model, DTYPE_BYTES[request.dtype]
     working = memory.step(dims, method, rows, length, item)
     host: dict[str, int] = {}
-    host_usable, notes = None, []
+    host_usable, notes = None, list(dims.notes)
+    if hasattr(method, "target_modules") and (targets := dims.resolve_targets(method)) != tuple(method.target_modules):
+        notes.append(f"method.target_modules: {', '.join(targets)}, as this model names its layers")
     # Where the weights are, and the process around them: by runtime.
     if request.runtime == "executorch" and export is not None:
         place, working, baseline = _as_program(request, weights, working, notes)

@@ -21,6 +21,7 @@ from ondevice.planning.estimate import BASELINE_BYTES, plan_request, plan_run
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.method import Placement, Reduction
+    from ondevice.models import ModelDims
     from ondevice.planning.estimate import Plan, Request
 
 Change = Callable[["Request"], "Request | None"]
@@ -46,12 +47,16 @@ def _forward_only(request: Request) -> Request | None:
     """Switch to the first method without backward passes that trains this model as it is."""
     if spec_of(request.method).order == "zeroth":
         return None
-    shapes = request.dims.linear_shapes
     for spec in sorted(methods(), key=lambda spec: spec.trains):  # adapters first
         if spec.order == "zeroth":
             config = spec.config()
-            if all(target in shapes for target in getattr(config, "target_modules", ())):
-                return replace(request, method=config)
+            try:
+                spec.check_model(request.dims)
+                if hasattr(config, "target_modules"):
+                    request.dims.resolve_targets(config)
+            except OndeviceError:
+                continue
+            return replace(request, method=config)
     return None
 
 
@@ -160,13 +165,15 @@ CONTEXT_BYTES = BASELINE_BYTES["torch", "cuda"]
 
 
 @contextmanager
-def plan_within(config: RunConfig, placement: Placement, force: bool = False) -> Iterator[None]:
+def plan_within(
+    config: RunConfig, placement: Placement, force: bool = False, dims: ModelDims | None = None
+) -> Iterator[None]:
     """Plan the run of a run file, refuse one that does not fit, and keep it within its memory limit in the block.
 
     Raises:
         DoesNotFitError: as `ensure_fits`, and as `memory_limit`.
     """
-    estimate = plan_run(config, placement)
+    estimate = plan_run(config, placement, dims)
     ensure_fits(estimate, force)
     with memory_limit(config.train.memory_limit_bytes, estimate):
         yield

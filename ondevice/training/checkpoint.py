@@ -135,6 +135,10 @@ def identity_sha256(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+NOT_COMPARED = {"method.learning_rate", "learning_rate"}
+"""Settings of an identity that a resumed run may change; the log says so."""
+
+
 def check_identity(stored: dict[str, Any], expected: dict[str, Any], where: str) -> None:
     """Compare two identities, both as JSON values.
 
@@ -142,7 +146,8 @@ def check_identity(stored: dict[str, Any], expected: dict[str, Any], where: str)
         CheckpointError: naming every setting that differs, with both values.
     """
     ours, theirs = _flatten(expected), _flatten(stored)
-    differing = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    keys = (ours.keys() | theirs.keys()) - NOT_COMPARED
+    differing = sorted(key for key in keys if ours.get(key) != theirs.get(key))
     if differing:
         raise CheckpointError(
             f"{where} belongs to another run: {', '.join(differing)}",

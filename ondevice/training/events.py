@@ -59,6 +59,8 @@ class Start(Event):
     model_sha256: str = ""
     steps: int = 0
     """Steps asked for."""
+    said: list[str] = field(default_factory=list)
+    """What was chosen for the run, in sentences: the method, where none was named, and the precision."""
     data: dict[str, Any] = field(default_factory=dict)
     """What was read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut, notes."""
 
@@ -74,6 +76,8 @@ class Resume(Event):
     backend: str
     checkpoint: str
     """Folder name of the checkpoint, or empty where there was none."""
+    changed: dict[str, Any] = field(default_factory=dict)
+    """Settings that are others than before, each as [before, now]: `method.learning_rate`, `train.schedule`, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +175,7 @@ class Error(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Finish(Event):
-    """All steps are done."""
+    """All steps are done, or the run stopped early."""
 
     kind: ClassVar[str] = "finish"
     steps: int
@@ -180,6 +184,8 @@ class Finish(Event):
     step_time_s: float
     tokens_per_s: float
     peak_memory_bytes: int
+    reason: str = ""
+    """Why it ended before the steps that were asked for (`train.patience`); empty where all are done."""
 
 
 KINDS: dict[str, type[Event]] = {

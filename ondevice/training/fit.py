@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,14 @@ from ondevice.artifact.adapter import (
     save_adapter,
 )
 from ondevice.artifact.files import atomic_directory, read_tensors, sha256_file
-from ondevice.core.errors import TrainingError
+from ondevice.core.errors import ConfigError, TrainingError
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
 from ondevice.data.answers import answers_of_rows, with_answers
 from ondevice.training import events
+from ondevice.training.callbacks import Callback
 from ondevice.training.checkpoint import STATE_FILE
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
+from ondevice.training.loggers import open_reports
 from ondevice.training.loop import RunResult, StopRequest, run_loop
 from ondevice.training.objective import Objective
 from ondevice.training.schedule import WarmupDecay
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from ondevice.core.method import Placement
     from ondevice.core.session import Session
     from ondevice.data import Dataset
+    from ondevice.data.objects import Given
+    from ondevice.models import LoadedModel
 
 Sink = Callable[[events.Event], None]
 ADAPTER, BEST_ADAPTER, MODEL, ORDINARY = "adapter", "adapter-best", "model", "model-ordinary"
@@ -69,7 +74,7 @@ class Ordinary:
 
 FIGURES = (
     "steps", "first_loss", "final_loss", "step_time_s", "tokens_per_s", "peak_memory_bytes", "peak_device_bytes",
-    "overlap", "interrupted",
+    "overlap", "interrupted", "stopped_early",
 )  # fmt: skip
 
 
@@ -108,21 +113,30 @@ class Trained:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a run's start, and the sinks of its events.
+    """Options of a run's start, what it takes from the program that calls it, and the sinks of its events.
 
     Attributes:
         resume: go on from the newest checkpoint in the run's folder.
         overwrite: replace the run that is there.
         adapter: start from this adapter.
         sinks: called with every event.
+        callbacks: called as the run goes, and may stop it.
+        said: what was chosen for the run, in sentences.
         notes: to be said of the rows, beside what reading them says.
+        rows, eval_rows: rows that Python holds, in place of `data.path` and `data.eval_path`.
+        loaded: a model that is loaded already, in place of `model.source`'s.
     """
 
     resume: bool = False
     overwrite: bool = False
     adapter: Path | None = None
     sinks: Iterable[Sink] = ()
+    callbacks: Iterable[Callback] = ()
     notes: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+    rows: Given | None = None
+    eval_rows: Given | None = None
+    loaded: LoadedModel | None = None
 
 
 def train_model(config: RunConfig, placement: Placement, options: Options) -> Trained:
@@ -134,7 +148,9 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
 
     source, spec = config.model, placement.spec
     wanted = {"revision": source.revision, "dtype": source.dtype}
-    if placement.backend == "mlx" or spec.reads_files(config.method):
+    if options.loaded is not None:
+        loaded = options.loaded
+    elif placement.backend == "mlx" or spec.reads_files(config.method):
         loaded = open_model(source.source, **wanted, packed=placement.backend == "mlx")
     else:
         loaded = load_model(source.source, **wanted, device=spec.load_device(config.method, placement.device))
@@ -148,7 +164,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
             return session.follow()
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
-    rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens)
+    rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens, options=options)
     config = config.model_copy(update={"method": with_answers(config.method, answers_of_rows(rows.train))})
     session = open_session(config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
@@ -167,16 +183,19 @@ class RunRows:
     pad: int
 
 
-def read_rows_of(config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None = None) -> RunRows:
-    """Read and encode the rows that a run file names.
+def read_rows_of(
+    config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None = None, options: Options | None = None
+) -> RunRows:
+    """Read and encode the rows that a run file names, or that the options hold.
 
     Raises:
         DataError: a file has no row that can be used.
     """
-    data = config.data
-    assert data.path is not None  # noqa: S101  the callers refuse a run without rows before anything is loaded
+    data, options = config.data, options or Options()
+    path, eval_path = options.rows or data.path, options.eval_rows or data.eval_path
+    assert path is not None  # noqa: S101  the callers refuse a run without rows before anything is loaded
 
-    def read(path: Path) -> Dataset:
+    def read(path: Path | Given) -> Dataset:
         return read_dataset(
             path,
             tokenizer,
@@ -186,10 +205,10 @@ def read_rows_of(config: RunConfig, tokenizer: Any, max_length_tokens: int, task
             train_on_prompt=data.train_on_prompt,
         )
 
-    train = read(data.path)
+    train = read(path)
     if data.validation_split:
         return RunRows(*split_rows(train, data.validation_split, config.train.seed), pad_id_of(tokenizer))
-    return RunRows(train, read(data.eval_path) if data.eval_path else None, pad_id_of(tokenizer))
+    return RunRows(train, read(eval_path) if eval_path else None, pad_id_of(tokenizer))
 
 
 def fit(
@@ -211,10 +230,14 @@ def fit(
         seed: of the log's head; the run file's unless given.
         saves_model: a model was loaded whole, so a method that trains all of it can write it.
     """
-    # The head of the log names all that a resume must have in common with the run.
+    # An exported program fixes the rows of a step; any other session takes what the run file says.
+    size = session.batch_size or config.train.batch_size
+    batches = Batches(rows.train, size, session.lengths_tokens, config.train.seed, rows.pad)
+    config = in_steps(config, batches.steps_per_epoch)
     settings = config.train
     if settings.objective != "loss":
         identity = identity | {"objective": settings.objective, "objective_command": settings.objective_command}
+    # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
         session.load_adapter(load_adapter(options.adapter))
     figures = {"train": rows.train.figures()}
@@ -223,22 +246,23 @@ def fit(
         figures["evaluation"] = rows.evaluation.figures()
     start = events.Start(
         config=config.model_dump(mode="json"),
-        identity={**identity, "data": config.data_identity(), **adapter_identity(options.adapter)},
+        identity={**identity, "data": config.data_identity(options.rows), **adapter_identity(options.adapter)},
         seed=settings.seed if seed is None else seed,
         backend=session.backend,
         generator_backend=session.generator_backend,
         model_source=model.source,
         model_sha256=model.sha256,
+        said=list(options.said),
         data=figures,
     )
     evaluated = rows.evaluation or rows.train
 
+    reports = open_reports(settings.report_to, settings.out, start.config)
+
     def evaluate_now(should_stop: Callable[[], bool]) -> EvalResult | None:
         return evaluate_dataset(session, evaluated, rows.pad, rows=settings.eval_rows, should_stop=should_stop)
 
-    # An exported program fixes the rows of a step; any other session takes what the run file says.
-    size = session.batch_size or settings.batch_size
-    batches, objective = Batches(rows.train, size, session.lengths_tokens, settings.seed, rows.pad), None
+    objective = None
     if settings.objective != "loss":
         objective = Objective(settings, session, rows.train, rows.pad)
     result = run_loop(
@@ -255,22 +279,54 @@ def fit(
         checkpoint_every=settings.checkpoint_every,
         eval_every=settings.eval_every,
         evaluate_fn=None if rows.evaluation is None else evaluate_now,
-        sinks=options.sinks,
+        sinks=[*options.sinks, *(() if reports is None else (reports,))],
+        patience=settings.patience,
+        callbacks=options.callbacks,
         score=None if objective is None else lambda step: objective(batches.rows_at(step)),
     )
+    restored = False
+    if settings.restore_best and not result.interrupted and result.best_checkpoint not in (None, result.checkpoint):
+        session.load_state(read_tensors(result.best_checkpoint / STATE_FILE))
+        best_figures = result.best_evaluation or evaluate_now(lambda: False)
+        result, restored = replace(result, evaluation=best_figures), True
     # The result: an adapter even where the run was interrupted, a whole model (gigabytes) only where it is finished.
     adapter = best = folder = ordinary = None
     if (trained := session.adapter()) is not None:
         adapter = settings.out / ADAPTER
         save_adapter(trained, adapter)
-        best = _save_best(session, result, settings.out)
+        best = None if restored else _save_best(session, result, settings.out)
     elif saves_model and not result.interrupted:
         folder = settings.out / MODEL
         with atomic_directory(folder) as temporary:
             session.save_model(temporary)
         ordinary = _save_ordinary(session, evaluated, rows.pad, settings.out / ORDINARY)
     session.close()
+    if result.raised is not None:
+        saved = result.checkpoint or "there was none"
+        result.raised.add_note(f"The run ended after step {result.steps}; its checkpoint: {saved}. `resume` goes on.")
+        raise result.raised
     return Trained(result, adapter, best, folder, tuple(rows.train.problems), ordinary, figures)
+
+
+def in_steps(config: RunConfig, steps_per_epoch: float) -> RunConfig:
+    """Return the run file with steps in place of epochs: how many, and after how many an evaluation is due.
+
+    Raises:
+        ConfigError: the run shall stop early and is never evaluated on the way.
+    """
+    train = config.train
+    if train.epochs is not None:
+        steps = max(1, math.ceil(train.epochs * steps_per_epoch - 1e-9))
+        train = train.model_copy(
+            update={"steps": steps, "eval_every": train.eval_every or max(1, math.ceil(steps_per_epoch - 1e-9))}
+        )
+    if train.patience is not None and not train.eval_every:
+        raise ConfigError(
+            "train.patience counts evaluations, and there is one, at the end",
+            expected="train.eval_every, or train.epochs",
+            hint="--eval-every 50 evaluates every 50 steps",
+        )
+    return config.model_copy(update={"train": train})
 
 
 def adapter_identity(adapter: Path | None) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,22 +64,17 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
 
     family, dims = loaded.family, loaded.dims
     # Check every tensor first: a model with a part of an adapter is another model.
-    places = {
-        family.linear_name(layer, target): (layer, target)
-        for layer in range(dims.layers)
-        for target in family.linear_targets
-    }
+    places = {family.linear_name(linear.layer, linear.target): linear for linear in dims.linear_list}
     for name in adapter.linears:
         if name not in places:
             raise ArtifactError(
                 f"the adapter's '{name}' is no linear layer of {loaded.source.source}",
-                expected=f"{dims.layers} layers with {', '.join(family.linear_targets)}",
+                expected=f"{dims.layers} layers with {', '.join(dims.linear_shapes)}",
                 received=name,
                 hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
             )
-        layer, target = places[name]
-        (inputs, outputs), (a, b) = dims.linear_shape(target), adapter.pair(name)
-        expected = ((adapter.rank, inputs), (outputs, adapter.rank))
+        linear, (a, b) = places[name], adapter.pair(name)
+        expected = ((adapter.rank, linear.inputs), (linear.outputs, adapter.rank))
         if (a.shape, b.shape) != expected:
             raise ArtifactError(
                 f"the adapter does not fit '{name}' of {loaded.source.source}",
@@ -86,14 +82,28 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
                 received=f"A {a.shape}, B {b.shape}",
                 hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
             )
-        if isinstance(family.linear(layer, target), LoRALinear):
+        if isinstance(family.module(name), LoRALinear):
             raise ArtifactError(f"'{name}' has an adapter already", hint="load the model again")
     if adapter.base_model and adapter.base_model != loaded.source.source:
         _log.warning("the adapter was trained on %s, not on %s", adapter.base_model, loaded.source.source)
+    family.check_adapted(list(adapter.linears))
     for name in adapter.linears:
-        layer, target = places[name]
-        base = family.linear(layer, target)
-        family.set_linear(layer, target, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name)))
+        base = family.module(name)
+        family.replace(name, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name)))
+
+
+@contextmanager
+def adapted(loaded: LoadedModel, adapter: Adapter) -> Iterator[None]:
+    """Apply an adapter for the duration of a block: putting it beside the layers takes less time than loading."""
+    family = loaded.family
+    names = [family.linear_name(linear.layer, linear.target) for linear in loaded.dims.linear_list]
+    before = {name: family.module(name) for name in names}
+    try:
+        apply_adapter(loaded, adapter)
+        yield
+    finally:
+        for name, linear in before.items():
+            family.replace(name, linear)
 
 
 def fuse_in_place(loaded: LoadedModel) -> int:
@@ -101,12 +111,12 @@ def fuse_in_place(loaded: LoadedModel) -> int:
     from ondevice.nn.lora import LoRALinear
 
     family, count = loaded.family, 0
-    for layer in range(loaded.dims.layers):
-        for target in family.linear_targets:
-            module = family.linear(layer, target)
-            if isinstance(module, LoRALinear):
-                family.set_linear(layer, target, module.fuse())
-                count += 1
+    for linear in loaded.dims.linear_list:
+        name = family.linear_name(linear.layer, linear.target)
+        module = family.module(name)
+        if isinstance(module, LoRALinear):
+            family.replace(name, module.fuse())
+            count += 1
     return count
 
 
@@ -163,14 +173,14 @@ def fuse(
             hint="give the model itself instead of the artifact",
         )
     loaded.model.float()
-    base = _logits(loaded, prompts)
+    base = prompt_logits(loaded, prompts)
     apply_adapter(loaded, adapter)
-    adapted = _logits(loaded, prompts)
+    adapted = prompt_logits(loaded, prompts)
     fuse_in_place(loaded)
     # What is checked is the written folder, loaded again: a fault of saving would not show in the model in memory.
     with atomic_directory(out, marker="config.json") as partial:
         _save(loaded, dtype, partial)
-        fused = _logits(load_model(str(partial), dtype="float32"), prompts)
+        fused = prompt_logits(load_model(str(partial), dtype="float32"), prompts)
         return _check(Path(out), dtype, base, adapted, fused)
 
 
@@ -192,7 +202,7 @@ def _save(loaded: LoadedModel, dtype: str, folder: Path) -> None:
         path.chmod((folder / "config.json").stat().st_mode)
 
 
-def _logits(loaded: LoadedModel, prompts: Sequence[str]) -> list[Tensor]:
+def prompt_logits(loaded: LoadedModel, prompts: Sequence[str]) -> list[Tensor]:
     """float32 [tokens, vocab] of each prompt."""
     import torch
 
@@ -204,8 +214,8 @@ def _logits(loaded: LoadedModel, prompts: Sequence[str]) -> list[Tensor]:
 
 
 def _check(out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fused: list[Tensor]) -> FuseReport:
-    effect, from_base = _distance(adapted, base), _distance(fused, base)
-    from_adapter, scale = _distance(fused, adapted), max(float(x.abs().max()) for x in adapted)
+    effect, from_base = distance(adapted, base), distance(fused, base)
+    from_adapter, scale = distance(fused, adapted), max(float(x.abs().max()) for x in adapted)
     limit = _TOLERANCE[dtype] * max(1.0, scale)
     if not from_adapter <= limit:
         raise VerificationError(
@@ -224,6 +234,6 @@ def _check(out: Path, dtype: str, base: list[Tensor], adapted: list[Tensor], fus
     return FuseReport(str(out), dtype, from_base, from_adapter, scale, True)
 
 
-def _distance(left: list[Tensor], right: list[Tensor]) -> float:
+def distance(left: list[Tensor], right: list[Tensor]) -> float:
     """Largest absolute difference; NaN if there is one on either side."""
     return max((float((a - b).abs().max()) for a, b in zip(left, right)), key=lambda x: float("inf") if x != x else x)

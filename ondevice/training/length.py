@@ -11,25 +11,31 @@ from ondevice.models import load_tokenizer, read_dims
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.data.rows import Rows
+    from ondevice.models import LoadedModel
 
 
-def with_length(config: RunConfig, rows: Rows | None = None) -> tuple[RunConfig, tuple[str, ...]]:
+def with_length(
+    config: RunConfig, rows: Rows | None = None, loaded: LoadedModel | None = None
+) -> tuple[RunConfig, tuple[str, ...]]:
     """Return the run file with a maximum length, and what is to be said of it: nothing where it has one already.
 
     Args:
         rows: of `data.path`, where they have been read.
+        loaded: the model, where it is loaded.
 
     Raises:
         DataError: no row can be used.
         ModelError: the model has no tokenizer, or its sizes cannot be read.
     """
     data, model = config.data, config.model
-    if data.max_length_tokens is not None or data.path is None:
+    if data.max_length_tokens is not None or (data.path is None and rows is None):
         return config, ()
-    most = read_dims(model.source, model.revision).max_positions
+    most = (loaded.dims if loaded else read_dims(model.source, model.revision)).max_positions
     if rows is None:
+        assert data.path is not None  # noqa: S101  checked above
         rows = read_rows(data.path, task=data.task, columns=data.columns)
     refuse_preferences(rows)
-    length = length_of(rows, load_tokenizer(model.source, model.revision), most_tokens=most)
+    tokenizer = loaded.tokenizer if loaded else load_tokenizer(model.source, model.revision)
+    length = length_of(rows, tokenizer, most_tokens=most)
     settings = data.model_copy(update={"max_length_tokens": length.tokens})
     return config.model_copy(update={"data": settings}), (length.said,)

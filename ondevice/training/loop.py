@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,6 +18,7 @@ import numpy as np
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.training import events
+from ondevice.training.callbacks import Callback, Callbacks
 from ondevice.training.checkpoint import CheckpointStore, RunLock, check_identity
 from ondevice.training.events import FILE_NAME, EventLog, LogContent, Sink, cut_log, read_log
 from ondevice.training.metrics import History, PeakMemory, RunResult
@@ -106,6 +107,8 @@ class Run:
     evaluate_fn: EvaluateFn | None
     eval_every: int
     checkpoint_every: int
+    patience: int | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
     score: Callable[[int], float] | None = None
 
     def __post_init__(self) -> None:
@@ -117,7 +120,10 @@ class Run:
         self.saved: Path | None = None
         self.saving: tuple[threading.Thread, Saving] | None = None
         self.evaluation: EvalResult | None = None
+        self.best_evaluation: EvalResult | None = None
         self.evaluated: set[int] = set()
+        self.without_better = 0  # evaluations since the best one
+        self.changed: dict[str, Any] = {}
         self.log: EventLog
 
     def open(self, resume: bool, overwrite: bool, sinks: Iterable[Sink]) -> int:
@@ -140,7 +146,13 @@ class Run:
             self.log.write(self.start)
         else:
             self.log.write(
-                events.Resume(step=self.done, steps=self.steps, backend=self.session.backend, checkpoint=name)
+                events.Resume(
+                    step=self.done,
+                    steps=self.steps,
+                    backend=self.session.backend,
+                    checkpoint=name,
+                    changed=self.changed,
+                )
             )
         for message in warnings:
             self.log.write(events.Warning(message=message, step=self.done))
@@ -175,7 +187,11 @@ class Run:
             warnings.append(f"{path.name} lacks steps before step {self.done}: it cannot be replayed")
         self.history = History(logged)
         kept = [entry.event for entry in content.entries]
-        self.evaluated = {event.step for event in kept if isinstance(event, events.Evaluate)}
+        self.changed = _changed(kept, self.start)
+        for event in kept:
+            if isinstance(event, events.Evaluate):
+                self.evaluated.add(event.step)
+                self.without_better = 0 if event.best else self.without_better + 1
         return content, loaded.path.name if loaded else ""
 
     def train(self, batches: BatchSource, rate_at: Callable[[int], float], first: int) -> RunResult:
@@ -183,7 +199,7 @@ class Run:
         if first and self._due():  # a stop skipped the evaluation that was due
             self._evaluate_and_save(save=False)
         for step in range(first, self.steps):
-            if self.stop:
+            if self.stop or self._hopeless():
                 break
             prepared = self.session.before_step(step, batches.at, self.out)
             if prepared is not None:
@@ -193,6 +209,7 @@ class Run:
             last = self.done == self.steps
             self._evaluate_and_save(save=last or self.done % self.checkpoint_every == 0)
         self._collect_save()
+        early = self.done < self.steps and self._hopeless()
         if self.stop:
             # Save where the run stands, unless the last checkpoint is of this very step.
             if self.done and (self.saved is None or not self.saved.name.endswith(f"-{self.done:08d}")):
@@ -200,7 +217,8 @@ class Run:
                 self._collect_save()
             self.log.write(events.Interrupt(step=self.done, signal=self.stop.reason))
         else:
-            self.log.write(events.Finish(steps=self.done, **self.history.figures()))
+            why = f"stopped early: {self.without_better} evaluations without a better one" if early else ""
+            self.log.write(events.Finish(steps=self.done, **self.history.figures(), reason=why))
         self.log.sync()
         best, history = self.store.best(), self.history
         return RunResult(
@@ -209,12 +227,19 @@ class Run:
             peak_device_bytes=history.peak_device_bytes,
             overlap=history.overlap,
             evaluation=self.evaluation,
+            best_evaluation=self.best_evaluation,
             best_score=best[0] if best else None,
             best_checkpoint=best[1] if best else None,
             checkpoint=self.saved,
             interrupted=bool(self.stop),
             signal=self.stop.reason,
+            stopped_early=early and not self.stop,
+            raised=self.callbacks.raised,
         )
+
+    def _hopeless(self) -> bool:
+        """True if the last evaluations were no better than the best, as often as the run's patience allows."""
+        return self.patience is not None and self.without_better >= self.patience
 
     def failed(self, error: Exception) -> None:
         """Write the error into the log, if the disk still takes it."""
@@ -256,6 +281,7 @@ class Run:
         self.log.write(event)
         self.history.add(event)
         self.done = step + 1
+        self.callbacks.call("on_step", event)
 
     def _check_finite(self, named: tuple[str, float], step: int, learning_rate: float) -> None:
         name, value = named
@@ -301,10 +327,15 @@ class Run:
             best = before is None or result.score > before[0]
             figures = result.figures()
             figures.pop("tokens")
-            self.log.write(events.Evaluate(step=self.done, best=best, **figures))
+            event = events.Evaluate(step=self.done, best=best, **figures)
+            self.log.write(event)
             self.evaluated.add(self.done)
             self.evaluation = result
-        if save or best:
+            self.best_evaluation = result if best else self.best_evaluation
+            self.without_better = 0 if best else self.without_better + 1
+            self.callbacks.call("on_evaluate", event)
+        # The last state of a run that stops early is saved like that of any other end.
+        if save or best or (result is not None and self._hopeless()):
             self._save(result)
 
     def _save(self, evaluation: EvalResult | None) -> None:
@@ -363,16 +394,40 @@ class Run:
             raise saving.error
         self.saved = saving.path
         size = sum(file.stat().st_size for file in saving.path.rglob("*") if file.is_file())
-        self.log.write(
-            events.Checkpoint(
-                step=saving.step, path=saving.path.name, size_bytes=size, seconds_s=saving.end_s - saving.began_s
-            )
+        event = events.Checkpoint(
+            step=saving.step, path=saving.path.name, size_bytes=size, seconds_s=saving.end_s - saving.began_s
         )
+        self.log.write(event)
+        self.callbacks.call("on_checkpoint", event)
 
 
 def _identity(start: events.Start) -> dict[str, Any]:
     """Return the settings that a resume must have in common with the run, as JSON values."""
     return events.plain({"model": start.model_sha256, "seed": start.seed, **start.identity})
+
+
+CHANGEABLE = (
+    "method.learning_rate", "train.steps", "train.epochs", "train.schedule", "train.warmup_steps",
+)  # fmt: skip
+"""Settings that a resumed run may have other values of than the run that it goes on with."""
+
+
+def _changed(logged: list[events.Event], start: events.Start) -> dict[str, Any]:
+    """Return the changeable settings that differ from those the log ends with: {dotted key: [before, now]}."""
+    head = next((event for event in logged if isinstance(event, events.Start)), None)
+    if head is None:
+        return {}
+
+    def settings(config: dict[str, Any]) -> dict[str, Any]:
+        sections = (key.split(".") for key in CHANGEABLE)
+        return {f"{section}.{name}": config.get(section, {}).get(name) for section, name in sections}
+
+    before = settings(head.config)
+    for event in logged:
+        if isinstance(event, events.Resume):
+            before |= {key: values[1] for key, values in event.changed.items()}
+    now = settings(start.config)
+    return {key: [before[key], now[key]] for key in CHANGEABLE if before[key] != now[key]}
 
 
 __all__ = ["BatchSource", "EvaluateFn", "RunResult", "StopRequest", "run_loop"]
@@ -393,6 +448,8 @@ def run_loop(
     evaluate_fn: EvaluateFn | None = None,
     sinks: Iterable[Sink] = (),
     stop: StopRequest | None = None,
+    patience: int | None = None,
+    callbacks: Iterable[Callback] = (),
     score: Callable[[int], float] | None = None,
 ) -> RunResult:
     """Train, or go on training, until `steps` steps are done.
@@ -411,6 +468,8 @@ def run_loop(
         eval_every: steps between two evaluations; 0 for only one, at the end. Nothing without `evaluate_fn`.
         sinks: called with every event.
         stop: lets another thread stop the run.
+        patience: end after so many evaluations without a better one.
+        callbacks: called as the run goes; one that raises ends it like a signal, and `RunResult.raised` has the error.
         score: of the session's weights as they are, on the rows of a step, in place of the loss.
 
     Raises:
@@ -425,7 +484,8 @@ def run_loop(
     # `is not None`: a StopRequest that nobody has used yet is false.
     stop = stop if stop is not None else StopRequest()
     with RunLock(out), stop:
-        run = Run(session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every, score)
+        called = Callbacks(tuple(callbacks), stop)
+        run = Run(session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every, patience, called, score)
         first = run.open(resume, overwrite, sinks)
         with run.log:
             try:

@@ -217,11 +217,14 @@ class RunResult:
         peak_memory_bytes: highest resident memory of the process.
         peak_device_bytes: highest memory of CUDA tensors, None without CUDA.
         evaluation: the last evaluation since the run was started or resumed.
+        best_evaluation: the best evaluation since the run was started or resumed; None where an earlier one was better.
         best_score, best_checkpoint: of the best evaluation of the whole run.
         checkpoint: the newest checkpoint.
         interrupted: the run was asked to stop before its end; its state is saved.
         overlap: of the last step but one, for methods that offload.
         signal: why: `SIGINT`, `SIGTERM`, ... or the reason of `StopRequest.request`.
+        stopped_early: the run ended before its last step, because evaluations did not improve (`train.patience`).
+        raised: what a callback raised, which ended the run.
     """
 
     steps: int
@@ -238,3 +241,6 @@ class RunResult:
     interrupted: bool
     signal: str = ""
     overlap: dict[str, Any] | None = None
+    stopped_early: bool = False
+    raised: Exception | None = None
+    best_evaluation: EvalResult | None = None

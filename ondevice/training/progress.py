@@ -61,8 +61,12 @@ class ProgressSink:
             case events.Start() | events.Resume():
                 self.steps = event.steps
                 if isinstance(event, events.Resume):
-                    self._say(f"resumed at step {event.step} of {event.steps}")
+                    changes = [f"{key} {_short(old)} -> {_short(new)}" for key, (old, new) in event.changed.items()]
+                    told = f" ({', '.join(changes)})" if changes else ""
+                    self._say(f"resumed at step {event.step} of {event.steps}{told}")
                 else:
+                    for sentence in event.said:
+                        self._say(sentence)
                     for part, figures in event.data.items():
                         self._say("\n".join(describe_data(part, figures)))
                 if self.stream.isatty():
@@ -79,6 +83,8 @@ class ProgressSink:
                 self._stop()
                 if self._overlap:
                     self._say(describe_overlap(self._overlap))
+                if event.reason:
+                    self._say(event.reason)
                 self._say(
                     f"{event.steps} steps, loss {event.first_loss:.4f} -> {event.final_loss:.4f}, "
                     f"{event.step_time_s:.3g} s a step, {mebibytes(event.peak_memory_bytes)} peak"
@@ -201,6 +207,10 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _memory(event: events.Step) -> int:

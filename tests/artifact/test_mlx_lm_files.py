@@ -98,9 +98,9 @@ def test_what_mlx_lm_trained_is_read(model, tmp_path) -> None:
 def test_the_command_converts(tmp_path, capsys) -> None:
     save_adapter(adapter(), tmp_path / "peft")
     done = CommandLine(capsys)(
-        "convert", str(tmp_path / "peft"), "--to", "mlx-lm", "--out", str(tmp_path / "mlx"), "--json"
+        "convert", str(tmp_path / "peft"), "--to", "mlx", "--out", str(tmp_path / "mlx"), "--json"
     )
-    assert done.json["layout"] == "mlx-lm" and done.json["layers"] == 4
+    assert done.json["form"] == "mlx" and done.json["linears"] == 4
     there, here = load_adapter(tmp_path / "mlx"), adapter()
     assert there.alpha == pytest.approx(here.alpha) and there.tensors.keys() == here.tensors.keys()
     assert all(np.array_equal(there.tensors[name], here.tensors[name]) for name in here.tensors)

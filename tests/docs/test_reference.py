@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 PAGES = (
-    *(f"docs/reference/{name}.md" for name in ("api", "artifact", "cli", "config", "errors", "events")),
+    *(f"docs/reference/{name}.md" for name in ("api", "artifact", "cli", "config", "errors", "events", "fleet")),
     "docs/methods/index.md",
     "README.md",
 )
@@ -71,6 +71,9 @@ def test_every_flag_and_key_is_listed(generate: ModuleType) -> None:
     commands, settings = generate.commands(), generate.settings()
     assert all(f"## ondevice {verb}\n" in commands for verb in ("train", "run", "export", "config show"))
     assert "`--perturbation-scale` FLOAT" in commands
+    interface = generate.interface()
+    assert "### RunConfig.load\n" in interface and "### Callback.on_step\n" in interface
+    assert "    on_row: Callable[[int, int], None] = lambda done, rows: None,\n" in interface
     assert "| `perturbation_scale` | `number` | `0.01` |" in settings
 
 

@@ -60,3 +60,25 @@ def test_what_is_not_for_it_is_refused() -> None:
     state = other.state()
     with pytest.raises(CheckpointError, match="exp_avg"):
         open_tiny("lora").load_state({k: v for k, v in state.items() if not k.startswith("exp_avg/")})
+
+
+def first_moments(state: dict[str, np.ndarray]) -> np.ndarray:
+    """All first moments of AdamW, one after the other: after one step a tenth of the gradient."""
+    return np.concatenate([state[key].ravel() for key in sorted(state) if key.startswith("exp_avg/")])
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-fa", "full", "mesp"])
+def test_micro_batches_give_the_gradient_of_the_batch_and_the_norm_is_clipped(name) -> None:
+    data, moments = batch(3), {}
+    for limit in (None, 1e9, 0.05):
+        for rows in (None, 2):
+            opened = open_tiny(name, max_grad_norm=limit, micro_batch_size=rows)
+            loss = opened.step(*data, 0, 1e-3).loss
+            moments[limit, rows] = first_moments(opened.state())
+            assert loss == pytest.approx(open_tiny(name).step(*data, 0, 1e-3).loss, rel=1e-6)
+    whole = moments[None, None]
+    norm = 10 * float(np.linalg.norm(whole))
+    assert norm > 0.06 and moments[1e9, None].tobytes() == whole.tobytes()
+    for rows in (None, 2):
+        np.testing.assert_allclose(moments[None, rows], whole, rtol=1e-3, atol=1e-7)
+        np.testing.assert_allclose(moments[0.05, rows], whole * 0.05 / norm, rtol=1e-3, atol=1e-8)

@@ -1,4 +1,4 @@
-"""The peculiarities of `mistral` (the sliding window) and of `gpt2` (positions, no adapters), and what is refused."""
+"""The peculiarities of `mistral` (the sliding window) and of `gpt2` (positions, Conv1D), and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.adapter import Adapter, save_adapter
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.registry import method_config, open_session, target
@@ -19,10 +19,11 @@ from ondevice.exporters.base import ExportJob
 from ondevice.models import LoadedModel, forward_hidden, load_model, read_dims, save_tiny, tiny_model
 from ondevice.models.gpt2 import Gpt2
 from ondevice.models.registry import family_for_gguf
+from ondevice.models.traits import check_length
 from ondevice.nn.quantized import quantize_q4_model
 from ondevice.planning.estimate import plan
 from ondevice.planning.fits import alternatives
-from ondevice.training.fuse import apply_adapter
+from ondevice.training.fuse import fuse
 
 
 def ids_of(length: int) -> torch.Tensor:
@@ -41,25 +42,28 @@ def change(folder: Path, **fields: object) -> Path:
 
 
 @torch.no_grad()
-def test_within_the_window_it_is_transformers_own_and_beyond_it_is_refused() -> None:
+def test_within_the_window_and_beyond_it_is_transformers_own() -> None:
     loaded = tiny_model("mistral", sliding_window=16, layers=3)
-    assert loaded.dims.max_positions == 16
-    torch.testing.assert_close(logits(loaded, ids_of(16)), loaded.model(ids_of(16)).logits, atol=1e-5, rtol=1e-4)
-    with pytest.raises(ModelError, match="sliding window") as caught:
-        logits(loaded, ids_of(17))
-    assert (caught.value.expected, caught.value.received) == ("at most 16 tokens", "17 tokens")
+    assert loaded.dims.traits.windows == (16, 16, 16)
     free = tiny_model("mistral", sliding_window=None, layers=3)
-    assert free.dims.max_positions == 512
+    assert free.dims.traits.windows == tiny_model("mistral", sliding_window=512).dims.traits.windows == ()
+    for model in (loaded, free):
+        for length in (16, 17, 40):
+            expected = model.model(ids_of(length)).logits
+            torch.testing.assert_close(logits(model, ids_of(length)), expected, atol=1e-5, rtol=1e-4)
     same, far = free.model(ids_of(17)).logits, loaded.model(ids_of(17)).logits
-    torch.testing.assert_close(logits(free, ids_of(17)), same, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(same[:, :16], far[:, :16], atol=1e-5, rtol=1e-4)
     assert (same[:, 16] - far[:, 16]).abs().max() > 1e-3  # the first token that the window hides something from
+    with pytest.raises(ModelError, match="sliding window") as caught:
+        check_length(loaded.dims, 17)
+    assert (caught.value.expected, caught.value.received) == ("at most 16 tokens", "17 tokens")
+    check_length(loaded.dims, 16)
 
 
-@pytest.mark.parametrize(("window", "longest"), [(..., 4096), (None, 32768), (128, 128), (65536, 32768)])
-def test_the_window_is_read_as_transformers_reads_it(window: Any, longest: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("window", "expected"), [(..., 4096), (None, 0), (128, 128), (65536, 0)])
+def test_the_window_is_read_as_transformers_reads_it(window: Any, expected: int, tmp_path: Path) -> None:
     folder = change(save_tiny(tmp_path / "m", "mistral", max_positions=32768), sliding_window=window)
-    assert read_dims(str(folder)).max_positions == load_model(str(folder)).dims.max_positions == longest
+    assert read_dims(str(folder)) == load_model(str(folder)).dims
+    assert read_dims(str(folder)).traits.window(1) == expected
 
 
 @torch.no_grad()
@@ -95,7 +99,6 @@ def test_gpt2_as_the_hub_has_it(tmp_path: Path) -> None:
 REFUSED = {
     "no size": ({"n_layer": ...}, "'n_layer'"),
     "heads": ({"n_head": 5}, "'n_head'"),
-    "activation": ({"activation_function": "silu"}, "'activation_function'"),
     "cross attention": ({"add_cross_attention": True}, "'add_cross_attention'"),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
 }
@@ -109,45 +112,41 @@ def test_a_gpt2_that_the_block_does_not_do_is_refused(case: str, tmp_path: Path)
         read_dims(str(folder))
 
 
-def test_adapters_and_quantised_weights_on_gpt2_are_refused_with_what_does_work() -> None:
-    def adapter(loaded: LoadedModel) -> None:
-        name = "transformer.h.0.attn.c_attn"
-        pair = {f"{name}.lora_A.weight": np.ones((2, 64), "f4"), f"{name}.lora_B.weight": np.ones((192, 2), "f4")}
-        apply_adapter(loaded, Adapter(pair, 2, 2.0, ("c_attn",), ""))
-
-    calls = [
-        *(lambda model, name=name: open_session(model, method_config(name), 0) for name in ("prge", "lora", "lora-fa")),
-        *(
-            lambda model, name=name: plan(model.dims, method_config(name), batch_size=1, length_tokens=8)
-            for name in ("prge", "lora")
-        ),
-        lambda model: quantize_q4_model(model.family),
-        adapter,
-    ]
-    for call in calls:
-        loaded = tiny_model("gpt2")
-        before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
-        with pytest.raises(ModelError, match="carry no adapter") as caught:
-            call(loaded)
-        assert "full, lsp, mezo, slideformer" in caught.value.expected
-        after = loaded.model.state_dict()
-        assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+def test_packed_weights_on_gpt2_are_refused_with_what_does_work() -> None:
+    loaded = tiny_model("gpt2")
+    before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    with pytest.raises(ModelError, match="no packed weights") as caught:
+        quantize_q4_model(loaded.family)
+    assert "full, lora, lora-fa, mezo, prge" in caught.value.expected
+    after = loaded.model.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_a_gpt2_that_does_not_fit_is_told_of_mezo_and_not_of_adapters() -> None:
+def test_an_adapter_is_fused_into_a_conv1d(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    name = "transformer.h.0.attn.c_attn"
+    pair = {
+        f"{name}.lora_A.weight": rng.standard_normal((2, 64)).astype("f4"),
+        f"{name}.lora_B.weight": rng.standard_normal((192, 2)).astype("f4"),
+    }
+    save_adapter(Adapter(pair, 2, 2.0, ("c_attn",), ""), tmp_path / "adapter")
+    report = fuse(str(save_tiny(tmp_path / "m", "gpt2")), tmp_path / "adapter", tmp_path / "fused")
+    assert report.ok and report.max_abs_difference_from_base > 1e-2
+
+
+def test_a_gpt2_that_does_not_fit_is_told_of_methods_that_take_it() -> None:
     sizes = {"n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257, "n_positions": 1024}
     dims = Gpt2.dims_from_config(sizes)
     assert dims.parameters == 124_439_808
     planned = plan(dims, method_config("full"), batch_size=4, length_tokens=128)
-    words = [words for words, _ in alternatives(planned)]
-    assert "--method mezo" in words and not any("prge" in text for text in words)
+    assert "--method prge" in [words for words, _ in alternatives(planned)]
 
 
 def test_an_export_of_gpt2_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "m", "gpt2")
     (folder / "model.safetensors").unlink()
     job = ExportJob(ModelConfig(source=str(folder)), method_config("prge"), ExportConfig())
-    assert any("carry no adapter" in problem for problem in target("android-cpu").check(job))
+    assert any("no program of a step" in problem for problem in target("android-cpu").check(job))
     with pytest.raises(ConfigError, match="cannot export"):
         target("android-cpu").export(job, tmp_path / "out")
 

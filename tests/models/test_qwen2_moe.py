@@ -66,7 +66,6 @@ def test_dimensions_of_the_papers_model() -> None:
 
 
 REFUSED = {
-    "sliding window": ({"use_sliding_window": True, "sliding_window": 8}, "sliding window"),
     "more active than there are": ({"num_experts_per_tok": 9}, "'num_experts_per_tok'"),
     "no block with experts": ({"mlp_only_layers": [0, 1]}, "no layer has experts"),
     "half an expert": ({"num_experts": 0.5}, "'num_experts'"),

@@ -15,10 +15,22 @@ from ondevice import method_config, read_dataset  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.core.registry import spec_of  # noqa: E402
 from ondevice.data.answers import answers_of_rows, answers_of_task, with_answers  # noqa: E402
-from ondevice.models import load_tokenizer, tiny_model  # noqa: E402
-from ondevice.nn.answer_loss import answer_loss, method_token_nll  # noqa: E402
+from ondevice.methods.model_loss import method_token_nll  # noqa: E402
+from ondevice.models import Family, load_tokenizer, tiny_model  # noqa: E402
+from ondevice.nn.answer_loss import answer_loss  # noqa: E402
 
 ANSWERS = (7, 3, 12)
+
+
+class Head(Family):
+    """A family of which the head alone is there."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        return self.weight
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -33,7 +45,7 @@ def test_it_is_a_softmax_over_the_answers(dtype: str) -> None:
     torch.testing.assert_close(answer_loss(weight, ANSWERS)(hidden, labels).double(), expected, **tolerance)
     own = answer_loss(weight[list(ANSWERS)], range(3), ANSWERS)
     torch.testing.assert_close(own(hidden, labels).double(), expected, **tolerance)
-    trained = method_token_nll(hidden, weight, labels, 2, ANSWERS)
+    trained = method_token_nll(Head(weight), hidden, labels, 2, ANSWERS)
     torch.testing.assert_close(trained.double(), expected, **tolerance)
 
 
@@ -42,7 +54,7 @@ def test_rows_of_another_kind_are_scored_over_the_vocabulary() -> None:
     weight, hidden = torch.randn(17, 5, generator=generator), torch.randn(2, 5, generator=generator)
     labels = torch.tensor([12, 5])
     torch.testing.assert_close(
-        method_token_nll(hidden, weight, labels, 2, ANSWERS), method_token_nll(hidden, weight, labels, 2)
+        method_token_nll(Head(weight), hidden, labels, 2, ANSWERS), method_token_nll(Head(weight), hidden, labels, 2)
     )
 
 

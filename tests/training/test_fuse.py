@@ -121,7 +121,7 @@ def test_a_fuse_that_misses_a_layer_is_caught(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(fuse_module, "fuse_in_place", broken)
     with pytest.raises(VerificationError, match="not base plus adapter"):
-        fuse("tiny:llama", tmp_path / "adapter", tmp_path / "fused")
+        fuse("tiny:llama", tmp_path / "adapter", tmp_path / "fused", overwrite=True)
     assert (tmp_path / "fused" / "model.safetensors").read_bytes() == before
 
 

@@ -74,9 +74,7 @@ def test_it_learns_from_accuracy_alone(data: Path, tmp_path: Path) -> None:
         np.testing.assert_array_equal(replayed.tensors[name], value)
 
 
-@pytest.mark.parametrize(
-    "method", [{"name": "prge", "queries": 1, "rank": 2, "calibration_rows": 2}, {"name": "mezo"}]
-)
+@pytest.mark.parametrize("method", [{"name": "prge", "queries": 1, "rank": 2, "calibration_rows": 2}, {"name": "mezo"}])
 def test_the_example_program_scores_answers(data: Path, tmp_path: Path, method: dict[str, Any]) -> None:
     settings = {"objective": "command", "objective_command": EXAMPLE, "batch_size": 2}
     run(data / "pairs.jsonl", tmp_path / "run", method, settings)

@@ -21,5 +21,11 @@ class FullConfig(AnswerLossConfig):
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
 
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the whole gradient to this norm; None does not clip."""
+
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Rows computed at once; the gradients of a batch of more are accumulated. None computes all rows at once."""
+
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""

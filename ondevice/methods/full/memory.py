@@ -16,11 +16,12 @@ def memory(
     dims: ModelDims, config: FullConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
     """Return peak bytes by part: gradients and AdamW moments of every parameter, and activations kept for backward."""
-    tokens = batch_size * length_tokens
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens = rows * length_tokens
     return {
         "adapter": dims.parameters * activation_bytes,
         "noise": 0,
-        "activations": backward_bytes(dims, batch_size, length_tokens, activation_bytes),
+        "activations": backward_bytes(dims, rows, length_tokens, activation_bytes),
         "logits": loss_bytes(dims, tokens, config.loss_tiles),
         "optimizer": dims.parameters * 2 * activation_bytes,
     }

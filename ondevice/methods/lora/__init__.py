@@ -12,8 +12,10 @@ METHOD = MethodSpec(
     page="lora.md",
     trains="adapter",
     order="first",
+    preference=2,
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost="ondevice.methods.step_model:adapter_step_cost",
     programs={"torch": ".program:TORCH"},
+    any_decoder=True,
 )

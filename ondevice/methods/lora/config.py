@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ondevice.core.config import AnswerLossConfig, TargetModule
+from ondevice.core.config import AnswerLossConfig
 
 
 class LoraConfig(AnswerLossConfig):
@@ -25,14 +25,21 @@ class LoraConfig(AnswerLossConfig):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[TargetModule, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
-    """Linear layers that carry an adapter."""
+    target_modules: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the default's, its
+    projections into attention, or into what stands in attention's place."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """AdamW's learning rate."""
 
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled weight decay."""
+
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the whole gradient to this norm; None does not clip."""
+
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    """Rows computed at once; the gradients of a batch of more are accumulated. None computes all rows at once."""
 
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy."""

@@ -16,15 +16,16 @@ def memory(
     dims: ModelDims, config: LoraConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
     """Return peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for backward."""
-    shapes = [dims.linear_shape(target) for target in config.target_modules]
-    a = dims.layers * config.rank * sum(inputs for inputs, _ in shapes)
-    b = dims.layers * config.rank * sum(outputs for _, outputs in shapes)
+    linears = dims.adapted(config)
+    a = config.rank * sum(linear.inputs for linear in linears)
+    b = config.rank * sum(linear.outputs for linear in linears)
     trained = a + b if config.trains_a else b
-    tokens = batch_size * length_tokens
+    rows = min(batch_size, config.micro_batch_size or batch_size)
+    tokens = rows * length_tokens
     return {
         "adapter": (a + b) * 4 + trained * 4,
         "noise": 0,
-        "activations": backward_bytes(dims, batch_size, length_tokens, activation_bytes),
+        "activations": backward_bytes(dims, rows, length_tokens, activation_bytes),
         "logits": loss_bytes(dims, tokens, config.loss_tiles),
         "optimizer": trained * 8,
     }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.artifact.adapter_fit import check_fits
 from ondevice.core.errors import MissingPackageError
 from ondevice.methods.adamw_session import AdamWSession
@@ -22,18 +24,21 @@ class LoraSession(AdamWSession):
     """The adapter's tensors are the trained parameters; A is frozen for LoRA-FA."""
 
     def __init__(self, loaded: LoadedModel, config: Any, seed: int) -> None:
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it tells of absent kernels
         try:
             import peft
         except ImportError:
             raise MissingPackageError("peft is not installed", hint="pip install 'ondevice-train[torch]'") from None
-        for target in config.target_modules:
-            loaded.family.linear(0, target)  # refuses what carries no adapter before peft changes the model
-        settings = peft.LoraConfig(
-            r=config.rank, lora_alpha=config.alpha, target_modules=list(config.target_modules), lora_dropout=0.0
-        )
-        with torch.random.fork_rng():
+        # Before peft changes the model: this refuses what carries no adapter, and layers that the model never calls.
+        linears = [loaded.family.linear_name(item.layer, item.target) for item in loaded.dims.adapted(config)]
+        loaded.family.check_adapted(linears)
+        # Full names: a last part may also name layers outside the blocks, such as those of an image encoder.
+        settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=linears, lora_dropout=0.0)
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            # peft asks transformers for a name that it will drop: nothing that a user can do anything about.
+            warnings.simplefilter("ignore", FutureWarning)
             torch.manual_seed(seed)
-            self.peft_model = peft.get_peft_model(loaded.model, settings)  # adapters stay in float32
+            self.peft_model = _inject(peft, loaded.model, settings)
         named = {
             name.removeprefix(PREFIX).replace(".default", ""): parameter
             for name, parameter in self.peft_model.named_parameters()
@@ -50,7 +55,7 @@ class LoraSession(AdamWSession):
         """Return the trained adapter in PEFT's layout."""
         tensors = {name: value.detach().float().cpu().numpy().copy() for name, value in self.all_tensors.items()}
         config = self.config
-        return Adapter(tensors, config.rank, config.alpha, config.target_modules, self.loaded.source.source)
+        return Adapter(tensors, config.rank, config.alpha, targets_of(tensors), self.loaded.source.source)
 
     @torch.no_grad()
     def load_adapter(self, adapter: Adapter) -> None:
@@ -72,6 +77,14 @@ class LoraSession(AdamWSession):
         for name, value in self.all_tensors.items():
             if name not in self.parameters and name in state:
                 value.copy_(torch.from_numpy(state[name]))
+
+
+def _inject(peft: Any, model: Any, settings: Any) -> Any:
+    """Put peft's layers beside the model's; adapters stay in float32."""
+    with warnings.catch_warnings():  # peft sets `fan_in_fan_out` for a Conv1D by itself, and says so for each
+        warnings.filterwarnings("ignore", category=FutureWarning)  # what peft asks of transformers
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")
+        return peft.get_peft_model(model, settings)
 
 
 def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> LoraSession:

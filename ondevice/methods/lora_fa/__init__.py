@@ -16,4 +16,5 @@ METHOD = MethodSpec(
     memory="ondevice.methods.lora.memory:MEMORY",
     cost="ondevice.methods.step_model:adapter_step_cost",
     programs={"torch": "ondevice.methods.lora.program:TORCH"},
+    any_decoder=True,
 )

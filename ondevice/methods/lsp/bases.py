@@ -82,7 +82,8 @@ class Resident:
 
 
 class OnHost:
-    """In pinned host memory; layers slide through the accelerator, once up and once down."""
+    """In pinned host memory; layers slide through the accelerator, once up and once down but for those that the
+    window still holds."""
 
     folds, stays = True, False
 
@@ -99,6 +100,8 @@ class OnHost:
         return sum(t.numel() * t.element_size() for t in self.memory.values())
 
     def fetch(self, unit: Unit, slot: Slot) -> None:
+        if self.coming.get(id(slot), (-1, None))[0] == unit.index:  # asked for while the layer above computed
+            return
         memory = slot.memory[: unit.numel]
         self.device.hold("h2d", self.device.record("compute") if slot.used is None else slot.used)
         started = self.device.record("h2d")

@@ -90,7 +90,8 @@ def bus_bytes(dims: ModelDims, config: LspConfig, batch_size: int, length_tokens
     that are on the host."""
     moved = (narrow(dims, config) + exact(dims, config)) * item
     kept = dims.layers * batch_size * length_tokens * dims.hidden * item * (config.activations == "host")
-    sliding = 2 * dims.layers * dims.block_parameters * item if slides(dims, config) else 0
+    fetches = 2 * dims.layers - min(config.window, dims.layers)  # up and down; the uppermost are there when it turns
+    sliding = fetches * dims.block_parameters * item if slides(dims, config) else 0
     return moved + kept, moved + kept + sliding
 
 

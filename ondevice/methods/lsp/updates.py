@@ -110,7 +110,8 @@ class Updates:
                 self._submit(part, ticket, buffer, exact)
             return event
 
-        slot.task = self.offload.submit(unit.name, run, self._priority(part))
+        # What is not computed yet would keep the lane from what is.
+        slot.task = self.offload.submit(unit.name, run, self._priority(part), computed.done, computed.wait)
 
     def end_backward(self) -> None:
         """End the backward pass: every gradient of the step was sent."""

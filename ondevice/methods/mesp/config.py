@@ -37,8 +37,8 @@ class MespConfig(AnswerLossConfig):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[TargetModule, ...] = Field(default=ALL_TARGETS, min_length=1)
-    """Linear layers that carry an adapter."""
+    target_modules: tuple[str, ...] = Field(default=ALL_TARGETS, min_length=1)
+    """Linear layers that carry an adapter; a family with fused projections takes them as they are."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Learning rate; the paper trains with SGD at 1e-4."""
@@ -57,6 +57,10 @@ class MespConfig(AnswerLossConfig):
 
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, of either optimizer."""
+
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Clip the gradient of all matrices to this norm; they are collected first, in the adapter's size in float32. None
+    does not clip."""
 
     micro_batch_size: int | None = Field(default=None, ge=1)
     """Rows computed at once; the gradients of a batch of more are accumulated, in the adapter's size in float32.

@@ -20,4 +20,5 @@ METHOD = MethodSpec(
         Option("--perturbation-scale", "perturbation_scale", float, "epsilon"),
     ),
     replayable=True,
+    any_decoder=True,
 )

@@ -12,6 +12,7 @@ METHOD = MethodSpec(
     page="prge.md",
     trains="adapter",
     order="zeroth",
+    preference=3,
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
@@ -22,4 +23,5 @@ METHOD = MethodSpec(
     ),
     programs={"executorch": ".program:EXECUTORCH", "qnn": ".npu:QNN", "torch": ".program:TORCH"},
     replayable=True,
+    any_decoder=True,
 )

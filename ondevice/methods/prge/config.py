@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ondevice.core.config import AnswerLossConfig, TargetModule
+from ondevice.core.config import AnswerLossConfig
 
 PAPER = {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary"}
 """The settings that `paper` stands for."""
@@ -34,8 +34,9 @@ class PrgeConfig(AnswerLossConfig):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[TargetModule, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
-    """Linear layers that carry an adapter."""
+    target_modules: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
+    """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the default's, its
+    projections into attention, or into what stands in attention's place."""
 
     queries: int = Field(default=4, ge=1, le=256)
     """q: random directions a step."""

@@ -68,12 +68,11 @@ class AdapterLayout:
         """Lay out `config.target_modules` of the perturbed layers of a model with dimensions `dims`."""
         first = 0 if config.top_layers is None else max(0, dims.layers - config.top_layers)
         entries, offset = [], 0
-        for layer in range(first, dims.layers):
-            for target in config.target_modules:
-                inputs, outputs = dims.linear_shape(target)
-                square = config.subspace == "gradient"
-                entries.append(Entry(layer, target, offset, config.rank, inputs, outputs, square))
-                offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
+        square = config.subspace == "gradient"
+        for linear in dims.adapted(config, first):
+            sizes = (config.rank, linear.inputs, linear.outputs)
+            entries.append(Entry(linear.layer, linear.target, offset, *sizes, square))
+            offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), offset, seed)
 
     @property

@@ -8,14 +8,15 @@ section 3.2 describes). Copies are ordered +z_1 .. +z_q, -z_1 .. -z_q.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ondevice.methods.model_loss import method_token_nll
 from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
-from ondevice.nn.answer_loss import method_token_nll
+from ondevice.models import forward_hidden
 from ondevice.nn.cross_entropy import shift
 from ondevice.nn.graph_loss import labelled_only
 
@@ -61,6 +62,16 @@ class DualForwardingLinear(nn.Module):
         self.probe: Tensor | None = None
         self.slot = Slot()
 
+    @property
+    def weight(self) -> Any:
+        """The frozen weight, which some models ask for its dtype."""
+        return self.base.weight
+
+    @property
+    def bias(self) -> Any:
+        """The frozen bias, or None."""
+        return self.base.bias
+
     def matrices(self, copies_GRW: Tensor) -> Tensor:
         """Return each copy's B [copies, rank, outputs]: the copy itself, or R C."""
         return copies_GRW if self.c_RO is None else torch.matmul(copies_GRW, self.c_RO)
@@ -103,15 +114,14 @@ class PrgeProgram(nn.Module):
         super().__init__()
         self.family, self.layout, self.config, self.noise = family, layout, config, noise
         self.model = family.model
-        self.token_loss = token_loss or (
-            lambda h, y: method_token_nll(h, family.head_weight, y, config.loss_tiles, config.answers)
-        )
+        self.token_loss = token_loss or (lambda h, y: method_token_nll(family, h, y, config.loss_tiles, config.answers))
         device = family.head_weight.device
         self.linears: dict[Entry, DualForwardingLinear] = {}
         for entry in layout.entries:
             a = torch.from_numpy(layout.frozen_a(entry)).to(device)
-            linear = DualForwardingLinear(family.linear(entry.layer, entry.target), a, config.alpha / config.rank)
-            family.set_linear(entry.layer, entry.target, linear)
+            name = family.linear_name(entry.layer, entry.target)
+            linear = DualForwardingLinear(family.module(name), a, config.alpha / config.rank)
+            family.replace(name, linear)
             self.linears[entry] = linear
         self.masks: dict[int, str] = {}
         self.labelled_tokens: int | None = None
@@ -135,11 +145,7 @@ class PrgeProgram(nn.Module):
 
     def plain_hidden(self, ids_ET: Tensor) -> Tensor:
         """Return hidden states of the model and of earlier subspaces alone, [rows, tokens, hidden]."""
-        hidden = self.family.embed(ids_ET)
-        position = self.family.positions(hidden.shape[1], hidden.device, hidden.dtype)
-        for layer in range(self.family.dims.layers):
-            hidden = self.family.block(layer, hidden, position, self._mask(hidden.shape[1]))
-        return self.family.final_norm(hidden)
+        return forward_hidden(self.family, ids_ET, self._mask(ids_ET.shape[1]))
 
     def use_explicit_masks(self, lengths_tokens: tuple[int, ...]) -> None:
         """Add the causal mask as a constant of the program, as graphs for other runtimes need it."""

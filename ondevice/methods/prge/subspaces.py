@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.artifact.files import read_tensors, write_tensors
 from ondevice.core.errors import ArtifactError, CheckpointError
 from ondevice.core.session import IGNORE
@@ -154,7 +154,7 @@ class Subspaces:
             for key, value in (("A", a.t() / self.program.linears[entry].scale), ("B", b)):
                 array = np.pad(value.cpu().numpy(), ((0, missing), (0, 0)))
                 tensors[f"{name}.lora_{key}.weight"] = np.ascontiguousarray(array if key == "A" else array.T)
-        return Adapter(tensors, rank, config.alpha * rank / config.rank, config.target_modules, source)
+        return Adapter(tensors, rank, config.alpha * rank / config.rank, targets_of(tensors), source)
 
     def start_from(self, adapter: Adapter, names: dict[tuple[int, str], str]) -> None:
         """Keep an adapter beside what is trained.

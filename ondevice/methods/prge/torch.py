@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import CheckpointError, ConfigError, TrainingError
 from ondevice.core.session import Session, StepResult
 from ondevice.methods.prge.config import PrgeConfig
@@ -45,14 +45,19 @@ class PrgeSession(Session):
             )
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
-        targets = [(layer, target) for layer in range(loaded.dims.layers) for target in config.target_modules]
-        self.names = {key: loaded.family.linear_name(*key) for key in targets}
         torch_ops.register()
         normal = config.noise == "gaussian"
         noise = torch.ops.ondevice.normal if normal else torch.ops.ondevice.rademacher
         layout = AdapterLayout.build(loaded.dims, config, seed)
+        targets = [(entry.layer, entry.target) for entry in layout.entries]
+        self.names = {key: loaded.family.linear_name(*key) for key in targets}
+        loaded.family.check_adapted(list(self.names.values()))
         self.generator_backend, program = torch_ops.generator_backend(self.device), PrgeProgram
-        if self.generator_backend == "triton":
+        if loaded.dims.whole:
+            from ondevice.methods.prge.whole import WholeModelProgram
+
+            program = WholeModelProgram
+        elif self.generator_backend == "triton":
             from ondevice.methods.prge.cuda import CudaPrgeProgram
 
             program = CudaPrgeProgram
@@ -162,7 +167,7 @@ class PrgeSession(Session):
         if self.subspace is not None:
             return self.subspace.adapter(self._adapter, self.names, self.loaded.source.source)
         tensors = self.program.layout.to_tensors(self.flat(), self.names)
-        return Adapter(tensors, config.rank, config.alpha, config.target_modules, self.loaded.source.source)
+        return Adapter(tensors, config.rank, config.alpha, targets_of(tensors), self.loaded.source.source)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from an adapter of this layout: the same linears, rank, alpha and frozen A. Where a gradient gives the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -293,3 +294,46 @@ def test_graphs_on_a_gpu_change_little(compute: str) -> None:
             engine.close()
     np.testing.assert_allclose(results[1][:7], results[0][:7], rtol=1e-3 if compute == "float32" else 2e-2)
     np.testing.assert_allclose(results[1], results[0], rtol=5e-2)
+
+
+def test_a_gradient_that_is_there_leaves_before_an_urgent_one_that_is_not() -> None:
+    """The lowest layer's is the most urgent, but it is still computed; the other one need not wait for it."""
+    engine = LspEngine(tiny_model("llama", layers=3).family, settings(), "cpu")
+    try:
+        queue, computed, left = engine.updates, threading.Event(), list[str]()
+        queue.transition = 3
+
+        class Later:
+            def done(self) -> bool:
+                return computed.is_set()
+
+            def wait(self) -> None:
+                computed.wait(10)
+
+        class AtOnce:
+            def done(self) -> bool:
+                return True
+
+            def wait(self) -> None:
+                return
+
+        moved = queue.transfers.to_host
+
+        def to_host(unit: Any, *rest: Any) -> Any:
+            left.append(unit.name)
+            return moved(unit, *rest)
+
+        queue.transfers.to_host = to_host  # type: ignore[method-assign]
+        slots = {i: engine.cache.layer_gradient(i) for i in (0, 2)}
+        for i, event in ((0, Later()), (2, AtOnce())):
+            queue.device.record = lambda lane, event=event: event  # type: ignore[method-assign,misc]
+            part = engine.parts[engine.units.layers[i].index]
+            queue.send(part, slots[i], engine.exact[part.unit.index], None)
+        del queue.device.record
+        queue.wait(engine.parts[engine.units.layers[2].index])
+        assert left == ["layer 2"]
+        computed.set()
+        engine.flush()
+        assert left == ["layer 2", "layer 0"]
+    finally:
+        engine.close()

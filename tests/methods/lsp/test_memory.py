@@ -66,6 +66,6 @@ def test_planned_bytes_are_those_of_the_engine(config: dict[str, Any], sizes: di
             engine.flush()
         moved = bus_bytes(loaded.dims, settings, ROWS, LENGTH, 2 if settings.compute == "bfloat16" else 4)
         assert engine.overlap is not None
-        assert engine.overlap.d2h_bytes == pytest.approx(moved[0], rel=0.05)
+        assert (engine.overlap.d2h_bytes, engine.overlap.h2d_bytes) == pytest.approx(moved, rel=0.05)
     finally:
         engine.close()

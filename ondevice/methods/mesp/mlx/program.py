@@ -104,6 +104,8 @@ def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
         OndeviceError: a setting that the model's files stand against.
     """
     problems = []
+    if config.max_grad_norm is not None:
+        problems.append("max_grad_norm: a program updates each block as its gradients are known")
     if config.micro_batch_size is not None:
         problems.append("micro_batch_size: a program computes export.batch_size rows at once")
     if files is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights, write_weights
 from ondevice.models import cache
 from ondevice.models.source import read_config
+from ondevice.models.traits import check_length
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -112,11 +114,13 @@ class MlxSession(Session):
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
         check_not_partially_updated(self.partially_updated)
+        check_length(self.model.settings.dims, ids.shape[1])
         rows = self.config.micro_batch_size or len(ids)
         labelled = int((labels[:, 1:] >= 0).sum())
         self.partially_updated = True
         self.optimizer.begin(learning_rate)
-        collected: dict[tuple[int, str], list[Any]] | None = {} if rows < len(ids) else None
+        limit = self.config.max_grad_norm
+        collected: dict[tuple[int, str], list[Any]] | None = {} if rows < len(ids) or limit is not None else None
 
         def on_gradient(layer: int, target: str, a: Any, b: Any) -> None:
             if collected is None:
@@ -131,8 +135,9 @@ class MlxSession(Session):
         for low in range(0, len(ids), rows):
             some = ids[low : low + rows], labels[low : low + rows]
             loss += self.model.forward_backward(*some, labelled, on_gradient)
+        scale = 1.0 if limit is None else _clip_scale((collected or {}).values(), limit)
         for (layer, target), gradients in (collected or {}).items():
-            self._update(layer, target, *gradients)
+            self._update(layer, target, *(gradients if scale == 1.0 else [scale * value for value in gradients]))
         self.partially_updated = False
         loss = loss / labelled if labelled else float("nan")
         return StepResult(loss, (loss,))
@@ -146,6 +151,7 @@ class MlxSession(Session):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
+        check_length(self.model.settings.dims, ids.shape[1])
         return self.model.row_nll(ids, labels)
 
     def _tensors(self) -> dict[str, np.ndarray]:
@@ -188,6 +194,13 @@ class MlxSession(Session):
         mx.clear_cache()
 
 
+def _clip_scale(gradients: Iterable[list[Any]], limit: float) -> float:
+    """Return the factor that brings all gradients together to a norm of at most `limit`."""
+    squares = [mx.sum(mx.square(value)) for both in gradients for value in both]
+    norm = math.sqrt(float(sum(squares, mx.array(0.0))))
+    return min(1.0, limit / (norm + 1e-6))  # 1e-6 as in torch's
+
+
 def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str | None = None) -> MlxSession:
     """See `MethodSpec.open_session`, over a model's files; MLX has one device.
 
@@ -198,7 +211,7 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str |
     """
     check_config(config)
     settings = settings_of(files, config)
-    parameters = lora_parameters(files.dims, files.family, config)
+    parameters = lora_parameters(files.dims, files.family, config, ("windows",), "mesp in MLX")
     model = Model(settings, _weights(files, config, settings), loss_tiles=config.loss_tiles,
                   loss_chunk_tokens=config.loss_chunk_tokens)  # fmt: skip
     session = MlxSession(model, parameters, config, files.source.source)

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import CheckpointError, ConfigError, DataError
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
 from ondevice.methods.mesp.lora import (
+    IN_TORCH,
     LoraParameters,
     check_adapter,
     check_not_partially_updated,
@@ -97,7 +98,11 @@ class Optimizer:
         )
 
     def end(self) -> None:
-        """End the step: sums are applied and dropped."""
+        """End the step: sums are clipped, applied and dropped."""
+        limit = self.config.max_grad_norm
+        if limit is not None and self.sums:
+            norm = torch.stack([sums.square().sum() for sums in self.sums.values()]).sum().sqrt()
+            _OPS._foreach_mul_(list(self.sums.values()), (limit / (norm + 1e-6)).clamp(max=1.0))  # as in torch's
         self.waiting, self.sums = [*self.waiting, *self.sums.items()], {}
         self.flush()
         self.done += 1
@@ -153,7 +158,7 @@ class MespSession(Session):
     def __init__(self, model: LoadedModel | ModelFiles, config: MespConfig, seed: int, device: str | None) -> None:
         self.loaded, self.config = model, config
         family = model.family if isinstance(model, ModelFiles) else type(model.family)
-        parameters = lora_parameters(model.dims, family, config)
+        parameters = lora_parameters(model.dims, family, config, IN_TORCH)
         with memory_errors("the model", HINT):
             if isinstance(model, ModelFiles):
                 self.device = torch.device(device or "cpu")
@@ -172,7 +177,8 @@ class MespSession(Session):
         ids_BT, labels_BT = self._tensors(ids, labels)
         rows = self.config.micro_batch_size or len(ids_BT)
         count = labelled(labels_BT)
-        self.optimizer.begin(learning_rate, accumulate=rows < len(ids_BT))
+        clips = self.config.max_grad_norm is not None
+        self.optimizer.begin(learning_rate, accumulate=clips or rows < len(ids_BT))
         self.partially_updated = True
         with memory_errors(f"a step of {rows} rows of {ids_BT.shape[1]} tokens", HINT):
             total = torch.zeros((), device=self.device)
@@ -205,9 +211,7 @@ class MespSession(Session):
         """Return the trained adapter in PEFT's layout."""
         config = self.config
         arrays = self.optimizer.arrays()
-        return Adapter(
-            arrays, config.rank, config.alpha, tuple(sorted(config.target_modules)), self.loaded.source.source
-        )
+        return Adapter(arrays, config.rank, config.alpha, targets_of(arrays), self.loaded.source.source)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""

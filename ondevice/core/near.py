@@ -1,0 +1,83 @@
+"""The known name that a misspelt one meant: by what other tools call it, by its words, then by its letters."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+
+ELSEWHERE = {
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "iters": "steps",
+    "iterations": "steps",
+    "per_device_train_batch_size": "batch_size",
+    "train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "micro_batch_size",
+    "grad_accumulation_steps": "micro_batch_size",
+    "accumulation_steps": "micro_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "early_stopping": "patience",
+    "early_stopping_patience": "patience",
+    "load_best_model_at_end": "restore_best",
+    "lr_scheduler_type": "schedule",
+    "lr_schedule": "schedule",
+    "lr_scheduler": "schedule",
+    "scheduler": "schedule",
+    "num_warmup_steps": "warmup_steps",
+    "lr": "learning_rate",
+    "lora_r": "rank",
+    "r": "rank",
+    "lora_layers": "target_modules",
+    "targets": "target_modules",
+    "max_seq_length": "max_length",
+    "max_seq_len": "max_length",
+    "seq_length": "max_length",
+    "cutoff_len": "max_length",
+    "output_dir": "out",
+    "output": "out",
+    "adapter_path": "out",
+    "save_steps": "checkpoint_every",
+    "save_every": "checkpoint_every",
+    "eval_steps": "eval_every",
+    "steps_per_eval": "eval_every",
+    "val_data": "eval_data",
+    "validation_data": "eval_data",
+    "val_split": "validation_split",
+    "test_size": "validation_split",
+    "dataset": "data",
+    "train_file": "data",
+    "model_name_or_path": "model",
+    "base_model": "model",
+    "resume_from_checkpoint": "resume",
+    "log_to": "report_to",
+    "logger": "report_to",
+    "use_wandb": "report_to",
+}
+"""Names that other trainers have for what is here, in words joined by underscores."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the name of `known` that `word` most likely meant; None where none is near.
+
+    Words are compared before letters: `--lora-rank` means `--rank`, whatever else is spelt alike.
+    """
+    names = {name: _plain(name) for name in known}
+    given = _plain(word)
+    meant = ELSEWHERE.get(given)
+    for name, plain in names.items():
+        if plain in (given, meant) or plain.startswith(f"{meant}_tokens"):
+            return name
+    words = set(given.split("_"))
+    within = [name for name, plain in names.items() if plain and set(plain.split("_")) <= words]
+    if within:
+        return max(within, key=lambda name: (len(names[name]), name))
+    near = difflib.get_close_matches(given, sorted(set(names.values())), n=1, cutoff=0.7)
+    return next((name for name, plain in names.items() if near and plain == near[0]), None)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", name.rpartition(".")[2].lower()).strip("_")

@@ -1,0 +1,160 @@
+"""Rows that a Python program holds: an iterable of records, a `datasets.Dataset`, or a DataLoader's batches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+from ondevice.core.errors import DataError
+from ondevice.core.session import IGNORE
+from ondevice.data.encode import Dataset, Example, Item
+from ondevice.data.formats import rows_of
+from ondevice.data.hub import named
+from ondevice.data.records import Record, Source
+from ondevice.data.rows import BadRow, RowProblem, Rows
+from ondevice.data.templates import find_task
+
+NAME = "rows"
+"""What messages call rows that are in no file."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Rows from Python, read once.
+
+    Attributes:
+        records: one dictionary a row, of texts or of token ids (`input_ids`).
+        batch_size: of the DataLoader that they came from.
+        notes: to be said of them in the log.
+    """
+
+    records: tuple[dict[str, Any], ...]
+    batch_size: int | None = None
+    notes: tuple[str, ...] = ()
+    sha256: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256()
+        for record in self.records:
+            digest.update(json.dumps(record, sort_keys=True, default=str, ensure_ascii=True).encode() + b"\n")
+        object.__setattr__(self, "sha256", digest.hexdigest())
+
+    @property
+    def tokenized(self) -> bool:
+        """True if the rows are token ids already."""
+        return bool(self.records) and "input_ids" in self.records[0]
+
+    def source(self) -> Source:
+        """Return the rows as a reader of a file does; what is no record is a problem of its row."""
+        return Source("json", (Record(number, record) for number, record in enumerate(self.records, 1)))
+
+
+def given(rows: Any) -> Given:
+    """Take rows from Python.
+
+    Args:
+        rows: any iterable of dictionaries with the keys of a data file, or of texts; a `datasets.Dataset`; a
+            DataLoader, whose batches are dictionaries of columns, or lists of rows. Rows with `input_ids` are
+            token ids already; without `labels` all of them are trained on.
+
+    Raises:
+        DataError: of another type, or without a row.
+    """
+    if isinstance(rows, (str, bytes, Mapping)) or not isinstance(rows, Iterable):
+        several = isinstance(rows, Mapping) and rows and all(hasattr(part, "column_names") for part in rows.values())
+        raise DataError(
+            "rows of the wrong type",
+            expected="an iterable of dictionaries, a datasets.Dataset or a DataLoader",
+            received=type(rows).__name__,
+            hint=f"give one of its splits: {', '.join(map(str, rows))}" if several else "a file is named by data.path",
+        )
+    features, size, notes = getattr(rows, "features", None), None, []
+    names = {key: part.names for key, part in (features or {}).items() if hasattr(part, "names")}
+    records: Iterable[Any] = rows
+    if hasattr(rows, "collate_fn") and hasattr(rows, "dataset"):
+        size, records = getattr(rows, "batch_size", None), _unbatched(rows)
+        notes.append("rows of a DataLoader: read once; their order is the run's own, by train.seed")
+    kept = tuple(named(_record(record, number), names) for number, record in enumerate(records, 1))
+    if not kept:
+        raise DataError("there are no rows", expected="one row or more", received="an empty iterable")
+    return Given(kept, size, tuple(notes))
+
+
+def as_rows(given: Given, task: str | None, columns: Mapping[str, str] | None) -> Rows:
+    """Turn records of texts into rows, as `read_rows` does with a file's; arguments and errors are its."""
+    rows = rows_of(given.source(), NAME, find_task(task) if task else None, columns=columns)
+    rows.notes += given.notes
+    return rows
+
+
+def tokens(rows: Given, max_length_tokens: int | None) -> Dataset:
+    """Take rows of token ids as they are; one that is too long is left out, as nobody knows where its answer begins.
+
+    Raises:
+        DataError: no row can be used.
+    """
+    dataset = Dataset(format="text", notes=rows.notes)
+    for line, record in enumerate(rows.records, 1):
+        try:
+            dataset.items.append(Item(_example(record, max_length_tokens), line=line))
+        except BadRow as bad:
+            dataset.problems.append(RowProblem(NAME, line, bad.field, bad.reason))
+    if not dataset.items:
+        raise DataError(f"no row can be trained on: {dataset.problems[0]}", received=f"{len(rows.records)} rows")
+    dataset.max_length_tokens = max_length_tokens or max(len(item.example) for item in dataset.items)
+    return dataset
+
+
+def _example(record: dict[str, Any], limit: int | None) -> Example:
+    ids, mask = record["input_ids"], record.get("attention_mask")
+    labels = record.get("labels", ids)
+    for name, value in (("input_ids", ids), ("labels", labels)):
+        if not isinstance(value, list) or not all(isinstance(token, int) for token in value):
+            raise BadRow(name, "expected a list of integers")
+    if len(labels) != len(ids):
+        raise BadRow("labels", f"expected {len(ids)} labels, one a token; received {len(labels)}")
+    if mask is not None:  # padding, on either side
+        first = len(list(takewhile(lambda one: not one, mask)))
+        last = len(mask) - len(list(takewhile(lambda one: not one, reversed(mask))))
+        ids, labels = ids[first:last], labels[first:last]
+    if len(ids) < 2 or all(label == IGNORE for label in labels[1:]):
+        raise BadRow("labels", "there is no token to train on")
+    if limit is not None and len(ids) > limit:
+        raise BadRow("input_ids", f"has {len(ids)} tokens; at most {limit} fit")
+    return Example(tuple(ids), tuple(labels))
+
+
+def _record(row: Any, number: int) -> dict[str, Any]:
+    if isinstance(row, str):
+        return {"text": row}
+    if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
+        raise DataError(
+            f"row {number} is of the wrong type",
+            expected="a dictionary with the keys of a data file, or a text",
+            received=type(row).__name__,
+        )
+    return {key: _plain(value) for key, value in row.items()}
+
+
+def _unbatched(loader: Any) -> Iterator[Any]:
+    for batch in loader:
+        if not isinstance(batch, Mapping):
+            yield from batch
+            continue
+        columns = {key: _plain(value) for key, value in batch.items()}
+        lengths = {len(column) for column in columns.values() if isinstance(column, (list, tuple))}
+        if len(lengths) != 1:
+            raise DataError(
+                "a DataLoader's batch has columns of different lengths", received=", ".join(map(str, sorted(lengths)))
+            )
+        for row in range(min(lengths)):
+            yield {key: column[row] for key, column in columns.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as lists of Python numbers."""
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,164 @@
+"""Every exit's check: what was written, read back, is not the base and is base plus adapter.
+
+An adapter that changes nothing without a word is the field's commonest complaint. A layout that is wrong by a
+permutation, a scale that is left out, a rounding that swallows the change: each shows here, before the file has its
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ondevice.core.errors import VerificationError
+from ondevice.exits.base import Checked, Request
+from ondevice.training.fuse import PROMPTS, adapted, apply_adapter, distance, fuse_in_place, prompt_logits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.models import LoadedModel
+
+SCALE_ERROR = 1e-6
+"""Largest relative difference of alpha / rank: a form may keep it in float32."""
+LOGIT_ERROR = {"float32": 1e-5, "float16": 1e-2}
+"""Largest difference of the logits, as a part of the largest, where every weight is rounded by itself."""
+KEPT = (0.5, 1.5)
+"""What rounding may leave of the adapter's change of the weights, as a share of it."""
+
+
+def check_adapter(request: Request, written: Adapter) -> Checked:
+    """Compare an adapter that was read back with the one it was written from, tensor by tensor and on the model.
+
+    Raises:
+        VerificationError: a tensor or the scale differs, or the model's answers are the base's.
+        ArtifactError, ModelError: the adapter is not of that model, or the model cannot be read.
+    """
+    wanted = request.adapter
+    scales = (wanted.alpha / wanted.rank, written.alpha / written.rank)
+    if abs(scales[0] - scales[1]) > SCALE_ERROR * abs(scales[0]):
+        raise _different(request, "the scale alpha / rank", scales[0], scales[1])
+    if written.linears != wanted.linears:
+        raise _different(request, "the linear layers", len(wanted.linears), len(written.linears))
+    for linear in wanted.linears:
+        for side, left, right in zip("AB", wanted.pair(linear), written.pair(linear)):
+            if not np.array_equal(left, right):
+                raise _different(request, f"{side} of {linear}", "the same numbers", "others")
+    if request.model is None:
+        return Checked(None, None, None)
+    loaded = open_base(request)
+    base = prompt_logits(loaded, PROMPTS)
+    with adapted(loaded, wanted):
+        expected = prompt_logits(loaded, PROMPTS)
+    with adapted(loaded, written):
+        found = prompt_logits(loaded, PROMPTS)
+    largest = max(float(logits.abs().max()) for logits in expected)
+    checked = Checked(distance(found, base), distance(found, expected), largest)
+    return _accept(request, checked, distance(expected, base), LOGIT_ERROR["float32"])
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Base plus adapter as one model in float32.
+
+    Attributes:
+        loaded: the merged model.
+        base, expected: float32 logits on `PROMPTS` of the base, and of base plus adapter before they were merged.
+    """
+
+    loaded: LoadedModel
+    base: list[Tensor]
+    expected: list[Tensor]
+
+
+def open_base(request: Request) -> LoadedModel:
+    """Load the base model in float32 on the CPU."""
+    from ondevice.models import load_model
+
+    assert request.model is not None  # noqa: S101 - `convert` refuses a form that needs one without
+    return load_model(request.model, revision=request.revision, dtype="float32")
+
+
+def merge(request: Request) -> Merge:
+    """Load the base model and merge the adapter into it, in float32."""
+    loaded = open_base(request)
+    base = prompt_logits(loaded, PROMPTS)
+    apply_adapter(loaded, request.adapter)
+    expected = prompt_logits(loaded, PROMPTS)
+    fuse_in_place(loaded)
+    return Merge(loaded, base, expected)
+
+
+def check_merged(
+    request: Request, merged: Merge, written: Iterable[tuple[str, np.ndarray]], limits: dict[str, float], kept: float
+) -> Checked:
+    """Compare a merged model that was read back with the one in memory; its weights are replaced by what was read.
+
+    Args:
+        written: transformers' name and float32 value of every tensor, in its own shape.
+        limits: largest error of an element, as a part of the tensor's largest, by tensor.
+        kept: share of the adapter's change that the rounding left.
+
+    Raises:
+        VerificationError: a tensor is missing, more rounded than its type explains, or the answers are the base's.
+    """
+    import torch
+
+    weights = {name: weight for name, weight in merged.loaded.model.state_dict().items() if name in limits}
+    for name, value in written:
+        weight = weights.pop(name)
+        found = torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32))
+        error, largest = float((found - weight).abs().max()), float(weight.abs().max())
+        if not error <= limits[name] * largest:
+            raise _different(request, name, f"within {limits[name] * largest:.3g}", f"{error:.3g}")
+        weight.copy_(found)
+    if weights:
+        raise _different(request, "the tensors", "all of the model's", f"without {next(iter(weights))}")
+    found = prompt_logits(merged.loaded, PROMPTS)
+    largest = max(float(logits.abs().max()) for logits in merged.expected)
+    checked = Checked(distance(found, merged.base), distance(found, merged.expected), largest, kept)
+    if not KEPT[0] <= kept <= KEPT[1]:
+        raise VerificationError(
+            f"{request.dtype} rounds the adapter away; {request.out} was not written",
+            expected=f"{KEPT[0]:.0%} to {KEPT[1]:.0%} of its change of the weights left",
+            received=f"{kept:.0%}",
+            hint="train longer, or choose a finer --dtype",
+        )
+    return _accept(request, checked, distance(merged.expected, merged.base), LOGIT_ERROR.get(request.dtype))
+
+
+def _accept(request: Request, checked: Checked, effect: float, limit: float | None) -> Checked:
+    """Refuse what is not base plus adapter, or is the base; without a limit, say where rounding outweighs."""
+    assert checked.from_adapter is not None and checked.largest is not None  # noqa: S101
+    if limit is not None and not checked.from_adapter <= limit * max(1.0, checked.largest):
+        allowed = limit * max(1.0, checked.largest)
+        raise _different(request, "the logits", f"within {allowed:.3g}", f"{checked.from_adapter:.3g}")
+    if not checked.from_base or not np.isfinite(checked.from_adapter):
+        raise _different(request, "the logits", "another answer than the base's", f"difference {checked.from_base}")
+    if effect > checked.from_adapter:
+        return checked
+    if limit is not None:
+        raise VerificationError(
+            f"the adapter changes nothing that {request.dtype or 'float32'} can hold; {request.out} was not written",
+            expected=f"an effect on the logits above the rounding error, {checked.from_adapter:.3g}",
+            received=f"{effect:.3g}",
+            hint="train longer, or choose a finer --dtype",
+        )
+    note = (
+        f"rounding to {request.dtype} moves the logits by up to {checked.from_adapter:.3g}, the adapter by up to "
+        f"{effect:.3g}: compare answers before you use it, or choose a finer --dtype"
+    )
+    return Checked(checked.from_base, checked.from_adapter, checked.largest, checked.kept, (note,))
+
+
+def _different(request: Request, what: str, expected: object, received: object) -> VerificationError:
+    return VerificationError(
+        f"read back, {what} of {request.out} is not base plus adapter; nothing was written",
+        expected=str(expected),
+        received=str(received),
+        hint="please report this with the model and the adapter",
+    )

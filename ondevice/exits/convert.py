@@ -1,0 +1,230 @@
+"""Convert what was trained to another program's form: find it, refuse early, write, check, and only then name it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ondevice.artifact.adapter import CONFIG_NAME, load_adapter
+from ondevice.artifact.files import atomic_directory, atomic_file
+from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
+from ondevice.core.errors import ArtifactError, ConfigError, StorageError, VerificationError
+from ondevice.exits.base import Form, Request, form_of
+from ondevice.training.fit import ADAPTER, BEST_ADAPTER
+
+if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What was written, and what reading it back found.
+
+    Attributes:
+        out: the file or folder; `bytes` of all its files, 0 for a dry run.
+        form: its name; `reader` the program that reads it.
+        adapter: the folder that was converted, with its `rank`, `alpha` and number of `linears`.
+        model: the base model's source; None where the form needs none and none was given.
+        dtype: of the weights, where there is a choice.
+        max_abs_difference_from_base, max_abs_difference_from_adapter, max_abs_logit: of the logits on a few prompts;
+            None without a model.
+        kept: share of the adapter's change of the weights that rounding left.
+        notes: one sentence each.
+    """
+
+    out: str
+    form: str
+    reader: str
+    adapter: str
+    model: str | None
+    dtype: str | None
+    rank: int
+    alpha: float
+    linears: int
+    bytes: int
+    max_abs_difference_from_base: float | None = None
+    max_abs_difference_from_adapter: float | None = None
+    max_abs_logit: float | None = None
+    kept: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        return asdict(self)
+
+
+def convert(
+    source: str | Path,
+    to: str,
+    out: str | Path,
+    *,
+    model: str | None = None,
+    revision: str | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> ConvertReport:
+    """Write an adapter, or base plus adapter, in the form `to`, checked before it has its name.
+
+    Args:
+        source: an adapter's folder (PEFT's or mlx-lm's), a run's, or an artifact's that holds one.
+        to: a form of `ondevice.exits.form_names()`: gguf, gguf-lora, mlx, ollama, peft, safetensors, vllm.
+        out: the file or folder to write.
+        model: the base model, or an artifact made of it; None takes the one that the adapter names.
+        dtype: of the weights, where the form has a choice.
+        overwrite: replace what this form wrote there before.
+        dry_run: check what can be checked without the weights, and write nothing.
+
+    Raises:
+        ConfigError: an unknown form or dtype, no model for a form that needs one, or a rank beyond the reader's limit.
+        ArtifactError: the adapter is damaged, or not of that model.
+        ModelError: the model cannot be read, or its family has no such form.
+        VerificationError: the adapter changes nothing, or what was written is not base plus adapter.
+        StorageError: the disk is full, or `out` holds something else. Nothing is left behind then.
+    """
+    form, target = form_of(to), Path(out)
+    dtype = _dtype(form, dtype)
+    folder = find_adapter(Path(source))
+    adapter = load_adapter(folder)
+    _check_adapter(form, adapter, folder)
+    asked, revision = _base(model, revision)
+    if asked is None and form.needs_model:
+        asked = adapter.base_model or None
+        if asked is None:
+            raise ConfigError(f"{folder} does not name its model", expected="--model", received="none")
+    if asked is not None:
+        check_model(adapter, asked, revision)
+    _check_free(form, target, (folder, Path(asked or folder)), overwrite)
+    request = Request(adapter, folder, asked, revision, dtype, target)
+    report = ConvertReport(str(target), form.name, form.reader, str(folder), asked, dtype or None,
+                           adapter.rank, adapter.alpha, len(adapter.linears), 0)  # fmt: skip
+    if dry_run:
+        return report
+    _log.info("writing %s for %s", target, form.reader)
+    place = atomic_file(target) if form.marker is None else atomic_directory(target, marker=form.marker)
+    with place as partial:
+        checked = form.write(request, partial)
+        size = sum(path.stat().st_size for path in [partial, *partial.rglob("*")] if path.is_file())
+    values = asdict(report) | {
+        "bytes": size,
+        "max_abs_difference_from_base": checked.from_base,
+        "max_abs_difference_from_adapter": checked.from_adapter,
+        "max_abs_logit": checked.largest,
+        "kept": checked.kept,
+        "notes": checked.notes,
+    }
+    return ConvertReport(**values)
+
+
+def find_adapter(source: Path) -> Path:
+    """Return the adapter's folder of an adapter, a run or an artifact.
+
+    Raises:
+        ArtifactError: there is none.
+    """
+    if (source / CONFIG_NAME).is_file():
+        return source
+    inside = source / ADAPTER
+    if (inside / CONFIG_NAME).is_file():
+        if (source / BEST_ADAPTER).is_dir():
+            _log.warning("%s is the last adapter; an earlier evaluation was better: %s", inside, source / BEST_ADAPTER)
+        return inside
+    kind = "no such folder" if not source.is_dir() else "a folder without an adapter"
+    hint = "give the folder of an adapter, or of a run that trained one"
+    if (source / MANIFEST_NAME).is_file():
+        kind, hint = "an artifact, which holds no trained adapter", "give the folder of the run that trained it"
+    raise ArtifactError(f"{source} is nothing that can be converted", expected=CONFIG_NAME, received=kind, hint=hint)
+
+
+def check_model(adapter: Adapter, model: str, revision: str | None = None) -> None:
+    """Refuse an adapter of another model, by its tensors' names and shapes; no weight is read.
+
+    Raises:
+        ArtifactError: names the tensor: one that the model lacks, of another shape, or that is no linear layer.
+    """
+    from ondevice.models import read_dims
+    from ondevice.models.registry import family_for
+
+    dims = read_dims(model, revision)
+    # A family that is not described here has other names in its files: there a layer is known by its place in a block.
+    stored = {} if dims.whole else family_for(dims.family, model).weight_shapes(dims)
+    places = {f"{linear.layer}.{linear.target}": (linear.outputs, linear.inputs) for linear in dims.linear_list}
+    names = {target.rpartition(".")[2] for target in dims.linear_shapes}
+    for linear in adapter.linears:
+        (rank, inputs), (outputs, _) = (side.shape for side in adapter.pair(linear))
+        if linear.rpartition(".")[2] not in names:
+            head = " (the output head is tied to the embedding)" if dims.tied and "lm_head" in linear else ""
+            raise ArtifactError(
+                f"the adapter changes '{linear}', which is no linear layer of a block{head}",
+                expected=", ".join(dims.linear_shapes),
+                received=linear,
+                hint="train it on linear layers of the blocks alone",
+            )
+        shape = stored.get(f"{linear}.weight")
+        if dims.whole:
+            shape = next((size for place, size in places.items() if linear.endswith(f".{place}")), None)
+        if shape != (outputs, inputs):
+            raise ArtifactError(
+                f"the adapter is not of {model}: '{linear}'",
+                expected="no such layer" if shape is None else f"{shape[1]} inputs and {shape[0]} outputs",
+                received=f"{inputs} inputs and {outputs} outputs, rank {rank}",
+                hint=f"it was trained on {adapter.base_model or 'an unnamed model'}",
+            )
+
+
+def _check_adapter(form: Form, adapter: Adapter, folder: Path) -> None:
+    if adapter.changes_nothing:
+        raise VerificationError(
+            f"the adapter in {folder} changes nothing: every product B A is zero",
+            expected="at least one A and B that are both not zero",
+            received=f"{len(adapter.linears)} pairs, each with a zero side",
+            hint="train it for at least one step, or use the base model",
+        )
+    if form.max_rank is not None and adapter.rank > form.max_rank:
+        raise ConfigError(
+            f"{form.reader} does not take an adapter of that rank",
+            expected=f"rank {form.max_rank} or less",
+            received=f"rank {adapter.rank}",
+            hint="merge it instead: --to safetensors",
+        )
+
+
+def _base(model: str | None, revision: str | None) -> tuple[str | None, str | None]:
+    """Return the source of the base model; an artifact says what it was made of."""
+    if model is None or not (Path(model) / MANIFEST_NAME).is_file():
+        return model, revision
+    exported = read_manifest(Path(model), check_files=False).model
+    return exported.source, exported.revision
+
+
+def _dtype(form: Form, dtype: str | None) -> str:
+    if dtype is None:
+        return form.dtypes[0] if form.dtypes else ""
+    if dtype not in form.dtypes:
+        expected = ", ".join(filter(None, form.dtypes)) or "none: the numbers stay as they are"
+        raise ConfigError(f"--dtype for {form.name}", expected=expected, received=dtype)
+    return dtype
+
+
+def _check_free(form: Form, target: Path, sources: tuple[Path, ...], overwrite: bool) -> None:
+    """Refuse a place that holds something, before minutes of work; what is read is never replaced."""
+    if any(os.path.realpath(target) == os.path.realpath(source) for source in sources):
+        raise StorageError(f"{target} is what is converted", expected="another place", hint="choose another name")
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if form.marker is None and target.is_dir():
+        raise StorageError(f"{target} is a folder", expected="a file's name", hint=f"{target / 'adapter.gguf'}")
+    if not overwrite:
+        raise StorageError(f"{target} exists", expected="a free name", hint="--overwrite replaces it")
+    if form.marker is None and not _is_gguf(target):
+        raise StorageError(f"{target} is no GGUF file and would be replaced", hint="choose another name")
+
+
+def _is_gguf(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"GGUF"

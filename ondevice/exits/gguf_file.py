@@ -1,0 +1,64 @@
+"""GGUF files written tensor by tensor: one in memory at a time, quantised by the `gguf` package's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+BLOCK = 32
+"""Numbers that share a scale in the quantised types; a row that is no multiple of it stays in float16."""
+
+
+def ggml_type(dtype: str) -> GGMLQuantizationType:
+    """Return GGUF's type of a name such as `q8_0` or `float16`."""
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType[{"float32": "F32", "float16": "F16"}.get(dtype, dtype.upper())]
+
+
+def write_gguf(
+    writer: GGUFWriter,
+    tensors: Iterable[tuple[str, np.ndarray, str]],
+    plan: dict[str, tuple[tuple[int, ...], str]],
+) -> None:
+    """Write keys, the list of tensors and then each of them.
+
+    Args:
+        writer: with all its keys and no tensors.
+        tensors: name, float values and dtype, in the order of `plan`.
+        plan: shape and dtype by name, which the list needs before the first tensor is made.
+
+    Raises:
+        OSError: from the disk.
+    """
+    from gguf import quantize
+    from gguf.quants import quant_shape_to_byte_shape
+
+    for name, (shape, dtype) in plan.items():
+        kind = ggml_type(dtype)
+        if dtype in ("float32", "float16"):
+            item = np.dtype(dtype)
+            writer.add_tensor_info(name, shape, item, int(np.prod(shape)) * item.itemsize)
+        else:
+            stored = quant_shape_to_byte_shape(shape, kind)
+            writer.add_tensor_info(name, stored, np.dtype(np.uint8), int(np.prod(stored)), raw_dtype=kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        assert writer.fout is not None  # noqa: S101
+        (file,) = writer.fout
+        writer.write_padding(file, file.tell())
+        for _, value, dtype in tensors:
+            # Not numpy's `tofile`, whose error for a full disk has no number.
+            data = np.ascontiguousarray(quantize(np.ascontiguousarray(value, np.float32), ggml_type(dtype)))
+            file.write(data.data)
+            writer.write_padding(file, data.nbytes)
+        file.flush()
+    finally:
+        writer.close()

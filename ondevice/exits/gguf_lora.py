@@ -1,0 +1,73 @@
+"""`gguf-lora`: an adapter for llama.cpp's `--lora` and what is built on it, beside a GGUF file of the base model.
+
+The file has four keys and two tensors a layer. llama.cpp takes alpha / rank as the scale, the rank being that of the
+tensors; an adapter's alpha here is plain LoRA's (rank-stabilised LoRA is folded into it when it is read).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from ondevice.artifact.adapter import Adapter, targets_of
+from ondevice.artifact.files import storage_errors
+from ondevice.core.errors import VerificationError
+from ondevice.exits.base import Checked, Form, Request
+from ondevice.exits.check import check_adapter
+from ondevice.exits.gguf_file import write_gguf
+from ondevice.exits.gguf_names import architecture_of, gguf_names, to_gguf
+from ondevice.models import read_dims
+from ondevice.models.base import Family, ModelDims
+from ondevice.models.registry import family_for
+
+
+def write(request: Request, path: Path) -> Checked:
+    """Write the adapter in float32; its names and the layout of B are those of its base model's architecture."""
+    from gguf import GGUFType, GGUFWriter, Keys
+
+    assert request.model is not None  # noqa: S101 - `convert` refuses
+    dims = read_dims(request.model, request.revision)
+    family = family_for(dims.family, request.model)
+    names = gguf_names(family, dims, [f"{linear}.weight" for linear in request.adapter.linears])
+    writer = GGUFWriter(path, architecture_of(family, dims))
+    writer.add_type(GGUFType.ADAPTER)
+    writer.add_string(Keys.Adapter.TYPE, "lora")
+    writer.add_float32(Keys.Adapter.LORA_ALPHA, request.adapter.alpha)
+    if request.adapter.base_model:
+        writer.add_base_model_count(1)
+        writer.add_base_model_name(0, request.adapter.base_model)
+    tensors = {}
+    for linear in request.adapter.linears:
+        a, b = request.adapter.pair(linear)
+        weight = f"{linear}.weight"
+        tensors[f"{names[weight]}.lora_a"] = a
+        tensors[f"{names[weight]}.lora_b"] = to_gguf(family, weight, b, dims, whole=False)
+    with storage_errors(request.out):
+        write_gguf(writer, ((name, value, "float32") for name, value in tensors.items()), {
+            name: (value.shape, "float32") for name, value in tensors.items()
+        })  # fmt: skip
+    return check_adapter(request, read(path, request, family, dims, names))
+
+
+def read(path: Path, request: Request, family: type[Family], dims: ModelDims, names: dict[str, str]) -> Adapter:
+    """Read an adapter back under PEFT's names and in PEFT's layout."""
+    from gguf import GGUFReader, Keys
+
+    reader = GGUFReader(path)
+    stored = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    alpha = reader.get_field(Keys.Adapter.LORA_ALPHA)
+    tensors = {}
+    for weight, name in names.items():
+        linear = weight.removesuffix(".weight")
+        a, b = stored.pop(f"{name}.lora_a", None), stored.pop(f"{name}.lora_b", None)
+        if a is None or b is None:
+            raise VerificationError(f"{request.out}: read back, it lacks {name}; nothing was written")
+        tensors[f"{linear}.lora_A.weight"] = a
+        tensors[f"{linear}.lora_B.weight"] = family.gguf_tensor(weight, b, dims)
+    rank = tensors[next(iter(tensors))].shape[0]
+    value = float("nan") if alpha is None else float(alpha.contents())
+    return Adapter(tensors, rank, value, targets_of(tensors), request.adapter.base_model)
+
+
+FORM = Form("gguf-lora", "llama.cpp", write, marker=None)

@@ -1,0 +1,112 @@
+"""The keys of a GGUF file that say what llama.cpp computes: sizes, norms, rotary embedding, experts."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.core.errors import ModelError
+from ondevice.exits.gguf_names import architecture_of
+from ondevice.models import read_dims
+from ondevice.models.registry import family_for
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+    from ondevice.exits.base import Request
+    from ondevice.models import LoadedModel
+
+ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3")
+"""Those whose block these keys describe in full; an adapter alone needs only names, and goes with every one."""
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
+
+
+def check_writable(model: str, revision: str | None) -> None:
+    """Refuse a model whose block the keys here do not describe; no weight is read.
+
+    Raises:
+        ModelError: names the family, or the rotary embedding's scaling.
+    """
+    dims = read_dims(model, revision)
+    architecture = architecture_of(family_for(dims.family, model), dims)
+    if architecture not in ARCHITECTURES:
+        hint = "--to gguf-lora, beside a GGUF file of the base model"
+        expected = ", ".join(ARCHITECTURES)
+        raise ModelError(f"a merged GGUF file of {model}", expected=expected, received=architecture, hint=hint)
+    if dims.rope_type not in _ROPE_TYPES:
+        raise ModelError(f"{model}: the rotary embedding", expected=", ".join(_ROPE_TYPES), received=dims.rope_type)
+
+
+def write_metadata(writer: GGUFWriter, loaded: LoadedModel, request: Request) -> None:
+    """Add the keys of a merged model to `writer`."""
+    from gguf import GGML_QUANT_VERSION, GGUFType, LlamaFileType
+
+    dims, config = loaded.dims, loaded.model.config
+    writer.add_type(GGUFType.MODEL)
+    writer.add_name(request.out.stem)
+    writer.add_base_model_count(1)
+    writer.add_base_model_name(0, loaded.source.source)
+    if licence := _licence(loaded):
+        writer.add_license(licence)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    writer.add_file_type(int(LlamaFileType[_FILE_TYPES[request.dtype]]))
+    writer.add_vocab_size(dims.vocab)
+    writer.add_context_length(dims.max_positions)
+    writer.add_embedding_length(dims.hidden)
+    writer.add_block_count(dims.layers)
+    writer.add_feed_forward_length(int(getattr(config, "intermediate_size", dims.intermediate)))
+    writer.add_head_count(dims.heads)
+    writer.add_head_count_kv(dims.kv_heads)
+    writer.add_key_length(dims.head_dim)
+    writer.add_value_length(dims.head_dim)
+    writer.add_layer_norm_rms_eps(dims.norm_eps)
+    writer.add_rope_dimension_count(dims.head_dim)
+    writer.add_rope_freq_base(dims.rope_theta)
+    _add_scaling(writer, config, dims.rope_type)
+    if dims.experts:
+        _add_experts(writer, config)
+
+
+def rope_factors(loaded: LoadedModel) -> np.ndarray | None:
+    """Return what llama.cpp divides each rotary frequency by, float32 [head_dim / 2], for Llama 3's scaling."""
+    if loaded.dims.rope_type != "llama3":
+        return None
+    model: Any = loaded.model
+    dims, used = loaded.dims, model.model.rotary_emb.inv_freq.double().numpy()
+    plain = dims.rope_theta ** (-np.arange(0, dims.head_dim, 2) / dims.head_dim)
+    return (plain / used).astype(np.float32)
+
+
+def _add_scaling(writer: GGUFWriter, config: Any, rope_type: str) -> None:
+    from gguf import RopeScalingType
+
+    if rope_type not in ("linear", "yarn"):
+        return
+    rope = config.rope_parameters
+    writer.add_rope_scaling_type(RopeScalingType(rope_type))
+    writer.add_rope_scaling_factor(float(rope["factor"]))
+    if original := rope.get("original_max_position_embeddings"):
+        writer.add_rope_scaling_orig_ctx_len(int(original))
+
+
+def _add_experts(writer: GGUFWriter, config: Any) -> None:
+    if config.norm_topk_prob:
+        raise ModelError("llama.cpp does not normalise the weights of this family's experts", received="norm_topk_prob")
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise ModelError("llama.cpp has experts in every layer of this family", received="layers without experts")
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _licence(loaded: LoadedModel) -> str | None:
+    """Return the licence that a converted model's record names."""
+    record = None if loaded.source.path is None else loaded.source.path / "ondevice-model.json"
+    if record is None or not record.is_file():
+        return None
+    origin = json.loads(record.read_text(encoding="utf-8")).get("origin", {})
+    return origin.get("licence") or origin.get("license")

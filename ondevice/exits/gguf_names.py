@@ -1,0 +1,79 @@
+"""GGUF's names and layouts of a model's tensors, for llama.cpp and what is built on it.
+
+Names come from the tables of the `gguf` package. Layouts are the inverse of what reading undoes
+(`Family.gguf_tensor`), so a family says it once: a permutation of rows, such as the interleaved rotary pairs of the
+llama architecture's q and k, or a constant that llama.cpp adds to a norm's weight.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ondevice.core.errors import ModelError
+from ondevice.models.cache import missing
+
+if TYPE_CHECKING:
+    from ondevice.models.base import Family, ModelDims
+
+
+def architecture_of(family: type[Family], dims: ModelDims) -> str:
+    """Return the `general.architecture` of files written of a family; ModelError for one without GGUF form."""
+    from ondevice.models.registry import families
+
+    name = family.gguf_written_as or family.gguf_architecture
+    if name is None:
+        written = [kind.model_type for kind in families().values() if kind.gguf_written_as or kind.gguf_architecture]
+        raise ModelError(
+            f"models of type {dims.family} have no GGUF form here",
+            expected=", ".join(written),
+            received=dims.family,
+            hint="--to peft or --to safetensors",
+        )
+    return name
+
+
+def gguf_names(family: type[Family], dims: ModelDims, names: list[str]) -> dict[str, str]:
+    """Map transformers' names to GGUF's.
+
+    Raises:
+        ModelError: the architecture has no name for one of them; it says which.
+        MissingPackageError: the package `gguf` is not installed.
+    """
+    try:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+    except ImportError:
+        raise missing("gguf") from None
+    wanted = architecture_of(family, dims)
+    architecture = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == wanted), None)
+    if architecture is None:
+        raise ModelError(f"the installed package gguf does not know {wanted!r}", hint="pip install -U gguf")
+    table = get_tensor_name_map(architecture, dims.layers)
+    found = {name: table.get_name(name, (".weight", ".bias")) for name in names}
+    for name, gguf_name in found.items():
+        if gguf_name is None:
+            raise ModelError(
+                f"'{name}' has no name in GGUF files of architecture {wanted}",
+                expected="a tensor that llama.cpp reads",
+                received=name,
+                hint="--to peft or --to safetensors",
+            )
+    return {name: str(gguf_name) for name, gguf_name in found.items()}
+
+
+def to_gguf(family: type[Family], name: str, weights: np.ndarray, dims: ModelDims, *, whole: bool = True) -> np.ndarray:
+    """Lay out a tensor as llama.cpp keeps it; `name` is transformers' name of the weight.
+
+    Args:
+        weights: [outputs, ...]; of a LoRA adapter, B [outputs, rank] goes the way of its weight's rows.
+        whole: it is the weight itself, which takes the constant too; False for a change of it.
+    """
+    rows = weights.shape[0]
+    column = (rows, *(1,) * (weights.ndim - 1))
+    constant = np.asarray(family.gguf_tensor(name, np.zeros(column), dims))
+    order = np.asarray(family.gguf_tensor(name, np.arange(rows, dtype=np.float64).reshape(column), dims)) - constant
+    order = np.rint(order).astype(np.int64).reshape(-1)
+    if not np.array_equal(np.sort(order), np.arange(rows)):
+        raise ModelError(f"the GGUF layout of '{name}' cannot be inverted", received=family.model_type)
+    return (weights - constant.astype(weights.dtype) if whole else weights)[np.argsort(order)]

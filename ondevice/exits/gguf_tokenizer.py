@@ -1,0 +1,153 @@
+"""A tokenizer as llama.cpp reads it: tokens, merges or scores, how text is cut into words, and the chat template.
+
+llama.cpp has its own code for cutting text, chosen by a name. The name is found from what the tokenizer does, not from
+what the model is called; a tokenizer that cuts in a way that has no name is refused, because other tokens would come
+out than the ones it was trained with.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+    from ondevice.models import LoadedModel
+
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = {
+    rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}": "llama-bpe",
+    rf"{_SHORT}|{_LETTERS}|\p{{N}}|{_REST}": "qwen2",
+}
+"""llama.cpp's name of each pattern that words are cut by; a byte-level step without a pattern of its own follows."""
+_SPACE = "▁"
+_NO_MERGE = ("<none>", "<none>")
+"""llama.cpp loads no file without merges; no piece of a text has this name, so it never applies."""
+
+
+def write_tokenizer(writer: GGUFWriter, loaded: LoadedModel) -> None:
+    """Add the tokenizer's keys to `writer`.
+
+    Raises:
+        ModelError: it is no BPE tokenizer, or cuts text in a way that llama.cpp has no name for.
+    """
+    tokenizer: Any = loaded.tokenizer
+    where = loaded.source.source
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ModelError(f"{where}: the tokenizer has no tokenizer.json", hint="save it with a fast tokenizer")
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    if rules["model"]["type"] != "BPE":
+        raise ModelError(f"{where}: the tokenizer", expected="BPE", received=rules["model"]["type"])
+    merges = [tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair) for pair in rules["model"]["merges"]]
+    tokens, kinds = _tokens(rules, loaded.dims.vocab)
+    if rules["model"].get("byte_fallback"):
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores(_scores(tokens, merges))
+        writer.add_add_space_prefix(_adds_space(rules, where))
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_pre(rules, bool(merges), where))
+        writer.add_token_merges([" ".join(pair) for pair in merges or [_NO_MERGE]])
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    _add_special(writer, loaded)
+
+
+def _tokens(rules: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
+    """List every row of the embedding as a token, with its kind; rows without one are named and never used."""
+    from gguf import TokenType
+
+    by_id = {number: token for token, number in rules["model"]["vocab"].items()}
+    kinds = {number: int(TokenType.NORMAL) for number in by_id}
+    if rules["model"].get("byte_fallback"):
+        bytes_ = (number for number, token in by_id.items() if len(token) == 6 and token.startswith("<0x"))
+        kinds |= dict.fromkeys(bytes_, int(TokenType.BYTE))
+        unknown = rules["model"]["vocab"].get(rules["model"].get("unk_token"))
+        kinds |= {} if unknown is None else {unknown: int(TokenType.UNKNOWN)}
+    for added in rules["added_tokens"]:
+        by_id[added["id"]] = added["content"]
+        if kinds.get(added["id"]) != int(TokenType.UNKNOWN):
+            kinds[added["id"]] = int(TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED)
+    tokens = [by_id.get(number, f"[PAD{number}]") for number in range(rows)]
+    return tokens, [kinds.get(number, int(TokenType.UNUSED)) for number in range(rows)]
+
+
+def _pre(rules: dict[str, Any], merges: bool, where: str) -> str:
+    """Return llama.cpp's name for how a byte-level tokenizer cuts text into words."""
+    if (rules["normalizer"] or {}).get("type", "NFC") != "NFC":
+        raise ModelError(f"{where}: the tokenizer's normalizer", expected="none or NFC", received=rules["normalizer"])
+    step = rules["pre_tokenizer"] or {}
+    steps = step.get("pretokenizers", [step])
+    last = steps[-1]
+    if last.get("type") == "ByteLevel" and not last.get("add_prefix_space"):
+        before = steps[:-1]
+        if not before and (last.get("use_regex", True) or not merges):  # without merges, every cut gives bytes
+            return "gpt-2"
+        if len(before) == 1 and before[0]["type"] == "Digits" and before[0]["individual_digits"] and last["use_regex"]:
+            return "smollm"
+        if len(before) == 1 and before[0]["type"] == "Split" and not last["use_regex"]:
+            name = _WORDS.get(before[0]["pattern"].get("Regex", ""))
+            if name is not None:
+                return name
+    raise ModelError(
+        f"{where}: llama.cpp has no name for how the tokenizer cuts text",
+        expected="GPT-2's, SmolLM's, Llama 3's or Qwen2's way",
+        received=json.dumps(step)[:300],
+        hint="--to gguf-lora, beside a GGUF file of the base model",
+    )
+
+
+def _scores(tokens: list[str], merges: list[tuple[str, ...]]) -> list[float]:
+    """Return sentencepiece's scores, from which llama.cpp merges: the earlier a merge, the higher."""
+    ranks = {}
+    for rank, pair in enumerate(merges):
+        ranks.setdefault("".join(pair), -float(rank))
+    return [ranks.get(token, -float(len(merges))) for token in tokens]
+
+
+def _adds_space(rules: dict[str, Any], where: str) -> bool:
+    """Return True if text begins with a space that was not there; ModelError for another treatment of spaces."""
+    normalizer = rules["normalizer"] or {}
+    steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
+    kinds = [step["type"] for step in steps]
+    if rules["pre_tokenizer"] is None and kinds in (["Prepend", "Replace"], ["Replace"]):
+        if all(step.get("content", step.get("prepend")) == _SPACE for step in steps):
+            return kinds[0] == "Prepend"
+    step = rules["pre_tokenizer"] or {}
+    if step.get("type") == "Metaspace" and step.get("replacement") == _SPACE and not steps:
+        return step.get("prepend_scheme") != "never"
+    raise ModelError(
+        f"{where}: llama.cpp has no name for how the tokenizer treats spaces",
+        expected="sentencepiece's way",
+        received=json.dumps([rules["normalizer"], rules["pre_tokenizer"]])[:300],
+        hint="--to gguf-lora, beside a GGUF file of the base model",
+    )
+
+
+def _add_special(writer: GGUFWriter, loaded: LoadedModel) -> None:
+    """Add the ids that begin and end a text, whether they are put in, and the chat template."""
+    tokenizer: Any = loaded.tokenizer
+    stops: Any = loaded.model.generation_config.eos_token_id
+    known = [tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or ())]
+    ends: list[int] = list(dict.fromkeys(number for number in known if number is not None))
+    if tokenizer.bos_token_id is not None:
+        writer.add_bos_token_id(tokenizer.bos_token_id)
+    if ends:
+        writer.add_eos_token_id(ends[0])
+    if len(ends) > 1:
+        writer.add_eot_token_id(ends[1])
+    if tokenizer.pad_token_id is not None:
+        writer.add_pad_token_id(tokenizer.pad_token_id)
+    if tokenizer.unk_token_id is not None:
+        writer.add_unk_token_id(tokenizer.unk_token_id)
+    ids = tokenizer("a")["input_ids"]
+    writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(bool(ids) and ids[-1] == tokenizer.eos_token_id)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)

@@ -1,0 +1,19 @@
+"""`mlx`: mlx-lm's layout, for `mlx_lm.generate --adapter-path` and mlx-swift; over packed models too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ondevice.artifact.adapter import CONFIG_NAME
+from ondevice.artifact.mlx_lm_files import load_mlx_lm_adapter, save_mlx_lm_adapter
+from ondevice.exits.base import Checked, Form, Request
+from ondevice.exits.check import check_adapter
+
+
+def write(request: Request, folder: Path) -> Checked:
+    """Write `adapter_config.json` and `adapters.safetensors`."""
+    save_mlx_lm_adapter(request.adapter, folder)
+    return check_adapter(request, load_mlx_lm_adapter(folder))
+
+
+FORM = Form("mlx", "mlx-lm", write, marker=CONFIG_NAME, needs_model=False)

@@ -1,0 +1,62 @@
+"""`vllm`: PEFT's layout within the rules that vLLM documents, with the command that serves it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+from ondevice.artifact.adapter import CONFIG_NAME, load_adapter, save_adapter
+from ondevice.artifact.files import atomic_write
+from ondevice.core.errors import ConfigError
+from ondevice.exits.base import Checked, Form, Request
+from ondevice.exits.check import check_adapter
+from ondevice.models import source as sources
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that `--max-lora-rank` takes; an adapter may have any rank up to it."""
+COMMAND_NAME = "serve.sh"
+
+
+def write(request: Request, folder: Path) -> Checked:
+    """Write the adapter, and a shell script of the command; the base model is named by its folder or hub id."""
+    base = _served(request)
+    save_adapter(replace(request.adapter, base_model=base), folder)
+    checked = check_adapter(request, load_adapter(folder))
+    _check_rules(folder)
+    command = launch(base, request)
+    atomic_write(folder / COMMAND_NAME, f"#!/bin/sh\nexec {command}\n")
+    (folder / COMMAND_NAME).chmod(0o755)
+    return replace(checked, notes=(*checked.notes, command))
+
+
+def launch(base: str, request: Request) -> str:
+    """Return the command that serves base and adapter, the adapter under the name of its folder."""
+    rank = next(value for value in RANKS if value >= request.adapter.rank)
+    place = f"{request.out.name}={request.out.resolve()}"
+    words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", place]
+    return shlex.join(words)
+
+
+def _served(request: Request) -> str:
+    """Return what vLLM loads as the base model: a hub id as it is, else the folder of safetensors files."""
+    model = request.model or ""
+    if sources.find_cached(model) is None and not model.startswith((sources.TINY_PREFIX, sources.PACKAGE_PREFIX)):
+        return model  # a hub id: vLLM fetches it itself
+    path = sources.resolve(model, request.revision).path if not model.startswith(sources.TINY_PREFIX) else None
+    if path is None:
+        raise ConfigError(f"{model} has no files that vLLM could load", expected="a model with files", received=model)
+    return str(path.resolve())
+
+
+def _check_rules(folder: Path) -> None:
+    """Hold the written configuration against what vLLM refuses: kinds of LoRA, extra trained modules, biases."""
+    config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    wanted = {"peft_type": "LORA", "bias": "none", "modules_to_save": None, "use_dora": False, "use_rslora": False}
+    for field, value in wanted.items():
+        if config.get(field) != value:
+            raise ConfigError(f"vLLM refuses field '{field}'", expected=str(value), received=config.get(field))
+
+
+FORM = Form("vllm", "vLLM", write, marker=CONFIG_NAME, max_rank=RANKS[-1])

@@ -1,0 +1,65 @@
+"""llama.cpp, as the package `xllamacpp` has it: the program that reads GGUF files, asked for its numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class LlamaCpp:
+    """A model in llama.cpp, with float32 keys and values and without flash attention: what rounds is the file."""
+
+    def __init__(self, model: Path, adapter: Path | None = None, context: int = 256) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = str(model)
+        params.n_ctx, params.n_parallel, params.warmup = context, 1, False
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        params.cache_ram_mib = 0
+        if adapter is not None:
+            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
+        self.server = xllamacpp.Server(params)
+
+    def complete(self, prompt: str | list[int], **options: Any) -> dict[str, Any]:
+        """Return the choice of a completion: `text`, `finish_reason`, `logprobs`."""
+        request = {"prompt": prompt, "temperature": 0, "cache_prompt": False, **options}
+        answer = self.server.handle_completions(request)
+        answer = answer if isinstance(answer, dict) else json.loads(answer)
+        assert "error" not in answer, answer
+        return answer["choices"][0]
+
+    def log_probabilities(self, ids: list[int], vocab: int) -> np.ndarray:
+        """Return the natural logarithms of the next token's probabilities, float64 [vocab].
+
+        The token that is drawn is made to be a letter, because half a character or an end comes without numbers; the
+        numbers are those before that bias.
+        """
+        answer = self.complete(ids, n_predict=1, n_probs=vocab, logit_bias=[[97, 1000.0]])
+        result = np.full(vocab, np.nan)
+        for entry in answer["logprobs"]["content"][0]["top_logprobs"]:
+            result[entry["id"]] = entry["logprob"]
+        assert not np.isnan(result).any()
+        return result
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the ids of a text, as llama.cpp cuts it."""
+        return self.http("tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
+
+    def chat(self, messages: list[dict[str, str]]) -> str:
+        """Return the prompt that llama.cpp makes of a conversation by the file's template."""
+        return self.http("apply-template", {"messages": messages})["prompt"]
+
+    def http(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask the server for what the package has no call for."""
+        from urllib.request import Request, urlopen
+
+        headers = {"Content-Type": "application/json"}
+        request = Request(f"{self.server.listening_address}/{path}", json.dumps(body).encode(), headers)
+        with urlopen(request, timeout=30) as answer:
+            return json.load(answer)

@@ -1,0 +1,130 @@
+"""Every form is opened by the program that it is for, and computes what PEFT's merged model computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
+from ondevice.exits import convert, form_names
+from ondevice.exits.base import form_of
+from ondevice.models import load_model
+from tests.exits.conftest import IDS, Case, log_probabilities, zero_adapter
+from tests.exits.llama_cpp import LlamaCpp
+from tests.exits.table import CELLS, FAMILIES, PAGE, READERS, update
+
+GGUF_ERROR = {"float32": 1e-4, "float16": 2e-2, "q8_0": 0.4, "q4_0": 3.0}
+"""Largest difference of a logarithm of a probability: float32 products in another order, and what rounding does."""
+
+
+def test_the_table_names_every_form() -> None:
+    assert tuple(READERS) == form_names()
+    assert all(form_of(name).name == name for name in form_names())
+
+
+def test_the_page_has_the_table() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == update(text), "try: make docs"
+
+
+def by_llama_cpp(case: Case, form: str, out: Path) -> np.ndarray:
+    if form == "gguf-lora":
+        base = base_gguf(case)
+        return LlamaCpp(base, out).log_probabilities(IDS, case.base.size)
+    return LlamaCpp(out / "model.gguf" if form == "ollama" else out).log_probabilities(IDS, case.base.size)
+
+
+def base_gguf(case: Case) -> Path:
+    """Write the base model as GGUF by the same code, with an adapter too small to matter: made once a family."""
+    path = case.model.parent / "base.gguf"
+    if not path.exists():
+        adapter = load_adapter(case.adapter)
+        small = {name: value * (1e-4 if ".lora_B." in name else 1) for name, value in adapter.tensors.items()}
+        folder = case.model.parent / "small"
+        save_adapter(Adapter(small, 3, 7.0, adapter.target_modules, adapter.base_model), folder)
+        convert(folder, "gguf", path, model=str(case.model), dtype="float32")
+    return path
+
+
+def by_peft(case: Case, form: str, out: Path) -> np.ndarray:
+    from peft import PeftModel
+
+    return log_probabilities(PeftModel.from_pretrained(load_model(str(case.model)).model, out))
+
+
+def by_transformers(case: Case, form: str, out: Path) -> np.ndarray:
+    from transformers import AutoModelForCausalLM
+
+    return log_probabilities(AutoModelForCausalLM.from_pretrained(out))
+
+
+def by_mlx_lm(case: Case, form: str, out: Path) -> np.ndarray:
+    mx = pytest.importorskip("mlx.core")
+    from mlx_lm.tuner.utils import load_adapters
+    from mlx_lm.utils import load_model as load_mlx
+
+    config = json.loads((case.model / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]  # where mlx-lm looks for it
+    loaded, _ = load_mlx(case.model, model_config=config)
+    load_adapters(loaded, str(out))
+    loaded.eval()
+    logits = np.array(loaded(mx.array([IDS])).astype(mx.float32))[0, -1].astype(np.float64)
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+
+
+OPEN = {"llama.cpp": by_llama_cpp, "PEFT": by_peft, "transformers": by_transformers, "mlx-lm": by_mlx_lm}
+
+
+@pytest.mark.parametrize(("form", "family"), CELLS)
+def test_the_reader_computes_base_plus_adapter(cases, tmp_path: Path, form: str, family: str) -> None:
+    case, out = cases[family], tmp_path / "out ä"
+    exact = {"dtype": "float32"} if "float32" in form_of(form).dtypes else {}
+    report = convert(case.adapter, form, out, model=str(case.model), **exact)
+    assert report.bytes and report.max_abs_difference_from_base and report.kept == 1.0
+    found = OPEN[READERS[form]](case, form, out)
+    np.testing.assert_allclose(found, case.expected, rtol=0, atol=1e-3)
+    assert np.abs(found - case.base).max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", GGUF_ERROR)
+def test_gguf_types_round_no_more_than_they_must(cases, tmp_path: Path, dtype: str) -> None:
+    case, out = cases["llama"], tmp_path / "out.gguf"
+    report = convert(case.adapter, "gguf", out, model=str(case.model), dtype=dtype)
+    found = LlamaCpp(out).log_probabilities(IDS, case.base.size)
+    assert np.abs(found - case.expected).max() < GGUF_ERROR[dtype]
+    # What llama.cpp computes is as far from base plus adapter as the report says, its own activations aside.
+    assert report.max_abs_difference_from_adapter < GGUF_ERROR[dtype]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_adapter_of_zeros_leaves_llama_cpp_as_it_is(cases, tmp_path: Path, family: str, monkeypatch) -> None:
+    from ondevice.exits import gguf_lora
+    from ondevice.exits.base import Checked, Request
+
+    case = cases[family]
+    zeros = load_adapter(zero_adapter(tmp_path / "zero", case.adapter))
+    monkeypatch.setattr(gguf_lora, "check_adapter", lambda request, written: Checked(None, None, None))
+    request = Request(zeros, tmp_path / "zero", str(case.model), None, "", tmp_path / "zero.gguf")
+    gguf_lora.write(request, tmp_path / "zero.gguf")
+    plain = LlamaCpp(base_gguf(case)).log_probabilities(IDS, case.base.size)
+    with_zeros = LlamaCpp(base_gguf(case), tmp_path / "zero.gguf").log_probabilities(IDS, case.base.size)
+    np.testing.assert_allclose(with_zeros, plain, rtol=0, atol=1e-6)
+
+
+def test_rank_stabilised_lora_keeps_its_scale(cases, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    case = cases["llama"]
+    folder = tmp_path / "rslora"
+    save_adapter(load_adapter(case.adapter), folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
+    out = tmp_path / "rs.gguf"
+    convert(folder, "gguf-lora", out, model=str(case.model))
+    expected = log_probabilities(PeftModel.from_pretrained(load_model(str(case.model)).model, folder))
+    assert np.abs(expected - case.expected).max() > 0.1
+    found = LlamaCpp(base_gguf(case), out).log_probabilities(IDS, case.base.size)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)

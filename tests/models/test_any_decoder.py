@@ -1,0 +1,163 @@
+"""Every decoder of transformers trains with the methods that know no block: train, save, resume, load in peft."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.core.errors import ModelError
+from ondevice.core.registry import method, method_config, open_session
+from ondevice.models import LoadedModel, load_model, read_dims
+from ondevice.models.any_decoder import AnyDecoder
+from ondevice.models.load import quiet_transformers, wrap
+from ondevice.models.tiny import tiny_tokenizer
+from ondevice.planning.estimate import plan
+from ondevice.training.fuse import apply_adapter
+from tests.models.decoders import DECODERS, tiny_config
+
+RATES = {"lora": 1e-2, "lora-fa": 1e-2, "prge": 1e-3, "mezo": 1e-5, "full": 1e-3}
+IDS = np.random.default_rng(0).integers(1, 250, (2, 9))
+LABELS = np.where(np.arange(9) < 2, -100, IDS)
+
+
+def save(folder: Path, model_type: str, **fields: Any) -> Path:
+    """Write a random model of `model_type` as `save_pretrained` does, with a tokenizer."""
+    with torch.random.fork_rng(), quiet_transformers():
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[model_type].from_dict(tiny_config(model_type, **fields))
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():  # biases that are not zero, norms that are not one
+                parameter.add_(0.05 * torch.randn(parameter.shape))
+        model.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def settings(name: str) -> Any:
+    values = {"rank": 2} if method(name).trains == "adapter" else {}
+    return method_config(name, {**values, "loss_tiles": 3})
+
+
+def fresh(loaded: LoadedModel) -> LoadedModel:
+    return wrap(copy.deepcopy(loaded.model), loaded.tokenizer, type(loaded.family), loaded.source)
+
+
+def transformers_nll(model: Any, ids: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(ids), use_cache=False).logits[:, :-1].double()
+    targets = torch.from_numpy(labels)[:, 1:]
+    nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none", ignore_index=-100)
+    return nll.sum(1).numpy()
+
+
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_a_decoder_trains_resumes_saves_and_loads_in_peft(model_type: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", model_type)
+    loaded = load_model(str(folder))
+    assert read_dims(str(folder)) == loaded.dims
+    assert loaded.dims.parameters == sum(parameter.numel() for parameter in loaded.model.parameters())
+    for name, rate in RATES.items():
+        model, config = fresh(loaded), settings(name)
+        session = open_session(model, config, 7)
+        untrained = session.evaluate(IDS, LABELS)[0]
+        np.testing.assert_allclose(untrained, transformers_nll(loaded.model, IDS, LABELS), rtol=2e-5)
+        first = session.step(IDS, LABELS, 0, rate).loss
+        session.step(IDS, LABELS, 1, rate)
+        saved = {key: value.copy() for key, value in session.state().items()}
+        last = session.step(IDS, LABELS, 2, rate).loss
+        assert np.isfinite(last)
+        if method(name).order == "first":
+            assert last < first
+        resumed = open_session(fresh(loaded), config, 7)
+        resumed.load_state(saved)
+        assert resumed.step(IDS, LABELS, 2, rate).loss == last
+        state = session.state()
+        assert all(np.array_equal(value, state[key]) for key, value in resumed.state().items())
+        assert any(not np.array_equal(value, state[key]) for key, value in saved.items())
+
+        trained = session.evaluate(IDS, LABELS)[0]
+        adapter = session.adapter()
+        if adapter is None:
+            session.save_model(tmp_path / name)
+            again: Any = load_model(str(tmp_path / name)).model
+        else:
+            save_adapter(adapter, tmp_path / name)
+            assert load_adapter(tmp_path / name).linears == adapter.linears
+            again = peft.PeftModel.from_pretrained(copy.deepcopy(loaded.model), str(tmp_path / name)).eval()
+            applied = fresh(loaded)
+            apply_adapter(applied, adapter)
+            np.testing.assert_allclose(transformers_nll(applied.model, IDS, LABELS), trained, rtol=2e-5)
+        np.testing.assert_allclose(transformers_nll(again, IDS, LABELS), trained, rtol=2e-5)
+        assert not np.array_equal(trained, untrained)
+
+
+def test_a_method_that_computes_blocks_refuses_an_unknown_one_and_names_those_that_do_not(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "gpt_neox")
+    for name in ("mesp", "slideformer", "lsp", "revffn"):
+        for call in (
+            lambda name=name: plan(str(folder), method_config(name), batch_size=1, length_tokens=8),
+            lambda name=name: open_session(load_model(str(folder)), method_config(name), 0),
+        ):
+            with pytest.raises(ModelError, match="blocks of gpt_neox models are not known") as caught:
+                call()
+            assert "full, lora, lora-fa, mezo, prge" in caught.value.expected
+            assert f"method {name}" in caught.value.received
+
+
+def test_a_trait_that_a_family_does_not_do_leaves_the_model_to_the_others(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "llama", hidden_act="gelu")
+    loaded = load_model(str(folder))
+    assert isinstance(loaded.family, AnyDecoder) and loaded.dims == read_dims(str(folder))
+    with pytest.raises(ModelError, match=r"field 'hidden_act' \(gelu; known: silu\)"):
+        open_session(loaded, method_config("mesp"), 0)
+    session = open_session(loaded, settings("lora"), 0)
+    assert session.step(IDS, LABELS, 1, 1e-2).loss > session.step(IDS, LABELS, 2, 1e-2).loss
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    loaded = load_model(str(save(tmp_path / "model", "bert", is_decoder=False)))
+    with pytest.raises(ModelError, match="sees the tokens behind it"):
+        open_session(loaded, settings("lora"), 0)
+    decoder = load_model(str(save(tmp_path / "decoder", "bert", is_decoder=True)))
+    assert open_session(decoder, settings("lora"), 0).step(IDS, LABELS, 0, 1e-2).loss > 0
+
+
+def test_a_layer_that_the_model_never_calls_carries_no_adapter(tmp_path: Path) -> None:
+    loaded = load_model(str(save(tmp_path / "model", "mamba")))
+    for name in ("lora", "prge"):
+        config = method_config(name, {"target_modules": ["in_proj", "dt_proj"], "rank": 2})
+        with pytest.raises(ModelError, match=r"dt_proj would change nothing"):
+            open_session(loaded, config, 0)
+    with pytest.raises(ModelError, match="has a linear layer q_proj") as caught:
+        open_session(loaded, method_config("lora", {"target_modules": ["q_proj"]}), 0)
+    assert "in_proj" in caught.value.expected
+
+
+def test_a_plan_says_what_was_guessed_and_which_layers_are_taken(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "mamba")
+    estimate = plan(str(folder), settings("lora"), batch_size=2, length_tokens=16)
+    assert any("num_attention_heads" in note for note in estimate.notes)
+    assert any("in_proj" in note for note in estimate.notes)
+    rank, shapes = 2, [(16, 64)] * 2
+    count = sum(rank * (inputs + outputs) for inputs, outputs in shapes)
+    assert estimate.parts["adapter"] == 8 * count and estimate.parts["weights"] == 4 * read_dims(str(folder)).parameters
+
+
+def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "gpt_neox")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "wide"}))
+    with pytest.raises(ModelError, match="cannot build this gpt_neox model") as caught:
+        read_dims(str(folder))
+    assert str(path) in str(caught.value)
