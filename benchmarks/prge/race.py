@@ -41,6 +41,7 @@ COLUMNS = [
     {"key": "row_forwards", "title": "Row forwards a step", "digits": 1},
     {"key": "seconds", "title": "Seconds a run", "digits": 1},
     *({"key": f"at_{step}", "title": f"Accuracy at {step}", "digits": 3} for step in MILESTONES[:-1]),
+    {"key": "chosen_on", "title": "Where rates are chosen", "digits": 3},
     {"key": "mean", "title": "Last accuracy, mean", "digits": 3},
     {"key": "deviation", "title": "Deviation", "digits": 3},
     {"key": "accuracy", "title": "Last accuracy, by seed", "digits": 3},
@@ -81,32 +82,34 @@ def read_log(path: Path | None) -> list[dict[str, Any]]:
 
 
 def summarize(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each task, variant and length: its best rate by accuracy where rates are chosen, over all its seeds."""
+    """A row for each task, variant, length and rate, over all its seeds; `chosen` marks each variant's best rate by
+    accuracy where rates are chosen."""
     grouped: dict[tuple[Any, ...], dict[float, list[dict[str, Any]]]] = {}
     for record in records:
         rates = grouped.setdefault((record["task"], record["variant"], record["steps"]), {})
         rates.setdefault(record["rate"], []).append(record)
     rows = []
     for rates in grouped.values():
-        rate = max(rates, key=lambda rate: chosen(rates[rate]))
-        runs = sorted(rates[rate], key=lambda run: run["seed"])
-        accuracy = [run["curve"][-1][3] for run in runs]
-        row = {
-            key: runs[0].get(key) for key in ("task", "variant", "rate", "steps", "numbers", "row_forwards", "dtype")
-        }
-        row |= {
-            "seeds": len(runs), "seconds": statistics.mean(run["seconds"] for run in runs),
-            "rates": len(rates), "mean": statistics.mean(accuracy),
-            "deviation": statistics.stdev(accuracy) if len(runs) > 1 else None, "accuracy": accuracy,
-            "averaged": statistics.mean(run["curve"][-1][6] for run in runs),
-            "loss": statistics.mean(run["curve"][-1][4] for run in runs),
-            "chosen_on": chosen(runs)[0],
-        }  # fmt: skip
-        for step in MILESTONES[:-1]:
-            points = [point[3] for run in runs for point in run["curve"] if point[0] == step]
-            row[f"at_{step}"] = statistics.mean(points) if points else None
-        rows.append(row)
+        best = max(rates, key=lambda rate: chosen(rates[rate]))
+        for rate, runs in rates.items():
+            rows.append(_row(sorted(runs, key=lambda run: run["seed"])) | {"chosen": rate == best})
     return sorted(rows, key=lambda row: (row["task"], -row["mean"]))
+
+
+def _row(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of one variant at one rate."""
+    accuracy = [run["curve"][-1][3] for run in runs]
+    row = {key: runs[0].get(key) for key in ("task", "variant", "rate", "steps", "numbers", "row_forwards", "dtype")}
+    row |= {
+        "seeds": len(runs), "seconds": statistics.mean(run["seconds"] for run in runs),
+        "mean": statistics.mean(accuracy), "deviation": statistics.stdev(accuracy) if len(runs) > 1 else None,
+        "accuracy": accuracy, "averaged": statistics.mean(run["curve"][-1][6] for run in runs),
+        "loss": statistics.mean(run["curve"][-1][4] for run in runs), "chosen_on": chosen(runs)[0],
+    }  # fmt: skip
+    for step in MILESTONES[:-1]:
+        points = [point[3] for run in runs for point in run["curve"] if point[0] == step]
+        row[f"at_{step}"] = statistics.mean(points) if points else None
+    return row
 
 
 def chosen(runs: list[dict[str, Any]]) -> tuple[float, float]:
@@ -119,7 +122,7 @@ def show(row: dict[str, Any]) -> str:
     deviation = "" if row["deviation"] is None else f" ± {row['deviation']:.3f}"
     at = " ".join(f"{step}:{row[f'at_{step}']:.3f}" for step in MILESTONES[:-1] if row[f"at_{step}"] is not None)
     return (
-        f"{row['task']} | {row['variant']} @ {row['rate']:g} of {row['rates']}, {row['seeds']} seeds, "
+        f"{row['task']} | {row['variant']} @ {row['rate']:g}, {row['seeds']} seeds, "
         f"{row['steps']} steps: "
         f"{row['mean']:.3f}{deviation} (averaged {row['averaged']:.3f}, where chosen {row['chosen_on']:.3f}) {at} "
         f"loss {row['loss']:.3f}, {row['row_forwards']:.1f} row forwards, {row['seconds']:.1f} s a run"
@@ -149,7 +152,8 @@ class Log:
         """Print the variants of the latest group, and their mean accuracies step by step."""
         tasks, names = ({record[key] for record in self.latest} for key in ("task", "variant"))
         for row in summarize(r for r in self.records if r["task"] in tasks and r["variant"] in names):
-            print(show(row), flush=True)
+            if row["chosen"]:
+                print(show(row), flush=True)
         curves: dict[tuple[str, float], list[Any]] = {}
         for record in self.latest:
             curves.setdefault((record["variant"], record["rate"]), []).append(record["curve"])

@@ -174,7 +174,7 @@ class Session(ABC):
         """
         raise ConfigError(
             f"method {self.config.name} needs a gradient, and a score has none",
-            expected="a zeroth-order method, such as prge or mezo",
+            expected="a zeroth-order method",
             received=f"method {self.config.name}",
             hint="train.objective loss, or another method",
         )

@@ -68,7 +68,8 @@ class Objective:
         return partial(continue_ids, self.session.whole_model(), max_new_tokens=ANSWER_TOKENS)
 
     def _run(self, part: Dataset) -> float:
-        write, tokenizer, lines = self._write(), self.session.whole_model().tokenizer, []
+        write, lines = self._write(), []
+        tokenizer: Any = self.session.whole_model().tokenizer
         for item in part.items:
             prompt = item.example.ids[: item.prompt_tokens]
             right = item.example.ids[item.prompt_tokens :]

@@ -49,6 +49,7 @@ def test_every_kind_comes_back_equal() -> None:
         events.Start(config={"a": [1, None]}, identity={"m": {"q": 4}}, seed=2**63 - 1, backend="torch-cpu", steps=3),
         events.Resume(step=2, steps=3, backend="executorch", checkpoint="checkpoint-00000002"),
         step(2, loss=float("inf")),
+        events.Prepare(step=3, path="subspace-00000003.safetensors", sha256="0" * 64),
         events.Evaluate(step=3, loss=0.25, accuracy=0.5, rows=10, best=True),
         events.Checkpoint(step=3, path="checkpoint-00000003", size_bytes=7, seconds_s=0.1),
         events.Warning(message="line\nbreak\u2028and more"),

@@ -92,8 +92,9 @@ class MezoSession(Session):
             if kept is None:
                 self._move(step, query, epsilon)
             else:
-                for parameter, value in zip(parameters, kept, strict=True):
-                    parameter.copy_(value)
+                with torch.no_grad():
+                    for parameter, value in zip(parameters, kept, strict=True):
+                        parameter.copy_(value)
         gradients = [float(np.float32((p - m) / (2 * epsilon))) for p, m in zip(plus, minus, strict=True)]
         self.apply_update(tuple(gradients), step, learning_rate)
         losses = (*plus, *minus)

@@ -105,8 +105,8 @@ class Subspaces:
             for ids, labels in zip(batch.ids[:left], batch.labels[:left], strict=True):
                 # What follows the last labelled token has no part in the loss.
                 end = int(np.flatnonzero(labels != IGNORE)[-1]) + 1 if (labels != IGNORE).any() else 2
-                row = (torch.from_numpy(np.ascontiguousarray(v[None, :end])).to(device) for v in (ids, labels))
-                yield next(row), next(row)
+                one, other = (torch.from_numpy(np.ascontiguousarray(v[None, :end])).to(device) for v in (ids, labels))
+                yield one, other
             left, step = left - len(batch.ids), step + 1
 
     def state(self) -> dict[str, np.ndarray]:

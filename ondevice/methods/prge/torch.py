@@ -39,7 +39,7 @@ class PrgeSession(Session):
         self.loaded, self.config = loaded, config
         if config.factors is not None:
             raise ConfigError(
-                "method.factors is for programs of android-cpu and android-npu",
+                "method.factors is for exported programs",
                 received=str(config.factors),
                 hint="a run in PyTorch takes its own subspace: --set method.subspace=gradient",
             )
