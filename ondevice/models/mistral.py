@@ -10,6 +10,7 @@ from ondevice.models.base import Family, ModelDims, decoder_dims, read_size
 from ondevice.models.llama import Llama
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor
 
@@ -25,13 +26,17 @@ class Mistral(Family):
 
     model_type = "mistral"
     gguf_written_as = "llama"
-    gguf_tensor = Llama.gguf_tensor
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         dims = decoder_dims("mistral", config, where, qkv_bias=False, o_bias=False, mlp_bias=False)
         window = _window(config, where)
         return dims if window is None else replace(dims, max_positions=min(dims.max_positions, window))
+
+    @classmethod
+    def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
+        """Lay out as the llama architecture does, by whose name the files go."""
+        return Llama.gguf_tensor(name, weights, dims)
 
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return what `Family.positions` does.
