@@ -2,13 +2,14 @@
 # make PYTHON=python3.12 test     another interpreter
 # make test ARGS="-k loop -x"     arguments for pytest
 
-.PHONY: help demo demo-prge test test-fast apk android-test browser lint format docs bench setup model pins clean
+.PHONY: help demo demo-prge test test-fast apk android-test fleet-test browser lint format docs site bench setup model pins clean
 .DEFAULT_GOAL := help
 
 PYTHON ?=
 EXTRAS ?= dev
 ARGS ?=
 FLAVOUR ?= cpu
+WORKERS ?= $(shell python3 -c "import os; print(min(4, max(3, os.cpu_count() or 1)))" 2>/dev/null || echo 3)
 RUN := .venv/bin/python
 
 help:
@@ -31,11 +32,11 @@ demo: model
 demo-prge: model
 	@PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/demo-prge.sh
 
-## make test       set up, then every test in three processes; Hypothesis takes the same examples every time
-# Three also on two cores: tests of daemons and of ranks wait much of their time.
+## make test       set up, then every test, in three or four processes; Hypothesis takes the same examples every time
+# Three processes also on two cores: tests of daemons and of ranks wait much of their time. Each takes up to 3 GB.
 # A worker that crashes ends the run at once: with its tests handed on, the others would wait for ever.
 test: model
-	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
+	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
 
 ## make test-fast  the tests that need neither the model nor much time
 test-fast: setup
@@ -48,6 +49,11 @@ apk:
 ## make android-test  the app's logic and screens on the JVM, with pictures of the screens
 android-test: model
 	@$(MAKE) --no-print-directory -C android_app test
+
+## make fleet-test  a fleet of three devices over Flower, in an environment that has it beside .venv's packages
+fleet-test: setup
+	@.ci/fleet
+	@CI=true ONDEVICE_FLEET_PYTHON="$(CURDIR)/build/fleet-venv/bin/python" $(RUN) -m pytest tests/fleet/test_flower.py $(ARGS)
 
 ## make browser    what the tests of the daemon's page need: Debian's Chromium, packages from npm
 browser:
@@ -71,6 +77,10 @@ docs: setup
 	@$(RUN) -m benchmarks.tables
 	@$(RUN) -m tests.exits.table
 	@$(RUN) -m pytest tests/docs $(ARGS)
+
+## make site       the documentation as a site, with search: build/site
+site: setup
+	@.venv/bin/mkdocs build --strict --quiet
 
 ## make bench      every benchmark that this machine can run; results under build/bench
 bench: setup

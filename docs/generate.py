@@ -91,6 +91,25 @@ def settings() -> str:
     return "\n".join(parts)
 
 
+def fleet_charter() -> str:
+    """The fields of a fleet's charter."""
+    from ondevice.fleet.charter import Charter
+
+    return _keys(Charter)
+
+
+def fleet_settings() -> str:
+    """The sections that a fleet's run file has beside an ordinary one's."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.fleet.config import FleetRun
+
+    parts = []
+    for key in sorted(set(FleetRun.model_fields) - set(RunConfig.model_fields)):
+        section: Any = FleetRun.model_fields[key].annotation
+        parts += [f"### {key}", "", _cell(inspect.getdoc(section)), "", _keys(section), ""]
+    return "\n".join(parts)
+
+
 def _keys(section: Any) -> str:
     rows = []
     for name, field in section.model_fields.items():
@@ -280,8 +299,11 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    part.__name__: part for part in (commands, settings, methods, method_list, errors, events, manifest, interface)
-}
+    part.__name__: part
+    for part in (
+        commands, settings, methods, method_list, errors, events, manifest, interface, fleet_charter, fleet_settings,
+    )
+}  # fmt: skip
 
 
 def update(text: str) -> str:

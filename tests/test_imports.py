@@ -26,6 +26,10 @@ LIGHT = (
     "ondevice.api",
     "ondevice.api.runfile",
     "ondevice.cli",
+    "ondevice.fleet.config",
+    "ondevice.fleet.log",
+    "ondevice.fleet.rounds",
+    "ondevice.fleet.store",
 )
 
 

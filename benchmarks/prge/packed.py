@@ -130,14 +130,7 @@ class PackedModel:
         (runs, copies, tokens, width), weight, dims = x.shape, self.weights[layer], self.dims
         h = functional.rms_norm(x, (width,), weight["before"], dims.norm_eps).view(-1, width)
         qkv = h @ weight["qkv"].t()
-        entries = self.layout.of_layer(layer)
-        if entries:
-            xa = torch.bmm(h.view(runs, copies * tokens, width), weight["a"]).view(runs * copies, tokens, -1)
-            y, flat = qkv.view(runs * copies, tokens, -1), copies_SCP.view(runs * copies, -1)
-            for i, entry in enumerate(entries):
-                b = flat[:, entry.offset : entry.offset + entry.count].view(-1, entry.rank, entry.outputs)
-                low = self.offsets[entry.target]
-                y[..., low : low + entry.outputs].baddbmm_(xa[..., i * entry.rank : (i + 1) * entry.rank], b)
+        self._adapt(layer, h, qkv, copies_SCP)
         heads = dims.heads + dims.kv_heads
         qk = qkv[:, : self.offsets["v_proj"]].view(runs, copies, tokens, heads, dims.head_dim)
         cos, sin = (table[packed.position][:, None, :, None] for table in (self.cos, self.sin))
@@ -157,6 +150,20 @@ class PackedModel:
         h = functional.rms_norm(x, (width,), weight["after"], dims.norm_eps) @ weight["gate_up"].t()
         h = functional.silu(h[:, : dims.intermediate]) * h[:, dims.intermediate :]
         return torch.addmm(x, h, weight["down"].t()).view(runs, copies, tokens, width)
+
+    def _adapt(self, layer: int, h: Tensor, qkv: Tensor, copies_SCP: Tensor) -> None:
+        """Add the adapters' outputs to `qkv` [runs * copies * tokens, outputs]; `h` is the layer's normalised input."""
+        entries = self.layout.of_layer(layer)
+        if not entries:
+            return
+        runs, copies = copies_SCP.shape[:2]
+        xa = torch.bmm(h.view(runs, -1, h.shape[1]), self.weights[layer]["a"])
+        xa, y = xa.view(runs * copies, -1, xa.shape[2]), qkv.view(runs * copies, -1, qkv.shape[1])
+        flat = copies_SCP.view(runs * copies, -1)
+        for i, entry in enumerate(entries):
+            b = flat[:, entry.offset : entry.offset + entry.count].view(-1, entry.rank, entry.outputs)
+            low = self.offsets[entry.target]
+            y[..., low : low + entry.outputs].baddbmm_(xa[..., i * entry.rank : (i + 1) * entry.rank], b)
 
     def nll(self, x: Tensor, packed: Packed, row_SJ: Tensor, place_SJK: Tensor, target_SJK: Tensor) -> Tensor:
         """Negative log likelihood of each labelled token in float32, [runs, copies, jobs, labels]; 0 where none is."""

@@ -62,7 +62,7 @@ class Compiled:
         return self.delegate.lowered.processed_bytes
 
     def code_for(self, body: nn.Module) -> bytes:
-        """The compiled code of `body`, the same module with other weights.
+        """Compile `body`, the same module with other weights.
 
         ExecuTorch's passes over the graph are 9 parts in 10 of a compilation, and are the same for every layer of a
         model; so they are not run again.
@@ -90,7 +90,7 @@ class Compiled:
 def compile_blocks(
     blocks: nn.Module, inputs: tuple[Tensor, ...], soc: str, *, method: str, int8: bool = False
 ) -> Compiled:
-    """One delegate of `blocks`.
+    """Compile one delegate of `blocks`.
 
     Args:
         blocks: a module of nothing else.

@@ -58,7 +58,7 @@ def lower_layers(job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[Bui
 
 
 def with_code(program: bytes, code: Mapping[bytes, bytes]) -> bytes:
-    """A program file with other compiled code in its delegates.
+    """Write a program file with other compiled code in its delegates.
 
     Args:
         code: the compiled code of every delegate, and what comes in its place.

@@ -53,7 +53,7 @@ def problem() -> str | None:
 
 
 def package_folder() -> Path:
-    """The folder with QNN's libraries.
+    """Find the folder with QNN's libraries.
 
     Raises:
         MissingPackageError: the extra is not installed, is of another version, or cannot run on this machine.
@@ -66,7 +66,7 @@ def package_folder() -> Path:
 
 
 def sdk_root() -> Path:
-    """A folder in the cache that has the shape of Qualcomm's SDK; a link in it points to the package."""
+    """Make a folder in the cache that has the shape of Qualcomm's SDK; a link in it points to the package."""
     package = package_folder()
     root = cache_root() / "qnn" / VERSION
     link = root / "lib" / HOST
@@ -102,7 +102,7 @@ def load() -> None:
 
 
 def load_compiler() -> None:
-    """`load`, and ExecuTorch's lowering to QNN, whose import wants an SDK.
+    """Call `load`, and import ExecuTorch's lowering to QNN, whose import wants an SDK.
 
     Raises:
         MissingPackageError: as `package_folder`.

@@ -67,7 +67,7 @@ class AndroidNpu(ExecutorchTarget):
         return problems
 
     def lower(self, job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[BuiltProgram, Lowered]:
-        """The blocks compiled for the chip, and the rest in XNNPACK's and the runtime's own kernels."""
+        """Compile the blocks for the chip, and lower the rest in XNNPACK's and the runtime's own kernels."""
         qnn.load_compiler()
         if built.parts is not None:
             from ondevice.exporters.android_npu.layers import lower_layers
@@ -96,7 +96,7 @@ class AndroidNpu(ExecutorchTarget):
     def check_program(
         self, session: ExecutorchSession, program: GraphProgram, built: BuiltProgram, job: ExportJob
     ) -> tuple[dict[str, Any], list[str]]:
-        """One step in the simulator, where it takes minutes, against float32 eager, and the update it made."""
+        """Check one step in the simulator, where it takes minutes, against float32 eager, and its update."""
         batches = text_batches(session, built.loaded.tokenizer, 1)
         agreement = program.compare(session, built, batches, job.method.learning_rate)
         if wrong := self._wrong(agreement, session.manifest.quantize):
@@ -114,7 +114,7 @@ class AndroidNpu(ExecutorchTarget):
         return beyond(agreement, TOLERANCE[quantize], LEAST if judged else None)
 
     def open(self, folder: Path, manifest: Manifest) -> NpuSession | NpuBlocksSession:
-        """A session in the ExecuTorch runtime with QNN's simulator."""
+        """Open a session in the ExecuTorch runtime with QNN's simulator."""
         from ondevice.exporters.android_npu.session import NpuBlocksSession, NpuSession
 
         form = NpuBlocksSession if manifest.program_spec.shape == "blocks" else NpuSession
@@ -166,8 +166,8 @@ class AndroidNpu(ExecutorchTarget):
 def placement(
     dims: ModelDims, weights: WeightBytes, export: ExportConfig, loss_tiles: int, evaluates: bool
 ) -> WeightPlacement:
-    """The blocks' linears are unpacked from the file into the NPU's memory, in float16 or int8, once: there is one
-    method. Embedding and head stay in the mapped file, in float32."""
+    """Say where weights are: the blocks' linears are unpacked from the file into the NPU's memory, in float16 or
+    int8, once, as there is one method. Embedding and head stay in the mapped file, in float32."""
     linears = weights.linears if export.quantize == "w8" else weights.linears // 2
     rest = sum(weights) - weights.linears
     notes = ("packed weights are the NPU's own copy; its scratch memory is not counted",)

@@ -247,6 +247,7 @@ def _sizes(job: ExportJob, dims: ModelDims) -> list[str]:
 
     if not dims.gated:
         return [f"{dims.family} has no layers that this target packs: {', '.join(families_with('gate_proj'))}"]
-    for linear in job.method.target_modules:
-        dims.linear_shape(linear)
+    if dims.whole:
+        raise dims.unknown("packing a block's matrices")
+    dims.adapted(job.method)
     return size_problems(job, dims)

@@ -65,7 +65,7 @@ class BlocksSession(ExecutorchSession):
         self._partially_updated = False
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """One training step; see `Session.step`.
+        """Run one training step; see `Session.step`.
 
         Raises:
             TrainingError: a loss or gradient is not finite; nothing has changed if it is the loss or the head's, or if

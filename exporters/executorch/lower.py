@@ -64,7 +64,7 @@ class Lowered:
     """The program of the methods that every layer has its own of, with markers in the place of its weights."""
 
     def with_layers(self, layers: Lowered) -> Lowered:
-        """This program and that of the layers' methods as one artifact's."""
+        """Join this program and that of the layers' methods as one artifact's."""
         both = {
             name: getattr(self, name) | getattr(layers, name)
             for name in ("planned_bytes", "ops", "delegates", "partition", "graph_sizes")
@@ -73,7 +73,7 @@ class Lowered:
 
 
 def xnnpack_partitioner() -> XnnpackPartitioner:
-    """All of XNNPACK's ops, with the shared-weight rule for linears."""
+    """Return all of XNNPACK's ops, with the shared-weight rule for linears."""
     configs = [SharedWeightLinearConfig if config is LinearConfig else config for config in ALL_PARTITIONER_CONFIGS]
     return XnnpackPartitioner(configs=configs)
 

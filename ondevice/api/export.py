@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import target
+from ondevice.data.answers import answers_of_rows, answers_of_task, with_answers
 from ondevice.data.templates import is_template
 from ondevice.exporters.base import ExportJob, ExportReport
 
@@ -21,6 +22,8 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
     if spec.perturbation_scale is not None and "perturbation_scale" in type(method).model_fields:
         if "perturbation_scale" not in method.model_fields_set:
             method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
+    if getattr(method, "loss", "vocabulary") != "vocabulary" and not method.answers:
+        method = with_answers(method, _answers(config))
     if socs := spec.socs:
         chosen = list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
         sections = [config.export.model_copy(update={"soc": (soc,)}) for soc in chosen]
@@ -37,6 +40,23 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
         )
         for section in sections
     ]
+
+
+def _answers(config: RunConfig) -> tuple[tuple[int, ...], str]:
+    """Find the answers of the run's rows, or of its task where no rows are named."""
+    from ondevice.data import read_dataset
+    from ondevice.models import load_tokenizer
+
+    data = config.data
+    if data.path is None and data.task is None:
+        return (), "neither data.task nor data.path is given"
+    tokenizer = load_tokenizer(config.model.source, revision=config.model.revision)
+    if data.path is None:
+        return answers_of_task(str(data.task), tokenizer)
+    rows = read_dataset(
+        data.path, tokenizer, task=data.task, columns=data.columns, max_length_tokens=max(config.export.lengths_tokens)
+    )
+    return answers_of_rows(rows)
 
 
 def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> list[ExportReport]:

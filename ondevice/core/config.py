@@ -129,6 +129,17 @@ def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:
     return keys
 
 
+class AnswerLossConfig(StrictConfig):
+    """What a method's loss is over, for methods that can leave most of the vocabulary out."""
+
+    loss: Literal["auto", "answers", "vocabulary"] = "vocabulary"
+    """`vocabulary`: the likelihood of the answer among all tokens. `answers`: among the answers of a task whose rows
+    share them, of one token each, such as sst2's. `auto`: over the answers where there are such."""
+
+    answers: tuple[int, ...] = ()
+    """The answers' tokens; filled in from the rows, or from the task at an export."""
+
+
 TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """A linear layer of a block that LoRA can stand beside, by the last part of its name (PEFT's `target_modules`)."""
 
@@ -197,6 +208,14 @@ class TrainConfig(StrictConfig):
     batch_size: int = Field(default=4, ge=1)
     """Rows of data a step. P-RGE runs each row 2q times, so its effective batch is 2q times this."""
 
+    objective: Literal["loss", "accuracy", "f1", "command"] = "loss"
+    """What training makes better. Zeroth-order methods can train on a score that has no gradient: `accuracy` of rows
+    with candidates, `f1` of generated answers, or what `objective_command` prints."""
+
+    objective_command: str | None = None
+    """A program, with its arguments, for `objective: command`: it reads one JSON object a line (`prompt`, the generated
+    `answer`, the accepted `answers`) and prints a score a line, 0 to 1."""
+
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warmup."""
 
@@ -235,6 +254,12 @@ class TrainConfig(StrictConfig):
 
     out: Path = Path("runs/default")
     """The run's folder: events, checkpoints and the adapter."""
+
+    @model_validator(mode="after")
+    def _command(self) -> TrainConfig:
+        if (self.objective == "command") != (self.objective_command is not None):
+            raise ValueError("objective command and objective_command go together: give both or neither")
+        return self
 
     @field_validator("memory_limit_bytes", mode="before")
     @classmethod

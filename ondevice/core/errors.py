@@ -123,4 +123,10 @@ class DeviceError(OndeviceError):
     exit_code = 13
 
 
+class FleetError(OndeviceError):
+    """A fleet's message or log is malformed, late, or of another fleet."""
+
+    exit_code = 14
+
+
 INTERRUPTED_EXIT_CODE = 130

@@ -68,7 +68,7 @@ class Rendered:
 
 
 def is_template(name: str | None) -> bool:
-    """True if a task's name is the path of a template of one's own."""
+    """Return True if a task's name is the path of a template of one's own."""
     return name is not None and name.lower().endswith((".yaml", ".yml"))
 
 

@@ -41,7 +41,9 @@ class AdamWSession(Session):
         count, value = (labels_BT[:, 1:] >= 0).sum().float(), torch.zeros((), device=self.device)
         for part in range(0, len(ids_BT), rows):
             some = slice(part, part + rows)
-            nll, _ = model_loss.row_nll(self.family, ids_BT[some], labels_BT[some], self.config.loss_tiles)
+            nll, _ = model_loss.row_nll(
+                self.family, ids_BT[some], labels_BT[some], self.config.loss_tiles, self.config.answers
+            )
             loss = nll.sum() / count
             loss.backward()
             value += loss.detach()
@@ -56,7 +58,7 @@ class AdamWSession(Session):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles)
+        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles, self.config.answers)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return trained parameters and AdamW's moments, float32, and the optimizer's step."""

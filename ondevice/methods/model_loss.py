@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import CheckpointError
+from ondevice.core.session import IGNORE
 from ondevice.models import forward_hidden
 from ondevice.models.load import quiet_transformers
 from ondevice.models.save import save_loaded
+from ondevice.nn.answer_loss import answer_labels
 from ondevice.nn.cross_entropy import shift
 
 if TYPE_CHECKING:
@@ -21,9 +23,28 @@ if TYPE_CHECKING:
     from ondevice.models import Family
 
 
-def row_nll(family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows] each."""
-    return evaluate_hidden(family, ids_RT, labels_RT, lambda h, y: family.token_nll(h, y, tiles))
+def method_token_nll(
+    family: Family, hidden_ND: Tensor, labels_N: Tensor, tiles: int, answers: Sequence[int] = ()
+) -> Tensor:
+    """Return the loss of a method's settings, float32 [N]; backpropagates into the head where it is trained.
+
+    Over the answers where every label is one of them, as in a task's rows; else over the vocabulary: rows of another
+    kind may be evaluated too.
+    """
+    if answers:
+        index_A = torch.tensor(tuple(answers), device=labels_N.device)
+        places_N = answer_labels(labels_N, index_A)
+        if bool(((places_N != IGNORE) == (labels_N != IGNORE)).all()):
+            return family.answer_nll(hidden_ND, places_N, index_A)
+    return family.token_nll(hidden_ND, labels_N, tiles)
+
+
+def row_nll(
+    family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int, answers: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows] each; among
+    `answers` alone where there are some."""
+    return evaluate_hidden(family, ids_RT, labels_RT, lambda h, y: method_token_nll(family, h, y, tiles, answers))
 
 
 def evaluate_hidden(
@@ -36,11 +57,14 @@ def evaluate_hidden(
     return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
 
 
-def evaluate(family: Family, ids: np.ndarray, labels: np.ndarray, tiles: int) -> tuple[np.ndarray, np.ndarray]:
+def evaluate(
+    family: Family, ids: np.ndarray, labels: np.ndarray, tiles: int, answers: tuple[int, ...] = ()
+) -> tuple[np.ndarray, np.ndarray]:
     """Return `Session.evaluate` for a plain model."""
     device = family.head_weight.device
     with torch.inference_mode():
-        nll, count = row_nll(family, torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device), tiles)
+        tokens = torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
+        nll, count = row_nll(family, *tokens, tiles, answers)
     return nll.float().cpu().numpy(), count.cpu().numpy().astype(np.int64)
 
 

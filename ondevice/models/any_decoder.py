@@ -197,6 +197,12 @@ class AnyDecoder(Family):
         ]
         return torch.cat(parts)
 
+    def answer_nll(self, hidden_ND: Tensor, places_N: Tensor, answers_A: Tensor) -> Tensor:
+        """Compute it from logits where the head is more than a product."""
+        if self._head_is_plain:
+            return super().answer_nll(hidden_ND, places_N, answers_A)
+        return self.token_nll(hidden_ND[:, answers_A], places_N, 1)
+
     def check_adapted(self, names: list[str]) -> None:
         """Check that the model calls these layers: an adapter beside a weight that it reads directly changes nothing.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ondevice.core.session import IGNORE
 
@@ -32,6 +33,16 @@ def tile_bounds(vocabulary: int, tiles: int) -> list[tuple[int, int]]:
     """Split `vocabulary` into at most `tiles` ranges of equal size (the last may be shorter)."""
     size = -(-vocabulary // max(1, tiles))
     return [(low, min(low + size, vocabulary)) for low in range(0, vocabulary, size)]
+
+
+def float32_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
+    """Return hidden W^T, in float32 where both are half precision: rounded logits would all but hide the difference of
+    two losses. On a GPU the product leaves its float32 sums as they are."""
+    if hidden_ND.dtype not in (torch.bfloat16, torch.float16):
+        return functional.linear(hidden_ND, weight_VD)
+    if hidden_ND.is_cuda and hidden_ND.ndim == 2:
+        return torch.ops.aten.mm.dtype(hidden_ND, weight_VD.t(), torch.float32)
+    return hidden_ND.float() @ weight_VD.float().t()
 
 
 def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int = 8) -> Tensor:
@@ -63,7 +74,7 @@ class _TiledNll(torch.autograd.Function):
         maximum = torch.full_like(target_N, float("-inf"))
         total = torch.zeros_like(target_N)
         for low, high in tile_bounds(weight_VD.shape[0], tiles):
-            logits = (hidden_ND @ weight_VD[low:high].t()).float()
+            logits = float32_logits(hidden_ND, weight_VD[low:high])
             # The sum so far is rescaled to the new maximum, so that no exponential overflows.
             larger = torch.maximum(maximum, logits.amax(-1))
             total = total * (maximum - larger).exp() + (logits - larger[:, None]).exp().sum(-1)
@@ -81,7 +92,7 @@ class _TiledNll(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight_VD) if need_weight else None
         rows = torch.arange(labels_N.shape[0], device=labels_N.device)
         for low, high in tile_bounds(weight_VD.shape[0], ctx.tiles):
-            logits = (hidden_ND @ weight_VD[low:high].t()).float()
+            logits = float32_logits(hidden_ND, weight_VD[low:high])
             probability = (logits - logsumexp[:, None]).exp()  # softmax; minus 1 at the label is the gradient
             inside = (labels_N >= low) & (labels_N < high)
             probability[rows[inside], labels_N[inside] - low] -= 1.0

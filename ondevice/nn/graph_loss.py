@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ondevice.core.session import IGNORE
-from ondevice.nn.cross_entropy import tile_bounds
+from ondevice.nn.cross_entropy import float32_logits, tile_bounds
 
 Tile = tuple[int, Callable[[Tensor], Tensor]]
 """First vocabulary index of a tile, and hidden [N, D] -> logits [N, size]."""
@@ -23,7 +22,7 @@ Tile = tuple[int, Callable[[Tensor], Tensor]]
 def weight_tiles(weight_VD: Tensor, tiles: int) -> list[Tile]:
     """Cut a float32 head into tiles; the weight is sliced, so a tied embedding is not copied."""
     return [
-        (low, lambda h, low=low, high=high: functional.linear(h, weight_VD[low:high]))
+        (low, lambda h, low=low, high=high: float32_logits(h, weight_VD[low:high]))
         for low, high in tile_bounds(weight_VD.shape[0], tiles)
     ]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ondevice.nn.answer_loss import answer_loss
 from ondevice.nn.cross_entropy import tile_bounds
 from ondevice.nn.graph_loss import Tile, graph_token_nll, weight_tiles
 
@@ -15,13 +16,14 @@ if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
 
 
-def quantize_model(family: Any, export: ExportConfig, loss_tiles: int) -> Any:
+def quantize_model(family: Any, export: ExportConfig, loss_tiles: int, answers: tuple[int, ...] = ()) -> Any:
     """Quantise the frozen weights in place.
 
     Args:
         family: of a float32 model.
         export: `quantize` and `loss`, as `ExportConfig.resolved` gives them.
         loss_tiles: vocabulary tiles of a tiled loss.
+        answers: tokens that the loss is over; empty for the whole vocabulary.
 
     Returns:
         (hidden float32 [N, hidden], labels int64 [N]) to the negative log likelihood, float32 [N].
@@ -31,9 +33,18 @@ def quantize_model(family: Any, export: ExportConfig, loss_tiles: int) -> Any:
         from ondevice.nn.quantized import quantize_q4_model
 
         head = quantize_q4_model(family)
+        if answers:
+            some = list(answers)
+            rows = head.get_buffer("weight")[some].float() * head.get_buffer("scales")[some, None]
+            return answer_loss(rows, range(len(answers)), answers)
         if export.loss == "op":
             return head.token_nll
         return graph_token_nll(_q8_tiles(head, tiles))
+    if answers:  # so few rows of the head stay as they are, also where the body is rounded
+        loss = answer_loss(family.head_weight, answers)
+        if export.quantize == "8da4w":
+            _quantize_8da4w(family, tiles)
+        return loss
     if export.quantize == "8da4w":
         return graph_token_nll(_quantize_8da4w(family, tiles))
     if export.loss == "op":

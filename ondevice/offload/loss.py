@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.session import IGNORE
+from ondevice.nn.cross_entropy import float32_logits
 
 
 class ChunkedLoss:
@@ -37,7 +38,7 @@ class ChunkedLoss:
         for low in range(0, self.hidden.shape[0], self.chunk_tokens):
             chunk = slice(low, low + self.chunk_tokens)
             hidden, active, at = self.hidden[chunk], self.active[chunk], self.labels[chunk].clamp(min=0)[:, None]
-            logits = (hidden @ weight_VD.t()).float()
+            logits = float32_logits(hidden, weight_VD)
             logsumexp = logits.logsumexp(-1, keepdim=True)
             total += ((logsumexp - logits.gather(1, at))[:, 0] * active).sum()
             probability = logits.sub_(logsumexp).exp_()
@@ -52,7 +53,7 @@ class ChunkedLoss:
         """Run the first pass: rows `first` onwards of the head."""
         for low in range(0, self.hidden.shape[0], self.chunk_tokens):
             chunk = slice(low, low + self.chunk_tokens)
-            logits = (self.hidden[chunk] @ weight_vD.t()).float()
+            logits = float32_logits(self.hidden[chunk], weight_vD)
             larger = torch.maximum(self.maximum[chunk], logits.amax(-1))
             decayed = self.sum[chunk] * (self.maximum[chunk] - larger).exp()
             self.sum[chunk] = decayed + (logits - larger[:, None]).exp().sum(-1)
@@ -66,7 +67,7 @@ class ChunkedLoss:
         logsumexp = self.maximum + self.sum.log()
         for low in range(0, self.hidden.shape[0], self.chunk_tokens):
             chunk = slice(low, low + self.chunk_tokens)
-            probability = (self.hidden[chunk] @ weight_vD.t()).float().sub_(logsumexp[chunk, None]).exp_()
+            probability = float32_logits(self.hidden[chunk], weight_vD).sub_(logsumexp[chunk, None]).exp_()
             inside, at = self._inside(chunk, first, weight_vD.shape[0])
             probability.scatter_add_(1, at, -inside[:, None].float())
             scaled = probability.mul_((self.active[chunk] * self.scale)[:, None]).to(self.hidden.dtype)

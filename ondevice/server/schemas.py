@@ -156,6 +156,10 @@ class Dataset(Answer):
     sha256: str
     problems: list[RowProblem]
     """Rows that were left out, the first hundred."""
+    task: str | None = None
+    """The prompt template that they were uploaded with; a job that names none takes it."""
+    columns: dict[str, str] | None = None
+    """Likewise, the file's columns of the format's fields."""
     created_s: float
 
 

@@ -27,13 +27,13 @@ class Callback:
             self._stop.request(reason)
 
     def on_step(self, event: events.Step) -> None:
-        """An optimizer step is done: its loss, learning rate, times and memory."""
+        """React to a step: its loss, learning rate, times and memory."""
 
     def on_evaluate(self, event: events.Evaluate) -> None:
-        """The rows kept for evaluation were evaluated; `event.best` says if no earlier result was better."""
+        """React to an evaluation of the rows kept for it; `event.best` says if no earlier result was better."""
 
     def on_checkpoint(self, event: events.Checkpoint) -> None:
-        """A checkpoint was written; `event.path` is its folder inside the run's."""
+        """React to a checkpoint that was written; `event.path` is its folder inside the run's."""
 
 
 class Callbacks:

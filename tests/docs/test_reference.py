@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 PAGES = (
-    *(f"docs/reference/{name}.md" for name in ("api", "artifact", "cli", "config", "errors", "events")),
+    *(f"docs/reference/{name}.md" for name in ("api", "artifact", "cli", "config", "errors", "events", "fleet")),
     "docs/methods/index.md",
     "README.md",
 )

@@ -85,10 +85,11 @@ def test_it_neither_overflows_nor_loses_small_logits(form, scale) -> None:
 
 def test_half_precision_inputs_are_summed_in_float32() -> None:
     hidden, weight, labels = case(vocab=600, width=64)
-    ours = token_nll(hidden.bfloat16(), weight.bfloat16(), labels, 3)
     expected = reference(hidden.bfloat16().float(), weight.bfloat16().float(), labels)
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours.double(), expected, rtol=0.02, atol=0.05)
+    for form in (token_nll, graph):
+        ours = form(hidden.bfloat16(), weight.bfloat16(), labels, 3)
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_gradcheck() -> None:

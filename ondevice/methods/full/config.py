@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ondevice.core.config import StrictConfig
+from ondevice.core.config import AnswerLossConfig
 
 
-class FullConfig(StrictConfig):
+class FullConfig(AnswerLossConfig):
     """First-order fine-tuning of all parameters (AdamW)."""
 
     name: Literal["full"] = "full"

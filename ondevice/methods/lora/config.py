@@ -6,10 +6,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from ondevice.core.config import StrictConfig
+from ondevice.core.config import AnswerLossConfig
 
 
-class LoraConfig(StrictConfig):
+class LoraConfig(AnswerLossConfig):
     """First-order LoRA: both matrices are trained by backpropagation (peft, AdamW)."""
 
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules"}

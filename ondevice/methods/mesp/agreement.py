@@ -74,7 +74,7 @@ def rounding(
 
 
 def eager_session(session: ProgramSession, built: BuiltProgram) -> MespSession:
-    """The same steps by automatic differentiation, from the same start."""
+    """Open a session of the same steps by automatic differentiation, from the same start."""
     config: MespConfig = built.eager.config
     autodiff = config.model_copy(update={"micro_batch_size": None, "bits": None})
     return reference_session(built.loaded, autodiff, session.seed, "cpu")
@@ -83,7 +83,7 @@ def eager_session(session: ProgramSession, built: BuiltProgram) -> MespSession:
 def both_gradients(
     session: ProgramSession, eager: MespSession, built: BuiltProgram, ids: np.ndarray, labels: np.ndarray
 ) -> tuple[Gradients, Gradients]:
-    """The program's and `eager`'s, at random B; both sessions are somewhere else afterwards."""
+    """Return the program's and `eager`'s gradients, at random B; both sessions are somewhere else afterwards."""
     adapter, random = eager.adapter(), np.random.default_rng(0)
     for name, value in adapter.tensors.items():
         if ".lora_B." in name:
@@ -101,7 +101,7 @@ def both_gradients(
 
 
 def program_gradients(session: ProgramSession, built: BuiltProgram, ids: np.ndarray, labels: np.ndarray) -> Gradients:
-    """A step's gradients at the session's adapter, read from what the step changes.
+    """Compute a step's gradients at the session's adapter, read from what the step changes.
 
     SGD at rate 1 leaves the adapter less its gradient; AdamW's first moment after one step is the gradient times
     1 - beta1.
@@ -120,7 +120,7 @@ def program_gradients(session: ProgramSession, built: BuiltProgram, ids: np.ndar
 
 
 def relative_error(ours: Gradients, theirs: Gradients) -> float:
-    """The largest ||ours - theirs|| / ||theirs|| of a tensor; a norm counts as 1e-4 of the largest at least."""
+    """Return the largest ||ours - theirs|| / ||theirs|| of a tensor; a norm counts as 1e-4 of the largest at least."""
     least = 1e-4 * max(float(np.linalg.norm(value)) for value in theirs.values())
     return max(
         float(np.linalg.norm(ours[name] - value)) / max(float(np.linalg.norm(value)), least)
@@ -129,7 +129,7 @@ def relative_error(ours: Gradients, theirs: Gradients) -> float:
 
 
 def cosines(ours: Gradients, theirs: Gradients) -> dict[str, float]:
-    """`gradient_cosine` of all tensors as one vector, `min_gradient_cosine` and `median_gradient_cosine` of tensors.
+    """Return `gradient_cosine` of all as one vector, `min_gradient_cosine` and `median_gradient_cosine` of tensors.
 
     A tensor whose gradient is zero on both sides has cosine 1, on one side 0.
     """

@@ -19,7 +19,7 @@ from ondevice.core.program import LOWEST, BuiltProgram, LayerConstants, ProgramM
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP
 from ondevice.methods.mesp.frozen import Q4, Float32, Int8, arrays, frozen_port
 from ondevice.methods.mesp.integer import IntegerKernels, Integers, unit_scales
-from ondevice.methods.mesp.lora import FlatEntry, FlatLayout, initial_tensors, lora_parameters
+from ondevice.methods.mesp.lora import IN_BLOCKS, FlatEntry, FlatLayout, initial_tensors, lora_parameters
 from ondevice.methods.mesp.memory import HEAD_ROWS, head_tile_rows
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.loss import logits_gradient, next_sums
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 EMBEDDING = "model.embed_tokens.weight"
-NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 LINEAR_FORMS: dict[str, Form] = {"none": Float32(), "int8": Int8(), "q4": Q4(), "8da8w": Integers()}
 """Of the matrices in a block, by `export.quantize`."""
 TABLE_FORMS: dict[str, TableForm] = {"none": Float32(), "int8": Int8(), "q4": Int8(), "8da8w": Int8()}
@@ -60,7 +59,9 @@ class BlockFunctions:
     def __init__(self, loaded: LoadedModel, config: MespConfig, quantize: str = "none") -> None:
         self.loaded, self.config, self.dims, self.quantize = loaded, config, loaded.dims, quantize
         self.linear_form, self.table_form = LINEAR_FORMS[quantize], TABLE_FORMS[quantize]
-        self.parameters_of_run = lora_parameters(loaded.dims, type(loaded.family), config)
+        self.parameters_of_run = lora_parameters(
+            loaded.dims, type(loaded.family), config, (*IN_BLOCKS, "windows"), "a block program"
+        )
         self.layout = FlatLayout.build(self.parameters_of_run)
         self.layer_size = self.layout.size // self.dims.layers
         self.entries = self.layout.of_layer(0)
@@ -82,11 +83,11 @@ class BlockFunctions:
         return MOMENTS if self.config.optimizer == "adamw" else ()
 
     def initial(self, seed: int) -> np.ndarray:
-        """The adapter that a run starts from, float32 [layout.size]."""
+        """Draw the adapter that a run starts from, float32 [layout.size]."""
         return self.layout.to_flat(initial_tensors(self.parameters_of_run, seed))
 
     def weights(self) -> dict[str, np.ndarray]:
-        """The frozen weights by the names of the ports, in the order in which a step reads them.
+        """Return the frozen weights by the names of the ports, in the order in which a step reads them.
 
         The model's own matrices become the rounded ones, so that what is compared with the program computes with the
         same weights.
@@ -117,7 +118,7 @@ class BlockFunctions:
         return self.markers | {name: value for count in sorted(rows) for name, value in unit_scales(count).items()}
 
     def block(self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]) -> Block:
-        """The block's tensors, from a function's arguments and what it holds."""
+        """Take the block's tensors from a function's arguments and what it holds."""
         given, linears = constants | dict(zip((one.name for one in self.frozen), frozen, strict=True)), {}
         entries = {entry.parameters.target: entry for entry in self.entries}
         for target in self.loaded.family.linear_targets:
@@ -129,12 +130,15 @@ class BlockFunctions:
                 b = adapter[entry.b : entry.b + sizes.rank * sizes.outputs].view(sizes.rank, sizes.outputs)
             matrix = self.linear_form.matrix(f"{name}.weight", given)
             linears[target] = Linear(matrix, given.get(f"{name}.bias"), a, b, self.config.scale)
-        first, second = (given[f"model.layers.{{layer}}.{norm}"] for norm in NORMS)
-        return Block((first, second), linears)
+        norms = {place: given[f"model.layers.{{layer}}.{module}.weight"] for place, module in self.dims.traits.norms}
+        return Block(norms, linears)
 
     def _block_ports(self) -> list[TensorPort]:
         dims, family = self.dims, self.loaded.family
-        ports = [frozen_port(f"model.layers.{{layer}}.{norm}", (dims.hidden,)) for norm in NORMS]
+        ports = [
+            frozen_port(f"model.layers.{{layer}}.{module}.weight", (dims.norm_width(place),))
+            for place, module in dims.traits.norms
+        ]
         for target in family.linear_targets:
             name = linear_name(self.loaded, target)
             inputs, outputs = dims.linear_shape(target)
@@ -152,7 +156,7 @@ class BlockFunctions:
 
 
 def linear_name(loaded: LoadedModel, target: str) -> str:
-    """A linear layer's full name, `{layer}` for its number."""
+    """Return a linear layer's full name, `{layer}` for its number."""
     return f"model.layers.{{layer}}.{loaded.family.linear_parents[target]}.{target}"
 
 
@@ -248,7 +252,7 @@ class _HeadTile(nn.Module):
         return torch.where((self.columns < skip)[None], LOWEST, logits)  # type: ignore[operator]
 
     def local(self, targets: Tensor, first: Tensor, skip: Tensor) -> Tensor:
-        """Each label's row of this tile, int64 [C]; -1 where it is none, or one that was in the tile before."""
+        """Return each label's row of this tile, int64 [C]; -1 where it is none, or one that was in the tile before."""
         local = targets - first
         return torch.where(local < skip, -1, local)
 
@@ -367,7 +371,7 @@ def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[Progr
 
 
 def layout_entry(entry: FlatEntry) -> AdapterEntry:
-    """Where a host finds one linear layer's A and B."""
+    """Say where a host finds one linear layer's A and B."""
     sizes = entry.parameters
     shape = {"rank": sizes.rank, "inputs": sizes.inputs, "outputs": sizes.outputs}
     return AdapterEntry(linear=sizes.name, layer=sizes.layer, target=sizes.target, offset=entry.b, a_offset=entry.a,

@@ -29,6 +29,12 @@ class BlockCached(_OneBlock):
     products of attention read them.
     """
 
+    cos: Tensor
+    sin: Tensor
+    places: Tensor
+    news: Tensor
+    causal: Tensor
+
     def __init__(self, functions: BlockFunctions, tokens: int, context: int) -> None:
         super().__init__(functions, 1, context)
         self.mask = None  # of the training functions, which see a whole row

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ondevice.core.config import StrictConfig, TargetModule
+from ondevice.core.config import AnswerLossConfig, TargetModule
 
 ALL_TARGETS: tuple[TargetModule, ...] = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
@@ -19,7 +19,7 @@ GROUP_SIZE = 64
 """Weights that share a scale in 4 bits."""
 
 
-class MespConfig(StrictConfig):
+class MespConfig(AnswerLossConfig):
     """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward pass keeps."""
 
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules", "weights": "weight_placement"}
@@ -37,8 +37,8 @@ class MespConfig(StrictConfig):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[TargetModule, ...] = Field(default=ALL_TARGETS, min_length=1)
-    """Linear layers that carry an adapter."""
+    target_modules: tuple[str, ...] = Field(default=ALL_TARGETS, min_length=1)
+    """Linear layers that carry an adapter; a family with fused projections takes them as they are."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Learning rate; the paper trains with SGD at 1e-4."""

@@ -40,15 +40,15 @@ class Form(Protocol):
         ...
 
     def constants(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, int]]:
-        """Names and shapes of int8 tensors that the functions hold, for a backend that multiplies with constants."""
+        """Return names and shapes of int8 tensors in the functions, for a backend that multiplies with constants."""
         ...
 
     def pack(self, name: str, weight: Tensor) -> dict[str, Tensor]:
-        """The tensors of ports and constants, from float32 [outputs, inputs]."""
+        """Pack the tensors of ports and constants, from float32 [outputs, inputs]."""
         ...
 
     def matrix(self, name: str, given: Mapping[str, Tensor]) -> Matrix:
-        """The matrix from the tensors of its ports and constants, by name."""
+        """Build the matrix from the tensors of its ports and constants, by name."""
         ...
 
 
@@ -56,7 +56,7 @@ class TableForm(Form, Protocol):
     """A form that a table's rows can be looked up in, too."""
 
     def rows(self, name: str, given: Mapping[str, Tensor], ids_N: Tensor) -> Tensor:
-        """Rows of the matrix, float32 [N, inputs]."""
+        """Return rows of the matrix, float32 [N, inputs]."""
         ...
 
 
@@ -166,7 +166,7 @@ class Q4Matrix:
 
 
 def frozen_port(name: str, shape: tuple[int, ...], dtype: str = "float32") -> TensorPort:
-    """An input that a host takes from the weights file."""
+    """Describe an input that a host takes from the weights file."""
     return port(name, "frozen", shape, dtype)
 
 

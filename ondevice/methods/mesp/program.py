@@ -13,7 +13,7 @@ from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
 from ondevice.methods.mesp.blocks import LINEAR_FORMS
-from ondevice.methods.mesp.lora import check_family
+from ondevice.methods.mesp.lora import IN_BLOCKS, check_family
 from ondevice.methods.mesp.torch.program import MespProgram
 
 if TYPE_CHECKING:
@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel, ModelDims
 
 
-def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
-    """Return settings that a program does not have."""
+def problems(
+    config: MespConfig, export: ExportConfig, dims: ModelDims, known: tuple[str, ...] = IN_BLOCKS
+) -> list[str]:
+    """Return settings that a program does not have; `known` are traits of a block that its functions do."""
     problems = []
+    whole = export.program == "whole"
     try:
-        check_family(dims)
+        what = "a program of a whole step" if whole else "a block program"
+        check_family(dims, () if whole else known, what, max(export.lengths_tokens))
+        dims.adapted(config)
     except OndeviceError as error:
         problems.append(str(error))
     kept = tuple(LINEAR_FORMS) if export.program != "whole" else ("none",)
@@ -48,6 +53,8 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
         problems.append(f"export.context_tokens is {export.context_tokens}: the model takes {dims.max_positions}")
     if config.max_grad_norm is not None:
         problems.append("a mesp program updates each block as its gradients are known: method.max_grad_norm=null")
+    if config.loss == "answers" or config.answers:
+        problems.append("method.loss is answers: a mesp program computes over the vocabulary")
     if config.micro_batch_size is not None and config.micro_batch_size < export.batch_size:
         problems.append("a mesp program computes all rows of a batch at once: method.micro_batch_size=null")
     return problems

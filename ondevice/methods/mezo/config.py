@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ondevice.core.config import StrictConfig
+from ondevice.core.config import AnswerLossConfig
 
 
-class MezoConfig(StrictConfig):
+class MezoConfig(AnswerLossConfig):
     """MeZO: four sequential passes over the parameters, noise from a seed (P-RGE appendix A.1, Algorithm 2)."""
 
     name: Literal["mezo"] = "mezo"

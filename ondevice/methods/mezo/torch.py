@@ -1,4 +1,7 @@
-"""MeZO in eager PyTorch: perturb, run, perturb back, run, restore, update; the noise is never stored."""
+"""MeZO in eager PyTorch: perturb, run, perturb back, run, restore, update; the noise is never stored.
+
+In half precision the parameters are restored from a copy.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from ondevice.models.save import save_loaded
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ondevice.methods.mezo.config import MezoConfig
@@ -37,8 +41,12 @@ class MezoSession(Session):
         self.seed = torch.tensor([seed], device=self.device)
 
     @torch.no_grad()
-    def _move(self, step: int, query: int, scale: float) -> None:
-        """theta += scale * z(step, query), tensor by tensor and chunk by chunk (PerturbParameters)."""
+    def _move(self, step: int, query: int, scale: float, kept: list[Tensor] | None = None) -> None:
+        """theta += scale * z(step, query), tensor by tensor and chunk by chunk (PerturbParameters).
+
+        Args:
+            kept: theta before; the parameters are then set to kept + scale * z instead, rounded once.
+        """
         # One query is one step of the generator's stream: a query's noise is asked for without the others'.
         number = torch.tensor([step * self.config.queries + query], device=self.device)
         chunk = CHUNK[self.device.type]
@@ -47,28 +55,57 @@ class MezoSession(Session):
             for start in range(0, flat.numel(), chunk):
                 count = min(chunk, flat.numel() - start)
                 z = self.noise(self.seed, number, tensor, 1, start, count)[0]
-                flat[start : start + count] += (z * scale).to(flat.dtype)
+                if kept is None:
+                    flat[start : start + count] += (z * scale).to(flat.dtype)
+                else:
+                    base = kept[tensor].view(-1)[start : start + count]
+                    flat[start : start + count] = (base.float() + z * scale).to(flat.dtype)
+
+    @torch.no_grad()
+    def _copy(self) -> list[Tensor] | None:
+        """Copy parameters of half precision: there, across and back along the noise, each time rounded, would leave
+        them elsewhere even at learning rate 0. In float32 the way back ends where it began, but for some 1e-8."""
+        if all(parameter.dtype == torch.float32 for parameter in self.parameters.values()):
+            return None
+        return [parameter.detach().clone() for parameter in self.parameters.values()]
 
     @torch.no_grad()
     def _loss(self, ids_BT: Tensor, labels_BT: Tensor) -> float:
-        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles)
+        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers)
         return float(nll.sum() / count.sum())
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run algorithm 2 with q queries; see `Session.step`."""
-        ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
+        tokens = [torch.from_numpy(array).to(self.device) for array in (ids, labels)]
+        return self._two_sided(lambda: self._loss(*tokens), step, learning_rate)
+
+    def _two_sided(self, loss: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        """Move there and back along each query's noise, take the losses, and apply the update."""
         epsilon, plus, minus = self.config.perturbation_scale, [], []
+        kept, parameters = self._copy(), [parameter.detach() for parameter in self.parameters.values()]
         for query in range(self.config.queries):
-            # The same noise is drawn three times, there, across and back, so that no copy of the parameters is needed.
-            self._move(step, query, epsilon)
-            plus.append(self._loss(ids_BT, labels_BT))
-            self._move(step, query, -2 * epsilon)
-            minus.append(self._loss(ids_BT, labels_BT))
-            self._move(step, query, epsilon)
+            # In float32 the noise is drawn three times, there, across and back, and no copy is needed.
+            self._move(step, query, epsilon, kept)
+            plus.append(loss())
+            self._move(step, query, -2 * epsilon if kept is None else -epsilon, kept)
+            minus.append(loss())
+            if kept is None:
+                self._move(step, query, epsilon)
+            else:
+                for parameter, value in zip(parameters, kept, strict=True):
+                    parameter.copy_(value)
         gradients = [float(np.float32((p - m) / (2 * epsilon))) for p, m in zip(plus, minus, strict=True)]
         self.apply_update(tuple(gradients), step, learning_rate)
         losses = (*plus, *minus)
         return StepResult(sum(losses) / len(losses), losses, tuple(gradients))
+
+    def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        """Run algorithm 2 on a score in place of the loss; see `Session.score_step`."""
+        return self._two_sided(lambda: 1.0 - score(), step, learning_rate)
+
+    def whole_model(self) -> LoadedModel:
+        """Return the model, whose parameters are what is trained."""
+        return self.loaded
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
         """Apply theta -= eta / q * g_i z_i for every query."""
@@ -77,7 +114,7 @@ class MezoSession(Session):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles)
+        return model_loss.evaluate(self.family, ids, labels, self.config.loss_tiles, self.config.answers)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return all parameters, in float32 (exact for narrower types), and the seed."""

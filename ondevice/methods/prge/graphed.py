@@ -14,6 +14,7 @@ import torch
 from ondevice.core.session import StepResult
 from ondevice.methods.prge.cuda import GraphedStep
 from ondevice.methods.prge.torch import PrgeSession
+from ondevice.nn.answer_loss import answer_loss
 from ondevice.nn.graph_loss import graph_token_nll, weight_tiles
 
 if TYPE_CHECKING:
@@ -30,7 +31,12 @@ class GraphedPrgeSession(PrgeSession):
 
     def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
         super().__init__(loaded, config, seed)
-        self.program.token_loss = graph_token_nll(weight_tiles(loaded.family.head_weight, config.loss_tiles))
+        head = loaded.family.head_weight
+        self.program.token_loss = (
+            answer_loss(head, config.answers)
+            if config.answers
+            else graph_token_nll(weight_tiles(head, config.loss_tiles))
+        )
         self.graphs: dict[tuple[int, ...], GraphedStep] = {}
         self.pool: Any = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._place = self._adapter

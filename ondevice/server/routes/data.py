@@ -67,7 +67,7 @@ def run_settings() -> dict[str, Any]:
 @router.get("/datasets", response_model=list[schemas.Dataset])
 def list_datasets(daemon: Serving) -> list[dict[str, Any]]:
     """Return all data sets, the newest first."""
-    return [_dataset(row) for row in daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")]
+    return [_dataset(daemon, row) for row in daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")]
 
 
 @router.get("/datasets/{dataset}", response_model=schemas.Dataset)
@@ -76,7 +76,7 @@ def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
     row = daemon.store.row("SELECT * FROM datasets WHERE id = ?", dataset)
     if row is None:
         raise MissingError(f"there is no data set {dataset}", hint="GET /v1/datasets lists them")
-    return _dataset(row)
+    return _dataset(daemon, row)
 
 
 @router.get("/datasets/{dataset}/preview", response_model=schemas.PreviewAnswer)
@@ -143,5 +143,6 @@ def _delete(daemon: Daemon, kind: str, name: str) -> dict[str, bool]:
     return {"ok": True}
 
 
-def _dataset(row: Any) -> dict[str, Any]:
-    return {**dict(row), "problems": json.loads(row["problems"])}
+def _dataset(daemon: Serving, row: Any) -> dict[str, Any]:
+    options = jobs.dataset_options(daemon.store, row["id"])
+    return {**dict(row), "problems": json.loads(row["problems"]), **options}

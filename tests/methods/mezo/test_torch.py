@@ -80,6 +80,22 @@ def test_a_step_at_learning_rate_zero_restores_every_parameter(family, sizes) ->
     assert ("lm_head.weight" in before) == (sizes.get("tied") is False)
 
 
+def test_in_half_precision_it_neither_drifts_nor_moves_to_another_place() -> None:
+    """At rate 0 every bit stays, and each loss is that of the parameters moved along the noise and rounded once."""
+    loaded = tiny_model()
+    loaded.model.to(torch.bfloat16)
+    target = MezoSession(loaded, MezoConfig(queries=2), SEED)
+    before = {name: value.clone() for name, value in target.parameters.items()}
+    for step in range(3):
+        result = target.step(*batch(3), step, 0.0)
+    assert all(torch.equal(value, before[name]) for name, value in target.parameters.items())
+    for sign, loss in zip((1, -1), result.losses[1::2], strict=True):
+        for name, z in directions(target, 2, 1).items():
+            moved = before[name].double() + sign * 1e-3 * torch.from_numpy(z)
+            target.parameters[name].data.copy_(moved.to(torch.bfloat16))
+        assert loss == pytest.approx(target._loss(*map(torch.from_numpy, batch(3))), rel=1e-3)
+
+
 def test_a_projected_gradient_is_the_derivative_along_its_direction() -> None:
     target = session(MezoConfig(queries=4, perturbation_scale=1e-3))
     model = in_double(tiny_model("llama").model).requires_grad_(True)

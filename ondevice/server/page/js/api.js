@@ -98,11 +98,15 @@ export async function upload(file, fields, progress = () => {}, signal = undefin
 /** Wait, unless the view is left. */
 export function pause(seconds, signal = undefined) {
   return new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, 1000 * seconds);
-    signal?.addEventListener("abort", () => {
+    const left = () => {
       clearTimeout(timer);
       reject(new DOMException("left", "AbortError"));
-    });
+    };
+    const timer = setTimeout(() => {
+      signal?.removeEventListener("abort", left); // a view that stays open for days waits very often
+      resolve();
+    }, 1000 * seconds);
+    signal?.addEventListener("abort", left, { once: true });
   });
 }
 

@@ -1,0 +1,64 @@
+"""The tokens that a task's rows can be answered with, for methods whose loss is over them alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.core.errors import ConfigError
+from ondevice.core.session import IGNORE
+from ondevice.data.encode import Dataset, encode
+from ondevice.data.rows import Row, Rows
+from ondevice.data.templates import Task, find_task, is_template
+
+LONGEST = 512
+"""Tokens of a row that is made to see a task's answers."""
+
+
+def answers_of_rows(dataset: Dataset) -> tuple[tuple[int, ...], str]:
+    """Return the candidates' tokens, and why there are none: all rows must share theirs, of one token each."""
+    if any(not item.candidates for item in dataset.items):
+        return (), "its rows have no candidates"
+    found = None
+    for item in dataset.items:
+        tokens = tuple(tuple(label for label in c.labels if label != IGNORE) for c in item.candidates)
+        if any(len(answer) != 1 for answer in tokens):
+            return (), "an answer has several tokens"
+        if len(set(tokens)) < len(tokens):
+            return (), "two answers are the same token"
+        if found not in (None, tokens):
+            return (), "its rows have different candidates"
+        found = tokens
+    return tuple(answer[0] for answer in found or ()), ""
+
+
+def answers_of_task(name: str, tokenizer: Any) -> tuple[tuple[int, ...], str]:
+    """Return `answers_of_rows` of a task whose classes are words, without a row of it."""
+    task: Task = find_task(name)
+    if task.kind != "classification" or task.pairs or task.own or is_template(name):
+        return (), f"the answers of {name} are known from its rows alone"
+    prompt = task.prompt.format(**dict.fromkeys(task.columns, "word"))
+    pairs = tuple((prompt, choice.answer) for choice in task.choices)
+    rows = Rows("", "classification", items=[Row(1, pairs, 0, end=False)], task=name)
+    return answers_of_rows(encode(rows, tokenizer, max_length_tokens=LONGEST))
+
+
+def with_answers(method: Any, found: tuple[tuple[int, ...], str]) -> Any:
+    """Return a method's settings with the answers that its loss is over.
+
+    Args:
+        method: any method's settings; without a key `loss`, or with `loss: vocabulary`, they are returned as they are.
+        found: of `answers_of_rows` or `answers_of_task`.
+
+    Raises:
+        ConfigError: `loss` is `answers` and the rows have none that fit.
+    """
+    wanted = getattr(method, "loss", "vocabulary")
+    answers, reason = found
+    if wanted == "answers" and not answers:
+        raise ConfigError(
+            f"a loss over the answers does not go with this data: {reason}",
+            expected="a task whose rows share their answers, of one token each, such as sst2, rte or boolq",
+            received="method.loss answers",
+            hint="leave method.loss out, or set it to vocabulary",
+        )
+    return method if wanted == "vocabulary" or not answers else method.model_copy(update={"answers": answers})

@@ -1,0 +1,7 @@
+"""A fleet: many devices train one adapter and send only numbers (docs/reference/fleet.md is the protocol).
+
+The room's lower half is pure and needs nothing but numpy: `numbers` and `messages` are what is sent, `noise` the
+directions, `state` the adapter in whole numbers, `combine` what a server makes of answers, `charter` what all agree on,
+`rounds` a server's decisions, `log` the file that replays. Above it: `store` keeps a server's or a device's state in
+SQLite, `member` is a device over any session, `simulate` runs a fleet in one process, `apps` are Flower's two apps.
+"""

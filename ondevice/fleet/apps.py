@@ -1,0 +1,147 @@
+"""Flower's two apps: a server that runs a fleet's rounds over a grid, and a device that answers from its own rows.
+
+Flower carries, authenticates and encrypts; what is in a message is the fleet's own (`messages`). A device needs nothing
+from the server but the charter, which comes with the first message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+from ondevice.core.errors import FleetError
+from ondevice.fleet.device import ask
+from ondevice.fleet.rounds import Rounds
+from ondevice.fleet.store import Store
+
+if TYPE_CHECKING:
+    from flwr.app import Context
+    from flwr.serverapp import Grid
+
+log = logging.getLogger("ondevice.fleet")
+RECORD = "fleet"
+POLL_S = 0.2
+server_app, client_app = ServerApp(), ClientApp()
+
+
+@server_app.main()
+def serve(grid: Grid, context: Context) -> None:
+    """Run the rounds of the fleet in `run_config["folder"]`."""
+    settings = json.loads(str(context.run_config["settings"]))
+    with Store.open(Path(settings["folder"])) as store:
+        Server(grid, store, settings).run()
+
+
+class Server:
+    """A fleet's server over Flower's grid.
+
+    Args:
+        grid: reaches the devices.
+        store: the fleet; every round is written before the next begins.
+        settings: `rounds`, `least_devices`, `sample`, `wait_s`.
+    """
+
+    def __init__(self, grid: Grid, store: Store, settings: dict[str, Any]) -> None:
+        self.grid, self.store, self.settings = grid, store, settings
+        self.rounds = Rounds(store.charter, store.state())
+        self.places: dict[int, int] = {}
+        self.refused = 0
+
+    def run(self) -> None:
+        """Run every round that is missing, then ask each device for its hash."""
+        while self.rounds.next < self.settings["rounds"]:
+            self._round(self._devices())
+        digest = self.rounds.state.digest()
+        self._greet([node for node in self.grid.get_node_ids() if node not in self.places])
+        replies = self._send({node: self._content(node, {}) for node in self.places})
+        equal = {node: reply.get("digest") == digest for node, reply in replies.items()}
+        self.store.set_fact("devices", json.dumps({str(node): same for node, same in sorted(equal.items())}))
+        print(f"fleet: {digest.hex()}, {sum(equal.values())} of {len(equal)} devices have it", flush=True)
+
+    def _devices(self) -> list[int]:
+        """Wait until there are enough devices, and draw those that are asked."""
+        until = time.monotonic() + self.settings["wait_s"]
+        while len(nodes := sorted(self.grid.get_node_ids())) < self.settings["least_devices"]:
+            if time.monotonic() > until:
+                raise FleetError("too few devices came", expected=self.settings["least_devices"], received=len(nodes))
+            time.sleep(POLL_S)
+        self._greet([node for node in nodes if node not in self.places])
+        known = [node for node in nodes if node in self.places]
+        draw = np.random.default_rng([self.store.charter.seed, 5, self.rounds.next])
+        count = max(1, round(self.settings["sample"] * len(known)))
+        return sorted(known[place] for place in draw.permutation(len(known))[:count])
+
+    def _greet(self, nodes: list[int]) -> None:
+        """Ask new devices how far they are; they get the charter."""
+        charter = self.store.charter.to_bytes()
+        for node, reply in self._send({node: {"charter": charter} for node in nodes}).items():
+            if "place" in reply:
+                self.places[node] = int(reply["place"])
+
+    def _content(self, node: int, more: dict[str, Any]) -> dict[str, Any]:
+        """What a device gets: the events that it lacks, and a task."""
+        return {"events": self.store.events(self.places[node]), **more}
+
+    def _send(self, contents: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Send to devices and return what they reply; those that do not are left out."""
+        messages = [
+            Message(content=RecordDict({RECORD: ConfigRecord(content)}), message_type="train", dst_node_id=node)
+            for node, content in contents.items()
+        ]
+        replies = {}
+        for reply in self.grid.send_and_receive(messages, timeout=self.settings["wait_s"]) if messages else []:
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                log.warning("device %s: %s", node, reply.error.reason)
+                continue
+            record = dict(reply.content[RECORD])
+            if "error" in record:
+                log.warning("device %s: %s", node, record["error"])
+                self.places.pop(node, None)  # it says again how far it is
+            replies[node] = record
+        return replies
+
+    def _round(self, devices: list[int]) -> None:
+        began = time.time()
+        current = self.rounds.begin(devices)
+        contents = {node: self._content(node, {"task": current.tasks[node].to_bytes()}) for node in devices}
+        place, sizes = self.store.count(), {}
+        for node, reply in self._send(contents).items():
+            if "answer" not in reply:
+                continue
+            self.places[node] = place
+            try:
+                self.rounds.receive(reply["answer"], node)
+                sizes[node] = len(reply["answer"]) + len(current.tasks[node].to_bytes())
+            except FleetError as error:
+                self.refused += 1
+                log.warning("device %s: answer refused: %s", node, error)
+        loss, answers = current.loss, list(current.answers.values())
+        outcome = self.rounds.close(current.number)
+        sent = sum(size + len(outcome.to_bytes()) for size in sizes.values())
+        self.store.add(
+            outcome, self.rounds.state, answers=answers, refused=self.refused, loss=loss, sent_bytes=sent,
+            time_s=time.time() - began,
+        )  # fmt: skip
+        shown = "no answers" if loss is None else f"loss {loss:.4f}"
+        print(
+            f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers", flush=True
+        )
+
+
+@client_app.train()
+def train(message: Message, context: Context) -> Message:
+    """Answer a message of the server, through the process that holds the model (`device.Desk`).
+
+    Flower starts a process for each message; it would load the model each time.
+    """
+    reply = ask(Path(str(context.node_config["device"])), dict(message.content[RECORD]), context.node_id)
+    return Message(content=RecordDict({RECORD: ConfigRecord(reply)}), reply_to=message)

@@ -1,0 +1,109 @@
+"""Keys for a fleet over Flower: a certificate authority, the server's certificate, and a key pair for each device.
+
+For a fleet of one's own. Who has certificates already puts them under the same names.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from pathlib import Path
+from typing import Any
+
+from ondevice.artifact.files import atomic_write
+from ondevice.core.errors import ConfigError, MissingPackageError
+
+CERTIFICATES = ("ca.crt", "server.pem", "server.key")
+"""What a folder of certificates has; a device needs the first alone."""
+DEVICES = "devices"
+"""Folder of the devices' keys beside them: NAME.key stays with its device, NAME.pub is what the server admits."""
+DAYS = 825
+
+
+def make(folder: Path, hosts: tuple[str, ...], devices: int) -> list[Path]:
+    """Write certificates for a server under `hosts`, and keys for `devices` devices; return the files.
+
+    Raises:
+        ConfigError: the folder has certificates already.
+        MissingPackageError: `cryptography`, which comes with Flower, is not installed.
+    """
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+    except ImportError:
+        raise MissingPackageError("cryptography is not installed", hint="pip install 'ondevice-train[fleet]'") from None
+    folder = Path(folder)
+    if any((folder / name).exists() for name in CERTIFICATES):
+        raise ConfigError(f"{folder} has certificates already", hint="choose another folder")
+    now = datetime.datetime.now(datetime.UTC)
+
+    def named(name: str) -> Any:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+    def builder(subject: Any, key: Any) -> Any:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(named("ondevice fleet"))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=DAYS))
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(root.public_key()), critical=False)
+        )
+
+    root, server = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    authority = (
+        builder(named("ondevice fleet"), root)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(x509, signs=True), critical=True)
+        .sign(root, hashes.SHA256())
+    )
+    names = [_name(x509, host) for host in dict.fromkeys((*hosts, "localhost", "127.0.0.1"))]
+    certificate = (
+        builder(named(hosts[0]), server)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(x509, signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .sign(root, hashes.SHA256())
+    )
+    # The authority's own key is not kept: nobody can make a second server that the devices would trust.
+    private = serialization.PrivateFormat
+    plain = serialization.NoEncryption()
+    pem, ssh = serialization.Encoding.PEM, serialization.Encoding.OpenSSH
+    files = {
+        "ca.crt": authority.public_bytes(pem),
+        "server.pem": certificate.public_bytes(pem),
+        "server.key": server.private_bytes(pem, private.PKCS8, plain),
+    }
+    for number in range(1, devices + 1):
+        key = ec.generate_private_key(ec.SECP384R1())
+        files[f"{DEVICES}/{number}.key"] = key.private_bytes(pem, private.OpenSSH, plain)
+        files[f"{DEVICES}/{number}.pub"] = key.public_key().public_bytes(ssh, serialization.PublicFormat.OpenSSH)
+    written = []
+    for name, data in files.items():
+        atomic_write(folder / name, data)
+        if name.endswith(".key"):
+            os.chmod(folder / name, 0o600)
+        written.append(folder / name)
+    return written
+
+
+def _usage(x509: Any, signs: bool) -> Any:
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only",
+              "decipher_only")  # fmt: skip
+    return x509.KeyUsage(
+        digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **dict.fromkeys(others, False)
+    )
+
+
+def _name(x509: Any, host: str) -> Any:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)

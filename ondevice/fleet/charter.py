@@ -1,0 +1,169 @@
+"""What a fleet agrees on: the settings of a fleet, and the charter that heads its log and that every device checks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ConfigError, FleetError
+from ondevice.fleet.combine import Rule
+from ondevice.fleet.messages import MOST_NUMBERS, VERSION
+from ondevice.fleet.state import MOMENTUM_BITS, State
+
+
+class Agreement(StrictConfig):
+    """What a server makes of answers: part of the charter, so it stays as it was begun."""
+
+    local_steps: int = Field(default=1, ge=1, le=65535)
+    """Steps of a device before it answers."""
+
+    seeds: Literal["shared", "own"] = "shared"
+    """`shared`: all devices try the same directions, and an outcome is as large as one answer. `own`: each device has
+    its own, so that a round has more directions and an outcome grows with the devices."""
+
+    combine: Rule = "mean"
+    """How the answers become one: a mean weighted by rows, a trimmed mean, or a median, of each number."""
+
+    trim: float = Field(default=0.2, ge=0, lt=0.5)
+    """Share of the answers that `trimmed_mean` drops at each end."""
+
+    clip_norm: float | None = Field(default=None, gt=0)
+    """Longest vector of numbers that a device may answer with; longer ones are shortened, by the device and again by
+    the server."""
+
+    noise_multiplier: float = Field(default=0.0, ge=0)
+    """Gaussian noise that a device adds to each of its clipped numbers, in multiples of `clip_norm`."""
+
+    most_rows: int = Field(default=10_000, ge=1)
+    """A device counts for at most so many rows in a mean, whatever it claims."""
+
+    server_rate: float = Field(default=1.0, gt=0)
+    """Factor of the learning rate that the server applies to the combined numbers."""
+
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    """Momentum of the outcomes, rounded to a multiple of 1/256."""
+
+    open_rounds: int = Field(default=1, ge=1, le=64)
+    """Rounds under way at once: a slow device may answer to an older one while it is open."""
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if self.seeds == "own" and self.combine != "mean":
+            raise ValueError(f"combine {self.combine} compares the devices' numbers, so it needs seeds: shared")
+        if self.noise_multiplier and self.clip_norm is None:
+            raise ValueError("noise_multiplier is in multiples of clip_norm: set clip_norm too")
+        if self.open_rounds > 1 and self.momentum:
+            raise ValueError("momentum needs rounds in order: open_rounds must be 1")
+        return self
+
+
+class FleetConfig(Agreement):
+    """A fleet's rounds, and what its server makes of answers."""
+
+    rounds: int = Field(default=100, ge=1)
+    """Rounds; more may be added to a fleet that has ended."""
+
+    sample: float = Field(default=1.0, gt=0, le=1)
+    """Share of the devices that are asked in a round, drawn anew for each."""
+
+    least_devices: int = Field(default=1, ge=1)
+    """A server waits for so many devices before a round."""
+
+    wait_s: float = Field(default=600.0, gt=0)
+    """Longest wait for the answers of a round, seconds."""
+
+    def agreement(self) -> Agreement:
+        """Return the part that the charter has."""
+        return Agreement(**self.model_dump(include=set(Agreement.model_fields)))
+
+
+class Charter(StrictConfig):
+    """The head of a fleet's log: what all devices have in common. Two fleets with one charter are one fleet."""
+
+    version: int = VERSION
+    """Of the protocol."""
+
+    model_source: str
+    """The base model, as the server named it; a device may have it under another name."""
+
+    model_sha256: str
+    """Of the base model's weights."""
+
+    method: dict[str, Any]
+    """Settings of the training method; all devices try the same directions of the same size."""
+
+    data: dict[str, Any]
+    """How rows become tokens: task and longest row. The rows themselves stay where they are."""
+
+    seed: int = Field(ge=0, lt=2**63)
+    """Of the noise, and of the frozen parts of the adapter."""
+
+    size: int = Field(ge=1, lt=2**40)
+    """Elements of the flat adapter."""
+
+    noise: Literal["gaussian", "rademacher"]
+    """Distribution of the directions."""
+
+    queries: int = Field(ge=1, le=256)
+    """Directions a step."""
+
+    learning_rate: float = Field(gt=0)
+    """Of the local steps; rounded to float32 in messages."""
+
+    fleet: Agreement
+    """What the server makes of answers."""
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Charter:
+        if self.version != VERSION:
+            raise ValueError(f"version {self.version}: this is version {VERSION} of the protocol")
+        if self.fleet.local_steps * self.queries > MOST_NUMBERS:
+            raise ValueError(
+                f"{self.fleet.local_steps} steps of {self.queries} queries are more than {MOST_NUMBERS} numbers"
+            )
+        return self
+
+    def to_bytes(self) -> bytes:
+        """Return the charter as JSON with sorted keys, UTF-8."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Charter:
+        """Read what `to_bytes` gave.
+
+        Raises:
+            FleetError: it is no charter, or of another version.
+        """
+        try:
+            return cls.parse(json.loads(data), "charter")
+        except (ValueError, RecursionError, ConfigError) as error:
+            said = getattr(error, "message", str(error))
+            raise FleetError("this is no charter of a fleet", received=said[:500]) from None
+
+    @property
+    def id(self) -> int:
+        """Number of the fleet in messages: the first four bytes of the charter's SHA-256, little-endian."""
+        return int.from_bytes(hashlib.sha256(self.to_bytes()).digest()[:4], "little")
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of an answer."""
+        return self.fleet.local_steps * self.queries
+
+    def state(self) -> State:
+        """Return the state before the first round."""
+        momentum = round(self.fleet.momentum * (1 << MOMENTUM_BITS))
+        return State(self.size, self.seed, self.noise, self.queries, min(momentum, (1 << MOMENTUM_BITS) - 1))
+
+    def first_step(self, number: int, lane: int) -> int:
+        """Return the generator's step number of a round's first local step.
+
+        Args:
+            lane: the device's place in the round, from 0; used where devices have their own seeds.
+        """
+        step = number * self.fleet.local_steps
+        return step + ((lane + 1) << 40) if self.fleet.seeds == "own" else step

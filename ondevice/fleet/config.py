@@ -1,0 +1,128 @@
+"""The run file of a fleet: an ordinary one, and a section each for the fleet and for its simulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from ondevice.api.runfile import RunConfig
+from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ConfigError
+from ondevice.core.registry import method_config, methods, spec_of
+from ondevice.fleet.charter import Charter, FleetConfig
+
+if TYPE_CHECKING:
+    from ondevice.core.session import Session
+
+
+class SimulationConfig(StrictConfig):
+    """Devices of a simulated fleet, and what goes wrong with them."""
+
+    devices: int = Field(default=8, ge=1, le=100_000)
+    """Devices."""
+
+    dirichlet: float | None = Field(default=None, gt=0)
+    """Concentration of a Dirichlet split of the rows by their label: 0.1 gives most devices one label. None deals the
+    rows out evenly."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the devices that do not answer in a round, drawn anew for each."""
+
+    late: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the answers that come after their round has ended, and are refused."""
+
+    hostile: float = Field(default=0.0, ge=0, le=1)
+    """Share of the devices that lie: the same ones in every round."""
+
+    attack: Literal["flip", "random", "huge"] = "flip"
+    """What hostile devices answer: their numbers negated and ten times as large, noise, or numbers and rows as large
+    as a message holds."""
+
+    @model_validator(mode="after")
+    def _somebody(self) -> SimulationConfig:
+        if self.hostile and round(self.hostile * self.devices) == 0:
+            raise ValueError(f"hostile: {self.hostile:g} of {self.devices} devices is none")
+        return self
+
+
+class FleetRun(RunConfig):
+    """A fleet's run file: everything of `ondevice train`, `fleet` and `simulation`."""
+
+    fleet: FleetConfig = Field(default_factory=FleetConfig)
+    """Rounds and combination."""
+
+    simulation: SimulationConfig = Field(default_factory=SimulationConfig)
+    """Of `ondevice fleet simulate`."""
+
+    @classmethod
+    def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
+        """Read a run file with `overrides` on top; see `RunConfig.load`.
+
+        Where the method is not named, it is the one whose answers are numbers. Where its noise is not named, it is
+        signs: they replay several times faster than Gaussians.
+        """
+        from ondevice.api.runfile import read_yaml
+
+        values = read_yaml(path) if path is not None else {}
+        section = values.get("method")
+        named = section if isinstance(section, str) else (section or {}).get("name")
+        given = dict(overrides or {})
+        if given.get("train.out") is None and "out" not in (values.get("train") or {}):
+            given["train.out"] = "runs/fleet"
+        if not named and not given.get("method.name"):
+            given["method.name"] = default_method()
+        has_noise = isinstance(section, dict) and "noise" in section
+        config = super().load(path, dict(sorted(given.items(), key=lambda item: item[0] != "method.name")))
+        if not has_noise and given.get("method.noise") is None and hasattr(config.method, "noise"):
+            settings = config.method.model_dump(exclude_unset=True) | {"noise": "rademacher"}
+            config = config.model_copy(update={"method": method_config(config.method.name, settings)})
+        config.check_method()
+        return config
+
+    def check_method(self) -> None:
+        """Refuse a method whose steps are not numbers.
+
+        Raises:
+            ConfigError: the method is a first-order one, or trains the whole model.
+        """
+        spec = spec_of(self.method)
+        if not (spec.replayable and spec.trains == "adapter"):
+            capable = [other.name for other in methods() if other.replayable and other.trains == "adapter"]
+            raise ConfigError(
+                f"method {spec.name} has no numbers that a fleet could share",
+                expected=f"a zeroth-order method that trains an adapter: {', '.join(capable)}",
+                received=spec.name,
+            )
+
+    def charter(self, session: Session, model: Any) -> Charter:
+        """Return the charter of this run file's fleet.
+
+        Args:
+            session: an open one; the size of its vector is the fleet's.
+            model: names the base model, by `source` and `sha256`.
+        """
+        import numpy as np
+
+        vectors = [value.size for value in session.state().values() if value.dtype == np.float32 and value.ndim == 1]
+        if len(vectors) != 1:
+            raise ConfigError("the method's state is not one vector", received=f"{len(vectors)} float32 vectors")
+        hidden = {"path", "eval_path", "validation_split", "columns"}
+        return Charter(
+            model_source=str(model.source),
+            model_sha256=model.sha256,
+            method=self.method.model_dump(mode="json"),
+            data=self.data.model_dump(mode="json", exclude=hidden),
+            seed=self.train.seed,
+            size=vectors[0],
+            noise=self.method.noise,
+            queries=self.method.queries,
+            learning_rate=self.method.learning_rate,
+            fleet=self.fleet.agreement(),
+        )
+
+
+def default_method() -> str:
+    """Return the name of the first method that a fleet can run."""
+    return next(spec.name for spec in methods() if spec.replayable and spec.trains == "adapter")

@@ -1,0 +1,205 @@
+"""A device's end: its copy of the fleet, its rows and its open session, in one process that answers many messages.
+
+What carries the messages (Flower's process for each, or a file) asks it over a socket that only its user can open.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from ondevice.artifact.files import atomic_write
+from ondevice.core.errors import OndeviceError
+from ondevice.fleet.charter import Charter
+from ondevice.fleet.member import Member
+from ondevice.fleet.messages import Task, read_event
+from ondevice.fleet.store import Store
+
+log = logging.getLogger("ondevice.fleet")
+SETTINGS_FILE = "device.json"
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """What a device is told by its owner, and by nobody else.
+
+    Attributes:
+        folder: of its own copy of the fleet.
+        data: its rows; they stay here.
+        task, columns: how they are read; the charter's task by default.
+        model: the base model under this device's name for it; the charter's by default.
+        artifact: an exported program instead of the model.
+        batch_size: rows a step, where the program does not decide it.
+    """
+
+    folder: str
+    data: str
+    task: str | None = None
+    columns: dict[str, str] | None = None
+    model: str | None = None
+    artifact: str | None = None
+    batch_size: int = 4
+
+
+class Device:
+    """A device's end: its store, and a member over its session, opened at the first task."""
+
+    def __init__(self, settings: DeviceSettings) -> None:
+        self.settings = settings
+        self._member: Member | None = None
+
+    def reply(self, content: dict[str, Any], number: int) -> dict[str, Any]:
+        """Answer one message; a mistake is a reply too.
+
+        Args:
+            number: the device's, as the transport has it.
+        """
+        try:
+            return self.take(content, number)
+        except OndeviceError as error:
+            log.warning("%s", error)
+            return {"error": str(error)}
+
+    def take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
+        """Take one message: the charter, or events and maybe a task; see `reply`.
+
+        Raises:
+            OndeviceError: the message cannot be taken.
+        """
+        folder = Path(self.settings.folder)
+        if "charter" in content:
+            with Store.create(folder, Charter.from_bytes(content["charter"])) as store:
+                return {"place": store.count()}
+        with Store.open(folder) as store:
+            member = self._member
+            if member is None or member.state.round != self._last_round(store):
+                state = store.state()
+            else:
+                state = member.state
+            given = content.get("events", [])
+            known = set(store.events()) if given else set()
+            # A file may be taken twice, and a server may not know what a device has.
+            for event in (read_event(data) for data in given if data not in known):
+                state.apply(event)
+                store.add(event, state)
+            if "task" not in content:
+                return {"digest": state.digest(), "place": store.count()}
+            member = self._open(store.charter, number)
+            member.state, member.device = state, number
+            answer = member.answer(Task.from_bytes(content["task"]))
+            return {"answer": answer.to_bytes()}
+
+    @staticmethod
+    def _last_round(store: Store) -> int:
+        row = store.connection.execute("SELECT round FROM events ORDER BY place DESC LIMIT 1").fetchone()
+        return 0 if row is None else row[0] + 1
+
+    def _open(self, charter: Charter, number: int) -> Member:
+        if self._member is None or self._member.charter != charter:
+            self._member = open_member(charter, self.settings, number)
+        return self._member
+
+
+def open_member(charter: Charter, settings: DeviceSettings, number: int) -> Member:
+    """Open a device's session and rows for a fleet.
+
+    Raises:
+        DataError: no row can be used.
+        ArtifactError: the model or the program is not the fleet's.
+    """
+    from ondevice.data import Batches, pad_id_of, read_dataset
+    from ondevice.fleet.open import open_for
+
+    artifact = None if settings.artifact is None else Path(settings.artifact)
+    session, tokenizer = open_for(charter, settings.model, artifact)
+    length = charter.data.get("max_length_tokens") or 256
+    if session.lengths_tokens is not None:
+        length = min(length, max(session.lengths_tokens))
+    rows = read_dataset(
+        Path(settings.data),
+        tokenizer,
+        task=settings.task or charter.data.get("task"),
+        max_length_tokens=length,
+        train_on_prompt=bool(charter.data.get("train_on_prompt")),
+        columns=settings.columns,
+    )
+    size = session.batch_size or settings.batch_size
+    batches = Batches(rows, size, session.lengths_tokens, charter.seed, pad_id_of(tokenizer))
+    return Member(charter, session, batches, number)
+
+
+@contextmanager
+def answering(settings: DeviceSettings) -> Iterator[Path]:
+    """Answer over a socket in a thread of this process; gives the file that names the socket.
+
+    The socket is in a folder of its own below the system's temporary one, which only this user can enter: a path of
+    the user's may be longer than a socket's name can be.
+    """
+    device = Device(settings)
+    with tempfile.TemporaryDirectory(prefix="ondevice-") as folder:
+        address = str(Path(folder) / "device")
+        file = Path(settings.folder).absolute() / SETTINGS_FILE
+        atomic_write(file, json.dumps({"socket": address, **asdict(settings)}, ensure_ascii=False))
+        with Listener(address, family="AF_UNIX") as listener:
+            thread = threading.Thread(target=_listen, args=(listener, device), name="ondevice-device", daemon=True)
+            thread.start()
+            yield file
+            file.unlink(missing_ok=True)
+
+
+def _listen(listener: Listener, device: Device) -> None:
+    while True:
+        try:
+            with listener.accept() as connection:
+                number, content = _received(connection)
+                connection.send_bytes(_encoded(number, device.reply(content, number)))
+        except EOFError:
+            continue  # the process that asked has ended
+        except OSError:
+            return  # the listener was closed
+        except Exception:
+            log.exception("a message could not be answered")
+
+
+def ask(file: Path, content: dict[str, Any], number: int) -> dict[str, Any]:
+    """Ask the device whose `answering` wrote `file`.
+
+    Args:
+        content: a message's, bytes and numbers and lists of bytes.
+        number: the device's, as the transport has it.
+    """
+    try:
+        address = json.loads(file.read_text(encoding="utf-8"))["socket"]
+        with Client(address, family="AF_UNIX") as connection:
+            connection.send_bytes(_encoded(number, content))
+            return _received(connection)[1]
+    except (OSError, EOFError) as error:
+        return {"error": f"the device's process does not answer: {error}"}
+
+
+def _encoded(number: int, content: dict[str, Any]) -> bytes:
+    def plain(value: Any) -> Any:
+        if isinstance(value, bytes):
+            return {"bytes": base64.b64encode(value).decode()}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    return json.dumps({"number": number, "content": {key: plain(value) for key, value in content.items()}}).encode()
+
+
+def _received(connection: Connection) -> tuple[int, dict[str, Any]]:
+    def restored(value: Any) -> Any:
+        if isinstance(value, dict):
+            return base64.b64decode(value["bytes"])
+        return [restored(item) for item in value] if isinstance(value, list) else value
+
+    message = json.loads(connection.recv_bytes())
+    return message["number"], {key: restored(value) for key, value in message["content"].items()}

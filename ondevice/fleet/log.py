@@ -1,0 +1,143 @@
+"""A fleet's log: its charter and every outcome. It is the whole run; an adapter is rebuilt from it without a model.
+
+    "ODFLEET1"  u32 bytes of the charter, the charter (JSON), its CRC-32
+    then for each event: u16 its bytes, the event, its CRC-32
+
+A last event that is cut off is a server that was killed while it wrote: it is left out, and said.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ondevice.artifact.files import atomic_write
+from ondevice.core.errors import FleetError
+from ondevice.fleet.charter import Charter
+from ondevice.fleet.messages import Event, read_event
+from ondevice.fleet.state import State
+
+MAGIC = b"ODFLEET1"
+SUFFIX = ".fleetlog"
+_HEAD, _LENGTH, _CRC = struct.Struct("<I"), struct.Struct("<I"), struct.Struct("<I")
+MOST_CHARTER_BYTES = 1 << 20
+CHECK_EVERY = 100
+"""A replay checks the state's hash after so many events, and after the last."""
+
+
+@dataclass(frozen=True)
+class FleetLog:
+    """A log that was read.
+
+    Attributes:
+        charter: its head.
+        events: outcomes and refreshes, in the order in which they are applied.
+        unfinished: bytes of a last event that is not whole.
+    """
+
+    charter: Charter
+    events: tuple[Event, ...]
+    unfinished: int = 0
+
+
+def log_bytes(charter: Charter, events: Sequence[bytes]) -> bytes:
+    """Return a log of events that are encoded already."""
+    head = charter.to_bytes()
+    parts = [MAGIC, _HEAD.pack(len(head)), head, _CRC.pack(zlib.crc32(head))]
+    for event in events:
+        parts += [_LENGTH.pack(len(event)), event, _CRC.pack(zlib.crc32(event))]
+    return b"".join(parts)
+
+
+def write_log(path: Path, charter: Charter, events: Sequence[bytes]) -> None:
+    """Write a log, all at once."""
+    atomic_write(path, log_bytes(charter, events))
+
+
+def read_log(data: bytes, name: str = "the log") -> FleetLog:
+    """Read a log.
+
+    Raises:
+        FleetError: it is none, of another version, or damaged before its end.
+    """
+    if not data.startswith(MAGIC):
+        raise FleetError(f"{name} is no log of a fleet", expected=f"a file that begins with {MAGIC.decode()}")
+    at = len(MAGIC)
+    if len(data) < at + _HEAD.size:
+        raise FleetError(f"{name} is cut off in its charter")
+    (length,) = _HEAD.unpack_from(data, at)
+    at += _HEAD.size
+    if length > MOST_CHARTER_BYTES or len(data) < at + length + _CRC.size:
+        raise FleetError(f"{name} is cut off in its charter", expected=f"{length} bytes", received=len(data) - at)
+    head = data[at : at + length]
+    at += length
+    if zlib.crc32(head) != _CRC.unpack_from(data, at)[0]:
+        raise FleetError(f"{name}: the charter is damaged", hint="copy the log again")
+    at += _CRC.size
+    charter, events = Charter.from_bytes(head), []
+    while at < len(data):
+        rest = len(data) - at
+        size = _LENGTH.unpack_from(data, at)[0] if rest >= _LENGTH.size else 0
+        if rest < _LENGTH.size + size + _CRC.size:
+            return FleetLog(charter, tuple(events), rest)
+        event = data[at + _LENGTH.size : at + _LENGTH.size + size]
+        if zlib.crc32(event) != _CRC.unpack_from(data, at + _LENGTH.size + size)[0]:
+            raise FleetError(f"{name}: event {len(events)} is damaged", hint="copy the log again")
+        events.append(checked(read_event(event), charter))
+        at += _LENGTH.size + size + _CRC.size
+    return FleetLog(charter, tuple(events))
+
+
+def checked(event: Event, charter: Charter) -> Event:
+    """Return an event of this fleet.
+
+    Raises:
+        FleetError: it is of another.
+    """
+    if event.fleet != charter.id:
+        raise FleetError("an event is of another fleet", expected=f"{charter.id:08x}", received=f"{event.fleet:08x}")
+    return event
+
+
+def replay(log: FleetLog, *, rounds: int | None = None, on_round: Callable[[int], None] = lambda n: None) -> State:
+    """Return the state after the log's events: no model, no data, no forward pass.
+
+    Args:
+        rounds: only the first so many events; None for all.
+        on_round: called with the number of events applied.
+
+    Raises:
+        FleetError: the log has not so many, or a state differs from what the server had.
+    """
+    count = len(log.events) if rounds is None else rounds
+    if not 0 <= count <= len(log.events):
+        raise FleetError(f"the log has no {count} rounds", expected=f"0 to {len(log.events)}", received=count)
+    state = log.charter.state()
+    for place, event in enumerate(log.events[:count], 1):
+        state.apply(event, check=place % CHECK_EVERY == 0 or place == count)
+        on_round(place)
+    return state
+
+
+def read_file(path: Path) -> FleetLog:
+    """Read a log, or the log in a server's or device's store.
+
+    Raises:
+        FleetError: there is none, or it is damaged.
+    """
+    from ondevice.fleet.store import FILE_NAME, Store
+
+    path = Path(path)
+    if path.is_dir():
+        path = path / FILE_NAME
+    if not path.is_file():
+        raise FleetError(f"{path}: there is no log", expected=f"a fleet's folder, its {FILE_NAME}, or a *{SUFFIX} file")
+    with open(path, "rb") as file:
+        first = file.read(16)
+    if first.startswith(b"SQLite format 3"):
+        with Store.open(path.parent, path.name) as store:
+            return store.log()
+    return read_log(path.read_bytes(), str(path))

@@ -1,0 +1,153 @@
+"""A device of a fleet, over any session: it follows the log, and answers a task with numbers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.core.errors import ArtifactError, FleetError, TrainingError
+from ondevice.fleet.combine import clip
+from ondevice.fleet.log import checked
+from ondevice.fleet.messages import Answer, Event, Task
+from ondevice.fleet.numbers import pack
+
+if TYPE_CHECKING:
+    from ondevice.core.session import Session
+    from ondevice.fleet.charter import Charter
+    from ondevice.fleet.state import State
+    from ondevice.training.loop import BatchSource
+
+
+def vector_name(session: Session, size: int) -> str:
+    """Return the name of the trained vector in a session's state: its one float32 array of `size` elements.
+
+    Raises:
+        ArtifactError: there is none, or there are several.
+    """
+    names = [name for name, value in session.state().items() if value.dtype == np.float32 and value.shape == (size,)]
+    if len(names) != 1:
+        raise ArtifactError(
+            "the session does not train what this fleet trains",
+            expected=f"one float32 vector of {size} elements",
+            received=", ".join(f"{name} {list(value.shape)}" for name, value in session.state().items()),
+            hint="the rank, the target modules and the model must be the fleet's",
+        )
+    return names[0]
+
+
+def load_vector(session: Session, flat: np.ndarray, name: str) -> None:
+    """Put the adapter into a session; everything else of its state stays."""
+    session.load_state({**session.state(), name: np.ascontiguousarray(flat, dtype=np.float32)})
+
+
+class Member:
+    """One device: its state, and how it answers. Several members may share a session, one after the other.
+
+    Args:
+        charter: the fleet's.
+        session: opened with the fleet's model, method and seed; any runtime.
+        batches: the device's own rows.
+        device: the device's number.
+        state: where it is in the log; the beginning by default.
+        noise: draws the privacy noise; the operating system's entropy by default.
+
+    Raises:
+        ArtifactError: the session trains another vector, or was made with another seed.
+    """
+
+    def __init__(
+        self,
+        charter: Charter,
+        session: Session,
+        batches: BatchSource,
+        device: int,
+        state: State | None = None,
+        noise: np.random.Generator | None = None,
+    ) -> None:
+        self.charter, self.session, self.batches, self.device = charter, session, batches, device
+        self.state = charter.state() if state is None else state
+        self.noise = noise or np.random.default_rng(int.from_bytes(os.urandom(16), "little"))
+        self.name = vector_name(session, charter.size)
+        seed = session.state().get("seed")
+        if seed is None or int(np.asarray(seed).reshape(-1)[0]) != charter.seed:
+            raise ArtifactError(
+                "the session draws other noise than the fleet", expected=f"seed {charter.seed}", received=seed
+            )
+
+    def follow(self, events: Iterable[Event]) -> list[Event]:
+        """Apply the events that this device has not seen, and return them; no forward pass.
+
+        Raises:
+            FleetError: one is of another fleet, or does not follow.
+        """
+        applied = []
+        for event in events:
+            if checked(event, self.charter).before == self.state.hash:
+                self.state.apply(event)
+                applied.append(event)
+            elif event.round >= self.state.round:
+                self.state.apply(event)  # says what is missing
+        return applied
+
+    def answer(self, task: Task) -> Answer:
+        """Do a task's local steps, and answer; the state stays as it was.
+
+        Raises:
+            FleetError: the task is of another fleet, or of a state that this device does not have.
+            TrainingError: a loss or a number is not finite.
+        """
+        if task.fleet != self.charter.id:
+            raise FleetError(
+                "the task is of another fleet", expected=f"{self.charter.id:08x}", received=f"{task.fleet:08x}"
+            )
+        if task.begin != self.state.hash:
+            raise FleetError(
+                f"the task of round {task.round} begins from another state",
+                expected=task.begin.hex(),
+                received=self.state.hash.hex(),
+                hint="apply the rounds before it first",
+            )
+        if task.local_steps != self.charter.fleet.local_steps:
+            raise FleetError("the task has other local steps than the charter", received=task.local_steps)
+        load_vector(self.session, self.state.flat(), self.name)
+        numbers: list[float] = []
+        losses, rows = [], 0
+        for step in range(task.local_steps):
+            batch = self.batches.at(task.round * task.local_steps + step)
+            result = self.session.step(batch.ids, batch.labels, task.first_step + step, task.learning_rate)
+            numbers += result.projected_gradients
+            losses.append(result.loss)
+            rows += len(batch.ids)
+        loss = math.fsum(losses) / len(losses)
+        if not math.isfinite(loss) or not all(map(math.isfinite, numbers)):
+            raise TrainingError(
+                f"the loss of round {task.round} is not a finite number",
+                received=loss,
+                hint="use a smaller learning rate or perturbation scale",
+            )
+        if len(numbers) != self.charter.numbers:
+            raise FleetError(
+                "the session gives other numbers than the fleet's",
+                expected=f"{self.charter.numbers}: one a query and step",
+                received=len(numbers),
+            )
+        sent = self._private(numbers)
+        return Answer(task.fleet, task.round, task.begin, self.device, rows, float(np.float32(loss)), pack(sent))
+
+    def _private(self, numbers: list[float]) -> list[float]:
+        """Clip, and add noise where the charter says so: before anything leaves the device."""
+        config = self.charter.fleet
+        clipped = clip(numbers, config.clip_norm)
+        if not config.noise_multiplier or config.clip_norm is None:
+            return clipped
+        noise = self.noise.normal(0.0, config.noise_multiplier * config.clip_norm, len(clipped))
+        return [value + float(extra) for value, extra in zip(clipped, noise)]
+
+    def adapter(self) -> Any:
+        """Return the adapter of the state, as the session writes it."""
+        load_vector(self.session, self.state.flat(), self.name)
+        return self.session.adapter()

@@ -1,0 +1,138 @@
+"""A server's decisions as plain objects: which tasks a round has, which answers it takes, and what comes of them.
+
+Nothing here waits, sends or writes; `store.Store` keeps what must survive and `apps` or `simulate` carry it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from ondevice.core.errors import FleetError
+from ondevice.fleet.charter import Charter
+from ondevice.fleet.combine import coefficients_of
+from ondevice.fleet.messages import Answer, Outcome, Refresh, Task
+from ondevice.fleet.state import State
+
+
+@dataclass
+class OpenRound:
+    """A round under way: the tasks by device, and the answers so far."""
+
+    number: int
+    begin: bytes
+    tasks: dict[int, Task]
+    answers: dict[int, Answer] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of the answers' losses, weighted by rows; None without answers."""
+        rows = sum(answer.rows for answer in self.answers.values())
+        return sum(answer.loss * answer.rows for answer in self.answers.values()) / rows if rows else None
+
+
+class Rounds:
+    """The rounds of a fleet.
+
+    Args:
+        charter: what the fleet agreed on.
+        state: of the fleet so far; `charter.state()` before the first round.
+    """
+
+    def __init__(self, charter: Charter, state: State | None = None) -> None:
+        self.charter = charter
+        self.state = charter.state() if state is None else state
+        self.next = self.state.round
+        self.open: dict[int, OpenRound] = {}
+
+    def begin(self, devices: Iterable[int]) -> OpenRound:
+        """Open the next round for `devices`, each of which gets a task.
+
+        Raises:
+            FleetError: as many rounds as the charter allows are open.
+        """
+        if len(self.open) >= self.charter.fleet.open_rounds:
+            raise FleetError("too many rounds are open", expected=f"{self.charter.fleet.open_rounds} at most")
+        number = self.next
+        self.next += 1
+        self.open[number] = OpenRound(number, self.state.hash, {})
+        for device in sorted(set(devices)):
+            self.invite(number, device)
+        return self.open[number]
+
+    def invite(self, number: int, device: int) -> Task:
+        """Ask one more device in an open round; its lane is the next one."""
+        current, charter = self.open[number], self.charter
+        first_step = charter.first_step(number, len(current.tasks))
+        task = Task(charter.id, number, current.begin, first_step, charter.fleet.local_steps, charter.learning_rate)
+        current.tasks[device] = task
+        return task
+
+    def receive(self, data: bytes | Answer, sender: int | None = None) -> Answer:
+        """Take a device's answer into its round.
+
+        Args:
+            sender: the device that the transport names; an answer in another's name is refused.
+
+        Raises:
+            FleetError: with the reason: malformed, of another fleet, late, twice, of a stranger, or of another state.
+        """
+        answer = data if isinstance(data, Answer) else Answer.from_bytes(data)
+        if answer.fleet != self.charter.id:
+            raise FleetError(
+                "the answer is of another fleet", expected=f"{self.charter.id:08x}", received=f"{answer.fleet:08x}"
+            )
+        if sender is not None and answer.device != sender:
+            raise FleetError("the answer is in another device's name", expected=sender, received=answer.device)
+        current = self.open.get(answer.round)
+        if current is None:
+            where = f"open rounds: {', '.join(map(str, self.open)) or 'none'}"
+            raise FleetError("the answer is late: its round is not open", expected=where, received=answer.round)
+        if answer.begin != current.begin:
+            raise FleetError(
+                "the answer began from another state",
+                expected=current.begin.hex(),
+                received=answer.begin.hex(),
+                hint="apply the fleet's log first",
+            )
+        if answer.device not in current.tasks:
+            raise FleetError(f"device {answer.device} was not asked in round {answer.round}")
+        if answer.device in current.answers:
+            raise FleetError(f"device {answer.device} has answered in round {answer.round}")
+        if len(answer.numbers.mantissas) != self.charter.numbers:
+            raise FleetError(
+                "the answer has not one number a query and step",
+                expected=self.charter.numbers,
+                received=len(answer.numbers.mantissas),
+            )
+        current.answers[answer.device] = answer
+        return answer
+
+    def close(self, number: int) -> Outcome:
+        """End a round: its answers become its outcome, which is applied; without answers nothing changes.
+
+        Raises:
+            FleetError: the round is not open.
+        """
+        if number not in self.open:
+            raise FleetError(f"round {number} is not open")
+        current = self.open.pop(number)
+        answers = [(current.tasks[device].first_step, answer) for device, answer in current.answers.items()]
+        groups = coefficients_of(answers, self.charter.fleet, self.charter.queries, self.charter.learning_rate)
+        before = self.state.hash
+        outcome = Outcome(self.charter.id, number, before, bytes(8), groups)
+        self.state.apply(outcome, check=False)
+        return replace(outcome, after=self.state.hash)
+
+    def refresh(self, digest: bytes) -> Refresh:
+        """Change the frozen tensors between two rounds; the trained vector begins again at zero.
+
+        Raises:
+            FleetError: a round is open.
+        """
+        if self.open:
+            raise FleetError("frozen tensors change between rounds", received=f"open rounds {list(self.open)}")
+        event = Refresh(self.charter.id, self.next, self.state.hash, bytes(8), digest)
+        self.state.apply(event, check=False)
+        self.next += 1
+        return replace(event, after=self.state.hash)

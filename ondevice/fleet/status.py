@@ -1,0 +1,41 @@
+"""Where a fleet is: its charter, rounds, losses, bytes and hash, from its store or its log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ondevice.fleet.log import read_file, replay
+from ondevice.fleet.store import FILE_NAME, Store
+
+
+def status(path: Path) -> dict[str, Any]:
+    """Return what `ondevice fleet status --json` prints; `rounds_table` is empty for a bare log.
+
+    Raises:
+        FleetError: there is no fleet.
+    """
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent
+    if (path.is_dir() or path.name == FILE_NAME) and (folder / FILE_NAME).is_file():
+        with Store.open(folder) as store:
+            state, charter, table = store.state(), store.charter, store.table()
+            devices = json.loads(store.fact("devices") or "{}")
+    else:
+        log = read_file(path)
+        state, charter, table, devices = replay(log), log.charter, [], {}
+    answered = sum(row["answers"] for row in table)
+    return {
+        "fleet": f"{charter.id:08x}",
+        "model": charter.model_source,
+        "rounds": state.round,
+        "hash": state.digest().hex(),
+        "elements": charter.size,
+        "loss": table[-1]["loss"] if table else None,
+        "bytes_per_device_round": sum(row["bytes"] for row in table) / answered if answered else None,
+        "devices": len(devices) or None,
+        "hashes_equal": all(devices.values()) if devices else None,
+        "charter": charter.model_dump(mode="json"),
+        "rounds_table": table,
+    }

@@ -1,0 +1,129 @@
+"""The race's batched runs are the model's own losses and gradients, and its script resumes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from benchmarks.prge import race  # noqa: E402
+from benchmarks.prge.racing import AnswerRows, Group, RacingModel, Variant, top_subspace  # noqa: E402
+from ondevice import read_dataset  # noqa: E402
+from ondevice.models import tiny_model  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{"sentence": "x" * (3 + 5 * i % 23) + f" film {i}", "label": i % 2} for i in range(16)]
+    (folder / "sst2").mkdir()
+    for name in ("train", "valid"):
+        (folder / "sst2" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def group(data: Path, *texts: str, seeds: int = 1) -> tuple[Any, Any, Group]:
+    loaded = tiny_model()
+    rows = read_dataset(data / "sst2" / "train.jsonl", loaded.tokenizer, task="sst2", max_length_tokens=72)
+    members = [(Variant.parse(text, 4, 4), 1e-2, seed) for text in texts for seed in range(seeds)]
+    return loaded, rows, Group(RacingModel(loaded), rows, members)
+
+
+def plain_losses(loaded: Any, table: AnswerRows) -> torch.Tensor:
+    """Loss over the answers of each row, by transformers' forward pass of one row."""
+    losses = []
+    for row, length in enumerate(table.lengths):
+        logits = loaded.model(input_ids=table.ids[row : row + 1, :length]).logits[0, -1, table.answers]
+        losses.append(torch.nn.functional.cross_entropy(logits[None].float(), table.gold[row : row + 1]))
+    return torch.stack(losses)
+
+
+def test_a_new_subspace_keeps_what_was_learned(data: Path) -> None:
+    _, _, runs = group(data, "xs q2 r3 refresh2", seeds=2)
+    runs.run(2)
+    before = runs.evaluate(runs.table)[1]
+    untouched = runs.state.abs().sum(1)
+    runs._refresh([0], first=False)
+    after = runs.evaluate(runs.table)[1]
+    assert runs.state[0].abs().sum() == 0 < untouched[0]
+    assert runs.state[1].abs().sum() == untouched[1]
+    np.testing.assert_allclose(after, before, rtol=2e-6)
+
+
+def test_the_exact_gradient_is_that_of_the_plain_model(data: Path) -> None:
+    loaded, rows, runs = group(data, "xs q2 r3")
+    every = np.arange(len(rows.items))[None]
+    found = runs._gradients([0], every, [0])[0]
+    weight = loaded.family.linear(1, "v_proj").weight.requires_grad_(True)
+    losses = plain_losses(loaded, runs.table)
+    losses.sum().backward()
+    np.testing.assert_allclose(found[1]["v_proj"].T.numpy(), weight.grad.numpy(), rtol=2e-4, atol=1e-6)
+    np.testing.assert_allclose(runs.evaluate(runs.table)[1][0], losses.mean().item(), rtol=1e-5)
+
+
+def test_an_estimate_is_the_slope_along_its_noise(data: Path) -> None:
+    """With many queries the projected gradients of a small R are those of the exact gradient, C and A."""
+    _, _, runs = group(data, "xs q8 r2 b8 eps1e-3")
+    runs._refresh([0], first=True)
+    gradient = runs._gradients([0], runs.jobs[0][:1], [0])[0]
+    parts = []
+    for layer, target, _, _ in runs.layout:
+        exact = gradient[layer][target] / 8  # a sum over the batch's rows
+        parts.append((runs.a[layer][target][0].T @ exact @ runs.c[layer][target][0].T).flatten())
+    expected = torch.cat(parts)
+    noise = torch.randn(8, runs.state.shape[1], generator=torch.Generator().manual_seed(1000))
+    packed, rows_SB = runs.table.pack(runs.jobs[0])
+    estimate = runs._estimate(packed, rows_SB)
+    np.testing.assert_allclose(estimate[0].numpy(), ((noise @ expected) @ noise / 8).numpy(), rtol=0.02, atol=1e-4)
+    _, _, fo = group(data, "fo xs r2 b8 sgd")
+    fo._refresh([0], first=True)
+    fo._step(0)
+    moved = -fo.state[0] / 1e-2
+    np.testing.assert_allclose(moved.numpy(), expected.numpy(), rtol=2e-3, atol=1e-5)
+
+
+def test_top_subspace_is_that_of_the_svd() -> None:
+    generator = torch.Generator().manual_seed(3)
+    scale = 0.6 ** torch.arange(20)
+    matrix = torch.randn(2, 33, 20, generator=generator) * scale @ torch.randn(20, 29, generator=generator)
+    u, s, v = top_subspace(matrix, 5)
+    _, exact, _ = torch.linalg.svd(matrix.double())
+    np.testing.assert_allclose(s.numpy(), exact[:, :5].numpy(), rtol=1e-6)
+    np.testing.assert_allclose((u.mT @ matrix.double() @ v).numpy(), torch.diag_embed(s).numpy(), atol=1e-6)
+
+
+def test_the_script_resumes_and_chooses_the_rate_where_it_is_not_judged(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(variants: str) -> dict[str, Any]:
+        words = f"race --model tiny:llama --data {data} --choose-rows 4 --eval-rows 4 --seeds 2 --steps 3 --fo-steps 2"
+        more = ["--eval-every", "2", "--log", str(tmp_path / "log.jsonl"), "--json", "--variants", variants]
+        monkeypatch.setattr(sys, "argv", [*words.split(), *more])
+        race.main()
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    run("xs q2 r2 adam refresh2@1e-3,1e-2;fo full r2 sgd@1e-3")
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert len(lines) == 6
+    (tmp_path / "log.jsonl").write_text("\n".join([*lines, '{"task": "ss']) + "\n")
+    document = run("xs q2 r2 adam refresh2@1e-3,1e-2;fo full r2 sgd@1e-3;full q2 r2 norm onesided@1e-3")
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 9
+    jsonschema.validate(document, json.loads((ROOT / "benchmarks/results/schema.json").read_text()))
+    assert {row["variant"] for row in document["rows"]} == {
+        "xs q2 r2 adam refresh2", "fo full r2 sgd", "full q2 r2 norm onesided",
+    }  # fmt: skip
+    records = [
+        {"task": "t", "variant": "v", "rate": rate, "seed": 0, "steps": 1, "seconds": 1.0, "numbers": 1,
+         "row_forwards": 1, "curve": [[1, chosen, 0.5, judged, 0.5, 0, 0]]}
+        for rate, chosen, judged in ((1.0, 0.7, 0.6), (2.0, 0.6, 0.9))
+    ]  # fmt: skip
+    assert race.summarize(records)[0]["mean"] == 0.6

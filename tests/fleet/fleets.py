@@ -1,0 +1,37 @@
+"""A charter that needs no model, and answers to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ondevice.fleet.charter import Agreement, Charter
+from ondevice.fleet.messages import Answer, Task
+from ondevice.fleet.numbers import pack
+
+
+def charter(*, size: int = 130, noise: str = "rademacher", rate: float = 1e-2, **agreement: Any) -> Charter:
+    """A fleet of two queries a step; `size` is no multiple of a word's 64 signs."""
+    return Charter(
+        model_source="tiny:llama",
+        model_sha256="0" * 64,
+        method={"name": "prge"},
+        data={"task": "sst2"},
+        seed=7,
+        size=size,
+        noise=noise,  # type: ignore[arg-type]
+        queries=2,
+        learning_rate=rate,
+        fleet=Agreement(**agreement),
+    )
+
+
+def answer(task: Task, device: int, values: list[float], rows: int = 4) -> Answer:
+    """What a device that measured `values` says."""
+    return Answer(task.fleet, task.round, task.begin, device, rows, 0.5, pack(values))
+
+
+def drawn(count: int, seed: int = 0) -> list[float]:
+    """Numbers as projected gradients are."""
+    return np.random.default_rng(seed).normal(0, 3, count).tolist()

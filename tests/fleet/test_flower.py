@@ -1,0 +1,113 @@
+"""A fleet over Flower: the walk of docs/howto/fleet.md, and what it refuses.
+
+Flower pins other versions of typer, rich and fastapi than the newest, so it may be in an environment beside this one:
+`make fleet-test` makes it and names it in ONDEVICE_FLEET_PYTHON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ondevice.core.errors import ConfigError
+from ondevice.fleet.certificates import CERTIFICATES
+from ondevice.fleet.device import DeviceSettings, answering, ask
+from ondevice.fleet.flower import APP, Link, free_port
+from ondevice.fleet.messages import Answer
+from ondevice.fleet.rounds import Rounds
+from tests.fleet.fleets import charter
+from tests.fleet.test_mixed import fleet_of
+from tests.fleet.test_simulate import rows
+
+
+def python() -> Path:
+    """An interpreter that has Flower."""
+    named = os.environ.get("ONDEVICE_FLEET_PYTHON")
+    if named is None and importlib.util.find_spec("flwr") is None:
+        pytest.skip("Flower is not installed; try: make fleet-test")
+    return Path(named or sys.executable)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_three_devices_on_one_machine_end_with_one_adapter(root: Path, tmp_path: Path) -> None:
+    """TLS, a key for each device, and a folder with a space."""
+    folder = tmp_path / "a fleet"
+    path = os.pathsep.join([str(python().parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OUT": str(folder), "PORT": str(free_port()), "ROUNDS": "2"}
+    done = subprocess.run(
+        ["bash", str(root / "examples/fleet.sh")],
+        env={**environment, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    logs = {log.name: log.read_text(errors="replace")[-1500:] for log in folder.rglob("*.log")}
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:], logs)
+    result = json.loads((folder / "result.json").read_text())
+    assert result["hashes_equal"] is True
+    assert result["devices"] == 3
+    assert result["rounds"] == 2
+    assert result["bytes_per_device_round"] <= 256
+
+
+def test_connections_are_encrypted_unless_somebody_says_otherwise(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="are encrypted"):
+        Link("localhost", 1).check(CERTIFICATES)
+    with pytest.raises(ConfigError, match=r"lacks ca\.crt"):
+        Link("localhost", 1, tmp_path).check(CERTIFICATES)
+    Link("localhost", 1, insecure=True).check(CERTIFICATES)
+
+
+def test_certificates_are_for_the_server_and_private_keys_for_their_owner(tmp_path: Path) -> None:
+    x509 = pytest.importorskip("cryptography.x509")
+    from ondevice.fleet.certificates import make
+
+    files = make(tmp_path / "keys", ("fleet.example", "10.0.0.7"), devices=2)
+    assert [file.relative_to(tmp_path / "keys").as_posix() for file in files] == [
+        *CERTIFICATES, "devices/1.key", "devices/1.pub", "devices/2.key", "devices/2.pub",
+    ]  # fmt: skip
+    authority, server = (x509.load_pem_x509_certificate(file.read_bytes()) for file in files[:2])
+    server.verify_directly_issued_by(authority)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "fleet.example" in names.get_values_for_type(x509.DNSName)
+    assert "10.0.0.7" in map(str, names.get_values_for_type(x509.IPAddress))
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files if file.suffix == ".key")
+    with pytest.raises(ConfigError, match="certificates already"):
+        make(tmp_path / "keys", ("localhost",), devices=0)
+
+
+def test_a_device_answers_over_its_socket_and_says_its_mistakes(tmp_path: Path) -> None:
+    session, fleet = fleet_of("stateful")
+    session.close()
+    task = Rounds(fleet).begin([9]).tasks[9].to_bytes()
+    settings = DeviceSettings(folder=str(tmp_path / "a device"), data=str(rows(tmp_path / "r.jsonl")), task="sst2")
+    with answering(settings) as file:
+        assert "holds no fleet" in ask(file, {"task": task}, 9)["error"]
+        assert ask(file, {"charter": fleet.to_bytes()}, 9) == {"place": 0}
+        first = ask(file, {"events": [], "task": task}, 9)
+        assert Answer.from_bytes(first["answer"]).device == 9
+        assert ask(file, {"events": [], "task": task}, 9) == first
+        assert ask(file, {"events": []}, 9)["digest"] == fleet.state().digest()
+        assert "another fleet" in ask(file, {"charter": charter().to_bytes()}, 9)["error"]
+        assert "cut off" in ask(file, {"events": [], "task": task[:20]}, 9)["error"]
+    gone = tmp_path / "gone.json"
+    gone.write_text(json.dumps({"socket": str(tmp_path / "nobody")}))
+    assert "does not answer" in ask(gone, {}, 9)["error"]
+
+
+def test_the_app_that_is_submitted_names_no_dependencies() -> None:
+    """Flower would otherwise make an environment of its own for it, without ondevice."""
+    import tomllib
+
+    app = tomllib.loads(APP)
+    assert app["project"]["dependencies"] == []
+    assert app["tool"]["flwr"]["app"]["components"]["serverapp"] == "fleetapp:server_app"

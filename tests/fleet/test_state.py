@@ -1,0 +1,152 @@
+"""The adapter in whole numbers: against sums that are written out, and in any order."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ondevice.core.errors import FleetError
+from ondevice.fleet import noise
+from ondevice.fleet.messages import Group, Outcome, Refresh
+from ondevice.fleet.noise import STREAM, gaussians, weighted_sum, whole_gaussians
+from ondevice.fleet.numbers import Numbers, pack
+from ondevice.fleet.state import to_units
+from ondevice.runtime_ops import generator
+from tests.fleet.fleets import charter, drawn
+
+
+@pytest.mark.parametrize("directions", [1, 8, 9, 16, 19])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
+def test_a_sum_of_signs_is_the_generators(size: int, directions: int) -> None:
+    draw = np.random.default_rng(size)
+    chosen = [
+        (int(draw.integers(1 << 42)), place % 4, int(draw.integers(-(2**30), 2**30))) for place in range(directions)
+    ]
+    expected = sum(
+        c * generator.rademacher(5, step, STREAM, query + 1, 0, size)[query].astype(np.int64)
+        for step, query, c in chosen
+    )
+    assert np.array_equal(weighted_sum("rademacher", 5, chosen, size), expected)
+
+
+def test_a_sum_over_several_blocks_of_words_is_the_generators() -> None:
+    size = 64 * 8192 + 70
+    expected = 3 * generator.rademacher(5, 2, STREAM, 1, 0, size)[0].astype(np.int64)
+    assert np.array_equal(weighted_sum("rademacher", 5, [(2, 0, 3)], size), expected)
+
+
+def test_gaussians_are_the_compiled_kernels_bit_for_bit() -> None:
+    torch = pytest.importorskip("torch")
+    from ondevice.runtime_ops import native
+
+    if native.library() is None:
+        pytest.skip("no compiler")
+    seed, step = torch.tensor([5]), torch.tensor([9])
+    compiled = native.draw("normal", seed, step, STREAM, 1, 0, 40_000).numpy()[0]
+    ours = gaussians(generator.stream_key(5, 9, 0, STREAM), 0, 20_000)
+    assert np.array_equal(ours.view(np.int32), compiled.view(np.int32))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_gaussian_sum_rounds_once(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(noise, "_compiled", lambda: None)
+    elif noise._compiled() is None:
+        pytest.skip("no compiler")
+    size, chosen = 33_000, [(4, 1, 12_345), (9, 0, -777)]
+    whole = [whole_gaussians(generator.stream_key(5, step, query, STREAM), 0, size // 2) for step, query, _ in chosen]
+    total = sum(c * values for (_, _, c), values in zip(chosen, whole, strict=True))
+    expected = np.floor_divide(total + 2**15, 2**16)
+    assert np.array_equal(weighted_sum("gaussian", 5, chosen, size), expected)
+    floats = generator.normal(5, 4, STREAM, 2, 0, size)[1]
+    assert np.abs(weighted_sum("gaussian", 5, [(4, 1, 1 << 20)], size) / 2.0**20 - floats).max() < 2e-5
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_an_update_is_what_a_session_in_float32_computes(kind: str) -> None:
+    """w - learning rate / q * sum of g z, as `Session.apply_update` has it."""
+    fleet = charter(noise=kind, size=1000)
+    state, numbers = fleet.state(), drawn(2)
+    coefficients = pack([1e-2 / 2 * value for value in numbers], -32, -17)
+    state.apply(Outcome(fleet.id, 0, state.hash, bytes(8), (Group(6, coefficients),)), check=False)
+    draw = generator.rademacher if kind == "rademacher" else generator.normal
+    expected = -(1e-2 / 2) * (np.array(numbers)[:, None] * draw(7, 6, STREAM, 2, 0, 1000)).sum(0)
+    assert np.abs(state.flat() - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def outcomes(fleet, count: int) -> list[Outcome]:
+    """Outcomes that follow one another."""
+    state, made = fleet.state(), []
+    for number in range(count):
+        group = Group(number * 3, pack([value * 1e-3 for value in drawn(6, number)], -32, -17))
+        outcome = Outcome(fleet.id, number, state.hash, bytes(8), (group,))
+        state.apply(outcome, check=False)
+        made.append(replace(outcome, after=state.hash))
+    return made
+
+
+def test_outcomes_in_another_order_give_the_same_adapter() -> None:
+    fleet = charter()
+    forward, backward = fleet.state(), fleet.state()
+    for outcome in outcomes(fleet, 4):
+        forward.apply(outcome)
+    for outcome in reversed(outcomes(fleet, 4)):
+        backward.apply(outcome, check=False)
+    assert np.array_equal(forward.vector, backward.vector)
+
+
+def test_an_outcome_that_does_not_follow_or_is_changed_leaves_the_state() -> None:
+    fleet = charter()
+    first, second = outcomes(fleet, 2)
+    state = fleet.state()
+    with pytest.raises(FleetError, match="does not follow"):
+        state.apply(second)
+    changed = replace(first, groups=(Group(0, Numbers((1,) * 6, -20)),))
+    with pytest.raises(FleetError, match="another state here"):
+        state.apply(changed)
+    with pytest.raises(FleetError, match="no whole steps"):
+        state.apply(replace(first, groups=(Group(0, Numbers((1,) * 3, -20)),)))
+    assert state.hash == fleet.state().hash
+    state.apply(first)
+    state.apply(second)
+
+
+def test_momentum_is_a_velocity_in_whole_numbers() -> None:
+    fleet = charter(momentum=0.5)
+    state, plain = fleet.state(), charter().state()
+    velocity, vector = np.zeros(130, np.int64), np.zeros(130, np.int64)
+    for outcome in outcomes(charter(), 3):
+        state.apply(outcome, check=False)
+        velocity = np.floor_divide(velocity * 128, 256) + plain.change(outcome)
+        vector = vector - velocity
+    assert np.array_equal(state.vector, vector)
+    moved = fleet.state()
+    moved.velocity += 1
+    assert moved.digest() != fleet.state().digest(), "the velocity is part of the state"
+
+
+def test_a_refresh_begins_again_and_is_in_the_hash() -> None:
+    fleet = charter()
+    state = fleet.state()
+    for outcome in outcomes(fleet, 1):
+        state.apply(outcome)
+    state.apply(Refresh(fleet.id, 1, state.hash, bytes(8), b"\1" * 32), check=False)
+    assert not state.vector.any()
+    assert state.hash != fleet.state().hash
+    assert state.round == 2
+
+
+def test_an_adapter_that_a_fleet_cannot_hold_is_refused() -> None:
+    assert to_units(np.float32([0.5, -(2.0**-32)])).tolist() == [1 << 31, -1]
+    for value in (np.nan, np.inf, 2.0**30):
+        with pytest.raises(FleetError, match="cannot hold"):
+            to_units(np.float32([value]))
+
+
+def test_the_streams_number_is_the_methods() -> None:
+    pytest.importorskip("torch")
+    from ondevice.methods.prge.layout import NOISE_TENSOR
+
+    assert STREAM == NOISE_TENSOR
