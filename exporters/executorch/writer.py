@@ -59,14 +59,13 @@ class Writer:
                 received=f"{self.read + len(ids)} tokens",
                 hint="export it again with a larger export.context_tokens",
             )
-        hidden = None
-        while ids:
+        while True:
             many = self.chunk if len(ids) > 1 and self.read + self.chunk <= self.context_tokens else 1
             part, ids = ids[:many], ids[many:]
-            hidden = self._pass(part, many)[len(part) - 1 : len(part)].contiguous()
+            hidden = self._pass(part, many)
             self.read += len(part)
-        assert hidden is not None  # noqa: S101 - there is a token
-        return self.session.head(hidden)
+            if not ids:
+                return self.session.head(hidden[len(part) - 1 : len(part)].contiguous())
 
     def _pass(self, ids: Sequence[int], size: int) -> Tensor:
         """Compute the hidden states of `size` tokens, [size, D]; behind `ids` they are of padding, and not kept."""

@@ -298,7 +298,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     scalars = port(OPTIMIZER_STEP, "counter", (1,), "int64"), port("learning_rate", "learning_rate", (1,))
     longest, modules, inside = max(export.lengths_tokens), [], bool(functions.markers)
     for length in export.lengths_tokens:
-        writes = {1} if export.next_token and length == longest else set()
+        writes = {1} if (export.next_token or export.context_tokens) and length == longest else set()
         for rows in sorted({export.batch_size, export.eval_batch_size} | writes):
             size = f"{rows}x{length}"
             ids = port("ids", "ids", (rows, length), "int64", "token id")

@@ -6,7 +6,7 @@ enum class Role(val manifestName: String) {
     CONSTANT("constant"), PROJECTED_GRADIENTS("projected_gradients"), LENGTH("length"), LOSSES("losses"),
     NLL_SUM("nll_sum"), TOKENS("tokens"), LOGITS("logits"), SUM("sum"), FROZEN("frozen"), HIDDEN("hidden"),
     GRADIENT("gradient"), TARGETS("targets"), TOKEN_SCALE("token_scale"), TILE_FIRST("tile_first"), TILE_SKIP("tile_skip"),
-    TILE_SUMS("tile_sums");
+    TILE_SUMS("tile_sums"), POSITION("position"), KEYS("keys"), VALUES("values");
 
     /** True where a method may have several ports of this role, told apart by name. */
     val isNamed: Boolean get() = this == STATE || this == COUNTER || this == CONSTANT || this == TILE_SUMS || this == FROZEN
