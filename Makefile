@@ -2,7 +2,7 @@
 # make PYTHON=python3.12 test     another interpreter
 # make test ARGS="-k loop -x"     arguments for pytest
 
-.PHONY: help demo demo-prge test test-fast apk android-test fleet-test browser lint format docs bench setup model pins clean
+.PHONY: help demo demo-prge test test-fast apk android-test fleet-test browser lint format docs site bench setup model pins clean
 .DEFAULT_GOAL := help
 
 PYTHON ?=
@@ -77,6 +77,10 @@ docs: setup
 	@$(RUN) -m benchmarks.tables
 	@$(RUN) -m tests.exits.table
 	@$(RUN) -m pytest tests/docs $(ARGS)
+
+## make site       the documentation as a site, with search: build/site
+site: setup
+	@.venv/bin/mkdocs build --strict --quiet
 
 ## make bench      every benchmark that this machine can run; results under build/bench
 bench: setup

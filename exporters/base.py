@@ -18,6 +18,7 @@ from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.core.registry import methods, spec_of
 from ondevice.core.session import IGNORE, MOMENTS, OPTIMIZER_STEP
 from ondevice.core.target import TargetSpec
+from ondevice.core.version import own_version
 
 if TYPE_CHECKING:
     from ondevice.core.program import Agreement, Batch
@@ -203,7 +204,7 @@ def describe(
     template = getattr(model.tokenizer, "chat_template", None)
     backend: Any = getattr(model.tokenizer, "backend_tokenizer").to_str()  # noqa: B009 - not in its base class
     values = {
-        "ondevice_version": version("ondevice-train"),
+        "ondevice_version": own_version(),
         "runtime": f"{runtime} {version(runtime)}",
         "target": spec.name,
         "method": job.method.model_dump(mode="json"),
@@ -223,12 +224,17 @@ def describe(
 
 def random_batches(session: ProgramSession, vocabulary: int, steps: int, seed: int = 0) -> Iterator[Batch]:
     """Yield random token ids in every bucket, with some labels masked."""
-    random = np.random.default_rng(seed)
+    random, answers = np.random.default_rng(seed), np.array(session.manifest.method.get("answers") or (), np.int64)
+    limit = 1 if answers.size else session.manifest.method.get("labelled_tokens")
     for step in range(steps):
         length = session.lengths_tokens[step % len(session.lengths_tokens)]
         ids = random.integers(0, vocabulary, (session.batch_size, length))
         labels = np.where(random.random(ids.shape) < 0.5, ids, IGNORE)
         labels[:, -1] = ids[:, -1]
+        if limit is not None:  # the last so many of a row
+            labels[np.cumsum((labels != IGNORE)[:, ::-1], 1)[:, ::-1] > limit] = IGNORE
+        if answers.size:  # no other label has a loss
+            labels = np.where(labels == IGNORE, IGNORE, random.choice(answers, ids.shape))
         yield ids, labels
 
 
@@ -246,7 +252,8 @@ def text_batches(session: ProgramSession, tokenizer: Any, steps: int) -> Iterato
     for step, (ids, labels) in enumerate(random_batches(session, vocabulary, steps)):
         rows = np.arange(ids.shape[0])[:, None] * 37 + np.arange(ids.shape[1]) + step * 11
         text = tokens[rows % tokens.size]
-        yield text, np.where(labels == IGNORE, IGNORE, text)
+        answered = bool(session.manifest.method.get("answers"))
+        yield text, np.where(labels == IGNORE, IGNORE, labels if answered else text)
 
 
 def beyond(agreement: Agreement, largest: Mapping[str, float], least: Mapping[str, float] | None = None) -> list[Any]:

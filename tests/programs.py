@@ -62,6 +62,17 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.target_modules": ["down_proj", "o_proj"],
         },
     ),
+    "subspace, answers": (
+        "two layers",
+        {
+            "export.batch_size": 2,
+            "method.answers": [70, 9],
+            "method.factors": "@subspace",
+            "method.perturbation_scale": 0.03,
+        },
+    ),
+    "labelled, q4 answers": ("two layers", {"export.quantize": "q4", "method.answers": [70, 9, 33]}),
+    "labelled": ("one layer", {"method.labelled_tokens": 2, "export.batch_size": 2}),
     "8da4w": ("one layer", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,6 +100,7 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.eval_batch_size": 3,
             "export.lengths_tokens": [24, 16],
             "export.next_token": True,
+            "export.context_tokens": 288,
         },
     ),
     "blocks, sgd": (
@@ -105,7 +117,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "two layers",
         {"export.quantize": "8da8w", "export.batch_size": 2, "method.optimizer": "sgd"},
     ),
-    "blocks, q4": ("qwen2 with bias", {"export.quantize": "q4", "method.loss_tiles": 3}),
+    "blocks, q4": (
+        "qwen2 with bias",
+        {"export.quantize": "q4", "method.loss_tiles": 3, "export.context_tokens": 40},
+    ),
 }
 """The same as functions of one block; the last of three tiles of 97 rows each begins inside the one before."""
 NPU: dict[str, tuple[str, dict[str, Any]]] = {
@@ -159,9 +174,30 @@ def model(name: str) -> Path:
     return cached(name, json.dumps(["model", MODELS[name]], sort_keys=True), save)
 
 
+@functools.cache
+def subspace(source: str) -> Path:
+    """The subspace of a gradient of the model of that name, as a run writes it; for rank 4."""
+    from ondevice.data.batching import Batch
+    from ondevice.methods.prge.config import PrgeConfig
+    from ondevice.methods.prge.torch import PrgeSession
+    from ondevice.models import load_model
+    from tests.methods.reference import batch
+
+    def save(place: Path) -> Path:
+        place.mkdir(parents=True, exist_ok=True)
+        settings = PrgeConfig(subspace="gradient", rank=4, calibration_rows=4)
+        session = PrgeSession(load_model(str(model(source))), settings, SEED)
+        path = session.before_step(0, lambda step: Batch(*batch(4, seed=step)), place)
+        assert path is not None
+        return path
+
+    return cached("subspace", json.dumps(["subspace", MODELS[source]], sort_keys=True), save)
+
+
 def config(name: str, **more: Any) -> RunConfig:
     """The run file of one of `PROGRAMS`."""
     source, values = ALL[name]
+    values = {key: str(subspace(source)) if value == "@subspace" else value for key, value in values.items()}
     if name in NPU or name in NPU_BLOCKS:
         values = {"export.target": "android-npu", **values}
     if name in EXACT or name in BLOCKS or name in NPU_BLOCKS:

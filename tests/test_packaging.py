@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.bare import Bare, build
+
 TOP_LEVEL = {
     "pyproject.toml", "ondevice", "exporters", "runtime_ops", "android_app", "tests", "README.md",
     "benchmarks", "docs", "examples", "requirements", "Makefile", "LICENSE", ".ci", ".gitignore",
-    ".pre-commit-config.yaml",
+    ".pre-commit-config.yaml", ".github", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md",
+    "mkdocs.yml",
 }  # fmt: skip
 PACKAGED = {".py", ".typed", ".md", ".json", ".cpp", ".h", ".cu", ".swift", ".html", ".css", ".js", ".svg", ".txt"}
 
@@ -76,6 +79,48 @@ def test_installed_wheel_imports_away_from_the_checkout(wheel: Path, tmp_path: P
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert all(line.startswith(str(tmp_path)) for line in done.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, project: dict, tmp_path_factory: pytest.TempPathFactory) -> Bare:
+    return build(tmp_path_factory.mktemp("bare") / "site", wheel, project["project"]["dependencies"])
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train tiny:llama --data rows.jsonl", "eval tiny:llama --data rows.jsonl", "chat tiny:llama --prompt hi",
+     "data rows.jsonl --model tiny:llama", "export tiny:llama --out program"],
+)  # fmt: skip
+def test_a_bare_wheel_names_the_extra(command: str, bare: Bare, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "no"}\n{"text": "b", "label": "yes"}\n')
+    done = bare(*command.split(), cwd=tmp_path)
+    assert done.returncode in (2, 10) and "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"pip install 'ondevice-train\[(torch|executorch)\]'", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("plan tiny:llama", "a step (estimate"),
+        ("data rows.jsonl", "classification"),
+        ("config show --model tiny:llama", "name: mesp"),
+        ("runs list .", ""),
+        ("train --help", "--epochs"),
+        ("--version", "0."),
+    ],
+)
+def test_a_bare_wheel_does_what_needs_no_framework(command: str, words: str, bare: Bare, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "no"}\n{"text": "b", "label": "yes"}\n')
+    done = bare(*command.split(), cwd=tmp_path)
+    assert done.returncode == 0 and words in done.stdout, done.stderr
+
+
+def test_files_on_the_path_that_are_not_installed_are_told_apart(bare: Bare, tmp_path: Path) -> None:
+    shutil.copytree(bare.site, tmp_path / "site", symlinks=True)
+    for path in (tmp_path / "site").glob("ondevice_train-*.dist-info"):
+        shutil.rmtree(path)
+    done = Bare(tmp_path / "site")("--version", cwd=tmp_path)
+    assert done.returncode == 10 and "metadata of ondevice-train is missing" in done.stderr
 
 
 def test_metadata(wheel: Path) -> None:

@@ -65,7 +65,7 @@ class BlockwiseBlocks(Blocks):
                 linears[target] = Linear(layer.matrix, layer.bias, a, b, layer.scale)
         with torch.enable_grad():
             entered = x.detach().requires_grad_(not last)
-            y = block_forward(self.stages.dims, Block(block.norms, linears), entered, position, rows)
+            y = block_forward(self.stages.dims, Block(block.norms, linears, block.layer), entered, position, rows)
             wanted = [*([] if last else [entered]), *(leaf for pair in leaves.values() for leaf in pair)]
             gradients = list(torch.autograd.grad(y, wanted, g))
         gx = g if last else gradients.pop(0)

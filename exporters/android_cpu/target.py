@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ondevice.core.errors import VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
 from ondevice.exporters.base import DEFAULT_STEPS, VerifyRequest, beyond, text_batches
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
+from ondevice.exporters.executorch.writer import can_write, check_writer
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
@@ -92,6 +93,8 @@ class AndroidCpu(ExecutorchTarget):
                 expected=", ".join(expected for expected, _ in wrong),
                 received=", ".join(received for _, received in wrong),
             )
+        if can_write(session):
+            agreement.values["max_rel_logit_error"] = check_writer(cast(Any, session), built.loaded)
         if quantize not in program.rounded or program.rounding is None:
             return agreement.values, []
         from ondevice.models import load_model

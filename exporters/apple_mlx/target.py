@@ -55,6 +55,8 @@ class AppleMlx(Exporter):
         problems += program.problems(None, job.method)
         if job.export.quantize != "none":
             problems.append(f"quantize {job.export.quantize} is not MLX's: --set method.bits=4 packs the weights")
+        if job.export.context_tokens:
+            problems.append("context_tokens is for android-cpu: mlx-lm answers here, ondevice convert --to mlx")
         if job.export.form != "functional":
             problems.append(f"form {job.export.form}: MLX programs are functional")
         try:

@@ -71,9 +71,8 @@ def step_bytes(dims: ModelDims, method: Any, batch_size: int, length_tokens: int
 
 def trained_numbers(dims: ModelDims, method: Any, trains_a: bool) -> int:
     """Return numbers that training changes."""
-    layers = min(dims.layers, getattr(method, "top_layers", None) or dims.layers)
-    shapes = [dims.linear_shape(linear) for linear in method.target_modules]
-    return layers * method.rank * sum(outputs + inputs * trains_a for inputs, outputs in shapes)
+    first = dims.layers - min(dims.layers, getattr(method, "top_layers", None) or dims.layers)
+    return method.rank * sum(one.outputs + one.inputs * trains_a for one in dims.adapted(method, first))
 
 
 def _method(job: ExportJob, length: int, planned_bytes: int) -> ProgramMethod:

@@ -234,6 +234,7 @@ def _settings(job: ExportJob) -> list[str]:
         ("generator", export.generator, "auto"),
         ("loss", export.loss, "auto"),
         ("next_token", export.next_token, False),
+        ("context_tokens", export.context_tokens, None),
     ):
         if value != wanted:
             problems.append(f"{name} {value} is for ExecuTorch programs: leave it out")
@@ -246,6 +247,7 @@ def _sizes(job: ExportJob, dims: ModelDims) -> list[str]:
 
     if not dims.gated:
         return [f"{dims.family} has no layers that this target packs: {', '.join(families_with('gate_proj'))}"]
-    for linear in job.method.target_modules:
-        dims.linear_shape(linear)
+    if dims.whole:
+        raise dims.unknown("packing a block's matrices")
+    dims.adapted(job.method)
     return size_problems(job, dims)

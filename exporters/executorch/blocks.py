@@ -132,7 +132,11 @@ class BlocksSession(ExecutorchSession):
         if "head_logits" not in self.spec.methods:
             raise ArtifactError("the program cannot write", hint="export it again with --set export.next_token=true")
         _, x = self._forward(ids, self._size(1, ids), keep=False)
-        hidden, logits = x[length_tokens - 1 : length_tokens].contiguous(), np.empty(self.spec.vocab, np.float32)
+        return self.head(x[length_tokens - 1 : length_tokens].contiguous())
+
+    def head(self, hidden: Tensor) -> np.ndarray:
+        """Logits float32 [vocab] of one position's hidden state [1, D]."""
+        logits = np.empty(self.spec.vocab, np.float32)
         for low, _ in self.tiles:
             values = self._call_block("head_logits", {"hidden": hidden}, first=low)["logits"].numpy()[0]
             logits[low : low + values.size] = values

@@ -26,7 +26,7 @@ class ProductRMSNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight, self.epsilon = norm.weight, float(norm.variance_epsilon)
+        self.weight, self.epsilon = _weight(norm), _epsilon(norm)
         width = norm.weight.shape[0]
         self.register_buffer("average", torch.full((1, width), 1.0 / width, dtype=torch.float32))
 
@@ -40,10 +40,21 @@ class FusedRMSNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight, self.epsilon = norm.weight, float(norm.variance_epsilon)
+        self.weight, self.epsilon = _weight(norm), _epsilon(norm)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
+
+
+def _weight(norm: Any) -> nn.Parameter:
+    """Return what a norm multiplies by: Gemma's weights are what is added to 1."""
+    if not type(norm).__name__.startswith("Gemma"):
+        return norm.weight
+    return nn.Parameter(1.0 + norm.weight.detach(), requires_grad=False)
+
+
+def _epsilon(norm: Any) -> float:
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def grouped_attention(

@@ -94,8 +94,11 @@ class ExecutorchTarget(Exporter):
         if dims.experts:
             problems.append(f"family {dims.family} has experts that each batch chooses: a program has one way through")
         try:
-            for linear in job.method.target_modules:
-                dims.linear_shape(linear)
+            if dims.whole:
+                raise dims.unknown("lowering a step")
+            if not dims.gated:
+                dims.linear_shape(job.method.target_modules[0])  # refuses, in the family's words
+            dims.adapted(job.method)
         except OndeviceError as error:
             problems.append(str(error))
         problems += program.problems(job.method, job.export, dims)

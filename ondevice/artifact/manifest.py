@@ -20,11 +20,12 @@ MANIFEST_NAME = "manifest.json"
 InputRole = Literal[
     "ids", "labels", "state", "counter", "seed", "learning_rate", "constant", "projected_gradients", "length",
     "frozen", "hidden", "gradient", "targets", "token_scale", "tile_first", "tile_skip", "tile_sums",
-    "loss_scale",
+    "loss_scale", "position", "keys", "values",
 ]  # fmt: skip
 OutputRole = Literal[
-    "losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum", "hidden", "gradient", "tile_sums"
-]
+    "losses", "projected_gradients", "state", "nll_sum", "tokens", "logits", "sum", "hidden", "gradient", "tile_sums",
+    "keys", "values",
+]  # fmt: skip
 
 
 class TensorPort(StrictConfig):

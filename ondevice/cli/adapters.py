@@ -68,29 +68,23 @@ def chat(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn, above temperature 0.")] = 0,
     json: common.Json = False,
 ) -> None:
-    """Talk to a model, with or without an adapter."""
-    from ondevice.artifact.adapter import load_adapter
-    from ondevice.models import load_model
-    from ondevice.models.generate import generate
-    from ondevice.planning.devices import resolve_device
-    from ondevice.training.fuse import apply_adapter
+    """Talk to a model, or to an artifact in its runtime, with or without an adapter."""
+    from ondevice.api.chat import open_chat
 
     source = common.model_of(first, model)
     if source is None:
         raise ConfigError("no model is given", expected="--model, or a model as the first word")
-    loaded = load_model(source, device=resolve_device("auto"))
-    if adapter is not None:
-        apply_adapter(loaded, load_adapter(adapter))
+    talk = open_chat(source, adapter)
     # With a chat template the model sees the whole conversation; without, each line is a text to continue.
-    templated = getattr(loaded.tokenizer, "chat_template", None) is not None
     messages: list[dict[str, str]] = []
 
     def answer(text: str) -> str:
         messages.append({"role": "user", "content": text})
-        reply = generate(
-            loaded, messages if templated else text, max_new_tokens=max_new_tokens, temperature=temperature
+        reply = talk.answer(
+            messages if talk.templated else text, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )
         messages.append({"role": "assistant", "content": reply})
         return reply

@@ -10,10 +10,25 @@ from typing import Any
 
 import typer
 
-from ondevice.cli import adapters, configs, data, export, fleet, history, jobs, phone, plans, runs, serve
+from ondevice.cli import (
+    adapters,
+    common,
+    configs,
+    data,
+    export,
+    fleet,
+    history,
+    jobs,
+    models,
+    phone,
+    plans,
+    runs,
+    serve,
+)
 from ondevice.cli.common import err, print_json
-from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, OndeviceError, StorageError
+from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, MissingPackageError, OndeviceError, StorageError
 from ondevice.core.near import nearest
+from ondevice.core.version import own_version
 
 try:  # newer versions of typer carry click inside
     from typer._click.exceptions import ClickException as USAGE_ERRORS
@@ -34,6 +49,16 @@ STORAGE_ERRNOS = (
 )
 """Errors of a full, read-only or missing disk; any other OSError is a bug and keeps its traceback."""
 
+EXTRAS = {
+    **dict.fromkeys(("torch", "transformers", "peft", "gguf", "tokenizers", "huggingface_hub", "filelock"), "torch"),
+    **dict.fromkeys(("executorch", "torchao"), "executorch"),
+    **dict.fromkeys(("mlx", "mlx_lm"), "mlx"),
+    **dict.fromkeys(("bitsandbytes", "liger_kernel"), "cuda"),
+    **dict.fromkeys(("openpyxl", "pyarrow"), "tables"),
+    **dict.fromkeys(("fastapi", "uvicorn", "sse_starlette", "starlette", "prometheus_client"), "serve"),
+}
+"""Optional packages, and the extra that brings each: what a user sees where one is not there."""
+
 app = typer.Typer(
     name="ondevice",
     no_args_is_help=True,
@@ -52,6 +77,7 @@ app.command("fuse")(adapters.fuse)
 app.command("convert")(adapters.convert)
 app.command("chat")(adapters.chat)
 app.command("data")(data.data)
+app.command("models")(models.models)
 app.command("push")(phone.push)
 app.command("pull")(phone.pull)
 app.command("plan")(plans.plan)
@@ -66,9 +92,7 @@ app.add_typer(jobs.app, name="jobs")
 def version(value: bool) -> None:
     """Print the version and stop."""
     if value:
-        from importlib.metadata import version as installed
-
-        typer.echo(installed("ondevice-train"))
+        typer.echo(own_version())
         raise typer.Exit
 
 
@@ -82,6 +106,7 @@ def root(
 def run(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with the code of `ondevice.core.errors`."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    common.command_line[:] = arguments
     # Before any verb imports a library that reads them; what the user has set stays.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -98,6 +123,12 @@ def run(arguments: list[str] | None = None) -> None:
         code = ConfigError.exit_code
     except USAGE_ERRORS as error:
         code = _report(_usage(error), arguments)
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:  # a bug keeps its traceback
+            raise
+        hint = f"pip install 'ondevice-train[{extra}]'"
+        code = _report(MissingPackageError(f"this needs the package '{error.name}'", hint=hint), arguments)
     except KeyboardInterrupt:
         code = INTERRUPTED_EXIT_CODE
     except BrokenPipeError:  # `ondevice ... | head`: without this, Python's last flush would print a traceback

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,16 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is in
 Force = Annotated[bool, typer.Option("--force", help="Go on although the plan says that it does not fit.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, load and write nothing.")]
 AdapterPath = Annotated[Path | None, typer.Option("--adapter", "-a", help="An adapter's folder (PEFT).")]
+
+command_line: list[str] = []
+"""The words of this command, as `app.run` was given them."""
+
+
+def resumed_command() -> str:
+    """Return this command as a line for a shell that goes on with the run."""
+    words = [word for word in command_line if word not in ("--overwrite", "--resume")]
+    return shlex.join(["ondevice", *words, "--resume"])
+
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

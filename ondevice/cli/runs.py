@@ -82,7 +82,7 @@ def train(
     with _progress(json or quiet) as sink:
         trained = train_run(run_config, resume=resume, overwrite=overwrite, force=force, adapter=adapter, sinks=[sink])
     if placement.rank == 0:
-        _finish(trained, json, f"ondevice train --resume --out '{run_config.train.out}' ...")
+        _finish(trained, json)
 
 
 @common.with_loop_options
@@ -128,7 +128,7 @@ def run(
 
     with _progress(json or quiet) as sink:
         trained = run_artifact(artifact, run_config, resume=resume, overwrite=overwrite, adapter=adapter, sinks=[sink])
-    _finish(trained, json, f"ondevice run '{artifact}' --resume --out '{run_config.train.out}' ...")
+    _finish(trained, json)
 
 
 def replay(
@@ -276,6 +276,8 @@ def _dry_run(config: Any, placement: Any, json: bool) -> None:
         for path in filter(None, (config.data.path, config.data.eval_path))
     ]
     config, notes = with_length(config, rows)
+    if config.chosen:
+        notes = (config.chosen, *notes)
     estimate = plan_run(config, placement)
     if json:
         print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})
@@ -285,7 +287,7 @@ def _dry_run(config: Any, placement: Any, json: bool) -> None:
         out.print(render(estimate))
 
 
-def _finish(trained: Any, json: bool, again: str) -> None:
+def _finish(trained: Any, json: bool) -> None:
     values = trained.to_dict()
     if json:
         print_json(values)
@@ -306,5 +308,6 @@ def _finish(trained: Any, json: bool, again: str) -> None:
     if values["unused_rows"]:
         err.print(f"warning: {values['unused_rows']} rows were not used; `ondevice data FILE` lists them", markup=False)
     if trained.result.interrupted:
-        err.print(f"stopped after step {trained.result.steps}; everything is saved. To go on: {again}", markup=False)
+        again = f"everything is saved. To go on: {common.resumed_command()}"
+        err.print(f"stopped after step {trained.result.steps}; {again}", markup=False, soft_wrap=True)
         raise typer.Exit(INTERRUPTED_EXIT_CODE)

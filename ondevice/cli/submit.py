@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ondevice.artifact.files import sha256_file
 from ondevice.cli import common
 from ondevice.cli.common import out, overrides, print_json
 from ondevice.cli.daemon import Ca, Job, Url, open_client, show_job, show_plan
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ondevice.server.client import Client
 
 
+@common.with_loop_options
+@common.with_method_options
 def create(
     config: common.Config = None,
     model: common.Model = None,
@@ -32,6 +35,7 @@ def create(
     batch_size: common.BatchSize = None,
     max_length: common.MaxLength = None,
     learning_rate: common.LearningRate = None,
+    backend: common.Backend = None,
     seed: common.Seed = None,
     settings: common.Settings = None,
     name: Annotated[str, typer.Option("--name", help="For people.")] = "",
@@ -45,8 +49,11 @@ def create(
     url: Url = None,
     ca: Ca = None,
     json: common.Json = False,
+    *,
+    method_options: dict[str, Any],
+    loop_options: dict[str, Any],
 ) -> None:
-    """Queue a job; a data file is uploaded first, and deleted again if the job is refused."""
+    """Queue a job; a data file is uploaded first, unless the daemon has it, and deleted again if the job is refused."""
     from ondevice.api.runfile import read_yaml
 
     client = open_client(url, ca)
@@ -61,8 +68,10 @@ def create(
         train__batch_size=batch_size,
         data__max_length_tokens=max_length,
         method__learning_rate=learning_rate,
+        train__backend=backend,
         train__seed=seed,
     )
+    flags |= method_options | common.loop_overrides(loop_options, steps)
     sections = _sections(values, flags)
     source = sections.get("model", {}).pop("source", None)
     # A run file works here as it is: paths become uploads, and what only the daemon can say is left out.
@@ -141,10 +150,15 @@ def change(
 
 
 def _dataset(client: Client, rows: str | Path, sections: dict[str, Any], sent: list[str]) -> str:
-    """Return the id of `rows`; a file is uploaded, and its id is appended to `sent`."""
+    """Return the id of `rows`; a file that the daemon does not have is uploaded, and its id is appended to `sent`."""
     if not Path(rows).is_file():
         return str(rows)
     named = {key: sections.get("data", {}).get(key) for key in ("task", "columns")}
+    digest, name = sha256_file(Path(rows)), Path(rows).name
+    for known in client.datasets():
+        options = {key: known.get(key) for key in named}
+        if (known["sha256"], known["name"], options) == (digest, name, named):
+            return known["id"]
     sent.append(client.upload("dataset", rows, **{key: value for key, value in named.items() if value})["id"])
     return sent[-1]
 

@@ -208,6 +208,14 @@ class TrainConfig(StrictConfig):
     batch_size: int = Field(default=4, ge=1)
     """Rows of data a step. P-RGE runs each row 2q times, so its effective batch is 2q times this."""
 
+    objective: Literal["loss", "accuracy", "f1", "command"] = "loss"
+    """What training makes better. Zeroth-order methods can train on a score that has no gradient: `accuracy` of rows
+    with candidates, `f1` of generated answers, or what `objective_command` prints."""
+
+    objective_command: str | None = None
+    """A program, with its arguments, for `objective: command`: it reads one JSON object a line (`prompt`, the generated
+    `answer`, the accepted `answers`) and prints a score a line, 0 to 1."""
+
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warmup."""
 
@@ -246,6 +254,12 @@ class TrainConfig(StrictConfig):
 
     out: Path = Path("runs/default")
     """The run's folder: events, checkpoints and the adapter."""
+
+    @model_validator(mode="after")
+    def _command(self) -> TrainConfig:
+        if (self.objective == "command") != (self.objective_command is not None):
+            raise ValueError("objective command and objective_command go together: give both or neither")
+        return self
 
     @field_validator("memory_limit_bytes", mode="before")
     @classmethod
@@ -291,6 +305,10 @@ class ExportConfig(StrictConfig):
 
     next_token: bool = False
     """Add a method that says which token comes next, so that the device can answer a prompt before and after."""
+
+    context_tokens: int | None = Field(default=None, ge=8)
+    """Add functions that answer with a key-value cache, for conversations of so many tokens: `ondevice chat ARTIFACT`.
+    Block programs only; not `8da8w`."""
 
     check_steps: int = Field(default=3, ge=1)
     """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's

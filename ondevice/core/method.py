@@ -128,6 +128,8 @@ class MethodSpec:
         cost: place of (dims, config, batch_size, length_tokens, bytes of the weights) to `StepCost`.
         options: its own flags.
         programs: kind of target to the place of its training step as a program (`ondevice.core.program`).
+        preference: its place among the methods that are taken where none is named, from 1; 0: only where it is named.
+        precision: the setting that says in which numbers it computes; empty where that is the model's `dtype`.
         offloads: it keeps the model in host memory and brings parts of it to the device that computes.
         ranks: several processes can train together, under `torchrun`.
         replayable: a run can be rebuilt from its log: the seed and one number a query.
@@ -154,6 +156,8 @@ class MethodSpec:
     page: str = ""
     options: tuple[Option, ...] = ()
     programs: Mapping[str, str] = field(default_factory=dict)
+    preference: int = 0
+    precision: str = ""
     offloads: bool = False
     ranks: bool = False
     replayable: bool = False

@@ -144,6 +144,45 @@ class Session(ABC):
         """Write the trained model into an empty folder, as transformers loads it; for methods that train all of it."""
         raise ConfigError(f"method {self.config.name} trains an adapter and saves no model")
 
+    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
+        """Prepare step number `step`: what a method does now and then with more rows than a step has.
+
+        Args:
+            batch_at: the batch of a step, with `ids` and `labels`; this step's and later ones may be looked at.
+            folder: of the run.
+
+        Returns:
+            a file in `folder` that a replay needs from this step on; None where nothing was written.
+        """
+        return None
+
+    def before_replay(self, step: int, folder: Path) -> None:
+        """Take back what `before_step` wrote before `step`, if it did.
+
+        Raises:
+            CheckpointError: the file is not there, or of another run.
+        """
+
+    def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        """Run step number `step` towards better scores; a loss is 1 less the score.
+
+        Args:
+            score: of the session's weights as they are while it is called; 1 is best.
+
+        Raises:
+            ConfigError: the method is a first-order one.
+        """
+        raise ConfigError(
+            f"method {self.config.name} needs a gradient, and a score has none",
+            expected="a zeroth-order method, such as prge or mezo",
+            received=f"method {self.config.name}",
+            hint="train.objective loss, or another method",
+        )
+
+    def whole_model(self) -> LoadedModel:
+        """Return the model as it is now, with what was trained in place, to generate text with."""
+        raise ConfigError(f"method {self.config.name} gives no model to generate with")
+
     @property
     def ordinary_session(self) -> OrdinaryModel | None:
         """The same weights in the ordinary architecture, for a method that trains another one and can go back."""

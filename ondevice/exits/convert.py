@@ -151,19 +151,23 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
     from ondevice.models.registry import family_for
 
     dims = read_dims(model, revision)
-    family = family_for(dims.family, model)
-    shapes = family.weight_shapes(dims)
+    # A family that is not described here has other names in its files: there a layer is known by its place in a block.
+    stored = {} if dims.whole else family_for(dims.family, model).weight_shapes(dims)
+    places = {f"{linear.layer}.{linear.target}": (linear.outputs, linear.inputs) for linear in dims.linear_list}
+    names = {target.rpartition(".")[2] for target in dims.linear_shapes}
     for linear in adapter.linears:
         (rank, inputs), (outputs, _) = (side.shape for side in adapter.pair(linear))
-        shape = shapes.get(f"{linear}.weight")
-        if f".{linear.rpartition('.')[2]}" not in {f".{target.rpartition('.')[2]}" for target in family.linear_targets}:
+        if linear.rpartition(".")[2] not in names:
             head = " (the output head is tied to the embedding)" if dims.tied and "lm_head" in linear else ""
             raise ArtifactError(
                 f"the adapter changes '{linear}', which is no linear layer of a block{head}",
-                expected=", ".join(family.linear_targets),
+                expected=", ".join(dims.linear_shapes),
                 received=linear,
                 hint="train it on linear layers of the blocks alone",
             )
+        shape = stored.get(f"{linear}.weight")
+        if dims.whole:
+            shape = next((size for place, size in places.items() if linear.endswith(f".{place}")), None)
         if shape != (outputs, inputs):
             raise ArtifactError(
                 f"the adapter is not of {model}: '{linear}'",

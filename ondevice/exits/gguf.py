@@ -43,7 +43,7 @@ def write(request: Request, path: Path) -> Checked:
     loaded = merged.loaded
     family, dims, state = type(loaded.family), loaded.dims, loaded.model.state_dict()
     names = _file_names(family, dims)
-    writer = GGUFWriter(path, architecture_of(family))
+    writer = GGUFWriter(path, architecture_of(family, dims))
     write_metadata(writer, loaded, request)
     write_tokenizer(writer, loaded)
     factors = rope_factors(loaded)

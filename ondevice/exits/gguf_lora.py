@@ -30,7 +30,7 @@ def write(request: Request, path: Path) -> Checked:
     dims = read_dims(request.model, request.revision)
     family = family_for(dims.family, request.model)
     names = gguf_names(family, dims, [f"{linear}.weight" for linear in request.adapter.linears])
-    writer = GGUFWriter(path, architecture_of(family))
+    writer = GGUFWriter(path, architecture_of(family, dims))
     writer.add_type(GGUFType.ADAPTER)
     writer.add_string(Keys.Adapter.TYPE, "lora")
     writer.add_float32(Keys.Adapter.LORA_ALPHA, request.adapter.alpha)

@@ -31,7 +31,7 @@ def check_writable(model: str, revision: str | None) -> None:
         ModelError: names the family, or the rotary embedding's scaling.
     """
     dims = read_dims(model, revision)
-    architecture = architecture_of(family_for(dims.family, model))
+    architecture = architecture_of(family_for(dims.family, model), dims)
     if architecture not in ARCHITECTURES:
         hint = "--to gguf-lora, beside a GGUF file of the base model"
         expected = ", ".join(ARCHITECTURES)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ondevice.models.base import Family, ModelDims
 
 
-def architecture_of(family: type[Family]) -> str:
+def architecture_of(family: type[Family], dims: ModelDims) -> str:
     """Return the `general.architecture` of files written of a family; ModelError for one without GGUF form."""
     from ondevice.models.registry import families
 
@@ -26,9 +26,9 @@ def architecture_of(family: type[Family]) -> str:
     if name is None:
         written = [kind.model_type for kind in families().values() if kind.gguf_written_as or kind.gguf_architecture]
         raise ModelError(
-            f"models of type {family.model_type} have no GGUF form here",
+            f"models of type {dims.family} have no GGUF form here",
             expected=", ".join(written),
-            received=family.model_type,
+            received=dims.family,
             hint="--to peft or --to safetensors",
         )
     return name
@@ -45,7 +45,7 @@ def gguf_names(family: type[Family], dims: ModelDims, names: list[str]) -> dict[
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
     except ImportError:
         raise missing("gguf") from None
-    wanted = architecture_of(family)
+    wanted = architecture_of(family, dims)
     architecture = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == wanted), None)
     if architecture is None:
         raise ModelError(f"the installed package gguf does not know {wanted!r}", hint="pip install -U gguf")

@@ -134,8 +134,8 @@ def _add_special(writer: GGUFWriter, loaded: LoadedModel) -> None:
     """Add the ids that begin and end a text, whether they are put in, and the chat template."""
     tokenizer: Any = loaded.tokenizer
     stops: Any = loaded.model.generation_config.eos_token_id
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    ends: list[int] = list(dict.fromkeys([*own, *([stops] if isinstance(stops, int) else stops or ())]))
+    known = [tokenizer.eos_token_id, *([stops] if isinstance(stops, int) else stops or ())]
+    ends: list[int] = list(dict.fromkeys(number for number in known if number is not None))
     if tokenizer.bos_token_id is not None:
         writer.add_bos_token_id(tokenizer.bos_token_id)
     if ends:

@@ -46,13 +46,16 @@ def backward_bytes(dims: ModelDims, batch_size: int, length_tokens: int, activat
     return dims.layers * tokens * per_token * activation_bytes
 
 
-def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int) -> int:
+def loss_bytes(dims: ModelDims, tokens: int, loss_tiles: int, answers: int = 0) -> int:
     """Return the tiled cross-entropy over `tokens` labelled tokens, float32.
 
     A tile's logits are there three times (as they are, shifted, exponentiated), and the hidden states four times
     (final norm, shifted by one token, the labelled rows, the rows of the head for the labels).
+
+    Args:
+        answers: tokens that the loss is over; 0 for the whole vocabulary.
     """
-    tile = -(-dims.vocab // loss_tiles)
+    tile = answers or -(-dims.vocab // loss_tiles)
     return tokens * (3 * tile + 4 * dims.hidden) * 4
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ondevice.core.errors import ModelError
+from ondevice.models.traits import LLAMA, BlockTraits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +26,15 @@ class UnknownTrait(ModelError):
 
 
 def decoder_dims(
-    family: str, config: dict[str, Any], where: str, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
+    family: str,
+    config: dict[str, Any],
+    where: str,
+    *,
+    qkv_bias: bool,
+    o_bias: bool,
+    mlp_bias: bool,
+    traits: BlockTraits = LLAMA,
+    rope_types: tuple[str, ...] = (),
 ) -> ModelDims:
     """Read the dimensions of a Llama-like decoder; `rope_parameters` (transformers 5) and `rope_theta` both do.
 
@@ -40,9 +49,11 @@ def decoder_dims(
     if heads % kv_heads:
         expected = f"a divisor of num_attention_heads ({heads})"
         raise ModelError(f"{where}: field 'num_key_value_heads'", expected=expected, received=kv_heads)
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnknownTrait(f"{where}: field 'hidden_act'", expected="silu", received=config["hidden_act"])
-    theta, rope_type = _rope(config, where)
+    wanted = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[traits.activation]
+    field = "hidden_activation" if "hidden_activation" in config else "hidden_act"
+    if config.get(field, wanted) != wanted:
+        raise UnknownTrait(f"{where}: field '{field}'", expected=wanted, received=config[field])
+    theta, rope_type = _rope(config, where, rope_types or ROPE_TYPES, bool(traits.rotary_width))
     return ModelDims(
         family=family,
         layers=read_size(config, "num_hidden_layers", where),
@@ -60,6 +71,7 @@ def decoder_dims(
         o_bias=o_bias,
         mlp_bias=mlp_bias,
         rope_type=rope_type,
+        traits=traits,
     )
 
 
@@ -83,15 +95,15 @@ def read_size(config: dict[str, Any], field: str, where: str, default: int | Non
     return value
 
 
-def _rope(config: dict[str, Any], where: str) -> tuple[float, str]:
+def _rope(config: dict[str, Any], where: str, types: tuple[str, ...], partial: bool) -> tuple[float, str]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "full_attention" in rope:  # transformers 5 keeps one set for each kind of layer
         rope = rope["full_attention"]
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
+    if rope_type not in types:
         message = f"{where}: the rotary embedding's scaling is not supported"
-        raise UnknownTrait(message, expected=", ".join(ROPE_TYPES), received=rope_type)
-    if config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
+        raise UnknownTrait(message, expected=", ".join(types), received=rope_type)
+    if not partial and config.get("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0)) not in (1.0, None):
         raise UnknownTrait(f"{where}: field 'partial_rotary_factor'", expected="1.0")
     return float(rope.get("rope_theta", config.get("rope_theta") or 10000.0)), rope_type
 
@@ -123,6 +135,7 @@ class ModelDims:
         rope_theta: base of the rotary embedding; `rope_type` its scaling (0 and `none` where there is none).
         max_positions: longest sequence that the model takes as it was trained, tokens.
         gated: the MLP has a gate, and norms are RMS norms; else two matrices and layer norms.
+        traits: what else its blocks do; see `BlockTraits`.
         experts: of a mixture of experts, in which `intermediate` is what a token passes through; 0 for one MLP.
     """
 
@@ -147,11 +160,19 @@ class ModelDims:
     mlp_bias: bool = False
     rope_type: str = "default"
     experts: int = 0
+    traits: BlockTraits = LLAMA
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of each of the family's `linear_targets`."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.traits.fused:
+            return {
+                "qkv_proj": (self.hidden, q + 2 * kv),
+                "o_proj": (q, self.hidden),
+                "gate_up_proj": (self.hidden, 2 * self.intermediate),
+                "down_proj": (self.intermediate, self.hidden),
+            }
         return {
             "q_proj": (self.hidden, q),
             "k_proj": (self.hidden, kv),
@@ -182,7 +203,7 @@ class ModelDims:
     @property
     def default_targets(self) -> tuple[str, ...]:
         """Names of linear layers for a method's default where the model does not have those; () refuses."""
-        return ()
+        return tuple(self.linear_shapes) if self.traits.fused else ()
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return the `target_modules` of a method's settings as this model has them.
@@ -243,16 +264,23 @@ class ModelDims:
         """Sentences on these sizes for a plan."""
         return ()
 
+    def norm_width(self, place: str) -> int:
+        """Return the width of a norm of `traits.norms`."""
+        if place in ("q", "k"):
+            heads = self.heads if place == "q" else self.kv_heads
+            return self.head_dim * (heads if self.traits.qk_norm_all else 1)
+        return self.hidden
+
     def linear_bias(self, target: str) -> bool:
         """Return True if that linear layer has a bias."""
-        if target in ("q_proj", "k_proj", "v_proj"):
+        if target in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
             return self.qkv_bias
         return self.o_bias if target == "o_proj" else self.mlp_bias
 
     @property
     def block_parameters(self) -> int:
         """Parameters of one block, the largest where they differ."""
-        count = 2 * self.hidden
+        count = sum(self.norm_width(place) for place in self.traits.norm_modules)
         for target, (inputs, outputs) in self.linear_shapes.items():
             count += inputs * outputs + outputs * self.linear_bias(target)
         return count
@@ -327,8 +355,8 @@ class Family:
         """Map every weight's name in transformers to its shape; a tied head is not among them."""
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (dims.vocab, dims.hidden)}
         for i in range(dims.layers):
-            shapes[f"model.layers.{i}.input_layernorm.weight"] = (dims.hidden,)
-            shapes[f"model.layers.{i}.post_attention_layernorm.weight"] = (dims.hidden,)
+            for place, module in dims.traits.norms:
+                shapes[f"model.layers.{i}.{module}.weight"] = (dims.norm_width(place),)
             for target in cls.linear_targets:
                 inputs, outputs = dims.linear_shape(target)
                 name = f"model.layers.{i}.{cls.linear_parents[target]}.{target}"
@@ -368,6 +396,10 @@ class Family:
 
         like = torch.empty(0, device=device, dtype=dtype)  # transformers takes device and dtype from a tensor
         return self.model.model.rotary_emb(like, torch.arange(length, device=device)[None])
+
+    def layer_position(self, i: int, position: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of block `i`, out of what `positions` gave."""
+        return position[0], position[1]
 
     def block(self, i: int, h: Tensor, position: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
         """Compute block `i`: [B, T, hidden] -> [B, T, hidden].

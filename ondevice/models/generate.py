@@ -66,14 +66,19 @@ def continue_ids(
 
 def prompt_ids(loaded: LoadedModel, prompt: str | Messages) -> Sequence[int]:
     """Tokenize a plain prompt, or a chat up to where the answer begins."""
+    return tokenize(loaded.tokenizer, prompt, loaded.source.source)
+
+
+def tokenize(tokenizer: Any, prompt: str | Messages, where: str) -> Sequence[int]:
+    """Tokenize as `prompt_ids` does; `where` names the model in errors."""
     if isinstance(prompt, str):
-        ids = loaded.tokenizer(prompt)["input_ids"]
-    elif not loaded.tokenizer.chat_template:
+        ids = tokenizer(prompt)["input_ids"]
+    elif not tokenizer.chat_template:
         hint = "give the prompt as plain text"
-        raise ModelError(f"{loaded.source.source} has no chat template", received="messages", hint=hint)
+        raise ModelError(f"{where} has no chat template", received="messages", hint=hint)
     else:
-        text = str(loaded.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-        ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+        text = str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ConfigError("the prompt is empty", expected="at least one token")
     return ids

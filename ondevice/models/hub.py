@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import threading
+import time
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ondevice.core.errors import ModelError
 from ondevice.models.cache import missing
 
+_asked: tuple[float, bool] | None = None
+"""When the hub was asked last, and whether it took a connection."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _NOT = ["original/*", "consolidated*", "onnx/*", "*.bin.index.json"]
@@ -24,7 +32,8 @@ def fetch_config(source: str, revision: str | None) -> Path:
     except ImportError:
         raise missing("huggingface_hub") from None
     try:
-        return Path(hf_hub_download(source, "config.json", revision=revision)).parent
+        cached = not reachable()
+        return Path(hf_hub_download(source, "config.json", revision=revision, local_files_only=cached)).parent
     except Exception as error:
         raise _readable(error, source, revision) from error
 
@@ -39,9 +48,38 @@ def fetch_snapshot(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT))
+        kinds = {"allow_patterns": _FILES, "ignore_patterns": _NOT}
+        return Path(snapshot_download(source, revision=revision, local_files_only=not reachable(), **kinds))
     except Exception as error:
         raise _readable(error, source, revision) from error
+
+
+def reachable(within_s: float = 0.8) -> bool:
+    """Return True if the hub, or the proxy before it, takes a connection within a moment.
+
+    huggingface_hub itself tries for half a minute before it looks into its cache. The answer is kept for a minute.
+    """
+    global _asked
+    now = time.monotonic()
+    if _asked is None or now - _asked[0] > 60:
+        answer: list[bool] = []
+        thread = threading.Thread(target=lambda: answer.append(_connects(within_s)), daemon=True)
+        thread.start()  # a name that no server resolves has no time limit of its own
+        thread.join(within_s + 0.1)
+        _asked = (now, bool(answer and answer[0]))
+    return _asked[1]
+
+
+def _connects(within_s: float) -> bool:
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    scheme = urlsplit(endpoint).scheme
+    place = urlsplit(getproxies().get(scheme) or endpoint)
+    try:
+        port = place.port or (443 if place.scheme == "https" else 80)
+        with socket.create_connection((place.hostname or "", port), timeout=within_s):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def _readable(error: Exception, source: str, revision: str | None) -> Exception:

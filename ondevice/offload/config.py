@@ -14,7 +14,8 @@ class EngineConfig(StrictConfig):
     """Settings that every method that offloads has: precision, AdamW on the host, how a batch passes the layers."""
 
     compute: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of weights, activations and gradients where they are computed; masters are float32."""
+    """Precision of weights, activations and gradients where they are computed; masters are float32. Where nothing is
+    set, a run on a CPU that is slow in bfloat16 takes float32, and says so."""
 
     optimizer: Literal["auto", "native", "torch"] = "auto"
     """AdamW on the host: one fused C++ pass, or torch's with separate conversions. `auto` takes the first

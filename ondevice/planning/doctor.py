@@ -141,7 +141,17 @@ def doctor(
         if progress is not None:
             progress(name)
         checks.append(_run(name, name in needed))
+    if target is None and names is None:
+        checks.append(_training({check.name for check in checks if check.ok}))
     return checks
+
+
+def _training(working: set[str]) -> Check:
+    """Say where this machine can train; a machine that cannot train at all is what a check-up is to find."""
+    places = [name for name, (needed, _) in MACHINES.items() if set(needed) <= working]
+    if places:
+        return Check("training", True, f"can train here: {', '.join(places)}", needed=True)
+    return Check("training", False, "nothing here can train", "pip install 'ondevice-train[torch]'", needed=True)
 
 
 def exit_code(checks: Sequence[Check]) -> int:

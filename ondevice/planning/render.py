@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ondevice.core.config import size_text
@@ -127,4 +128,9 @@ def render_checks(checks: Sequence[Check]) -> RenderableType:
 
 
 def _seconds(value: float) -> str:
-    return f"{value * 1e3:.2g} ms" if value < 1 else f"{value:.2g} s"
+    """Two digits, without an exponent: 12 ms, 3.8 s, 110 s, 25 min."""
+    if value >= 600:
+        return f"{value / 60:,.0f} min"
+    unit, shown = ("ms", value * 1e3) if value < 1 else ("s", value)
+    digits = max(0, 1 - math.floor(math.log10(shown))) if shown > 0 else 0
+    return f"{round(shown, 1 - math.floor(math.log10(shown))) if shown > 0 else 0:.{digits}f} {unit}"

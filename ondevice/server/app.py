@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import MutableMapping
 from http.cookies import CookieError, SimpleCookie
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +29,11 @@ from ondevice.core.errors import (
     StorageError,
     TrainingError,
 )
+from ondevice.core.version import own_version
 from ondevice.server import security
 from ondevice.server.daemon import Daemon
-from ondevice.server.routes import adapters, data, jobs, json_answer, refused, system, uploads
+from ondevice.server.openai import error_body
+from ondevice.server.routes import adapters, completions, data, jobs, json_answer, refused, system, uploads
 from ondevice.server.schemas import ErrorAnswer
 from ondevice.server.store import MissingError
 from ondevice.server.uploads import PART_BYTES
@@ -52,9 +53,15 @@ STATUS: dict[type[OndeviceError], int] = {
     DoesNotFitError: 422,
     MissingPackageError: 422,
     TrainingError: 422,
-    StorageError: 413,
+    StorageError: 507,
 }
 """The status of each error of the user; another of ours is 400. All say what to do."""
+COMPLETIONS = ("/v1/chat/completions", "/v1/completions")
+"""Paths whose errors are in the form of OpenAI's."""
+SCHEMES = {
+    "token": {"type": "http", "scheme": "bearer", "description": "A token of `ondevice serve token`."},
+    "session": {"type": "apiKey", "in": "cookie", "name": security.COOKIE, "description": "The page's, for a token."},
+}
 MESSAGES = {404: "there is nothing here", 405: "this cannot be done here", 413: "the body is too large"}
 
 
@@ -66,7 +73,7 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
     """
     app = FastAPI(
         title="ondevice",
-        version=version("ondevice-train"),
+        version=own_version(),
         summary="Fine-tune language models on this machine",
         description="Every answer from 400 on is an `ErrorAnswer`. Where a token was made, every request but "
         "GET /v1/health and POST /v1/session needs it, as `Authorization: Bearer TOKEN`, or the session's cookie.",
@@ -74,11 +81,25 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
         lifespan=life,
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"model": ErrorAnswer, "description": "Refused; the answer says why and what to try."}},
+        responses={
+            "4XX": {"model": ErrorAnswer, "description": "Refused; the answer says why and what to try."},
+            "507": {"model": ErrorAnswer, "description": "The disk has not enough room."},
+        },
         generate_unique_id_function=lambda route: route.name,
     )
+    plain = app.openapi
+
+    def document() -> dict[str, Any]:
+        schema = plain()
+        schema.setdefault("components", {})["securitySchemes"] = SCHEMES
+        schema["security"] = [{name: []} for name in SCHEMES]
+        for path, verb in (("/v1/health", "get"), ("/v1/session", "post")):
+            schema["paths"][path][verb]["security"] = []
+        return schema
+
+    app.openapi = document
     app.state.daemon = daemon
-    for module in (system, uploads, data, jobs, adapters):
+    for module in (system, uploads, data, jobs, adapters, completions):
         app.include_router(module.router)
     app.add_exception_handler(OndeviceError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -109,7 +130,12 @@ async def _ours(request: Request, error: Exception) -> Response:
     if not isinstance(error, OndeviceError):
         raise error
     status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 400)
-    return json_answer(status, error_answer(error))
+    return _error(request, status, error_answer(error))
+
+
+def _error(request: Request, status: int, values: dict[str, Any]) -> Response:
+    """Answer an error, in the form that the path's clients read."""
+    return json_answer(status, error_body(status, values) if request.url.path in COMPLETIONS else values)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -117,16 +143,14 @@ async def _invalid(request: Request, error: Exception) -> Response:
     place = ".".join(str(part) for part in first.get("loc", ()))
     received = first.get("input")
     text = received if isinstance(received, int | float | bool | type(None)) else str(received)[:200]
-    return json_answer(
-        422,
-        {
-            "error": "ConfigError",
-            "message": f"'{place}': {first.get('msg', 'cannot be read')}",
-            "expected": str(first.get("msg", "")),
-            "received": text if not isinstance(text, float) else str(text),
-            "hint": "GET /v1/openapi.json describes every field",
-        },
-    )
+    values = {
+        "error": "ConfigError",
+        "message": f"'{place}': {first.get('msg', 'cannot be read')}",
+        "expected": str(first.get("msg", "")),
+        "received": text if not isinstance(text, float) else str(text),
+        "hint": "GET /v1/openapi.json describes every field",
+    }
+    return _error(request, 422, values)
 
 
 async def _plain(request: Request, error: Exception) -> Response:
@@ -226,14 +250,15 @@ class Guard:
 
     def _check_token(self, scope: Scope, headers: Headers) -> tuple[Any, ...] | None:
         address = (scope.get("client") or ("unknown", 0))[0]
-        if refusal := self.tries.refusal(address):
-            return refusal
         kind, _, secret = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and security.check(self.daemon.store, secret.strip()):
             return None
         session = session_of(headers)
         if session and security.check(self.daemon.store, session, "session"):
             return None
+        # Behind a proxy all clients have one address: wrong tokens of one must not lock out the right one of another.
+        if refusal := self.tries.refusal(address):
+            return refusal
         if secret or session:
             self.tries.failed(address)
         message = "the token is not known" if secret or session else "this server needs a token"

@@ -77,7 +77,7 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """Return models that a job can name."""
-        return self.ask("GET", "/v1/models")
+        return [model for model in self.ask("GET", "/v1/models")["data"] if model["kind"] != "adapter"]
 
     def artifacts(self) -> list[dict[str, Any]]:
         """Return exported programs that a job can name."""

@@ -44,26 +44,29 @@ def answer(
     """
     from ondevice.artifact.adapter import load_adapter
     from ondevice.models.generate import generate
-    from ondevice.training.fuse import apply_adapter
+    from ondevice.training.fuse import adapted
 
-    wanted = (model, artifact, _stamp(artifact or str(model)))
-    if _loaded.get("wanted") != wanted:
-        _forget()
-        _loaded.update(wanted=wanted, loaded=_open(model, artifact, len(str(prompt)) + max_new_tokens, job))
-    loaded = _loaded["loaded"]
+    loaded = hold(model, artifact, len(str(prompt)) + max_new_tokens, job)
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     answers: dict[str, Any] = {"base": generate(loaded, prompt, **options), "adapted": None}
     if adapter is not None:
-        # The adapter goes beside the loaded layers and is taken away again: loading takes longer than answering.
-        names = [loaded.family.linear_name(linear.layer, linear.target) for linear in loaded.dims.linear_list]
-        before = {name: loaded.family.module(name) for name in names}
-        try:
-            apply_adapter(loaded, load_adapter(Path(adapter)))
+        with adapted(loaded, load_adapter(Path(adapter))):
             answers["adapted"] = generate(loaded, prompt, **options)
-        finally:
-            for name, linear in before.items():
-                loaded.family.replace(name, linear)
     return answers
+
+
+def hold(model: str | None, artifact: str | None, tokens: int, job: dict[str, Any] | None) -> LoadedModel:
+    """Return the model that is asked, loaded; it stays, and takes the place of the one before.
+
+    Args:
+        tokens: of a prompt and its answer, at most.
+        model, artifact, job: as for `answer`.
+    """
+    wanted = (model, artifact, _stamp(artifact or str(model)))
+    if _loaded.get("wanted") != wanted:
+        _forget()
+        _loaded.update(wanted=wanted, loaded=_open(model, artifact, tokens, job))
+    return _loaded["loaded"]
 
 
 def needs(dims: ModelDims, weights_bytes: int, dtype: str, tokens: int, device: str) -> dict[str, int]:

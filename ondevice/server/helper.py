@@ -17,12 +17,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 from ondevice.core import errors
 from ondevice.core.errors import BusyError, DataError, OndeviceError, TrainingError
+from ondevice.server.complete import STOP, listen_for_stop
 from ondevice.server.worker import child_environment, quiet_frameworks
 
 _log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class Helper:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._used = time.monotonic()
+        self._ahead = b""
 
     def __call__(self, call: str, **arguments: Any) -> Any:
         """Ask, and wait for the answer.
@@ -63,16 +65,56 @@ class Helper:
                 answer = self._exchange(process, {"call": call, "arguments": arguments})
             except (OSError, ValueError) as error:
                 self._kill()
-                raise TrainingError(
-                    f"the {self.name} helper ended without an answer: {error}",
-                    hint="it may have run out of memory; the daemon's log has more",
-                ) from None
+                raise self._died(error) from None
         finally:
             self._used = time.monotonic()
             self._lock.release()
         if "error" in answer:
             raise rebuild_error(answer["error"])
         return answer["value"]
+
+    def stream(self, call: str, **arguments: Any) -> Generator[Any, None, Any]:
+        """Ask for an answer that comes in parts; yield each, and return the value. The helper is busy until then.
+
+        A reader that stops early (`close`) ends the answer at its next token, and the model stays loaded.
+
+        Raises:
+            OndeviceError, BusyError, TrainingError: as asking does, before the first part or behind any.
+        """
+        if not self._lock.acquire(timeout=QUEUE_S):
+            raise BusyError(f"the {self.name} helper is busy", hint="try again in a minute")
+        ended = False
+        try:
+            process = self._started()
+            try:
+                self._write(process, {"call": call, "arguments": arguments})
+                while "part" in (answer := self._read(process)):
+                    yield answer["part"]
+                ended = True
+            except (OSError, ValueError) as error:
+                self._kill()
+                ended = True
+                raise self._died(error) from None
+        finally:
+            if not ended:
+                self._cut_short()
+            self._used = time.monotonic()
+            self._lock.release()
+        if "error" in answer:
+            raise rebuild_error(answer["error"])
+        return answer["value"]
+
+    def _cut_short(self) -> None:
+        """End an answer that nobody reads any more."""
+        process = self._process
+        if process is None:
+            return
+        try:
+            process.send_signal(STOP)
+            while "part" in self._read(process):
+                pass
+        except (OSError, ValueError):
+            self._kill()
 
     def end_if_idle(self, idle_s: float | None = None) -> None:
         """Give the memory back when nobody has asked for `idle_s` seconds (None: its own); a call is not disturbed."""
@@ -99,13 +141,29 @@ class Helper:
             )
         return self._process
 
+    def _died(self, error: Exception) -> TrainingError:
+        return TrainingError(
+            f"the {self.name} helper ended without an answer: {error}",
+            hint="it may have run out of memory; the daemon's log has more",
+        )
+
     def _exchange(self, process: subprocess.Popen[bytes], question: dict[str, Any]) -> dict[str, Any]:
-        if process.stdin is None or process.stdout is None:
+        self._write(process, question)
+        return self._read(process)
+
+    def _write(self, process: subprocess.Popen[bytes], question: dict[str, Any]) -> None:
+        if process.stdin is None:
             raise OSError("no pipe")
+        self._ahead = b""
         process.stdin.write(json.dumps(question).encode() + b"\n")
         process.stdin.flush()
-        deadline, content, source = time.monotonic() + self.timeout_s, bytearray(), process.stdout.fileno()
-        while not content.endswith(b"\n"):
+
+    def _read(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        """Return the next line; what has arrived behind it is kept for the next call."""
+        if process.stdout is None:
+            raise OSError("no pipe")
+        deadline, content, source = time.monotonic() + self.timeout_s, bytearray(self._ahead), process.stdout.fileno()
+        while (end := content.find(b"\n")) < 0:
             if len(content) > MAX_ANSWER_BYTES or (left := deadline - time.monotonic()) <= 0:
                 raise OSError(f"no answer in {self.timeout_s:g} s")
             if select.select([source], [], [], min(left, 1.0))[0]:
@@ -113,7 +171,8 @@ class Helper:
                 if not chunk:
                     raise OSError(f"exit status {process.wait(10)}")
                 content += chunk
-        return json.loads(content)
+        self._ahead = bytes(content[end + 1 :])
+        return json.loads(content[:end])
 
     def _kill(self) -> None:
         process, self._process = self._process, None
@@ -225,12 +284,20 @@ def generate(**arguments: Any) -> dict[str, Any]:
     return answer(**arguments)
 
 
+def complete(**arguments: Any) -> Generator[dict[str, Any], None, dict[str, Any]]:
+    """Answer in parts: see `server.complete`."""
+    from ondevice.server.complete import complete as answer
+
+    return answer(**arguments)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "plan": plan,
     "validate": validate,
     "preview": preview,
     "check_model": check_model,
     "generate": generate,
+    "complete": complete,
 }
 
 
@@ -239,7 +306,8 @@ def serve(source: Any, target: Any) -> None:
     for line in source:
         question = json.loads(line)
         try:
-            answer = {"value": CALLS[question["call"]](**question["arguments"])}
+            value = CALLS[question["call"]](**question["arguments"])
+            answer = {"value": _send_parts(value, target) if isinstance(value, Generator) else value}
         except OndeviceError as error:
             answer = {"error": error.to_dict()}
         except (ValueError, OSError, RecursionError, UnicodeError) as error:
@@ -251,6 +319,17 @@ def serve(source: Any, target: Any) -> None:
             traceback.print_exc()
             answer = {"error": TrainingError(f"{question['call']} failed: {type(error).__name__}: {error}").to_dict()}
         target.write(json.dumps(answer).encode() + b"\n")
+        target.flush()
+
+
+def _send_parts(parts: Generator[Any, None, Any], target: Any) -> Any:
+    """Write each part as a line of its own; return the value at the end."""
+    while True:
+        try:
+            part = next(parts)
+        except StopIteration as end:
+            return end.value
+        target.write(json.dumps({"part": part}).encode() + b"\n")
         target.flush()
 
 
@@ -268,6 +347,7 @@ def main(arguments: list[str]) -> int:
     """Run the process."""
     threading.Thread(target=end_with, args=(int(arguments[0]),), daemon=True).start()
     quiet_frameworks()
+    listen_for_stop()
     # Answers go to a copy of standard output, which itself becomes standard error: a library that prints there would
     # break the protocol.
     target = os.fdopen(os.dup(1), "wb")

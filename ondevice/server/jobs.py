@@ -133,6 +133,9 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
         config[section][name] = value
     if isinstance(config.setdefault("method", {}), dict):
         config["method"].setdefault("name", method_name(config))
+    for key, value in dataset_options(store, spec.dataset).items():
+        if not config["data"].get(key):
+            config["data"][key] = value
     return RunConfig.load(None, _sections(config))
 
 
@@ -150,6 +153,18 @@ def dataset_file(store: Store, name: str) -> Path:
     if row is None:
         raise MissingError(f"there is no data set {name}", hint="GET /v1/datasets lists them")
     return store.path("datasets", name) / row["file"]
+
+
+OPTIONS = ".options.json"
+"""The task and the columns that a data set was uploaded with, beside its rows."""
+
+
+def dataset_options(store: Store, name: str) -> dict[str, Any]:
+    """Return the task and the columns that a data set was uploaded with."""
+    try:
+        return json.loads((store.path("datasets", name) / OPTIONS).read_text())
+    except (OSError, ValueError):  # of a version that did not keep them
+        return {}
 
 
 def adapter_folder(store: Store, name: str) -> Path:

@@ -101,15 +101,28 @@ class MetricsAnswer(Answer):
 
 
 class Model(Answer):
-    """A model that a job can name."""
+    """A model that a job can name, or an adapter that can be asked."""
 
     id: str
-    kind: Literal["folder", "package", "random"]
+    kind: Literal["folder", "package", "random", "adapter"]
     bytes: int
+    object: Literal["model"] = "model"
+    created: int = 0
+    """Seconds since 1970; 0 where it is not known."""
+    owned_by: str = "ondevice"
+    base_model: str | None = None
+    """Of an adapter."""
     model_type: str | None = None
     hidden_size: int | None = None
     num_hidden_layers: int | None = None
     vocab_size: int | None = None
+
+
+class ModelList(Answer):
+    """GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
 
 
 class Artifact(Answer):
@@ -143,6 +156,10 @@ class Dataset(Answer):
     sha256: str
     problems: list[RowProblem]
     """Rows that were left out, the first hundred."""
+    task: str | None = None
+    """The prompt template that they were uploaded with; a job that names none takes it."""
+    columns: dict[str, str] | None = None
+    """Likewise, the file's columns of the format's fields."""
     created_s: float
 
 

@@ -36,7 +36,7 @@ LimitNOFILE=65536
 
 # A user that exists while the service runs; /var/lib/ondevice is all that it owns.
 DynamicUser=yes
-StateDirectory=ondevice
+{credentials}StateDirectory=ondevice
 StateDirectoryMode=0700
 CacheDirectory=ondevice
 CacheDirectoryMode=0700
@@ -84,6 +84,8 @@ DeviceAllow=char-drm rw
 [Install]
 WantedBy=multi-user.target
 """
+CREDENTIALS = "%d"
+"""systemd's name of the folder with the service's credentials."""
 _LOOPBACK_ONLY = """
 # Bound to this machine: packets to and from elsewhere are dropped. Take this out to load models from a hub.
 IPAddressDeny=any
@@ -112,14 +114,21 @@ def unit(
         ConfigError: a path or host that cannot stand in a unit.
     """
     words = [python, "-P", "-m", "ondevice", "serve", "--host", host, "--port", str(port)]
-    for flag, path in (("--tls-cert", tls_cert), ("--tls-key", tls_key)):
-        if path is not None:
-            words += [flag, str(Path(path).absolute())]
-    if bad := [word for word in words if any(character in word for character in "\n\r\0")]:
+    files = {"tls-cert": tls_cert, "tls-key": tls_key}
+    # A DynamicUser cannot read root's key: systemd hands over a copy, in a folder of the service's own.
+    credentials = {name: str(Path(path).absolute()) for name, path in files.items() if path is not None}
+    words += [word for name in credentials for word in (f"--{name}", f"{CREDENTIALS}/{name}")]
+    bad = [path for path in credentials.values() if any(character in path for character in "\n\r\0:")]
+    if bad := bad + [word for word in words if any(character in word for character in "\n\r\0")]:
         raise ConfigError("a unit cannot hold this", expected="one line", received=repr(bad[0]))
-    command = " ".join(shlex.quote(word).replace("%", "%%").replace("$", "$$") for word in words)
+    command = " ".join(
+        word if word.startswith(CREDENTIALS) else shlex.quote(word).replace("%", "%%").replace("$", "$$")
+        for word in words
+    )
+    loads = "".join(f"LoadCredential={name}:{path.replace('%', '%%')}\n" for name, path in credentials.items())
     return _UNIT.format(
         command=command,
+        credentials=loads,
         watchdog_s=WATCHDOG_S,
         stop_s=STOP_S,
         groups=" ".join(groups),

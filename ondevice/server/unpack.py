@@ -20,6 +20,11 @@ SUFFIXES = (
 """Kinds of files that an upload may hold. No pickle (.bin, .pt, .pth, .ckpt, .pkl) and no Python."""
 MAX_FILES = 2000
 MAX_DEPTH = 6
+DIRECTORY_BYTES = 5
+"""Place of the directory's length in what zipfile reads of a zip's end."""
+ENTRY_BYTES = 1024
+"""The most that a file takes in that list: 46 bytes, its name, and what packers write beside it."""
+BY_THE_WAY = (".DS_Store", "Thumbs.db", "desktop.ini", ".gitattributes", ".gitignore", "LICENSE", "NOTICE", "README")
 MAX_RATIO = 200
 """Times that a file may be larger than its packed form; safetensors and text stay far below."""
 _CHUNK_BYTES = 1 << 20
@@ -31,24 +36,31 @@ _DAMAGED = (
 _PART = re.compile(r"[A-Za-z0-9_+=@-][A-Za-z0-9._+=@ -]{0,199}")
 
 
-def unpack(source: Path, folder: Path, *, limit_bytes: int) -> list[str]:
+def unpack(source: Path, folder: Path, *, limit_bytes: int, room_bytes: int | None = None) -> list[str]:
     """Unpack a zip into an empty folder; return the names of its files.
 
     One folder at the top that holds everything is left out, so that a zip of a folder is the folder.
 
     Args:
         limit_bytes: of all files together, unpacked.
+        room_bytes: of the disk that they may take; None: as much as there is.
 
     Raises:
         ArtifactError: no zip, damaged, encrypted, too large; or a name that leads elsewhere, stands twice, is a
             link, or is of a kind that may not be uploaded.
-        StorageError: the disk is full.
+        StorageError: the disk is full, or has less room than the files need.
     """
     try:
+        _check_directory(source)
         with zipfile.ZipFile(source) as archive:
-            entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+            entries = [entry for entry in archive.infolist() if not entry.is_dir() and not _by_the_way(entry.filename)]
             names = [_check(entry) for entry in entries]
             _check_all(entries, names, limit_bytes)
+            total = sum(entry.file_size for entry in entries)
+            if room_bytes is not None and total > room_bytes:
+                raise StorageError(
+                    "the disk has not enough room", expected=f"{total} bytes", received=f"{max(0, room_bytes)} to spare"
+                )
             names = _without_top(names)
             left = limit_bytes
             for entry, name in zip(entries, names):
@@ -65,6 +77,24 @@ def unpack(source: Path, folder: Path, *, limit_bytes: int) -> list[str]:
             hint="pack it again with `zip -r` or Python's zipfile",
         ) from None
     return [str(name) for name in names]
+
+
+def _check_directory(source: Path) -> None:
+    """Refuse a zip whose list of files is longer than that of `MAX_FILES` can be, before it is read into memory."""
+    with open(source, "rb") as file:
+        end = zipfile._EndRecData(file)  # type: ignore[attr-defined]  # what ZipFile itself reads first
+    if end is not None and end[DIRECTORY_BYTES] > MAX_FILES * ENTRY_BYTES:
+        raise ArtifactError(
+            "the zip has too many files",
+            expected=f"at most {MAX_FILES}",
+            received=f"a list of {end[DIRECTORY_BYTES]} bytes",
+        )
+
+
+def _by_the_way(name: str) -> bool:
+    """True for what systems and repositories put into a zip beside what it is for; it is not unpacked."""
+    path = PurePosixPath(name)
+    return "__MACOSX" in path.parts or path.name.startswith("._") or path.name in BY_THE_WAY
 
 
 def _check(entry: zipfile.ZipInfo) -> PurePosixPath:

@@ -21,7 +21,7 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ArtifactError, BusyError, ConfigError, DataError, ModelError, StorageError
 from ondevice.server.adapters import copy_adapter, insert_adapter
 from ondevice.server.helper import Helper
-from ondevice.server.jobs import TASK_NAME
+from ondevice.server.jobs import OPTIONS, TASK_NAME
 from ondevice.server.store import MissingError, Store, new_id
 from ondevice.server.unpack import unpack
 
@@ -165,7 +165,7 @@ def finish(store: Store, name: str, helper: Helper) -> dict[str, Any]:
             hint="PUT the missing parts",
         )  # fmt: skip
     folder = store.path("uploads", name)
-    claimed = folder.with_name(f".{name}.taken")
+    claimed = folder.with_name(_claimed(name))
     try:
         os.rename(folder, claimed)  # whoever renames it finishes it
     except FileNotFoundError:
@@ -181,6 +181,10 @@ def finish(store: Store, name: str, helper: Helper) -> dict[str, Any]:
         remove(store, name)
 
 
+def _claimed(name: str) -> str:
+    return f".{name}.taken"
+
+
 def remove(store: Store, name: str) -> None:
     """Forget an upload and what has arrived of it."""
     with store.transaction() as db:
@@ -193,8 +197,9 @@ def expire(store: Store, now_s: float) -> None:
     for row in store.rows("SELECT id FROM uploads WHERE created_s < ?", now_s - KEPT_S):
         remove(store, row["id"])
     ids = {row["id"] for row in store.rows("SELECT id FROM uploads")}
+    known = ids | {_claimed(name) for name in ids}  # one that is being checked may take longer than an hour
     for folder in (store.root / "uploads").iterdir():
-        if folder.name not in ids and folder.stat().st_mtime < now_s - 3600:
+        if folder.name not in known and folder.stat().st_mtime < now_s - 3600:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -222,6 +227,8 @@ def _dataset(store: Store, request: UploadRequest, content: Path, helper: Helper
     target = store.path("datasets", name)
     target.mkdir(mode=0o700)
     os.rename(rows, target / rows.name)
+    options = {"task": request.task, "columns": request.columns}
+    (target / OPTIONS).write_text(json.dumps({key: value for key, value in options.items() if value}))
     # On the disk before the row is: after a power cut a row without its file would be worse than a file without a row.
     fsync_tree(target)
     fsync_folder(target.parent)
@@ -234,14 +241,15 @@ def _dataset(store: Store, request: UploadRequest, content: Path, helper: Helper
     return {"kind": "dataset", "id": name}
 
 
-def _unpacked(request: UploadRequest, content: Path) -> tuple[Path, list[str]]:
+def _unpacked(store: Store, request: UploadRequest, content: Path) -> tuple[Path, list[str]]:
     folder = content.with_name("unpacked")
     folder.mkdir(mode=0o700)
-    return folder, unpack(content, folder, limit_bytes=LIMITS[request.kind])
+    room = shutil.disk_usage(store.root).free - SPARE_BYTES
+    return folder, unpack(content, folder, limit_bytes=LIMITS[request.kind], room_bytes=room)
 
 
 def _adapter(store: Store, request: UploadRequest, content: Path, helper: Helper) -> dict[str, Any]:
-    folder, _ = _unpacked(request, content)
+    folder, _ = _unpacked(store, request, content)
     name = new_id("adapter")
     try:
         copy_adapter(store, folder, name)
@@ -253,7 +261,7 @@ def _adapter(store: Store, request: UploadRequest, content: Path, helper: Helper
 
 
 def _model(store: Store, request: UploadRequest, content: Path, helper: Helper) -> dict[str, Any]:
-    folder, names = _unpacked(request, content)
+    folder, names = _unpacked(store, request, content)
     for file in ("config.json", "tokenizer_config.json"):
         if file in names and b'"auto_map"' in (folder / file).read_bytes():
             raise ModelError(f"{file} names code of its own", expected="a model without auto_map", received="auto_map")
@@ -265,7 +273,7 @@ def _model(store: Store, request: UploadRequest, content: Path, helper: Helper) 
 
 
 def _artifact(store: Store, request: UploadRequest, content: Path, helper: Helper) -> dict[str, Any]:
-    folder, names = _unpacked(request, content)
+    folder, names = _unpacked(store, request, content)
     try:
         manifest = read_manifest(folder, check_files=False)
         for name in (*manifest.files, manifest.program):

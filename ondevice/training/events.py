@@ -59,6 +59,8 @@ class Start(Event):
     model_sha256: str = ""
     steps: int = 0
     """Steps asked for."""
+    said: list[str] = field(default_factory=list)
+    """What was chosen for the run, in sentences: the method, where none was named, and the precision."""
     data: dict[str, Any] = field(default_factory=dict)
     """What was read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut, notes."""
 
@@ -99,6 +101,17 @@ class Step(Event):
     eta_s: float = 0.0
     overlap: dict[str, Any] | None = None
     """For methods that offload: seconds and bytes by lane of the step before, and what bounded it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare(Event):
+    """Before step `step` a file was written that a replay needs from there on, such as a new subspace."""
+
+    kind: ClassVar[str] = "prepare"
+    step: int
+    path: str
+    """File name inside the run's folder."""
+    sha256: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +189,8 @@ class Finish(Event):
 
 
 KINDS: dict[str, type[Event]] = {
-    event.kind: event for event in (Start, Resume, Step, Evaluate, Checkpoint, Warning, Interrupt, Error, Finish)
+    event.kind: event
+    for event in (Start, Resume, Step, Prepare, Evaluate, Checkpoint, Warning, Interrupt, Error, Finish)
 }
 
 

@@ -28,6 +28,7 @@ from ondevice.training.checkpoint import STATE_FILE
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.loggers import open_reports
 from ondevice.training.loop import RunResult, StopRequest, run_loop
+from ondevice.training.objective import Objective
 from ondevice.training.schedule import WarmupDecay
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class Options:
         adapter: start from this adapter.
         sinks: called with every event.
         callbacks: called as the run goes, and may stop it.
+        said: what was chosen for the run, in sentences.
         notes: to be said of the rows, beside what reading them says.
         rows, eval_rows: rows that Python holds, in place of `data.path` and `data.eval_path`.
         loaded: a model that is loaded already, in place of `model.source`'s.
@@ -131,6 +133,7 @@ class Options:
     sinks: Iterable[Sink] = ()
     callbacks: Iterable[Callback] = ()
     notes: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
     rows: Given | None = None
     eval_rows: Given | None = None
     loaded: LoadedModel | None = None
@@ -232,6 +235,8 @@ def fit(
     batches = Batches(rows.train, size, session.lengths_tokens, config.train.seed, rows.pad)
     config = in_steps(config, batches.steps_per_epoch)
     settings = config.train
+    if settings.objective != "loss":
+        identity = identity | {"objective": settings.objective, "objective_command": settings.objective_command}
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
         session.load_adapter(load_adapter(options.adapter))
@@ -247,6 +252,7 @@ def fit(
         generator_backend=session.generator_backend,
         model_source=model.source,
         model_sha256=model.sha256,
+        said=list(options.said),
         data=figures,
     )
     evaluated = rows.evaluation or rows.train
@@ -256,6 +262,9 @@ def fit(
     def evaluate_now(should_stop: Callable[[], bool]) -> EvalResult | None:
         return evaluate_dataset(session, evaluated, rows.pad, rows=settings.eval_rows, should_stop=should_stop)
 
+    objective = None
+    if settings.objective != "loss":
+        objective = Objective(settings, session, rows.train, rows.pad)
     result = run_loop(
         session,
         batches,
@@ -273,6 +282,7 @@ def fit(
         sinks=[*options.sinks, *(() if reports is None else (reports,))],
         patience=settings.patience,
         callbacks=options.callbacks,
+        score=None if objective is None else lambda step: objective(batches.rows_at(step)),
     )
     restored = False
     if settings.restore_best and not result.interrupted and result.best_checkpoint not in (None, result.checkpoint):

@@ -96,14 +96,14 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
 def adapted(loaded: LoadedModel, adapter: Adapter) -> Iterator[None]:
     """Apply an adapter for the duration of a block: putting it beside the layers takes less time than loading."""
     family = loaded.family
-    places = [(layer, target) for layer in range(loaded.dims.layers) for target in family.linear_targets]
-    before = {place: family.linear(*place) for place in places}
+    names = [family.linear_name(linear.layer, linear.target) for linear in loaded.dims.linear_list]
+    before = {name: family.module(name) for name in names}
     try:
         apply_adapter(loaded, adapter)
         yield
     finally:
-        for place, linear in before.items():
-            family.set_linear(*place, linear)
+        for name, linear in before.items():
+            family.replace(name, linear)
 
 
 def fuse_in_place(loaded: LoadedModel) -> int:

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.training import events
 from ondevice.training.callbacks import Callback, Callbacks
@@ -107,6 +109,7 @@ class Run:
     checkpoint_every: int
     patience: int | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
+    score: Callable[[int], float] | None = None
 
     def __post_init__(self) -> None:
         self.identity = _identity(self.start)
@@ -198,6 +201,9 @@ class Run:
         for step in range(first, self.steps):
             if self.stop or self._hopeless():
                 break
+            prepared = self.session.before_step(step, batches.at, self.out)
+            if prepared is not None:
+                self.log.write(events.Prepare(step=step, path=prepared.name, sha256=sha256_file(prepared)))
             self._step(step, batches.at(step), rate_at(step))
             self._collect_save(wait=False)
             last = self.done == self.steps
@@ -249,7 +255,10 @@ class Run:
 
     def _step(self, step: int, batch: Batch, learning_rate: float) -> None:
         began = time.perf_counter()
-        result = self.session.step(batch.ids, batch.labels, step, learning_rate)
+        if self.score is None:
+            result = self.session.step(batch.ids, batch.labels, step, learning_rate)
+        else:
+            result = self.session.score_step(partial(self.score, step), step, learning_rate)
         seconds = time.perf_counter() - began
         self._check_finite(("loss", result.loss), step, learning_rate)
         for gradient in result.projected_gradients:
@@ -441,6 +450,7 @@ def run_loop(
     stop: StopRequest | None = None,
     patience: int | None = None,
     callbacks: Iterable[Callback] = (),
+    score: Callable[[int], float] | None = None,
 ) -> RunResult:
     """Train, or go on training, until `steps` steps are done.
 
@@ -460,6 +470,7 @@ def run_loop(
         stop: lets another thread stop the run.
         patience: end after so many evaluations without a better one.
         callbacks: called as the run goes; one that raises ends it like a signal, and `RunResult.raised` has the error.
+        score: of the session's weights as they are, on the rows of a step, in place of the loss.
 
     Raises:
         BusyError: another run holds `out`.
@@ -474,7 +485,7 @@ def run_loop(
     stop = stop if stop is not None else StopRequest()
     with RunLock(out), stop:
         called = Callbacks(tuple(callbacks), stop)
-        run = Run(session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every, patience, called)
+        run = Run(session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every, patience, called, score)
         first = run.open(resume, overwrite, sinks)
         with run.log:
             try:

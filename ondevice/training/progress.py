@@ -65,6 +65,8 @@ class ProgressSink:
                     told = f" ({', '.join(changes)})" if changes else ""
                     self._say(f"resumed at step {event.step} of {event.steps}{told}")
                 else:
+                    for sentence in event.said:
+                        self._say(sentence)
                     for part, figures in event.data.items():
                         self._say("\n".join(describe_data(part, figures)))
                 if self.stream.isatty():

@@ -7,10 +7,11 @@ same backend and generator the adapter has the same bits as the run's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import CheckpointError, ConfigError
 from ondevice.core.registry import methods
 from ondevice.training import events
@@ -39,12 +40,15 @@ class RunLog:
         steps: every step from 0 on, without a gap.
         backends: all backends that ran some of the steps, in order.
         unfinished: the last line was cut off; its step is not in `steps`.
+        prepared: step to the SHA-256 of the file that the run wrote before it (`Session.before_step`), in `folder`.
     """
 
     header: events.Start
     steps: tuple[LoggedStep, ...]
     backends: tuple[str, ...]
     unfinished: bool
+    folder: Path = Path()
+    prepared: dict[int, tuple[str, str]] = field(default_factory=dict)
 
 
 def read_run(path: Path) -> RunLog:
@@ -101,7 +105,13 @@ def read_run(path: Path) -> RunLog:
             )
         steps.append(LoggedStep(step.step, step.learning_rate, step.projected_gradients))
     later = [entry.event.backend for entry in content.entries if isinstance(entry.event, events.Resume)]
-    return RunLog(header, tuple(steps), tuple(dict.fromkeys([header.backend, *later])), content.unfinished)
+    prepared = {
+        entry.event.step: (entry.event.path, entry.event.sha256)
+        for entry in content.entries
+        if isinstance(entry.event, events.Prepare)
+    }
+    backends = tuple(dict.fromkeys([header.backend, *later]))
+    return RunLog(header, tuple(steps), backends, content.unfinished, path.parent, prepared)
 
 
 def replay(
@@ -133,6 +143,22 @@ def replay(
             "the adapter may differ from the run's in the last bits"
         )
     for logged in log.steps[:count]:
+        if logged.step in log.prepared:
+            _check_prepared(log, logged.step)
+        session.before_replay(logged.step, log.folder)
         session.apply_update(logged.projected_gradients, logged.step, logged.learning_rate)
         on_step(logged.step)
     return session.adapter()
+
+
+def _check_prepared(log: RunLog, step: int) -> None:
+    """Refuse a file that is not the one that the run wrote before this step; a missing one is the session's to name."""
+    name, digest = log.prepared[step]
+    path = log.folder / name
+    if path.is_file() and (received := sha256_file(path)) != digest:
+        raise CheckpointError(
+            f"{path} is not the file that the run wrote before step {step}",
+            expected=digest,
+            received=received,
+            hint="take the adapter from the run's newest checkpoint instead",
+        )

@@ -62,6 +62,25 @@ def test_a_plan_that_does_not_fit_has_an_exit_code(ondevice, tmp_path) -> None:
     assert text.code == 0 and "weights" in text.out
 
 
+def test_plan_takes_the_flags_of_train(ondevice, tmp_path) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+    flags = ["tiny:llama", "--data", data, "--epochs", 2, "--lr", "1e-3", "--rank", 4, "--batch-size", 2,
+             "--validation-split", "0.25", "--memory-limit", "9GiB", "--json"]  # fmt: skip
+    planned, trained = ondevice("plan", *flags), ondevice("train", *flags, "--dry-run")
+    assert planned.code == trained.code == 0, planned.err + trained.err
+    assert planned.json["parts_bytes"] == trained.json["plan"]["parts_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0123, "12 ms"), (0.5, "500 ms"), (3.84, "3.8 s"), (99.7, "100 s"), (142.0, "140 s"), (1500.0, "25 min")],
+)
+def test_times_have_two_digits_and_no_exponent(seconds, text) -> None:
+    from ondevice.planning.render import _seconds
+
+    assert _seconds(seconds) == text
+
+
 def test_presets_are_run_files(ondevice, tmp_path) -> None:
     listed = ondevice("config", "preset", "--json").json["presets"]
     assert set(listed) == {"phone", "jetson", "one-gpu", "mac"}

@@ -119,6 +119,7 @@ PROGRAMS = (
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="functional"),
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="stateful"),
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="q4"),
+    Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="subspace, answers"),
     Row("mesp", "android-cpu", BLOCK_FORMS, program="exact", adapter_error=2e-4),
     Row("mesp", "android-cpu", BLOCK_FORMS, program="exact, sgd", adapter_error=1e-5),
     Row("mesp", "android-cpu", BLOCK_FORMS, program="blocks", adapter_error=2e-4),

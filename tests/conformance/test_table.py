@@ -156,7 +156,7 @@ def reference(row: Row, session: Any) -> Plain:
 def in_memory(row: Row, session: Any) -> Plain:
     """The method in memory, at the same start."""
     family, sizes = row.family, row.sizes
-    if row.program == "q4":
+    if row.program in ("q4", "subspace, answers"):
         return EagerProgram(row)
     if row.program:
         source = next(name for name in MODELS if str(model(name)) == config(row.program).model.source)
@@ -200,7 +200,14 @@ class EagerProgram:
 
 def batches(session: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     rows, lengths = session.batch_size or 2, session.lengths_tokens or (12, 16)
-    return [batch(rows, lengths[step % len(lengths)], seed=step) for step in range(STEPS)]
+    given = [batch(rows, lengths[step % len(lengths)], seed=step) for step in range(STEPS)]
+    answers = session.manifest.method.get("answers") if hasattr(session, "manifest") else ()
+    for step, (_, labels) in enumerate(given):
+        if answers:  # a row has one
+            last = (labels != -100).cumsum(1).argmax(1)
+            labels[:] = -100
+            labels[np.arange(rows), last] = np.random.default_rng(step).choice(answers, rows)
+    return given
 
 
 def trained(session: Any) -> dict[str, np.ndarray]:

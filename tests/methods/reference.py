@@ -38,10 +38,11 @@ class DoubleNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight, self.epsilon = norm.weight, norm.variance_epsilon
+        self.weight, self.epsilon = norm.weight, getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        self.offset = 1.0 if type(norm).__name__.startswith("Gemma") else 0.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return (self.offset + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
 
 
 def in_double(model: Any) -> Any:

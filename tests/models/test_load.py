@@ -177,7 +177,7 @@ def test_an_unsupported_family_says_what_to_write(folder: Path) -> None:
     edit(model_type="phi99")(folder)
     with pytest.raises(ModelError) as caught:
         read_dims(str(folder))
-    assert caught.value.expected.startswith("a decoder of the installed transformers, or one of gpt2, ")
+    assert caught.value.expected.startswith("a decoder of the installed transformers, or one of gemma3_text, gpt2, ")
     for part in (
         "ondevice/models/phi99.py",
         "dims_from_config",

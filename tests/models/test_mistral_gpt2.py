@@ -19,6 +19,7 @@ from ondevice.exporters.base import ExportJob
 from ondevice.models import LoadedModel, forward_hidden, load_model, read_dims, save_tiny, tiny_model
 from ondevice.models.gpt2 import Gpt2
 from ondevice.models.registry import family_for_gguf
+from ondevice.models.traits import check_length
 from ondevice.nn.quantized import quantize_q4_model
 from ondevice.planning.estimate import plan
 from ondevice.planning.fits import alternatives
@@ -41,25 +42,28 @@ def change(folder: Path, **fields: object) -> Path:
 
 
 @torch.no_grad()
-def test_within_the_window_it_is_transformers_own_and_beyond_it_is_refused() -> None:
+def test_within_the_window_and_beyond_it_is_transformers_own() -> None:
     loaded = tiny_model("mistral", sliding_window=16, layers=3)
-    assert loaded.dims.max_positions == 16
-    torch.testing.assert_close(logits(loaded, ids_of(16)), loaded.model(ids_of(16)).logits, atol=1e-5, rtol=1e-4)
-    with pytest.raises(ModelError, match="sliding window") as caught:
-        logits(loaded, ids_of(17))
-    assert (caught.value.expected, caught.value.received) == ("at most 16 tokens", "17 tokens")
+    assert loaded.dims.traits.windows == (16, 16, 16)
     free = tiny_model("mistral", sliding_window=None, layers=3)
-    assert free.dims.max_positions == 512
+    assert free.dims.traits.windows == tiny_model("mistral", sliding_window=512).dims.traits.windows == ()
+    for model in (loaded, free):
+        for length in (16, 17, 40):
+            expected = model.model(ids_of(length)).logits
+            torch.testing.assert_close(logits(model, ids_of(length)), expected, atol=1e-5, rtol=1e-4)
     same, far = free.model(ids_of(17)).logits, loaded.model(ids_of(17)).logits
-    torch.testing.assert_close(logits(free, ids_of(17)), same, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(same[:, :16], far[:, :16], atol=1e-5, rtol=1e-4)
     assert (same[:, 16] - far[:, 16]).abs().max() > 1e-3  # the first token that the window hides something from
+    with pytest.raises(ModelError, match="sliding window") as caught:
+        check_length(loaded.dims, 17)
+    assert (caught.value.expected, caught.value.received) == ("at most 16 tokens", "17 tokens")
+    check_length(loaded.dims, 16)
 
 
-@pytest.mark.parametrize(("window", "longest"), [(..., 4096), (None, 32768), (128, 128), (65536, 32768)])
-def test_the_window_is_read_as_transformers_reads_it(window: Any, longest: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("window", "expected"), [(..., 4096), (None, 0), (128, 128), (65536, 0)])
+def test_the_window_is_read_as_transformers_reads_it(window: Any, expected: int, tmp_path: Path) -> None:
     folder = change(save_tiny(tmp_path / "m", "mistral", max_positions=32768), sliding_window=window)
-    assert read_dims(str(folder)).max_positions == load_model(str(folder)).dims.max_positions == longest
+    assert read_dims(str(folder)) == load_model(str(folder)).dims
+    assert read_dims(str(folder)).traits.window(1) == expected
 
 
 @torch.no_grad()

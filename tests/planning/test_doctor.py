@@ -91,6 +91,15 @@ def test_a_target_makes_what_it_needs_mandatory(monkeypatch: pytest.MonkeyPatch)
     assert checks["python"].ok and checks["disk"].detail and not checks["runtime-ops"].needed
 
 
+def test_a_machine_that_cannot_train_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a framework every backend is merely not installed, and still nobody can train."""
+    monkeypatch.setattr("ondevice.planning.doctor._run", lambda name, needed: Check(name, None, "absent"))
+    checks = doctor()
+    assert checks[-1].name == "training" and "[torch]" in checks[-1].fix and exit_code(checks) == 10
+    monkeypatch.setattr("ondevice.planning.doctor._run", lambda name, needed: Check(name, name == "mlx" or None, ""))
+    assert doctor()[-1].detail.endswith("mlx") and exit_code(doctor()) == 0
+
+
 def test_a_check_that_raises_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def dies() -> system.Outcome:
         raise OSError("the disk is gone")

@@ -22,6 +22,8 @@ def test_priority_window_and_limits_are_changed_and_the_rest_stays(ondevice, ser
     assert served.client.wait(job, 120)["state"] == "failed"
     changed = ondevice("jobs", "change", job, "--time-limit", 9000, "--window", "00:00-23:59", "--json").json
     assert changed["limits"] == {"memory_bytes": 8 << 30, "time_s": 9000, "retries": 3} and changed["priority"] == 0
+    patched = served.client.ask("PATCH", f"/v1/jobs/{job}", {"limits": {"retries": 4}})
+    assert patched["limits"] == {"memory_bytes": 8 << 30, "time_s": 9000, "retries": 4}
     shown = ondevice("jobs", "resume", job, "--json").json
     assert shown["state"] in ("queued", "running")
     changed = ondevice("jobs", "change", job, "--priority", 7, "--window", "none", "--memory-limit", "none",
@@ -50,6 +52,13 @@ def test_a_dry_run_or_a_refused_job_leaves_no_upload(ondevice, served, tmp_path)
     job = ondevice(*create, "--steps", 1, "--json").json
     served.client.wait(job["id"], 60)
     assert {row["id"] for row in served.client.datasets()} == before | {job["dataset"], job["eval_dataset"]}
+    # A file that the daemon has is not sent again, and the flags of training are those of a job.
+    flags = ("--queries", 3, "--backend", "torch", "--schedule", "linear", "--rank", 4)
+    again = ondevice(*create, *flags, "--steps", 1, "--json").json
+    assert (again["dataset"], again["eval_dataset"]) == (job["dataset"], job["eval_dataset"])
+    assert again["config"]["method"]["queries"] == 3 and again["config"]["method"]["rank"] == 4
+    assert again["config"]["train"]["backend"] == "torch" and again["config"]["train"]["schedule"] == "linear"
+    served.client.wait(again["id"], 60)
 
 
 def test_adapters_are_listed_downloaded_sent_used_and_deleted(ondevice, served, tmp_path, monkeypatch) -> None:

@@ -47,7 +47,9 @@ def test_the_unit_is_one_that_systemd_takes_and_is_hardened(tmp_path) -> None:
 def test_a_unit_with_odd_paths(tmp_path) -> None:
     cert = tmp_path / "50% of $HOME.pem"
     text = systemd.unit("0.0.0.0", 80, cert, cert, offline=True)
-    assert f"--tls-cert '{tmp_path}/50%% of $$HOME.pem'" in text and "IPAddressDeny=any" in text
+    assert "--tls-cert %d/tls-cert --tls-key %d/tls-key" in text and "IPAddressDeny=any" in text
+    # A service without root's rights gets its copies from systemd, which reads them as root.
+    assert f"LoadCredential=tls-cert:{tmp_path}/50%% of $HOME.pem\nLoadCredential=tls-key:" in text
     with pytest.raises(ConfigError):
         systemd.unit("127.0.0.1\nExecStartPre=/bin/true")
     with pytest.raises(StorageError):

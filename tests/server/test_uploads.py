@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
-from ondevice.core.errors import StorageError
-from ondevice.server import uploads
+from ondevice.core.errors import ArtifactError, StorageError
+from ondevice.server import jobs, uploads
 from ondevice.server.store import Store
+from ondevice.server.unpack import unpack
 
 
 def test_each_part_leaves_room_on_the_disk(store: Store, monkeypatch) -> None:
@@ -27,6 +30,58 @@ def test_each_part_leaves_room_on_the_disk(store: Store, monkeypatch) -> None:
     assert uploads.get(store, name)["received_bytes"] == 10
     usage.free += 1
     assert uploads.write(store, name, 10, b"x" * 10)["received_bytes"] == 20
+
+
+def finished(store: Store, **options: Any) -> str:
+    """A data set of one row, checked by a helper that finds nothing wrong."""
+    request = uploads.UploadRequest(kind="dataset", name="rows.jsonl", bytes=2, **options)
+    name = uploads.create(store, request)["id"]
+    uploads.write(store, name, 0, b"{}")
+    return uploads.finish(store, name, lambda *_, **__: {"problems": [], "rows": 1, "format": "qa"})["id"]
+
+
+def test_a_job_trains_with_the_task_that_its_rows_were_uploaded_with(store: Store) -> None:
+    dataset = finished(store, task="sst2", columns={"text": "review"})
+    config = jobs.resolve(jobs.JobSpec(model="tiny:llama", dataset=dataset), store, Path("run"))
+    assert config.data.task == "sst2" and config.data.columns == {"text": "review"}
+    own = jobs.JobSpec(model="tiny:llama", dataset=dataset, config={"data": {"task": "rte"}})
+    assert jobs.resolve(own, store, Path("run")).data.task == "rte"
+
+
+def test_an_upload_that_is_being_checked_is_not_expired(store: Store, monkeypatch) -> None:
+    def slow(*_: Any, **__: Any) -> dict[str, Any]:
+        for folder in (store.root / "uploads").iterdir():
+            os.utime(folder, (1, 1))
+        uploads.expire(store, time.time())
+        return {"problems": [], "rows": 1, "format": "text"}
+
+    name = uploads.create(store, uploads.UploadRequest(kind="dataset", name="rows.jsonl", bytes=2))["id"]
+    uploads.write(store, name, 0, b"{}")
+    assert uploads.finish(store, name, slow)["kind"] == "dataset"
+    assert list((store.root / "uploads").iterdir()) == []
+
+
+def zipped(path: Path, names: list[str]) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"{}")
+    return path
+
+
+def test_what_systems_put_into_a_zip_is_left_out(tmp_path) -> None:
+    names = ["model/config.json", "model/.DS_Store", "__MACOSX/model/._config.json", "model/LICENSE"]
+    assert unpack(zipped(tmp_path / "a.zip", names), tmp_path / "a", limit_bytes=100) == ["config.json"]
+
+
+def test_a_zip_is_refused_before_its_list_is_read_or_the_disk_is_full(tmp_path, monkeypatch) -> None:
+    many = zipped(tmp_path / "many.zip", [f"{number:06d}{'x' * 150}.json" for number in range(12_000)])
+    monkeypatch.setattr(zipfile.ZipFile, "__init__", lambda *_, **__: pytest.fail("the list was read"))
+    with pytest.raises(ArtifactError, match="too many files"):
+        unpack(many, tmp_path / "many", limit_bytes=1 << 30)
+    monkeypatch.undo()
+    with pytest.raises(StorageError, match="not enough room"):
+        unpack(zipped(tmp_path / "b.zip", ["config.json"]), tmp_path / "b", limit_bytes=100, room_bytes=1)
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_name_is_on_the_disk_before_it_is_told(store: Store, tmp_path, monkeypatch) -> None:

@@ -12,6 +12,7 @@ METHOD = MethodSpec(
     page="full.md",
     trains="all",
     order="first",
+    preference=4,
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost=".cost:step_cost",

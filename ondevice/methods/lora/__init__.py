@@ -12,6 +12,7 @@ METHOD = MethodSpec(
     page="lora.md",
     trains="adapter",
     order="first",
+    preference=2,
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost="ondevice.methods.step_model:adapter_step_cost",

@@ -17,6 +17,7 @@ METHOD = MethodSpec(
     cost=".cost:step_cost",
     options=(Option("--bus-limit", "bus_limit_gb_per_s", float, "Simulated bus, GB/s in each direction"),),
     offloads=True,
+    precision="compute",
     lanes=".planner:lanes",
     advise=".planner:recommend",
 )

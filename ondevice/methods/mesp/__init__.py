@@ -12,6 +12,7 @@ METHOD = MethodSpec(
     page="mesp.md",
     trains="adapter",
     order="first",
+    preference=1,
     sessions={"torch": ".torch.session:open_session", "mlx": ".mlx.session:open_session"},
     memory=".memory:MEMORY",
     cost="ondevice.methods.step_model:adapter_step_cost",

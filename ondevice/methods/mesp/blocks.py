@@ -19,7 +19,7 @@ from ondevice.core.program import LOWEST, BuiltProgram, LayerConstants, ProgramM
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP
 from ondevice.methods.mesp.frozen import Q4, Float32, Int8, arrays, frozen_port
 from ondevice.methods.mesp.integer import IntegerKernels, Integers, unit_scales
-from ondevice.methods.mesp.lora import FlatEntry, FlatLayout, initial_tensors, lora_parameters
+from ondevice.methods.mesp.lora import IN_BLOCKS, FlatEntry, FlatLayout, initial_tensors, lora_parameters
 from ondevice.methods.mesp.memory import HEAD_ROWS, head_tile_rows
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.loss import logits_gradient, next_sums
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 EMBEDDING = "model.embed_tokens.weight"
-NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 LINEAR_FORMS: dict[str, Form] = {"none": Float32(), "int8": Int8(), "q4": Q4(), "8da8w": Integers()}
 """Of the matrices in a block, by `export.quantize`."""
 TABLE_FORMS: dict[str, TableForm] = {"none": Float32(), "int8": Int8(), "q4": Int8(), "8da8w": Int8()}
@@ -60,7 +59,9 @@ class BlockFunctions:
     def __init__(self, loaded: LoadedModel, config: MespConfig, quantize: str = "none") -> None:
         self.loaded, self.config, self.dims, self.quantize = loaded, config, loaded.dims, quantize
         self.linear_form, self.table_form = LINEAR_FORMS[quantize], TABLE_FORMS[quantize]
-        self.parameters_of_run = lora_parameters(loaded.dims, type(loaded.family), config)
+        self.parameters_of_run = lora_parameters(
+            loaded.dims, type(loaded.family), config, (*IN_BLOCKS, "windows"), "a block program"
+        )
         self.layout = FlatLayout.build(self.parameters_of_run)
         self.layer_size = self.layout.size // self.dims.layers
         self.entries = self.layout.of_layer(0)
@@ -129,12 +130,15 @@ class BlockFunctions:
                 b = adapter[entry.b : entry.b + sizes.rank * sizes.outputs].view(sizes.rank, sizes.outputs)
             matrix = self.linear_form.matrix(f"{name}.weight", given)
             linears[target] = Linear(matrix, given.get(f"{name}.bias"), a, b, self.config.scale)
-        first, second = (given[f"model.layers.{{layer}}.{norm}"] for norm in NORMS)
-        return Block((first, second), linears)
+        norms = {place: given[f"model.layers.{{layer}}.{module}.weight"] for place, module in self.dims.traits.norms}
+        return Block(norms, linears)
 
     def _block_ports(self) -> list[TensorPort]:
         dims, family = self.dims, self.loaded.family
-        ports = [frozen_port(f"model.layers.{{layer}}.{norm}", (dims.hidden,)) for norm in NORMS]
+        ports = [
+            frozen_port(f"model.layers.{{layer}}.{module}.weight", (dims.norm_width(place),))
+            for place, module in dims.traits.norms
+        ]
         for target in family.linear_targets:
             name = linear_name(self.loaded, target)
             inputs, outputs = dims.linear_shape(target)
@@ -310,6 +314,10 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         inputs = (hidden, gradient, *scalars, *ranges, *functions.frozen)
         modules.append(ProgramModule(f"block_backward_{size}", backward, inputs, (gradient, *ranges), inside))
     modules += _head_modules(functions, export)
+    if export.context_tokens:
+        from ondevice.methods.mesp.cached import cached_modules  # it is built on this module
+
+        modules += cached_modules(functions, ranges[0], export.context_tokens)
     vectors = [port(one.name, "state", (functions.layout.size,)) for one in ranges]
     weights = functions.weights()
     constants = [
@@ -355,7 +363,7 @@ def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[Progr
             (gradient,),
         ),
     ]
-    if export.next_token:
+    if export.next_token or export.context_tokens:
         one = port("hidden", "hidden", (1, width))
         logits = port("logits", "logits", (1, functions.tile_rows))
         modules.append(ProgramModule("head_logits", HeadLogits(functions), (one, *weights), (logits,)))

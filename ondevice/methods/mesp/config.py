@@ -37,8 +37,8 @@ class MespConfig(AnswerLossConfig):
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
-    target_modules: tuple[TargetModule, ...] = Field(default=ALL_TARGETS, min_length=1)
-    """Linear layers that carry an adapter."""
+    target_modules: tuple[str, ...] = Field(default=ALL_TARGETS, min_length=1)
+    """Linear layers that carry an adapter; a family with fused projections takes them as they are."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Learning rate; the paper trains with SGD at 1e-4."""

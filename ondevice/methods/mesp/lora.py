@@ -7,7 +7,7 @@ adapters and for checkpoints alike, so that a run may go on with another backend
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +15,11 @@ import numpy as np
 from ondevice.artifact.adapter_fit import check_fits
 from ondevice.core.errors import CheckpointError, ModelError, TrainingError
 from ondevice.models import families_with
+from ondevice.models.traits import BlockTraits, check_traits
 from ondevice.runtime_ops import generator
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from ondevice.artifact.adapter import Adapter
     from ondevice.methods.mesp.config import MespConfig
@@ -73,11 +74,22 @@ class LoraParameters:
         return np.ascontiguousarray(values.reshape(self.inputs, self.rank).T * scale, dtype=np.float32)
 
 
-def check_family(dims: ModelDims) -> None:
-    """Refuse what the hand-written backward pass does not know.
+IN_TORCH = tuple(field.name for field in fields(BlockTraits))
+"""Traits that the backward pass in PyTorch knows: all."""
+IN_BLOCKS = ("norms", "qk_norm_all", "score_scale", "residual_scale", "fused")
+"""Traits that block programs know."""
+
+
+def check_family(
+    dims: ModelDims, known: Collection[str] = (), what: str = "this form of mesp", length_tokens: int | None = None
+) -> None:
+    """Refuse what a hand-written backward pass does not know.
+
+    Args:
+        known: traits that this form of it does.
 
     Raises:
-        ModelError: the block has no gated MLP between RMS norms, or has experts.
+        ModelError: the block has no gated MLP between RMS norms, has experts, or a trait that is not known.
     """
     if not dims.gated or dims.experts:
         raise ModelError(
@@ -86,18 +98,22 @@ def check_family(dims: ModelDims) -> None:
             received=dims.family,
             hint="--method lora trains an adapter by automatic differentiation",
         )
+    check_traits(dims, what, known, length_tokens)
 
 
-def lora_parameters(dims: ModelDims, family: type[Family], config: MespConfig) -> tuple[LoraParameters, ...]:
+def lora_parameters(
+    dims: ModelDims, family: type[Family], config: MespConfig, known: Collection[str] = (), what: str = ""
+) -> tuple[LoraParameters, ...]:
     """List the parameters of a run, layer by layer.
 
     Raises:
         ModelError: see `check_family`.
     """
-    check_family(dims)
+    check_family(dims, known, what or "this form of mesp")
     listed: list[LoraParameters] = []
+    targets = dims.resolve_targets(config)
     for layer in range(dims.layers):
-        for target in config.target_modules:
+        for target in targets:
             name = f"model.layers.{layer}.{family.linear_parents[target]}.{target}"
             listed.append(LoraParameters(layer, target, name, len(listed), config.rank, *dims.linear_shape(target)))
     return tuple(listed)

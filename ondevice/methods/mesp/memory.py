@@ -91,8 +91,7 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
 
 def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
     """Return numbers in every A and B."""
-    shapes = [dims.linear_shape(target) for target in config.target_modules]
-    return dims.layers * config.rank * sum(inputs + outputs for inputs, outputs in shapes)
+    return config.rank * sum(linear.inputs + linear.outputs for linear in dims.adapted(config))
 
 
 def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: int, activation_bytes: int) -> int:
@@ -101,15 +100,19 @@ def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: i
     While the MLP's stages run, the gradient, the block's middle and what attention needs for its own (queries, keys,
     values, its output) wait; of gate, up and their product there is a chunk of tokens. Attention's stages hold the
     gradients of queries, keys and values beside them, those of keys and values in float32, and two chunks of scores.
+    A norm behind a branch needs the branch's end again, and its gradient beside the sum's; gradients of fused
+    projections are put together.
     """
     tokens = rows * length_tokens
     chunk = min(tokens, config.mlp_chunk_tokens or MLP_CHUNK_TOKENS)
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
-    mlp = tokens * (2 * dims.hidden + 2 * queries + 2 * keys) + chunk * (3 * dims.intermediate + 2 * dims.hidden)
+    traits, inner = dims.traits, dims.intermediate * (5 if dims.traits.fused else 3)
+    ends = 2 * dims.hidden if "after_mlp" in traits.norm_modules else 0
+    mlp = tokens * (2 * dims.hidden + 2 * queries + 2 * keys) + chunk * (inner + 2 * dims.hidden + ends)
     attention = tokens * (dims.hidden + 3 * queries + 4 * keys)
     queries_at_once = min(length_tokens, max(CHUNK_QUERIES, CHUNK_SCORES // (rows * dims.heads * length_tokens)))
     scores = 2 * rows * dims.heads * queries_at_once * length_tokens * 4 + 2 * tokens * keys * 4
-    project = tokens * (5 * dims.hidden + queries + 2 * keys)
+    project = tokens * (5 * dims.hidden + (queries + 2 * keys) * (2 if traits.fused else 1))
     return max(mlp * activation_bytes, attention * activation_bytes + scores, project * activation_bytes)
 
 

@@ -136,7 +136,7 @@ class _Body(nn.Module):
             a, b = pairs.get(target, (None, None))
             weight, bias = getattr(self, f"{target}_weight"), getattr(self, f"{target}_bias")
             linears[target] = Linear(Dense(weight), bias, a, b, functions.config.scale)
-        return Block((self.norm_0, self.norm_1), linears)
+        return Block({"before_attention": self.norm_0, "before_mlp": self.norm_1}, linears)
 
 
 class ForwardBody(_Body):
@@ -148,8 +148,8 @@ class ForwardBody(_Body):
     def forward(self, x: Tensor, *adapter: Tensor) -> Tensor:
         block, s = self.block(adapter), self.stages()
         q, k, v = s.project(block, s.norm(block, x), self.rows)
-        q, k = s.rope(q, k, self.position)
-        attended = s.linear(block, "o_proj", s.attend(q, k, v)[0])
+        q, k = s.rope(block, q, k, self.position)
+        attended = s.linear(block, "o_proj", s.attend(block, q, k, v)[0])
         gate, up = s.gate_up(block, s.mlp_norm(block, x + attended))
         return attended + s.linear(block, "down_proj", s.act(gate, up))
 
@@ -218,11 +218,13 @@ class NpuBackward(_Finished):
 
 def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Settings that a program does not have."""
-    problems = program.problems(config, export, dims)
+    problems = program.problems(config, export, dims, ())
     if export.quantize != "none":
         problems.append(f"export.quantize is {export.quantize}: mesp's blocks on the NPU have float16 weights, none")
     if export.program == "whole":
         problems.append("the NPU's program has functions of one block: leave export.program at auto")
+    if export.context_tokens:
+        problems.append("export.context_tokens is for the CPU: the NPU's functions keep no keys and values")
     if export.next_token and export.batch_size != 1:
         problems.append("next_token needs batch_size 1 on the NPU: another number of rows would store the blocks again")
     return problems

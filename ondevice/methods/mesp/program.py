@@ -13,7 +13,7 @@ from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
 from ondevice.methods.mesp.blocks import LINEAR_FORMS
-from ondevice.methods.mesp.lora import check_family
+from ondevice.methods.mesp.lora import IN_BLOCKS, check_family
 from ondevice.methods.mesp.torch.program import MespProgram
 
 if TYPE_CHECKING:
@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel, ModelDims
 
 
-def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
-    """Return settings that a program does not have."""
+def problems(
+    config: MespConfig, export: ExportConfig, dims: ModelDims, known: tuple[str, ...] = IN_BLOCKS
+) -> list[str]:
+    """Return settings that a program does not have; `known` are traits of a block that its functions do."""
     problems = []
+    whole = export.program == "whole"
     try:
-        check_family(dims)
+        what = "a program of a whole step" if whole else "a block program"
+        check_family(dims, () if whole else known, what, max(export.lengths_tokens))
+        dims.adapted(config)
     except OndeviceError as error:
         problems.append(str(error))
     kept = tuple(LINEAR_FORMS) if export.program != "whole" else ("none",)
@@ -42,6 +47,10 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
             problems.append(f"{name} is {value}: a mesp program has {name}={wanted}")
     if export.loss not in ("auto", "tiled") or export.generator == "op":
         problems.append("a mesp program needs no ops of this project: export.loss tiled, export.generator auto or aten")
+    if export.context_tokens and (export.program == "whole" or export.quantize == "8da8w"):
+        problems.append("export.context_tokens goes with a block program whose weights are none, int8 or q4")
+    if export.context_tokens and export.context_tokens > dims.max_positions:
+        problems.append(f"export.context_tokens is {export.context_tokens}: the model takes {dims.max_positions}")
     if config.max_grad_norm is not None:
         problems.append("a mesp program updates each block as its gradients are known: method.max_grad_norm=null")
     if config.loss == "answers" or config.answers:

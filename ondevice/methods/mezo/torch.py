@@ -17,6 +17,7 @@ from ondevice.models.save import save_loaded
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from ondevice.methods.mezo.config import MezoConfig
@@ -75,15 +76,19 @@ class MezoSession(Session):
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run algorithm 2 with q queries; see `Session.step`."""
-        ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
+        tokens = [torch.from_numpy(array).to(self.device) for array in (ids, labels)]
+        return self._two_sided(lambda: self._loss(*tokens), step, learning_rate)
+
+    def _two_sided(self, loss: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        """Move there and back along each query's noise, take the losses, and apply the update."""
         epsilon, plus, minus = self.config.perturbation_scale, [], []
         kept, parameters = self._copy(), [parameter.detach() for parameter in self.parameters.values()]
         for query in range(self.config.queries):
             # In float32 the noise is drawn three times, there, across and back, and no copy is needed.
             self._move(step, query, epsilon, kept)
-            plus.append(self._loss(ids_BT, labels_BT))
+            plus.append(loss())
             self._move(step, query, -2 * epsilon if kept is None else -epsilon, kept)
-            minus.append(self._loss(ids_BT, labels_BT))
+            minus.append(loss())
             if kept is None:
                 self._move(step, query, epsilon)
             else:
@@ -93,6 +98,14 @@ class MezoSession(Session):
         self.apply_update(tuple(gradients), step, learning_rate)
         losses = (*plus, *minus)
         return StepResult(sum(losses) / len(losses), losses, tuple(gradients))
+
+    def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        """Run algorithm 2 on a score in place of the loss; see `Session.score_step`."""
+        return self._two_sided(lambda: 1.0 - score(), step, learning_rate)
+
+    def whole_model(self) -> LoadedModel:
+        """Return the model, whose parameters are what is trained."""
+        return self.loaded
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
         """Apply theta -= eta / q * g_i z_i for every query."""

@@ -12,11 +12,13 @@ METHOD = MethodSpec(
     page="prge.md",
     trains="adapter",
     order="zeroth",
+    preference=3,
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
     options=(
         Option("--queries", "queries", int, "q: random directions a step"),
+        Option("--paper", "paper", bool, "the paper's settings: a random subspace, SGD, the loss over all tokens"),
         Option("--perturbation-scale", "perturbation_scale", float, "epsilon"),
     ),
     programs={"executorch": ".program:EXECUTORCH", "qnn": ".npu:QNN", "torch": ".program:TORCH"},

@@ -1,12 +1,16 @@
-"""Settings of P-RGE; defaults are the paper's (Table 8, ZO-LoRA-FA)."""
+"""Settings of P-RGE; rank, targets and scale are the paper's (Table 8, ZO-LoRA-FA), the rest what was found best."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from ondevice.core.config import AnswerLossConfig
+
+PAPER = {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary"}
+"""The settings that `paper` stands for."""
 
 
 class PrgeConfig(AnswerLossConfig):
@@ -41,7 +45,29 @@ class PrgeConfig(AnswerLossConfig):
     """epsilon: how far B is moved along a direction."""
 
     learning_rate: float = Field(default=1e-3, gt=0)
-    """eta of ZO-SGD."""
+    """eta."""
+
+    paper: bool = False
+    """The paper's own settings: `subspace: random`, `optimizer: sgd`, `loss: vocabulary`."""
+
+    subspace: Literal["auto", "gradient", "random"] = "auto"
+    """What a step moves. `random`: B behind a random A (the paper's). `gradient`: R [rank, rank] of A R C, where A and
+    C are singular vectors of an exact gradient of `calibration_rows` rows, as one backward pass a row gives it; a tenth
+    of the numbers or less, learned with far fewer steps. `auto` is gradient where a run trains in PyTorch, random in
+    exported programs."""
+
+    refresh_every: int | None = Field(default=250, ge=2)
+    """Steps after which a new exact gradient gives a new subspace; null keeps the first one."""
+
+    factors: Path | None = None
+    """A subspace that a run wrote (`subspace-*.safetensors` in its folder), for an export: the program moves B along
+    its directions alone, with A and C as constants."""
+
+    calibration_rows: int = Field(default=64, ge=1)
+    """Rows of an exact gradient."""
+
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """What is done with the estimate: `sgd` (the paper's), or `adam` with two moments of what is trained."""
 
     noise: Literal["gaussian", "rademacher"] = "gaussian"
     """Distribution of the directions."""
@@ -65,8 +91,23 @@ class PrgeConfig(AnswerLossConfig):
     """What the loss is over: all tokens (`vocabulary`, the paper's), or the `answers` of a task whose rows share them,
     of one token each; `auto` is the answers where there are such."""
 
+    labelled_tokens: int | None = Field(default=None, ge=1)
+    """Most labelled tokens of a row, for an exported program, which has fixed shapes: the head is computed at so many
+    positions instead of all. A batch with more has no loss (not a number). With a loss over answers it is 1."""
+
     loss_tiles: int = Field(default=8, ge=1)
     """Vocabulary tiles of the cross-entropy; 1 computes all logits at once."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _paper(cls, values: Any) -> Any:
+        """Fill in what `paper` stands for."""
+        if not isinstance(values, dict) or not values.get("paper"):
+            return values
+        for key, value in PAPER.items():
+            if values.get(key, value) not in ("auto", value):
+                raise ValueError(f"paper sets {key} to {value}: leave paper or {key} out")
+        return values | PAPER
 
     @model_validator(mode="after")
     def _combinations(self) -> PrgeConfig:
@@ -74,7 +115,22 @@ class PrgeConfig(AnswerLossConfig):
             raise ValueError("target_modules: a linear layer is named twice")
         if self.estimator == "one_sided" and self.queries < 2:
             raise ValueError("estimator one_sided needs queries >= 2: it divides by the losses' standard deviation")
+        if self.subspace == "gradient" and self.top_layers is not None:
+            raise ValueError("top_layers goes with subspace random: a gradient's subspace is taken in all layers")
+        if self.factors is not None and (self.subspace == "random" or self.top_layers is not None):
+            raise ValueError("factors are of all layers and of a gradient: leave out top_layers and subspace random")
         return self
+
+    def for_training(self) -> Self:
+        """Return the settings of a run that can compute a gradient: `auto` becomes what was found best."""
+        subspace = "random" if self.top_layers is not None else "gradient"
+        subspace = subspace if self.subspace == "auto" else self.subspace
+        return self.model_copy(update={"subspace": subspace})
+
+    @property
+    def default_schedule(self) -> str | None:
+        """Schedule of a run that names none; None for the loop's own."""
+        return "linear" if self.subspace == "gradient" else None
 
     @property
     def copies(self) -> int:

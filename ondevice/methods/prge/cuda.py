@@ -15,6 +15,8 @@ class CudaPrgeProgram(PrgeProgram):
     """All copies of the flat adapter are made by one kernel, in the model's precision; z is never stored."""
 
     def perturbed(self, adapter_P: Tensor, seed: Tensor, step: Tensor, scale: Tensor | float | None = None) -> CopiesOf:
+        if self.config.subspace == "gradient":  # few numbers, and R is multiplied by C in float32
+            return super().perturbed(adapter_P, seed, step, scale)
         from ondevice.runtime_ops import triton_ops
 
         config = self.config
@@ -33,6 +35,8 @@ class CudaPrgeProgram(PrgeProgram):
     def apply_update(
         self, adapter_P: Tensor, gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
     ) -> Tensor:
+        if self.config.optimizer == "adam":  # a few numbers: plain operations will do
+            return super().apply_update(adapter_P, gradients_Q, seed, step, learning_rate)
         from ondevice.runtime_ops import triton_ops
 
         coefficients = gradients_Q * (learning_rate / self.config.queries)

@@ -7,7 +7,7 @@ elements, because one generator word holds 64 Rademacher signs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ondevice.models import ModelDims
 
 ALIGNMENT = 64
+KEPT_BLOCKS = 3
+"""What earlier subspaces changed is kept to so many times the rank, which is exact for so many of them."""
 NOISE_TENSOR = 0
 """Stream of the perturbations (the generator's tensor id)."""
 FROZEN_A_TENSOR = 1
@@ -29,7 +31,7 @@ FROZEN_A_TENSOR = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One B matrix: float32 [rank, outputs] at `offset` (elements) of the flat vector."""
+    """One trained matrix: float32 [rank, width] at `offset` (elements) of the flat vector."""
 
     layer: int
     target: str
@@ -37,10 +39,17 @@ class Entry:
     rank: int
     inputs: int
     outputs: int
+    square: bool = False
+    """What is trained is R [rank, rank] between fixed A and C, rather than B."""
+
+    @property
+    def width(self) -> int:
+        """Columns of what is trained."""
+        return self.rank if self.square else self.outputs
 
     @property
     def count(self) -> int:
-        return self.rank * self.outputs
+        return self.rank * self.width
 
 
 @dataclass(frozen=True)
@@ -51,14 +60,18 @@ class AdapterLayout:
     size: int
     """Elements of the flat vector, padding included."""
     seed: int
+    given_a: dict[tuple[int, str], np.ndarray] | None = field(default=None, compare=False, repr=False)
+    """A of each layer and target, float32 [inputs, rank], where it is not drawn from the seed."""
 
     @classmethod
     def build(cls, dims: ModelDims, config: PrgeConfig, seed: int) -> AdapterLayout:
         """Lay out `config.target_modules` of the perturbed layers of a model with dimensions `dims`."""
         first = 0 if config.top_layers is None else max(0, dims.layers - config.top_layers)
         entries, offset = [], 0
+        square = config.subspace == "gradient"
         for linear in dims.adapted(config, first):
-            entries.append(Entry(linear.layer, linear.target, offset, config.rank, linear.inputs, linear.outputs))
+            sizes = (config.rank, linear.inputs, linear.outputs)
+            entries.append(Entry(linear.layer, linear.target, offset, *sizes, square))
             offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), offset, seed)
 
@@ -75,7 +88,10 @@ class AdapterLayout:
         return entries[0].offset, entries[-1].offset + entries[-1].count - entries[0].offset
 
     def frozen_a(self, entry: Entry) -> np.ndarray:
-        """Return the frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs)."""
+        """Return the frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs) where it
+        is drawn."""
+        if self.given_a is not None:
+            return self.given_a[(entry.layer, entry.target)]
         count = entry.inputs * entry.rank
         position = self.entries.index(entry)
         values = generator.normal(self.seed, position, FROZEN_A_TENSOR, 1, 0, count)[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ondevice.core.method import MemoryModel, Reduction
-from ondevice.methods.prge.layout import AdapterLayout
-from ondevice.methods.step_model import forward_bytes, loss_bytes
+from ondevice.methods.prge.layout import KEPT_BLOCKS, AdapterLayout
+from ondevice.methods.step_model import backward_bytes, forward_bytes, loss_bytes
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
@@ -29,15 +29,23 @@ def memory(
     in_parallel = (config.queries if config.batch_queries else 1) * (2 if config.batch_signs else 1)
     rows = batch_size * (in_parallel if config.estimator == "central" else config.copies if config.batch_queries else 1)
     largest_layer = max(layout.layer_range(layer)[1] for layer in {entry.layer for entry in layout.entries})
-    adapter = layout.size * 4 * 2  # a functional step holds the old vector beside the new one
+    entries, states = layout.entries, 3 if config.optimizer == "adam" else 1
+    adapter = layout.size * 4 * 2 * states  # a functional step holds the old vector beside the new one
     frozen_a = sum(entry.inputs * entry.rank for entry in layout.entries) * activation_bytes
     update = min(layout.size, 1 << 18)
     noise = max(largest_layer * (config.copies + config.queries), update * config.queries) * 4
-    return {
+    activations = forward_bytes(dims, rows, length_tokens, activation_bytes)
+    subspace: dict[str, int] = {}
+    if config.subspace == "gradient":
+        # An exact gradient is of one row at a time, between two steps: its activations take the step's place.
+        activations = max(activations, backward_bytes(dims, 1, length_tokens, activation_bytes))
+        kept = sum(entry.rank * (KEPT_BLOCKS * (entry.inputs + entry.outputs) + entry.outputs) for entry in entries)
+        subspace["subspace"] = 4 * (kept + 2 * sum(entry.inputs * entry.outputs for entry in entries))
+    return subspace | {
         "adapter": adapter + frozen_a,
         "noise": noise,
-        "activations": forward_bytes(dims, rows, length_tokens, activation_bytes),
-        "logits": loss_bytes(dims, rows * length_tokens, config.loss_tiles),
+        "activations": activations,
+        "logits": loss_bytes(dims, rows * length_tokens, config.loss_tiles, len(config.answers)),
         "optimizer": 0,
     }
 

@@ -7,6 +7,7 @@ but the adapter. Stateful form: the adapter is a buffer inside the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ondevice.artifact.manifest import AdapterEntry, Counter, StateTensor, Tenso
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.step import PrgeProgram
+from ondevice.methods.prge.subspace import SubspaceNoise, read_factors
 from ondevice.nn.graph_loss import weight_tiles
 from ondevice.nn.program_loss import quantize_model
 from ondevice.runtime_ops import graph
@@ -39,10 +41,21 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
     problems = []
     if not (config.batch_signs and config.batch_queries):
         problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
+    if config.optimizer != "sgd":
+        problems.append(f"method.optimizer is {config.optimizer}: a prge program has sgd")
+    if config.subspace == "gradient" and config.factors is None:
+        problems.append(
+            "method.subspace is gradient: a program computes none; give method.factors, a subspace-*.safetensors that "
+            "a run in PyTorch wrote, or leave subspace out"
+        )
+    if config.factors is not None and not config.factors.is_file():
+        problems.append(f"method.factors: there is no file {config.factors}")
     if export.program == "blocks":
         problems.append("export.program is blocks: a prge program is a whole step, so leave it auto")
     if export.quantize in ("int8", "8da8w"):
         problems.append(f"export.quantize is {export.quantize}: a prge program has none, q4 or 8da4w")
+    if export.context_tokens:
+        problems.append("export.context_tokens goes with a program of functions of one block, not with a whole step")
     if export.next_token and (export.form != "functional" or export.quantize != "none"):
         problems.append("next_token goes with form functional and float32 weights")
     return problems
@@ -58,8 +71,17 @@ def build_program(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig,
     """
     export = export.resolved()
     token_loss = quantize_model(loaded.family, export, config.loss_tiles, config.answers)
-    layout = AdapterLayout.build(loaded.dims, config, seed)
-    program = PrgeProgram(loaded.family, layout, config, noise_op(config, export.generator), token_loss=token_loss)
+    noise: Any = noise_op(config, export.generator)
+    plain = config.model_copy(update={"subspace": "random", "factors": None})
+    layout = AdapterLayout.build(loaded.dims, plain, seed)
+    if config.factors is not None:
+        small = AdapterLayout.build(loaded.dims, config.model_copy(update={"subspace": "gradient"}), seed)
+        factors = read_factors(config.factors, small.entries)
+        given = {(entry.layer, entry.target): value.a.numpy() for entry, value in factors.items()}
+        layout = replace(layout, given_a=given)
+        noise = SubspaceNoise(noise, small, layout, factors)
+    program = PrgeProgram(loaded.family, layout, plain, noise, token_loss=token_loss)
+    program.labelled_tokens = 1 if config.answers else config.labelled_tokens
     program.use_explicit_masks(export.lengths_tokens)
     return program
 

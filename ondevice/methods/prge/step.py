@@ -16,12 +16,17 @@ from torch import Tensor, nn
 
 from ondevice.methods.model_loss import method_token_nll
 from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
+from ondevice.models import forward_hidden
 from ondevice.nn.cross_entropy import shift
+from ondevice.nn.graph_loss import labelled_only
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
+    from ondevice.methods.prge.subspace import Factors
     from ondevice.models import Family
 
+ADAM = (0.9, 0.999, 1e-8)
+"""Decay rates of Adam's moments, and its epsilon."""
 UPDATE_CHUNK = 1 << 18
 """Elements updated at once: bounds the noise that exists during the update."""
 
@@ -51,6 +56,10 @@ class DualForwardingLinear(nn.Module):
         weight = next(iter(base.parameters()), a_IR)
         dtype = getattr(base, "compute_dtype", None) or (weight.dtype if weight.is_floating_point() else a_IR.dtype)
         self.register_buffer("lora_a", (a_IR * scale).to(dtype))
+        self.scale = scale
+        self.c_RO: Tensor | None = None
+        self.past: tuple[Tensor, Tensor] | None = None
+        self.probe: Tensor | None = None
         self.slot = Slot()
 
     @property
@@ -63,8 +72,16 @@ class DualForwardingLinear(nn.Module):
         """The frozen bias, or None."""
         return self.base.bias
 
+    def matrices(self, copies_GRW: Tensor) -> Tensor:
+        """Return each copy's B [copies, rank, outputs]: the copy itself, or R C."""
+        return copies_GRW if self.c_RO is None else torch.matmul(copies_GRW, self.c_RO)
+
     def forward(self, x_RTI: Tensor) -> Tensor:
         y_RTO = self.base(x_RTI)
+        if self.past is not None:  # of earlier subspaces
+            y_RTO = y_RTO + (x_RTI @ self.past[0].to(x_RTI.dtype)) @ self.past[1].to(x_RTI.dtype)
+        if self.probe is not None:
+            return y_RTO + x_RTI @ self.probe.to(x_RTI.dtype)
         b_GRO = self.slot.copies
         if b_GRO is None:
             return y_RTO
@@ -107,6 +124,28 @@ class PrgeProgram(nn.Module):
             family.replace(name, linear)
             self.linears[entry] = linear
         self.masks: dict[int, str] = {}
+        self.labelled_tokens: int | None = None
+        """Labelled tokens of a row at most, where shapes are fixed; None computes the loss at all positions."""
+
+    @property
+    def state_size(self) -> int:
+        """Elements of the state: the adapter, and behind it Adam's two moments."""
+        return self.layout.size * (3 if self.config.optimizer == "adam" else 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.family.head_weight.device
+
+    def set_factors(self, factors: dict[Entry, Factors]) -> None:
+        """Put A and C of a subspace into the linear layers."""
+        for entry, value in factors.items():
+            linear = self.linears[entry]
+            linear.lora_a = (value.a * linear.scale).to(linear.lora_a.dtype)
+            linear.c_RO = value.c
+
+    def plain_hidden(self, ids_ET: Tensor) -> Tensor:
+        """Return hidden states of the model and of earlier subspaces alone, [rows, tokens, hidden]."""
+        return forward_hidden(self.family, ids_ET, self._mask(ids_ET.shape[1]))
 
     def use_explicit_masks(self, lengths_tokens: tuple[int, ...]) -> None:
         """Add the causal mask as a constant of the program, as graphs for other runtimes need it."""
@@ -176,13 +215,37 @@ class PrgeProgram(nn.Module):
         self, adapter_P: Tensor, gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
     ) -> Tensor:
         """Return adapter - learning_rate / q * sum_i g_i z_i, with z regenerated; float32 [layout.size]."""
+        if self.config.optimizer == "adam":
+            return self._adam(adapter_P, gradients_Q, seed, step, learning_rate)
         coefficients = gradients_Q * (learning_rate / self.config.queries)
         parts = []
-        for start in range(0, self.layout.size, UPDATE_CHUNK):
-            count = min(UPDATE_CHUNK, self.layout.size - start)
+        chunks = ((start, UPDATE_CHUNK) for start in range(0, self.layout.size, UPDATE_CHUNK))
+        for start, most in getattr(self.noise, "ranges", chunks):
+            count = min(most, self.layout.size - start)
             z = self.noise(seed, step, NOISE_TENSOR, self.config.queries, start, count)
             parts.append(adapter_P[start : start + count] - (coefficients[:, None] * z).sum(dim=0))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _adam(self, state: Tensor, gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor) -> Tensor:
+        """Return adapter and moments after Adam with the estimate (1/q) sum_i g_i z_i; float32 [3 * layout.size].
+
+        The moments are counted from the subspace they belong to.
+        """
+        (beta1, beta2, epsilon), every = ADAM, self.config.refresh_every
+        count = (step if every is None else step % every).to(torch.float32) + 1.0
+        bias1, bias2 = 1.0 - beta1**count, 1.0 - beta2**count
+        size, q, parts = self.layout.size, self.config.queries, ([], [], [])
+        for start in range(0, size, UPDATE_CHUNK):
+            number = min(UPDATE_CHUNK, size - start)
+            adapter, mean, square = (state[i * size + start : i * size + start + number] for i in range(3))
+            z = self.noise(seed, step, NOISE_TENSOR, q, start, number)
+            estimate = ((gradients_Q / q)[:, None] * z).sum(dim=0)
+            mean = beta1 * mean + (1.0 - beta1) * estimate
+            square = beta2 * square + (1.0 - beta2) * estimate * estimate
+            update = (mean / bias1) / ((square / bias2).sqrt() + epsilon)
+            for part, value in zip(parts, (adapter - learning_rate * update, mean, square), strict=True):
+                part.append(value)
+        return torch.cat([value for part in parts for value in part])
 
     def hidden(self, ids_ET: Tensor, adapter_P: Tensor) -> Tensor:
         """Return hidden states under the unperturbed adapter, [rows, tokens, hidden]."""
@@ -232,9 +295,11 @@ class PrgeProgram(nn.Module):
             base, count = self.layout.layer_range(layer)
             layer_copies = copies_of(base, count)
             for entry in self.layout.of_layer(layer):
+                if entry.square and self.linears[entry].c_RO is None:  # before the first subspace
+                    continue
                 low = entry.offset - base
-                copies = layer_copies[:, low : low + entry.count].reshape(-1, entry.rank, entry.outputs)
-                self.linears[entry].slot.copies = copies
+                copies = layer_copies[:, low : low + entry.count].reshape(-1, entry.rank, entry.width)
+                self.linears[entry].slot.copies = self.linears[entry].matrices(copies)
             hidden_RTD = self.family.block(layer, hidden_RTD, position, self._mask(hidden_RTD.shape[1]))
             for entry in self.layout.of_layer(layer):
                 self.linears[entry].slot.copies = None
@@ -243,10 +308,15 @@ class PrgeProgram(nn.Module):
     def row_nll(self, hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
         rows = labels_RT.shape[0]
         hidden, labels = shift(hidden_RTD, labels_RT)
-        nll = self.token_loss(hidden, labels).reshape(rows, -1).sum(1)
-        return nll, (labels >= 0).reshape(rows, -1).to(torch.float32).sum(1)
+        count = (labels >= 0).reshape(rows, -1).to(torch.float32).sum(1)
+        if self.labelled_tokens is None:
+            return self.token_loss(hidden, labels).reshape(rows, -1).sum(1), count
+        limit = rows * self.labelled_tokens
+        nll = labelled_only(self.token_loss, limit)(hidden, labels).reshape(rows, -1).sum(1)
+        # Labels beyond the limit were not seen: no number is better than a wrong one.
+        return torch.where(count.sum() > limit, torch.full_like(nll, float("nan")), nll), count
 
 
-def flat_adapter(layout: AdapterLayout, device: torch.device | str) -> Tensor:
-    """Return B = 0: the adapter that leaves the model as it is."""
-    return torch.from_numpy(np.zeros(layout.size, dtype=np.float32)).to(device)
+def flat_adapter(layout: AdapterLayout, device: torch.device | str, size: int | None = None) -> Tensor:
+    """Return B = 0: the adapter that leaves the model as it is; `size` counts the moments behind it too."""
+    return torch.from_numpy(np.zeros(size or layout.size, dtype=np.float32)).to(device)

@@ -8,14 +8,18 @@ import numpy as np
 import torch
 
 from ondevice.artifact.adapter import Adapter, targets_of
-from ondevice.core.errors import CheckpointError
+from ondevice.core.errors import CheckpointError, ConfigError, TrainingError
 from ondevice.core.session import Session, StepResult
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.step import PrgeProgram, flat_adapter
+from ondevice.methods.prge.subspaces import Subspaces
 from ondevice.runtime_ops import torch_ops
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from ondevice.models import LoadedModel
 
 
@@ -33,6 +37,12 @@ class PrgeSession(Session):
 
     def __init__(self, loaded: LoadedModel, config: PrgeConfig, seed: int) -> None:
         self.loaded, self.config = loaded, config
+        if config.factors is not None:
+            raise ConfigError(
+                "method.factors is for programs of android-cpu and android-npu",
+                received=str(config.factors),
+                hint="a run in PyTorch takes its own subspace: --set method.subspace=gradient",
+            )
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"
         torch_ops.register()
@@ -53,14 +63,32 @@ class PrgeSession(Session):
             program = CudaPrgeProgram
         self.program = program(loaded.family, layout, config, noise)
         self.seed = torch.tensor([seed], device=self.device)
-        self._adapter = flat_adapter(layout, self.device)
+        self._adapter = flat_adapter(layout, self.device, self.program.state_size)
+        self.subspace = Subspaces(self.program, config) if config.subspace == "gradient" else None
 
     def _tensors(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays]
 
+    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
+        """Take a new subspace from an exact gradient where one is due; see `Session.before_step`."""
+        if self.subspace is None or not self.subspace.due(step):
+            return None
+        self._adapter = self.subspace.fold(self._adapter)
+        return self.subspace.measure(step, batch_at, folder)
+
+    def before_replay(self, step: int, folder: Path) -> None:
+        """Take the subspace that the run took before this step; see `Session.before_replay`."""
+        if self.subspace is not None and self.subspace.due(step):
+            self._adapter = self.subspace.fold(self._adapter)
+            self.subspace.read(step, folder)
+
     @torch.inference_mode()
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one ZO-SGD step; see `Session.step`."""
+        if self.subspace is not None and not self.subspace.factors:
+            raise TrainingError(
+                "there is no subspace yet", expected="`before_step` before the first step", received="step"
+            )
         rate = np.array([learning_rate], dtype=np.float32)
         ids_BT, labels_BT, number, rate_1 = self._tensors(ids, labels, np.array([step]), rate)
         losses, gradients, self._adapter = self.program.train_step(
@@ -68,6 +96,31 @@ class PrgeSession(Session):
         )
         values = losses.tolist()
         return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
+
+    @torch.inference_mode()
+    def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        """Run one step on a score of each copy, one after the other; see `Session.score_step`."""
+        own, (number,) = self._adapter, self._tensors(np.array([step]))
+        size = self.program.layout.size
+        losses = []
+        try:
+            for copy in self.program.perturbed(own, self.seed, number)(0, size):
+                self._adapter = torch.cat([copy.to(own.dtype), own[size:]])
+                losses.append(1.0 - score())
+        finally:
+            self._adapter = own
+        values = torch.tensor(losses, dtype=torch.float32, device=self.device)
+        gradients = tuple(self.program.projected_gradients(values).tolist())
+        self.apply_update(gradients, step, learning_rate)
+        return StepResult(sum(losses) / len(losses), tuple(losses), gradients)
+
+    def whole_model(self) -> LoadedModel:
+        """Return the model with the adapter as it is now in its layers."""
+        for entry, linear in self.program.linears.items():
+            if not entry.square or linear.c_RO is not None:
+                own = self._adapter[None, entry.offset : entry.offset + entry.count]
+                linear.slot.copies = linear.matrices(own.reshape(1, entry.rank, entry.width))
+        return self.loaded
 
     @torch.inference_mode()
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -90,7 +143,8 @@ class PrgeSession(Session):
 
     def state(self) -> dict[str, np.ndarray]:
         """Return the adapter and the seed."""
-        return {"adapter": self.flat().copy(), "seed": self.seed.cpu().numpy()}
+        state = {"adapter": self.flat().copy(), "seed": self.seed.cpu().numpy()}
+        return state if self.subspace is None else state | self.subspace.state()
 
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Restore what `state` gave; see `Session.load_state`."""
@@ -102,17 +156,25 @@ class PrgeSession(Session):
                 expected=f"adapter float32 {list(self._adapter.shape)}",
                 received=None if flat is None else f"{flat.dtype} {list(flat.shape)}",
             )
+        if self.subspace is not None:
+            self.subspace.load_state(state)
         (self._adapter,) = self._tensors(flat.copy())
         (self.seed,) = self._tensors(state["seed"].copy())
 
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
-        tensors = self.program.layout.to_tensors(self.flat(), self.names)
         config = self.config
+        if self.subspace is not None:
+            return self.subspace.adapter(self._adapter, self.names, self.loaded.source.source)
+        tensors = self.program.layout.to_tensors(self.flat(), self.names)
         return Adapter(tensors, config.rank, config.alpha, targets_of(tensors), self.loaded.source.source)
 
     def load_adapter(self, adapter: Adapter) -> None:
-        """Start from an adapter of this layout: the same linears, rank, alpha and frozen A."""
+        """Start from an adapter of this layout: the same linears, rank, alpha and frozen A. Where a gradient gives the
+        subspace, any adapter of these linears will do: it stays beside what is trained."""
+        if self.subspace is not None:
+            self.subspace.start_from(adapter, self.names)
+            return
         flat = self.program.layout.from_adapter(adapter, self.names, self.config.alpha)
         (self._adapter,) = self._tensors(flat)
 

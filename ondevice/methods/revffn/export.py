@@ -14,6 +14,7 @@ from ondevice.methods.engine_session import as_numpy
 from ondevice.models import families_with
 from ondevice.models.load import save_tokenizer
 from ondevice.models.save import FILE_NAME
+from ondevice.models.traits import check_traits
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.reversible import Reversible
@@ -32,6 +33,7 @@ def check_family(family: Family) -> None:
     if "q_proj" not in family.linear_targets:
         expected = ", ".join(families_with("q_proj"))
         raise ModelError("revffn does not train this family", expected=expected, received=family.model_type)
+    check_traits(family.dims, "method revffn", ("windows",))
 
 
 def save_reversible(folder: Path, loaded: LoadedModel, network: Reversible) -> None:

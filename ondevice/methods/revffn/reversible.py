@@ -28,6 +28,7 @@ from ondevice.methods.revffn.streams import (
     check_overflow,
     choose_bits,
 )
+from ondevice.models.traits import check_length
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.config import RevffnConfig
@@ -300,6 +301,7 @@ class Reversible:
 
     def position(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the family's position embeddings of positions 0 to `length` - 1."""
+        check_length(self.family.dims, length)
         return self.family.positions(length, self.family.embedding.weight.device, self.dtype)
 
     def _branch(self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, u: Tensor) -> Tensor:

@@ -82,12 +82,12 @@ def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
         max_new_tokens=body.max_new_tokens,
         temperature=body.temperature,
         seed=body.seed,
-        job=_running(daemon),
+        job=running_job(daemon),
     )
     return answers | {"adapter": adapter}
 
 
-def _running(daemon: Daemon) -> dict[str, Any] | None:
+def running_job(daemon: Daemon) -> dict[str, Any] | None:
     """Return the job that runs, where it computes, and the bytes that it will still take by its plan."""
     running = daemon.supervisor.running
     if running is None:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.data.templates import TASKS
-from ondevice.server import jobs, schemas
+from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file
 from ondevice.server.queue import ENDED
@@ -26,11 +26,16 @@ Task = Annotated[
 ]
 
 
-@router.get("/models", response_model=list[schemas.Model])
-def list_models(daemon: Serving) -> list[dict[str, Any]]:
-    """Return models at hand: folders of the store, the packaged one where it is cached, and random tiny ones for
-    trying."""
-    return jobs.list_models(daemon.store)
+@router.get("/models", response_model=schemas.ModelList)
+def list_models(daemon: Serving) -> dict[str, Any]:
+    """Return what can be asked, in the form that OpenAI's clients read: models at hand (folders of the store, the
+    packaged one where it is cached, random tiny ones for trying), and adapters, each over its own model."""
+    owned = {"object": "model", "owned_by": "ondevice"}
+    models = [{**model, **owned, "created": 0} for model in jobs.list_models(daemon.store)]
+    for row in adapters.list_adapters(daemon.store):
+        about = {"id": row["id"], "kind": "adapter", "bytes": row["bytes"], "created": int(row["created_s"])}
+        models.append({**about, **owned, "base_model": row["base_model"]})
+    return {"object": "list", "data": models}
 
 
 @router.get("/artifacts", response_model=list[schemas.Artifact])
@@ -62,7 +67,7 @@ def run_settings() -> dict[str, Any]:
 @router.get("/datasets", response_model=list[schemas.Dataset])
 def list_datasets(daemon: Serving) -> list[dict[str, Any]]:
     """Return all data sets, the newest first."""
-    return [_dataset(row) for row in daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")]
+    return [_dataset(daemon, row) for row in daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")]
 
 
 @router.get("/datasets/{dataset}", response_model=schemas.Dataset)
@@ -71,7 +76,7 @@ def get_dataset(daemon: Serving, dataset: Id) -> dict[str, Any]:
     row = daemon.store.row("SELECT * FROM datasets WHERE id = ?", dataset)
     if row is None:
         raise MissingError(f"there is no data set {dataset}", hint="GET /v1/datasets lists them")
-    return _dataset(row)
+    return _dataset(daemon, row)
 
 
 @router.get("/datasets/{dataset}/preview", response_model=schemas.PreviewAnswer)
@@ -138,5 +143,6 @@ def _delete(daemon: Daemon, kind: str, name: str) -> dict[str, bool]:
     return {"ok": True}
 
 
-def _dataset(row: Any) -> dict[str, Any]:
-    return {**dict(row), "problems": json.loads(row["problems"])}
+def _dataset(daemon: Serving, row: Any) -> dict[str, Any]:
+    options = jobs.dataset_options(daemon.store, row["id"])
+    return {**dict(row), "problems": json.loads(row["problems"]), **options}

@@ -61,6 +61,8 @@ def change_job(daemon: Serving, job: Id, body: schemas.JobPatch) -> schemas.JobA
         changes = body.model_dump(mode="json", exclude_unset=True, exclude={"priority"})
         if changes.get("limits", {}) is None:
             del changes["limits"]
+        if "limits" in changes:  # a field that is not named stays
+            changes["limits"] = spec.get("limits", {}) | changes["limits"]
         changed = daemon.queue.change(job, priority=body.priority, spec=spec | changes)
     return _answer(daemon, changed)
 

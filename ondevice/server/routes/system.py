@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from ondevice.core.version import own_version
 from ondevice.server import metrics, schemas, security
 from ondevice.server.routes import Serving, refused
 
@@ -24,7 +24,7 @@ def health(daemon: Serving, request: Request, response: Response) -> dict[str, o
         response.status_code = 503
     return {
         "status": "ok" if daemon.alive else "failing",
-        "version": version("ondevice-train"),
+        "version": own_version(),
         "token_needed": security.needs_token(daemon.store, request.app.state.host),
     }
 
@@ -52,10 +52,10 @@ def log_in(daemon: Serving, body: schemas.SessionRequest, request: Request, resp
     """Exchange a token for a cookie, for the page."""
     tries = request.app.state.tries
     address = request.client.host if request.client else "unknown"
-    if refusal := tries.refusal(address):
-        return refused(*refusal)
     token = security.check(daemon.store, body.token)
     if token is None:
+        if refusal := tries.refusal(address):
+            return refused(*refusal)
         tries.failed(address)
         return refused(401, "the token is not known", "a token", "another", "`ondevice serve token` makes one")
     response.set_cookie(

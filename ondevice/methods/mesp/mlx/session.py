@@ -28,6 +28,7 @@ from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights, write_weights
 from ondevice.models import cache
 from ondevice.models.source import read_config
+from ondevice.models.traits import check_length
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -113,6 +114,7 @@ class MlxSession(Session):
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
         check_not_partially_updated(self.partially_updated)
+        check_length(self.model.settings.dims, ids.shape[1])
         rows = self.config.micro_batch_size or len(ids)
         labelled = int((labels[:, 1:] >= 0).sum())
         self.partially_updated = True
@@ -149,6 +151,7 @@ class MlxSession(Session):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
+        check_length(self.model.settings.dims, ids.shape[1])
         return self.model.row_nll(ids, labels)
 
     def _tensors(self) -> dict[str, np.ndarray]:
@@ -208,7 +211,7 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str |
     """
     check_config(config)
     settings = settings_of(files, config)
-    parameters = lora_parameters(files.dims, files.family, config)
+    parameters = lora_parameters(files.dims, files.family, config, ("windows",), "mesp in MLX")
     model = Model(settings, _weights(files, config, settings), loss_tiles=config.loss_tiles,
                   loss_chunk_tokens=config.loss_chunk_tokens)  # fmt: skip
     session = MlxSession(model, parameters, config, files.source.source)

@@ -9,6 +9,7 @@ at all: the backward pass needs queries, keys and values.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,24 @@ GPU_CHUNKS = 64
 """A GPU's chunk is so many times as large: its launches cost more than its memory."""
 FLASH_HEAD = 256
 """Widest head that FlashAttention takes."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made of q k^T: times `scale`; then `cap` tanh(score / cap), where there is a cap.
+
+    Attributes:
+        window: tokens that a query sees, itself included; 0 is all before it.
+    """
+
+    scale: float
+    window: int = 0
+    cap: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """True where the fused kernels make them."""
+        return not self.window and not self.cap
 
 
 def wide(x: Tensor) -> Tensor:
@@ -45,8 +64,8 @@ def algorithm_for(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> Algorithm:
     return "cudnn" if chosen == SDPBackend.CUDNN_ATTENTION.value and q.shape[2] > 1 else "flash"  # cuDNN needs two
 
 
-def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> tuple[Tensor, Any]:
-    """Compute softmax(q k^T / sqrt(h)) v under the causal mask.
+def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, how: Scores | None = None) -> tuple[Tensor, Any]:
+    """Compute softmax(q k^T / sqrt(h)) v under the causal mask, or with scores made as `how` says.
 
     Args:
         q_BTHh: [rows, tokens, heads, head_dim]; keys and values have H / G heads, each for G of the queries'.
@@ -54,48 +73,51 @@ def attend(q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor) -> tuple[Tensor, Any]
     Returns:
         [rows, tokens, heads, head_dim], contiguous, and what the backward pass wants of it.
     """
-    algorithm = algorithm_for(q_BTHh, k_BTKh, v_BTKh)
+    how = how or Scores(q_BTHh.shape[-1] ** -0.5)
+    algorithm = algorithm_for(q_BTHh, k_BTKh, v_BTKh) if how.plain else "chunks"
     if algorithm == "chunks":
-        return attend_in_chunks(q_BTHh, k_BTKh, v_BTKh), None
+        return attend_in_chunks(q_BTHh, k_BTKh, v_BTKh, how=how), None
     q, k, v = (x.transpose(1, 2) for x in (q_BTHh, k_BTKh, v_BTKh))
     if algorithm == "cudnn":
-        outputs = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True)
+        outputs = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=how.scale)
     else:
-        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=how.scale)
     return outputs[0].transpose(1, 2).contiguous(), (algorithm, *outputs[:8])
 
 
 def attend_backward(
-    g_BTHh: Tensor, q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, kept: Any
+    g_BTHh: Tensor, q_BTHh: Tensor, k_BTKh: Tensor, v_BTKh: Tensor, kept: Any, how: Scores | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, in their shapes, from that of the output."""
+    how = how or Scores(q_BTHh.shape[-1] ** -0.5)
     if kept is None:
-        return attend_in_chunks_backward(g_BTHh, q_BTHh, k_BTKh, v_BTKh)
+        return attend_in_chunks_backward(g_BTHh, q_BTHh, k_BTKh, v_BTKh, how=how)
     g, q, k, v = (x.transpose(1, 2) for x in (g_BTHh, q_BTHh, k_BTKh, v_BTKh))
     algorithm, out, lse, *lengths, seed, offset = kept
     aten = torch.ops.aten
     if algorithm == "cudnn":
         backward = aten._scaled_dot_product_cudnn_attention_backward
-        gradients = backward(g, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, True)
+        gradients = backward(g, q, k, v, out, lse, seed, offset, None, *lengths, 0.0, True, scale=how.scale)
     else:
         backward = aten._scaled_dot_product_flash_attention_backward
-        gradients = backward(g, q, k, v, out, lse, *lengths, 0.0, True, seed, offset)
+        gradients = backward(g, q, k, v, out, lse, *lengths, 0.0, True, seed, offset, scale=how.scale)
     gq, gk, gv = (x.transpose(1, 2) for x in gradients)
     return gq, gk, gv
 
 
-def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, how: Scores | None = None) -> Tensor:
     """Return attention written out.
 
     Args:
         mask: [tokens, tokens], added to the scores; then chunks are joined instead of written into one tensor, as an
             exported graph has to: there a write into a slice copies the whole.
     """
+    how = how or Scores(q.shape[-1] ** -0.5)
     keys, values = _by_head(k), _by_head(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if mask is None else None
     chunks: list[Tensor] = []
     for low, high in _chunks(q):
-        p = _probabilities(_group(q[:, low:high], k.shape[2]), keys[:, :high], low, mask)
+        p, _ = _probabilities(_group(q[:, low:high], k.shape[2]), keys[:, :high], low, mask, how)
         o = _ungroup(torch.bmm(p, values[:, :high]), q, high - low)
         if out is None:
             chunks.append(o)
@@ -105,10 +127,14 @@ def attend_in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 def attend_in_chunks_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, how: Scores | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute appendix A.2, a chunk of queries after the other: with P the probabilities and dO the output's gradient,
-    dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(h), dQ = dS K, dK = dS^T Q."""
+    dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(h), dQ = dS K, dK = dS^T Q.
+
+    A soft cap c tanh(s / c) multiplies dS by 1 - tanh(s / c)^2.
+    """
+    how = how or Scores(q.shape[-1] ** -0.5)
     keys, values = _by_head(k), _by_head(v)
     gq = torch.empty_like(q, memory_format=torch.contiguous_format) if mask is None else None
     gqs: list[Tensor] = []
@@ -116,11 +142,14 @@ def attend_in_chunks_backward(
     # The last chunk sees all keys, so it makes gk and gv whole; the ones before it add to their first keys.
     for low, high in reversed(_chunks(q)):
         chunk, grad = _group(q[:, low:high], k.shape[2]), _group(g[:, low:high], k.shape[2])
-        p = _probabilities(chunk, keys[:, :high], low, mask)
+        p, slope = _probabilities(chunk, keys[:, :high], low, mask, how)
         gv = _add_first(gv, torch.bmm(p.transpose(1, 2), grad), mask is None)
         gs = torch.bmm(grad, values[:, :high].transpose(1, 2)).mul_(p)
         # In place, so that of a chunk's [queries, keys] there are three: p, this, and one product.
-        gs.sub_(p * gs.sum(-1, keepdim=True)).mul_(q.shape[-1] ** -0.5)
+        gs.sub_(p * gs.sum(-1, keepdim=True)).mul_(how.scale)
+        if slope is not None:
+            gs.mul_(slope)
+        del p, slope
         gk = _add_first(gk, torch.bmm(gs.transpose(1, 2), chunk), mask is None)
         gq_chunk = _ungroup(torch.bmm(gs, keys[:, :high]), q, high - low)
         if gq is None:
@@ -143,11 +172,17 @@ def _chunks(q: Tensor) -> list[tuple[int, int]]:
     return [(low, min(low + size, length)) for low in range(0, length, size)]
 
 
-def _probabilities(chunk_NCh: Tensor, keys_NSh: Tensor, first: int, mask: Tensor | None) -> Tensor:
-    """softmax of [rows * kv heads, group * queries, keys]; the chunk's first query is number `first`."""
+def _probabilities(
+    chunk_NCh: Tensor, keys_NSh: Tensor, first: int, mask: Tensor | None, how: Scores
+) -> tuple[Tensor, Tensor | None]:
+    """softmax of [rows * kv heads, group * queries, keys], and the slope of a soft cap; the chunk's first query is
+    number `first`."""
     last = keys_NSh.shape[1]
     queries = last - first
-    scores = torch.bmm(chunk_NCh * chunk_NCh.shape[-1] ** -0.5, keys_NSh.transpose(1, 2))
+    scores, slope = torch.bmm(chunk_NCh * how.scale, keys_NSh.transpose(1, 2)), None
+    if how.cap:
+        capped = torch.tanh(scores / how.cap)
+        scores, slope = capped * how.cap, 1.0 - capped * capped
     groups = chunk_NCh.shape[1] // queries
     if mask is not None:
         seen = mask[first:last, :last]
@@ -156,7 +191,11 @@ def _probabilities(chunk_NCh: Tensor, keys_NSh: Tensor, first: int, mask: Tensor
         ahead = torch.ones(queries, queries, dtype=torch.bool, device=scores.device).triu_(1)
         by_query = scores.view(scores.shape[0], -1, queries, last)
         by_query[..., first:].masked_fill_(ahead, float("-inf"))
-    return cast(torch.softmax(wide(scores), -1), scores.dtype)
+        if how.window:
+            number = torch.arange(first, last, device=scores.device)[:, None]
+            behind = number - torch.arange(last, device=scores.device)[None] >= how.window
+            by_query.masked_fill_(behind, float("-inf"))
+    return cast(torch.softmax(wide(scores), -1), scores.dtype), slope
 
 
 def _add_first(total: Tensor | None, part: Tensor, in_place: bool) -> Tensor:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ondevice.core.errors import MissingPackageError
 from ondevice.methods.mesp.torch import attention
-from ondevice.methods.mesp.torch.attention import cast, wide
+from ondevice.methods.mesp.torch.attention import Scores, cast, wide
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.stages import Matrix, Position
@@ -51,6 +51,8 @@ class TorchKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x32 = wide(x)
         r = torch.rsqrt((x32 * x32).mean(-1, keepdim=True).add_(eps))
+        if weight.dtype != x.dtype:  # a factor in float32 (1 + w) is multiplied before it is rounded
+            return cast(x32 * r * weight, x.dtype)
         return cast(x32 * r, x.dtype) * weight
 
     def rms_norm_backward(self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor) -> Tensor:
@@ -68,7 +70,7 @@ class TorchKernels:
         """Rotate [B, T, heads, h], in their memory; with the sine's sign changed it is its own backward pass."""
         cos, sin = position
         for x in (q, k):
-            first, second = x.chunk(2, -1)
+            first, second = x[..., : 2 * cos.shape[-1]].chunk(2, -1)  # the rest of a head is not rotated
             kept = first.clone()
             first.mul_(cos).addcmul_(second, sin, value=-1.0)
             second.mul_(cos).addcmul_(kept, sin)
@@ -84,13 +86,33 @@ class TorchKernels:
         torch.ops.aten.silu_backward.grad_input(up, gate, grad_input=up)
         return up, g.mul_(functional.silu(gate, inplace=True))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-        """See `attention.attend`."""
-        return attention.attend(q, k, v)
+    def glu(self, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute activation(gate) up, in new memory."""
+        if activation == "silu":
+            return self.swiglu(gate, up)
+        act = functional.gelu(gate, approximate="tanh")
+        return act.mul_(up) if self.in_place else act * up
 
-    def attend_backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def glu_backward(self, activation: str, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Return gradients of gate and up; the memory of all three arguments is used up."""
+        if activation == "silu":
+            return self.swiglu_backward(gate, up, g)
+        aten = torch.ops.aten
+        if not self.in_place:
+            return aten.gelu_backward(g * up, gate, approximate="tanh"), g * functional.gelu(gate, approximate="tanh")
+        up.mul_(g)
+        aten.gelu_backward.grad_input(up, gate, approximate="tanh", grad_input=up)
+        return up, g.mul_(aten.gelu_(gate, approximate="tanh"))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Any]:
+        """See `attention.attend`."""
+        return attention.attend(q, k, v, how)
+
+    def attend_backward(
+        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any, how: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `attention.attend_backward`."""
-        return attention.attend_backward(g, q, k, v, kept)
+        return attention.attend_backward(g, q, k, v, kept, how)
 
 
 class GraphKernels(TorchKernels):
@@ -131,17 +153,21 @@ class GraphKernels(TorchKernels):
         silu = gate * s
         return g * up * (s + silu * (1.0 - s)), g * silu
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-        return attention.attend_in_chunks(q, k, v, self.mask), None
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, how: Scores) -> tuple[Tensor, Any]:
+        return attention.attend_in_chunks(q, k, v, self.mask, how), None
 
-    def attend_backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return attention.attend_in_chunks_backward(g, q, k, v, self.mask)
+    def attend_backward(
+        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any, how: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return attention.attend_in_chunks_backward(g, q, k, v, self.mask, how)
 
 
 def _rotated(x: Tensor, position: Position) -> Tensor:
-    first, second = x.chunk(2, -1)
     cos, sin = position
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    width = 2 * cos.shape[-1]
+    first, second = (x if width == x.shape[-1] else x[..., :width]).chunk(2, -1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat(parts if width == x.shape[-1] else (*parts, x[..., width:]), -1)
 
 
 class LigerKernels(TorchKernels):

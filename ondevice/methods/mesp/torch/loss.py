@@ -55,12 +55,22 @@ class Loss:
     Args:
         tiles: of the vocabulary.
         chunk_tokens: tokens whose logits exist at once; None is all.
+        scale: factor of the logits; `cap` is c of c tanh(logit / c), 0 is none.
     """
 
     def __init__(
-        self, head: Head, norm: Tensor, eps: float, kernels: TorchKernels, tiles: int, chunk_tokens: int | None
+        self,
+        head: Head,
+        norm: Tensor,
+        eps: float,
+        kernels: TorchKernels,
+        tiles: int,
+        chunk_tokens: int | None,
+        scale: float = 1.0,
+        cap: float = 0.0,
     ) -> None:
         self.head, self.norm_weight, self.eps, self.kernels = head, norm, eps, kernels
+        self.scale, self.cap = scale, cap
         self.bounds, self.chunk_tokens = tile_bounds(head.vocab, tiles), chunk_tokens
 
     def row_nll(self, x: Tensor, labels_BT: Tensor) -> Tensor:
@@ -90,10 +100,13 @@ class Loss:
         return (lse - wanted).sum().float(), x
 
     def norm(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, self.norm_weight, self.eps)
+        """Return the norm of [n, D], times the logits' factor."""
+        normed = self.kernels.rms_norm(x, self.norm_weight, self.eps)
+        return normed if self.scale == 1.0 else normed * self.scale
 
     def norm_backward(self, x: Tensor, gn: Tensor) -> Tensor:
         """Return the gradient of x from that of its norm."""
+        gn = gn if self.scale == 1.0 else gn * self.scale
         return self.kernels.rms_norm_backward(x, self.norm_weight, self.eps, gn, torch.zeros_like(x))
 
     def log_sum_exp(self, hidden: Tensor, targets: Tensor, again: bool) -> tuple[Tensor, Tensor]:
@@ -108,7 +121,7 @@ class Loss:
         sums: list[Sums | None] = [None] * len(chunks)
         for low, weight in self._tiles(again):
             for number, (h, t) in enumerate(chunks):
-                sums[number] = next_sums(sums[number], float32_logits(h, weight), t - low)
+                sums[number] = next_sums(sums[number], self._logits(h, weight), t - low)
         maximum, total, wanted = (
             _joined([chunk_sums[i] for chunk_sums in sums if chunk_sums is not None]) for i in range(3)
         )
@@ -123,13 +136,21 @@ class Loss:
         sums: list[Tensor | None] = [None] if summed is None else list(self._chunks(summed))
         for low, weight in self._tiles(False):
             for number, (h, t, lse_of_h, w) in enumerate(chunks):
-                p = logits_gradient(float32_logits(h, weight), t - low, lse_of_h, w)
+                logits = self._logits(h, weight)
+                slope = 1.0 - (logits / self.cap) ** 2 if self.cap else None  # of the cap, by what it gave
+                p = logits_gradient(logits, t - low, lse_of_h, w)
+                p = p if slope is None else p.mul_(slope)
                 gradient, before = torch.mm(cast(p, weight.dtype), weight), sums[number]
-                del p
+                del p, logits, slope
                 sums[number] = wide(gradient) if before is None else before.add_(gradient)
         gradient = sums[0] if summed is None else summed
         assert gradient is not None  # noqa: S101 - there is a tile
         return gradient
+
+    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """A tile's logits, float32 [n, S]."""
+        logits = float32_logits(hidden, weight)
+        return torch.tanh(logits / self.cap) * self.cap if self.cap else logits
 
     def _tiles(self, again: bool) -> Iterator[tuple[int, Tensor]]:
         """First row and rows of each tile."""

@@ -67,8 +67,8 @@ class Blocks:
         """Return the block's output, in new memory."""
         s = self.stages
         q, k, v = s.project(block, s.norm(block, x), rows)
-        q, k = s.rope(q, k, position)
-        o, _ = s.attend(q, k, v)
+        q, k = s.rope(block, q, k, position)
+        o, _ = s.attend(block, q, k, v)
         del q, k, v
         m = s.out(block, x, o)
         del o
@@ -101,16 +101,16 @@ class Blocks:
         n = s.norm(block, x)
         q, k, v = s.project(block, n, rows, keep=True)
         del n
-        q, k = s.rope(q, k, position)
-        o, kept = s.attend(q, k, v)
+        q, k = s.rope(block, q, k, position)
+        o, kept = s.attend(block, q, k, v)
         m = s.out(block, x, o, keep=True)
         g = self._mlp_backward(block, m, g, on_gradient)
         del m
         go = s.out_backward(block, o, g, on_gradient)
         del o
-        gq, gk, gv = s.attend_backward(go, q, k, v, kept)
+        gq, gk, gv = s.attend_backward(block, go, q, k, v, kept)
         del go, q, k, v, kept
-        gq, gk = s.rope_backward(gq, gk, position)
+        gq, gk = s.rope_backward(block, gq, gk, position)
         n = s.norm(block, x)  # a second time: it was let go while the MLP and attention had the memory
         gn = s.project_backward(block, n, (gq, gk, gv), on_gradient, last)
         del n, gq, gk, gv
@@ -164,8 +164,12 @@ class Model:
         usual = MLP_CHUNK_TOKENS if weights.device.type == "cpu" else MLP_CHUNK_TOKENS_GPU
         self.blocks = Blocks(stages, config.mlp_chunk_tokens or usual)
         loss = (weights.norm, weights.dims.norm_eps, kernels, config.loss_tiles, config.loss_chunk_tokens)
-        self.loss = Loss(weights, *loss)
-        self.answer_loss = Loss(AnswerHead(weights, config.answers), *loss) if config.answers else None
+        traits = weights.dims.traits
+        self.loss = Loss(weights, *loss, scale=traits.logit_scale, cap=traits.logit_cap)
+        self.answer_loss = None
+        if config.answers:
+            head = AnswerHead(weights, config.answers)
+            self.answer_loss = Loss(head, *loss, scale=traits.logit_scale, cap=traits.logit_cap)
         device = open_device(str(weights.device))
         self.timeline = Timeline(device)
         self.inputs = Activations(device, self.timeline, config.activations, None)
@@ -173,10 +177,10 @@ class Model:
     @torch.no_grad()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return each row's summed negative log likelihood, float32 [B]."""
-        x, position = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
+        x, positions = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
         for i in range(self.dims.layers):
             with self.weights.block(i, self.above(i)) as frozen:
-                x = self.blocks.forward(self.block(i, frozen), x, position, ids_BT.shape[0])
+                x = self.blocks.forward(self.block(i, frozen), x, positions(i), ids_BT.shape[0])
         loss, labels = self.loss_of(labels_BT)
         return loss.row_nll(x, labels)
 
@@ -187,13 +191,13 @@ class Model:
         Args:
             ids_BT: int64 [rows, tokens], all of them computed at once.
         """
-        x, position = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
+        x, positions = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
         layers, rows = self.dims.layers, ids_BT.shape[0]
         self.inputs.begin(layers, 1, x)
         for i in range(layers):
             self.inputs.save(i, 0, x)
             with self.weights.block(i, self.above(i)) as frozen:
-                x = self.blocks.forward(self.block(i, frozen), x, position, rows)
+                x = self.blocks.forward(self.block(i, frozen), x, positions(i), rows)
         loss, labels = self.loss_of(labels_BT)
         total, g = loss.backward(x, labels, scale)
         del x
@@ -202,7 +206,7 @@ class Model:
             self.inputs.prefetch(i - 1, 0)
             with self.weights.block(i, i - 1 if i else None) as frozen:
                 block = self.block(i, frozen)
-                g = self.blocks.backward(block, x, g, position, rows, self.on_gradient(i), last=i == 0)
+                g = self.blocks.backward(block, x, g, positions(i), rows, self.on_gradient(i), last=i == 0)
             self.optimizer.flush()
             self.inputs.done(i, 0)
             del x
@@ -236,4 +240,4 @@ class Model:
             if lora is not None:
                 a, b = self.optimizer.tensors[lora.a_name], self.optimizer.tensors[lora.b_name].t()
             linears[target] = Linear(matrix, bias, a, b, self.config.scale)
-        return Block(frozen.norms, linears)
+        return Block(frozen.norms, linears, i)

@@ -69,7 +69,9 @@ class MespProgram(nn.Module):
     def __init__(self, loaded: LoadedModel, config: MespConfig, lengths_tokens: tuple[int, ...]) -> None:
         super().__init__()
         self.loaded, self.family, self.dims, self.config = loaded, loaded.family, loaded.dims, config
-        self.parameters_of_run = lora_parameters(loaded.dims, type(loaded.family), config)
+        self.parameters_of_run = lora_parameters(
+            loaded.dims, type(loaded.family), config, ("windows",), "a program of a whole step"
+        )
         self.layout = FlatLayout.build(self.parameters_of_run)
         self.model = loaded.model
         self.embedding = Table(loaded.family.embedding.weight.detach(), config.loss_tiles)
@@ -180,8 +182,8 @@ class MespProgram(nn.Module):
                 a = adapter[entry.a : entry.a + lora.rank * lora.inputs].view(lora.rank, lora.inputs)
                 b = adapter[entry.b : entry.b + lora.rank * lora.outputs].view(lora.rank, lora.outputs)
             linears[target] = Linear(Dense(linear.weight), linear.bias, a, b, self.config.scale)  # type: ignore[arg-type]
-        norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)  # type: ignore[union-attr]
-        return Block(norms, linears)  # type: ignore[arg-type]
+        norms = {place: layer.get_submodule(name).weight for place, name in self.dims.traits.norms}
+        return Block(norms, linears, i)  # type: ignore[arg-type]
 
     def _count(self, labels_BT: Tensor) -> Tensor:
         return (labels_BT[:, 1:] != IGNORE).to(torch.float32).sum().clamp(min=1.0).view(1)

@@ -36,7 +36,7 @@ class AutogradModel(Model):
     @torch.no_grad()
     def forward_backward(self, ids_BT: Tensor, labels_BT: Tensor, scale: float) -> Tensor:
         """See `Model.forward_backward`."""
-        x, position = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
+        x, positions = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
         leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         with torch.enable_grad():
             for i in range(self.dims.layers):
@@ -45,7 +45,7 @@ class AutogradModel(Model):
                 for target, layer in block.linears.items():
                     if layer.a is not None and layer.b is not None:
                         leaves[i, target] = (layer.a, layer.b)
-                x = self.run_block(self.dims, block, x, position, ids_BT.shape[0])
+                x = self.run_block(self.dims, block, x, positions(i), ids_BT.shape[0])
         total, g = self.loss.backward(x.detach().clone(), labels_BT, scale)
         gradients = iter(torch.autograd.grad(x, [leaf for pair in leaves.values() for leaf in pair], g))
         for i, target in leaves:
@@ -62,20 +62,49 @@ class AutogradModel(Model):
     def block(self, i: int, frozen: Frozen) -> Block:
         """See `Model.block`; A and B collect gradients."""
         block = super().block(i, frozen)
-        return Block(block.norms, {target: _with_leaves(layer) for target, layer in block.linears.items()})
+        return Block(block.norms, {target: _with_leaves(layer) for target, layer in block.linears.items()}, i)
 
 
 def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
     """Return a block in differentiable operations, [N, D] -> [N, D]: torch's attention, norms in float32."""
-    n = _norm(x, block.norms[0], dims.norm_eps)
-    q, k, v = (_linear(block, target, n).view(rows, -1, heads, dims.head_dim)
-               for target, heads in zip(QKV, (dims.heads, *[dims.kv_heads] * 2)))  # fmt: skip
-    q, k, v = (tensor.transpose(1, 2) for tensor in (_rotate(q, position), _rotate(k, position), v))
-    o = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=dims.heads != dims.kv_heads)
-    m = x + _linear(block, "o_proj", o.transpose(1, 2).reshape(x.shape[0], -1))
-    n = _norm(m, block.norms[1], dims.norm_eps)
-    act = functional.silu(_linear(block, "gate_proj", n)) * _linear(block, "up_proj", n)
-    return m + _linear(block, "down_proj", act)
+    traits = dims.traits
+    n = _norm(block, "before_attention", x, dims.norm_eps)
+    if traits.fused:
+        own = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim
+        q, k, v = _linear(block, "qkv_proj", n).split(own, -1)
+    else:
+        q, k, v = (_linear(block, target, n) for target in QKV)
+    q, k = _norm(block, "q", q, dims.norm_eps), _norm(block, "k", k, dims.norm_eps)
+    q, k, v = (tensor.reshape(rows, -1, heads, dims.head_dim)
+               for tensor, heads in ((q, dims.heads), (k, dims.kv_heads), (v, dims.kv_heads)))  # fmt: skip
+    if traits.rotated(block.layer):
+        q, k = _rotate(q, position), _rotate(k, position)
+    o = _attention(dims, block.layer, *(tensor.transpose(1, 2) for tensor in (q, k, v)))
+    y = _linear(block, "o_proj", o.transpose(1, 2).reshape(x.shape[0], -1))
+    m = x + _norm(block, "after_attention", y, dims.norm_eps) * traits.residual_scale
+    n = _norm(block, "before_mlp", m, dims.norm_eps)
+    if traits.fused:
+        gate, up = _linear(block, "gate_up_proj", n).chunk(2, -1)
+    else:
+        gate, up = _linear(block, "gate_proj", n), _linear(block, "up_proj", n)
+    act = functional.silu(gate) if traits.activation == "silu" else functional.gelu(gate, approximate="tanh")
+    y = _linear(block, "down_proj", act * up)
+    return m + _norm(block, "after_mlp", y, dims.norm_eps) * traits.residual_scale
+
+
+def _attention(dims: ModelDims, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, heads, T, h]: torch's own, or written out where scores have a cap or a window."""
+    traits, length, grouped = dims.traits, q.shape[2], dims.heads != dims.kv_heads
+    window, scale = traits.window(layer), traits.score_scale or dims.head_dim**-0.5
+    if not traits.score_cap and not 0 < window < length:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    k, v = (x.repeat_interleave(dims.heads // dims.kv_heads, 1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)) * scale
+    if traits.score_cap:
+        scores = torch.tanh(scores / traits.score_cap) * traits.score_cap
+    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    seen = seen.triu(1 - window) if window else seen
+    return torch.softmax(wide(scores.masked_fill(~seen, float("-inf"))), -1).to(v.dtype) @ v
 
 
 def _with_leaves(layer: Linear) -> Linear:
@@ -90,13 +119,17 @@ def _linear(block: Block, target: str, x: Tensor) -> Tensor:
     return y if layer.b is None else y + (layer.h(x) @ cast(layer.b, x.dtype)) * layer.scale
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x32 = wide(x)
+def _norm(block: Block, place: str, x: Tensor, eps: float) -> Tensor:
+    weight = block.norms.get(place)
+    if weight is None:
+        return x
+    x32 = wide(x.unflatten(-1, (-1, weight.shape[0])))
     x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * cast(x32, x.dtype)
+    return (weight * (x32 if weight.dtype != x.dtype else cast(x32, x.dtype))).to(x.dtype).flatten(-2)
 
 
 def _rotate(x: Tensor, position: Position) -> Tensor:
-    first, second = x.chunk(2, -1)
     cos, sin = position
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    width = 2 * cos.shape[-1]
+    first, second = x[..., :width].chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., width:]), -1)

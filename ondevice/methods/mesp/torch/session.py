@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.artifact.adapter import Adapter
+from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import CheckpointError, ConfigError, DataError
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
 from ondevice.methods.mesp.lora import (
+    IN_TORCH,
     LoraParameters,
     check_adapter,
     check_not_partially_updated,
@@ -157,7 +158,7 @@ class MespSession(Session):
     def __init__(self, model: LoadedModel | ModelFiles, config: MespConfig, seed: int, device: str | None) -> None:
         self.loaded, self.config = model, config
         family = model.family if isinstance(model, ModelFiles) else type(model.family)
-        parameters = lora_parameters(model.dims, family, config)
+        parameters = lora_parameters(model.dims, family, config, IN_TORCH)
         with memory_errors("the model", HINT):
             if isinstance(model, ModelFiles):
                 self.device = torch.device(device or "cpu")
@@ -210,9 +211,7 @@ class MespSession(Session):
         """Return the trained adapter in PEFT's layout."""
         config = self.config
         arrays = self.optimizer.arrays()
-        return Adapter(
-            arrays, config.rank, config.alpha, tuple(sorted(config.target_modules)), self.loaded.source.source
-        )
+        return Adapter(arrays, config.rank, config.alpha, targets_of(arrays), self.loaded.source.source)
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""

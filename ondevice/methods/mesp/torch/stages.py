@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ondevice.methods.mesp.torch.attention import cast
+from ondevice.methods.mesp.torch.attention import Scores, cast
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.kernels import TorchKernels
@@ -57,12 +57,14 @@ class Block:
     """The tensors that one block computes with.
 
     Attributes:
-        norms: weights of the norm before attention and of that before the MLP, [D] each.
+        norms: factors of its norms by place (`BlockTraits.norms`), [D] each; of `q` and `k` [head_dim], or all heads.
         linears: by target.
+        layer: its number, which says its window and whether it rotates q and k.
     """
 
-    norms: tuple[Tensor, Tensor]
+    norms: dict[str, Tensor]
     linears: dict[str, Linear]
+    layer: int = 0
 
 
 class Stages:
@@ -70,6 +72,7 @@ class Stages:
 
     def __init__(self, dims: ModelDims, kernels: TorchKernels, store_h: bool = False) -> None:
         self.dims, self.kernels, self.store_h = dims, kernels, store_h
+        self.traits = dims.traits
         self.stored: dict[str, Tensor] = {}
 
     # Linear layers, appendix A.1.
@@ -122,49 +125,118 @@ class Stages:
         into = self.kernels.frozen_backward(g, layer.matrix, into)
         return into if gh is None or layer.a is None else self.kernels.add_product(into, gh, cast(layer.a, g.dtype))
 
+    # Norms and residuals.
+
+    def normed(self, block: Block, place: str, x: Tensor) -> Tensor:
+        """Return [N, D] -> [N, D]; `x` itself where the block has no norm at that place."""
+        weight = block.norms.get(place)
+        if weight is None:
+            return x
+        y = self.kernels.rms_norm(self._last(x, weight), weight, self.dims.norm_eps)
+        return y if y.shape == x.shape else y.reshape(x.shape)
+
+    def normed_backward(self, block: Block, place: str, x: Tensor, gn: Tensor, g: Tensor | None = None) -> Tensor:
+        """Return the gradient of x from that of its norm, added to g in g's memory if given."""
+        weight = block.norms.get(place)
+        if weight is None:
+            return gn if g is None else g.add_(gn)
+        g = torch.zeros_like(x, memory_format=torch.contiguous_format) if g is None else g
+        parts = (self._last(x, weight), weight, self.dims.norm_eps, self._last(gn, weight), self._last(g, weight))
+        g = self.kernels.rms_norm_backward(*parts)
+        return g if g.shape == x.shape else g.reshape(x.shape)
+
+    def join(self, block: Block, target: str, place: str, into: Tensor, x: Tensor, keep: bool = False) -> Tensor:
+        """Compute into + the branch's last linear layer of x, with its norm and factor, in the memory of `into`."""
+        if place not in block.norms and self.traits.residual_scale == 1.0:
+            return self.linear(block, target, x, into, keep)
+        y = self.normed(block, place, self.linear(block, target, x, keep=keep))
+        scale = self.traits.residual_scale
+        return into.add_(y, alpha=scale) if self.kernels.in_place else into + (y if scale == 1.0 else y * scale)
+
+    def branch_gradient(self, block: Block, target: str, place: str, x: Callable[[], Tensor], g: Tensor) -> Tensor:
+        """Return the gradient of the branch's last linear layer from that of the sum; `x` makes the layer's input."""
+        scale = self.traits.residual_scale
+        g = g if scale == 1.0 else g * scale
+        if place not in block.norms:
+            return g
+        return self.normed_backward(block, place, self.linear(block, target, x()), g)
+
+    @staticmethod
+    def _last(x: Tensor, weight: Tensor) -> Tensor:
+        """Each head by itself, where a norm is of heads."""
+        width = weight.shape[-1]
+        return x if x.shape[-1] == width else x.reshape(-1, width)
+
     # Attention.
 
     def norm(self, block: Block, x: Tensor) -> Tensor:
         """Return [N, D] -> [N, D]."""
-        return self.kernels.rms_norm(x, block.norms[0], self.dims.norm_eps)
+        return self.normed(block, "before_attention", x)
 
     def project(self, block: Block, n: Tensor, rows: int, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Compute n -> q [B, T, H, h], k and v [B, T, K, h], not yet rotated."""
-        q, k, v = (self._heads(self.linear(block, target, n, keep=keep), rows) for target in QKV)
+        q, k, v = self._projections(block, n, keep)
+        q, k = self.normed(block, "q", q), self.normed(block, "k", k)
+        return self._heads(q, rows), self._heads(k, rows), self._heads(v, rows)
+
+    def _projections(self, block: Block, n: Tensor, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        if self.traits.fused:
+            dims = self.dims
+            widths = (dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim, dims.kv_heads * dims.head_dim)
+            q, k, v = self.linear(block, "qkv_proj", n, keep=keep).split(widths, -1)
+            return q, k, v
+        q, k, v = (self.linear(block, target, n, keep=keep) for target in QKV)
         return q, k, v
 
-    def rope(self, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
+    def rope(self, block: Block, q: Tensor, k: Tensor, position: Position) -> tuple[Tensor, Tensor]:
         """Rotate q and k, in their memory."""
-        return self.kernels.rope(q, k, position)
+        return self.kernels.rope(q, k, position) if self.traits.rotated(block.layer) else (q, k)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+    def scores(self, block: Block, length_tokens: int) -> Scores:
+        """Return how a block's scores are made; a window that no query reaches the end of is none."""
+        window = self.traits.window(block.layer)
+        scale = self.traits.score_scale or self.dims.head_dim**-0.5
+        return Scores(scale, window if window < length_tokens else 0, self.traits.score_cap)
+
+    def attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
         """Return [N, H h], and what the backward pass wants."""
-        o, kept = self.kernels.attend(q, k, v)
+        o, kept = self.kernels.attend(q, k, v, self.scores(block, q.shape[1]))
         return o.reshape(-1, q.shape[2] * q.shape[3]), kept
 
     def out(self, block: Block, x: Tensor, o: Tensor, keep: bool = False) -> Tensor:
         """Compute x + o Wo^T: the block's middle, [N, D], in new memory: the backward pass needs x again."""
-        return self.linear(block, "o_proj", o, x.clone() if self.kernels.in_place else x, keep)
+        into = x.clone() if self.kernels.in_place else x
+        return self.join(block, "o_proj", "after_attention", into, o, keep)
 
     def out_backward(self, block: Block, o: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
         """Return gradient of o from that of the middle."""
+        g = self.branch_gradient(block, "o_proj", "after_attention", lambda: o, g)
         return self.linear_backward(block, "o_proj", o, g, on_gradient)
 
-    def attend_backward(self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def attend_backward(
+        self, block: Block, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of the rotated q and k, and of v."""
-        return self.kernels.attend_backward(g.view(q.shape), q, k, v, kept)
+        return self.kernels.attend_backward(g.view(q.shape), q, k, v, kept, self.scores(block, q.shape[1]))
 
-    def rope_backward(self, gq: Tensor, gk: Tensor, position: Position) -> tuple[Tensor, Tensor]:
+    def rope_backward(self, block: Block, gq: Tensor, gk: Tensor, position: Position) -> tuple[Tensor, Tensor]:
         """Rotate the gradients back, in their memory: the transpose of a rotation is that by the negative angle."""
-        return self.kernels.rope(gq, gk, (position[0], -position[1]))
+        return self.rope(block, gq, gk, (position[0], -position[1]))
 
     def project_backward(
         self, block: Block, n: Tensor, g: tuple[Tensor, Tensor, Tensor], on_gradient: OnGradient, last: bool = False
     ) -> Tensor | None:
         """Return gradient of n; None where `last` says that nothing below is trained."""
         gn: Tensor | None = None
-        for target, gradient in zip(QKV, g):
-            gradient = gradient.reshape(n.shape[0], -1)
+        by_target = [gradient.reshape(n.shape[0], -1) for gradient in g]
+        if "q" in block.norms:  # what was normed is computed again: it was let go with the rest
+            q, k, _ = self._projections(block, n)
+            by_target[0] = self.normed_backward(block, "q", q, by_target[0])
+            by_target[1] = self.normed_backward(block, "k", k, by_target[1])
+            del q, k
+        if self.traits.fused:
+            by_target = [torch.cat(by_target, -1)]
+        for target, gradient in zip(("qkv_proj",) if self.traits.fused else QKV, by_target):
             if not last:
                 gn = self.linear_backward(block, target, n, gradient, on_gradient, gn)
             elif (gradients := self.lora_backward(block, target, n, gradient)[0]) is not None:
@@ -173,24 +245,27 @@ class Stages:
 
     def norm_backward(self, block: Block, x: Tensor, gn: Tensor, g: Tensor) -> Tensor:
         """Compute g + the gradient of x from that of its norm; in g's memory."""
-        return self.kernels.rms_norm_backward(x, block.norms[0], self.dims.norm_eps, gn, g)
+        return self.normed_backward(block, "before_attention", x, gn, g)
 
     # The MLP.
 
     def mlp_norm(self, block: Block, m: Tensor) -> Tensor:
-        return self.kernels.rms_norm(m, block.norms[1], self.dims.norm_eps)
+        return self.normed(block, "before_mlp", m)
 
     def gate_up(self, block: Block, n: Tensor, keep: bool = False) -> tuple[Tensor, Tensor]:
         """Return [N, F] each."""
+        if self.traits.fused:
+            gate, up = self.linear(block, "gate_up_proj", n, keep=keep).chunk(2, -1)
+            return gate, up
         return self.linear(block, "gate_proj", n, keep=keep), self.linear(block, "up_proj", n, keep=keep)
 
     def act(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Compute silu(gate) up, in new memory."""
-        return self.kernels.swiglu(gate, up)
+        """Compute silu(gate) up, or with the activation that the block has, in new memory."""
+        return self.kernels.glu(self.traits.activation, gate, up)
 
     def down(self, block: Block, m: Tensor, act: Tensor) -> Tensor:
         """Compute m + act Wd^T, in m's memory."""
-        return self.linear(block, "down_proj", act, m)
+        return self.join(block, "down_proj", "after_mlp", m, act)
 
     def down_backward(self, block: Block, gate: Tensor, up: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
         """Return gradient of the activation.
@@ -199,6 +274,7 @@ class Stages:
         [N, F] there are never more than gate, up and one more.
         """
         gradients, gh = None, None
+        g = self.branch_gradient(block, "down_proj", "after_mlp", lambda: self.act(gate, up), g)
         if block.linears["down_proj"].a is not None:
             gradients, gh = self.lora_backward(block, "down_proj", self.act(gate, up), g)
         gact = self.input_backward(block, "down_proj", g, gh)
@@ -208,16 +284,18 @@ class Stages:
 
     def act_backward(self, gate: Tensor, up: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Return gradients of gate and up, in the memory of up and g; gate is used up."""
-        return self.kernels.swiglu_backward(gate, up, g)
+        return self.kernels.glu_backward(self.traits.activation, gate, up, g)
 
     def gate_up_backward(self, block: Block, n: Tensor, ggate: Tensor, gup: Tensor, on_gradient: OnGradient) -> Tensor:
         """Return gradient of the MLP's norm."""
+        if self.traits.fused:
+            return self.linear_backward(block, "gate_up_proj", n, torch.cat((ggate, gup), -1), on_gradient)
         gn = self.linear_backward(block, "gate_proj", n, ggate, on_gradient)
         return self.linear_backward(block, "up_proj", n, gup, on_gradient, gn)
 
     def mlp_norm_backward(self, block: Block, m: Tensor, gn: Tensor, g: Tensor) -> Tensor:
         """Compute g + the gradient of m from that of its norm; in g's memory."""
-        return self.kernels.rms_norm_backward(m, block.norms[1], self.dims.norm_eps, gn, g)
+        return self.normed_backward(block, "before_mlp", m, gn, g)
 
     def _heads(self, x: Tensor, rows: int) -> Tensor:
         return x.view(rows, x.shape[0] // rows, -1, self.dims.head_dim)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import ConfigError, ModelError
+from ondevice.methods.mesp.torch.attention import wide
 from ondevice.nn.packed import Nf4Matrix, PackedLinear
 
 if TYPE_CHECKING:
@@ -39,9 +41,9 @@ Request = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Frozen:
-    """One block's weights: the norms before attention and MLP, and matrix and bias of each linear layer."""
+    """One block's weights: the factors of its norms by place, and matrix and bias of each linear layer."""
 
-    norms: tuple[Tensor, Tensor]
+    norms: dict[str, Tensor]
     linears: dict[str, tuple[Matrix, Tensor | None]]
 
 
@@ -52,15 +54,15 @@ class Weights(Protocol):
     dtype: torch.dtype
     device: torch.device
     norm: Tensor
-    """Weight of the norm before the head, [D]."""
+    """Factor of the norm before the head, [D]."""
     vocab: int
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return int64 [B, T] -> [B * T, D], new memory."""
         ...
 
-    def positions(self, length_tokens: int) -> Position:
-        """Compute cos and sin, [1, T, 1, head_dim / 2] each."""
+    def positions(self, length_tokens: int) -> Positions:
+        """Return a function of a block's number to its cos and sin, [1, T, 1, head_dim / 2] each."""
         ...
 
     def block(self, i: int, then: int | None) -> AbstractContextManager[Frozen]:
@@ -107,7 +109,7 @@ class Resident:
             model: Any = loaded.model
             model.to(device)
         self.family, self.table = family, family.embedding.weight
-        self.dtype, self.norm = self.table.dtype, family.model.model.norm.weight
+        self.dtype, self.norm = self.table.dtype, factor(self.dims, family.model.model.norm.weight.detach())
 
     def _frozen_layer(self, family: Family, i: int, device: torch.device, bits: int | None) -> Frozen:
         layer: Any = family.layer(i)
@@ -125,14 +127,14 @@ class Resident:
             else:
                 matrix = Dense(linear.weight.detach())
             linears[target] = (matrix, bias)
-        norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
-        return Frozen((norms[0].detach().to(device), norms[1].detach().to(device)), linears)
+        weights = {place: layer.get_submodule(name).weight for place, name in self.dims.traits.norms}
+        return Frozen({place: factor(self.dims, w.detach().to(device)) for place, w in weights.items()}, linears)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
-        return self.table.detach()[ids_BT.reshape(-1)]
+        return scaled(self.dims, self.table.detach()[ids_BT.reshape(-1)])
 
-    def positions(self, length_tokens: int) -> Position:
-        return halves(self.family.positions(length_tokens, self.device, self.dtype))
+    def positions(self, length_tokens: int) -> Positions:
+        return by_layer(self.family, length_tokens, self.device, self.dtype)
 
     def block(self, i: int, then: int | None) -> AbstractContextManager[Frozen]:
         return nullcontext(self.blocks[i])
@@ -142,6 +144,34 @@ class Resident:
 
     def close(self) -> None:
         """Leave the model to its owner."""
+
+
+Positions = Callable[[int], "Position"]
+
+
+def by_layer(family: Family, length_tokens: int, device: torch.device, dtype: torch.dtype) -> Positions:
+    """Return a function of a block's number to its cos and sin."""
+    tables = family.positions(length_tokens, device, dtype)
+    made: dict[int, Position] = {}
+
+    def of(i: int) -> Position:
+        pair = family.layer_position(i, tables)
+        if id(pair[0]) not in made:
+            made[id(pair[0])] = halves(pair)
+        return made[id(pair[0])]
+
+    return of
+
+
+def factor(dims: ModelDims, weight: Tensor) -> Tensor:
+    """Return what a norm multiplies by: its weight, or 1 + w, in float32 at least."""
+    return 1.0 + wide(weight) if dims.traits.norm_offset else weight
+
+
+def scaled(dims: ModelDims, rows: Tensor) -> Tensor:
+    """Return rows of the embedding, in new memory, times the model's factor."""
+    scale = dims.traits.embedding_scale
+    return rows if scale == 1.0 else rows.mul_(rows.new_tensor(scale))
 
 
 def halves(position: tuple[Tensor, Tensor]) -> Position:
@@ -276,10 +306,11 @@ class Streamed:
             if name not in self.files.places:
                 raise ModelError(f"{files.folder}: the weights lack a tensor", expected=name, hint="copy it again")
         self.head = "model.embed_tokens.weight" if files.dims.tied else "lm_head.weight"
-        block = files.dims.block_parameters + 2 * (len(files.family.linear_targets) + 1) * ALIGNMENT
+        pieces = 2 * len(files.family.linear_targets) + len(files.dims.traits.norms)
+        block = files.dims.block_parameters + pieces * ALIGNMENT
         size = max(block, -(-files.dims.vocab // tiles) * files.dims.hidden)
         self.slots = [Slot(self.files, size, self.dtype, device) for _ in range(2)]
-        self.norm = self.slots[0].fetch("model.norm.weight").clone()
+        self.norm = factor(self.dims, self.slots[0].fetch("model.norm.weight").clone())
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self.coming: dict[Request, Future[Any]] = {}
@@ -292,10 +323,10 @@ class Streamed:
         rows = torch.empty(len(unique), self.dims.hidden, dtype=place.dtype)
         for at, token in enumerate(unique.tolist()):
             self.files.read("model.embed_tokens.weight", rows[at], token)
-        return rows[where.reshape(-1)].to(self.device, self.dtype)
+        return scaled(self.dims, rows[where.reshape(-1)].to(self.device, self.dtype))
 
-    def positions(self, length_tokens: int) -> Position:
-        return halves(self.family.positions(length_tokens, self.device, self.dtype))
+    def positions(self, length_tokens: int) -> Positions:
+        return by_layer(self.family, length_tokens, self.device, self.dtype)
 
     @contextmanager
     def block(self, i: int, then: int | None) -> Iterator[Frozen]:
@@ -344,7 +375,8 @@ class Streamed:
             name = f"{self.family.linear_parents[target]}.{target}"
             bias = fetch(f"{name}.bias") if self.dims.linear_bias(target) else None
             linears[target] = (Dense(fetch(f"{name}.weight")), bias)
-        return Frozen((fetch("input_layernorm.weight"), fetch("post_attention_layernorm.weight")), linears)
+        norms = {place: factor(self.dims, fetch(f"{name}.weight")) for place, name in self.dims.traits.norms}
+        return Frozen(norms, linears)
 
     def close(self) -> None:
         """End the thread and close the files."""

@@ -56,6 +56,10 @@ export async function ask(method, path, body = undefined, signal = undefined) {
 export const get = (path, signal) => ask("GET", path, undefined, signal);
 export const post = (path, body, signal) => ask("POST", path, body, signal);
 
+/** The models that a job can name; the answer has adapters too, for OpenAI's clients. */
+export const listModels = async (signal) =>
+  (await get("/v1/models", signal)).data.filter((model) => model.kind !== "adapter");
+
 /** A path with an id in it that may hold anything. */
 export const at = (base, id, rest = "") => `${base}/${encodeURIComponent(id)}${rest}`;
 
@@ -94,11 +98,15 @@ export async function upload(file, fields, progress = () => {}, signal = undefin
 /** Wait, unless the view is left. */
 export function pause(seconds, signal = undefined) {
   return new Promise((resolve, reject) => {
-    const timer = setTimeout(resolve, 1000 * seconds);
-    signal?.addEventListener("abort", () => {
+    const left = () => {
       clearTimeout(timer);
       reject(new DOMException("left", "AbortError"));
-    });
+    };
+    const timer = setTimeout(() => {
+      signal?.removeEventListener("abort", left); // a view that stays open for days waits very often
+      resolve();
+    }, 1000 * seconds);
+    signal?.addEventListener("abort", left, { once: true });
   });
 }
 

@@ -37,9 +37,18 @@ function place() {
   return {
     view,
     section: view === "job" ? "jobs" : view,
-    id: decodeURIComponent(id),
+    id: decoded(id),
     query: new URLSearchParams(query),
   };
+}
+
+/** The text behind its percent signs; a lone one, which a person may type, is itself. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
 }
 
 async function go() {

@@ -1,6 +1,6 @@
 /** The base model and the same model with an adapter, asked the same. */
 
-import { get, post } from "./api.js";
+import { get, listModels, post } from "./api.js";
 import { choice, h, labelled } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 
@@ -9,9 +9,10 @@ const PROGRAM = "program ";
 
 /** The view `#/chat`; `?adapter=ID` chooses one. */
 export async function chatView(main, { query, signal }) {
-  const [models, artifacts, adapters, jobs] = await Promise.all(
-    ["/v1/models", "/v1/artifacts", "/v1/adapters", "/v1/jobs"].map((path) => get(path, signal)),
-  );
+  const [models, artifacts, adapters, jobs] = await Promise.all([
+    listModels(signal),
+    ...["/v1/artifacts", "/v1/adapters", "/v1/jobs"].map((path) => get(path, signal)),
+  ]);
   const programs = artifacts.filter((one) => one.runtime.startsWith("torch "));
   const active = adapters.find((one) => one.active);
   const wanted = query.get("adapter") ?? "";

@@ -1,6 +1,6 @@
 /** What there is to train: data sets with a look into them, models, artifacts; and sending more. */
 
-import { ask, at, get } from "./api.js";
+import { ask, at, get, listModels } from "./api.js";
 import { columnsField } from "./columns.js";
 import { choice, h, labelled, sure, table, ticked } from "./dom.js";
 import { attempt, problemPlace, rowProblems } from "./errors.js";
@@ -24,7 +24,7 @@ export async function dataView(main, { signal }) {
     look.fill(found);
   };
   const loadPrograms = async () => {
-    const [known, programs] = [await get("/v1/models", signal), await get("/v1/artifacts", signal)];
+    const [known, programs] = [await listModels(signal), await get("/v1/artifacts", signal)];
     models.replaceChildren(
       table(
         "Models at hand",
@@ -56,7 +56,7 @@ export async function dataView(main, { signal }) {
         : h("p", {}, "There is no exported program in the store."),
     );
   };
-  look = previewPanel(await get("/v1/models", signal), tasks, signal);
+  look = previewPanel(await listModels(signal), tasks, signal);
   await Promise.all([loadSets(), loadPrograms()]);
   main.append(
     h("h1", {}, "Data and models"),

@@ -1,6 +1,6 @@
 /** A new job in four steps: model, data, method, plan. Nothing is created before the last button. */
 
-import { get, post } from "./api.js";
+import { get, listModels, post } from "./api.js";
 import { announce, h } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { planParts } from "./plan.js";
@@ -10,9 +10,10 @@ const TITLES = ["Model", "Data", "Method", "Plan and start"];
 
 /** The view `#/new`. */
 export async function wizardView(main, { signal }) {
-  const [settings, models, artifacts, adapters] = await Promise.all(
-    ["/v1/settings", "/v1/models", "/v1/artifacts", "/v1/adapters"].map((path) => get(path, signal)),
-  );
+  const [models, settings, artifacts, adapters] = await Promise.all([
+    listModels(signal),
+    ...["/v1/settings", "/v1/artifacts", "/v1/adapters"].map((path) => get(path, signal)),
+  ]);
   const known = { schema: settings.run_file, tasks: settings.tasks, models, artifacts, adapters };
   const place = problemPlace();
   const model = modelStep(known, signal);

@@ -1,0 +1,134 @@
+"""Text from a block program, a token at a time: the host keeps keys and values, and walks the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ondevice.exporters.executorch.blocks import BlocksSession
+    from ondevice.models import LoadedModel
+
+
+class Writer:
+    """A conversation with a program: what it has read is kept, and only new tokens are computed.
+
+    Args:
+        session: of a program that was exported with `export.context_tokens`; its adapter takes part, and may be
+            changed between two conversations.
+
+    Attributes:
+        context_tokens: most tokens of a conversation.
+        read: tokens that were read so far.
+
+    Raises:
+        ArtifactError: the program cannot write.
+    """
+
+    def __init__(self, session: BlocksSession) -> None:
+        import torch
+
+        if not can_write(session):
+            hint = "export it again with --set export.context_tokens=512"
+            raise ArtifactError("the program has no functions that write", hint=hint)
+        self.session, methods = session, session.spec.methods
+        self.chunk = methods["embed_prefill"].inputs[0].shape[1]
+        keys, values = (next(one for one in methods["block_decode"].inputs if one.role == role).shape for role in KEPT)
+        self.context_tokens, self.read = values[1], 0
+        layers = range(session.spec.layers)
+        # Zeros: what is masked is still multiplied, and garbage may be no number.
+        self.keys = [torch.zeros(keys) for _ in layers]
+        self.values = [torch.zeros(values) for _ in layers]
+
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """Read tokens behind those before; return the logits of the next one, float32 [vocab].
+
+        Raises:
+            ConfigError: no token, or the conversation is longer than the context.
+        """
+        if not ids or self.read + len(ids) > self.context_tokens:
+            raise ConfigError(
+                "the conversation is longer than the program's context" if ids else "the prompt is empty",
+                expected=f"1 to {self.context_tokens} tokens in all",
+                received=f"{self.read + len(ids)} tokens",
+                hint="export it again with a larger export.context_tokens",
+            )
+        hidden = None
+        while ids:
+            many = self.chunk if len(ids) > 1 and self.read + self.chunk <= self.context_tokens else 1
+            part, ids = ids[:many], ids[many:]
+            hidden = self._pass(part, many)[len(part) - 1 : len(part)].contiguous()
+            self.read += len(part)
+        return self.session.head(hidden)
+
+    def _pass(self, ids: Sequence[int], size: int) -> Tensor:
+        """Compute the hidden states of `size` tokens, [size, D]; behind `ids` they are of padding, and not kept."""
+        import torch
+
+        name, session = "decode" if size == 1 else "prefill", self.session
+        row = torch.tensor([[*ids, *[0] * (size - len(ids))]])
+        x = session._call_block(f"embed_{name}", {"ids": row})["hidden"]
+        start, low, high = torch.tensor([self.read]), self.read, self.read + len(ids)
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values)):
+            given = {"hidden": x, "position": start, "keys": keys, "values": values}
+            outputs = session._call_block(f"block_{name}", given, layer)
+            x = outputs["hidden"]
+            keys[:, :, low:high] = outputs["keys"][:, :, : len(ids)]
+            values[:, low:high] = outputs["values"][:, : len(ids)]
+        return x
+
+
+def check_writer(session: BlocksSession, loaded: LoadedModel) -> float:
+    """Compare logits behind a prompt, read in both ways, with eager PyTorch's under the session's adapter.
+
+    Args:
+        loaded: the model with the weights that the program has, rounded as they are.
+
+    Returns:
+        The largest difference, as a part of the largest logit.
+
+    Raises:
+        VerificationError: it is beyond `LOGIT_ERROR`.
+    """
+    import torch
+
+    from ondevice.nn.lora import LoRALinear
+
+    writer, adapter, family = Writer(session), session.adapter(), loaded.family
+    length = min(writer.context_tokens - 2, writer.chunk + 5)
+    ids = torch.randint(0, loaded.dims.vocab, (length + 2,), generator=torch.Generator().manual_seed(0)).tolist()
+    before = {name: family.module(name) for name in adapter.linears}
+    try:
+        for name, layer in before.items():
+            pair = adapter.pair(name)
+            family.replace(name, LoRALinear.from_base(layer, adapter.rank, adapter.alpha, *pair))
+        with torch.no_grad():
+            expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()
+    finally:
+        for name, layer in before.items():
+            family.replace(name, layer)
+    found = np.stack([writer.feed(ids[:length]), writer.feed(ids[length:-1]), writer.feed(ids[-1:])])
+    error = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
+    if not error <= LOGIT_ERROR:
+        raise VerificationError(
+            "the program does not write what eager PyTorch does; nothing was written",
+            expected=f"logits within {LOGIT_ERROR:g} of the largest",
+            received=f"{error:.3g}",
+        )
+    return error
+
+
+LOGIT_ERROR = 1e-4
+KEPT = ("keys", "values")
+
+
+def can_write(session: object) -> bool:
+    """Return True if a session's program has the functions that write with a cache."""
+    spec = getattr(session, "spec", None)
+    return spec is not None and "block_decode" in spec.methods

@@ -1,0 +1,78 @@
+"""Functions of one block that answer: the keys and values of what was read are inputs, and only new tokens pass.
+
+`prefill` reads `PREFILL_TOKENS` tokens of a prompt at once, `decode` one. The host keeps the cache, as it keeps weights
+and adapter, and writes the new columns and rows where they belong; so a conversation can be any length up to the
+context, an adapter is changed by handing in another vector, and the weights file is the training program's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ondevice.artifact.manifest import port
+from ondevice.core.program import ProgramModule
+from ondevice.methods.mesp.blocks import BlockFunctions, Embed, _OneBlock
+
+if TYPE_CHECKING:
+    from ondevice.artifact.manifest import TensorPort
+
+PREFILL_TOKENS = 32
+
+
+class BlockCached(_OneBlock):
+    """New tokens [T, D] behind `start` tokens that were read -> [T, D], and their keys and values.
+
+    Keys are kept [kv_heads, head_dim, context] and values [kv_heads, context, head_dim], rotated already: as the two
+    products of attention read them.
+    """
+
+    def __init__(self, functions: BlockFunctions, tokens: int, context: int) -> None:
+        super().__init__(functions, 1, context)
+        self.mask = None  # of the training functions, which see a whole row
+        self.tokens = tokens
+        self.register_buffer("places", torch.arange(context))
+        self.register_buffer("news", torch.arange(tokens))
+        self.register_buffer("causal", torch.full((tokens, tokens), float("-inf")).triu(1))
+
+    def forward(
+        self, x: Tensor, start: Tensor, keys: Tensor, values: Tensor, adapter: Tensor, *frozen: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dims, block, blocks = self.functions.dims, self.block(adapter, frozen), self.blocks
+        stages = blocks.stages
+        q, k, v = stages.project(block, stages.norm(block, x), 1)
+        at = start + self.news
+        position = torch.index_select(self.cos, 1, at), torch.index_select(self.sin, 1, at)
+        q, k = stages.rope(q, k, position)
+        group = dims.heads // dims.kv_heads
+        q = q.view(self.tokens, dims.kv_heads, group, dims.head_dim).permute(1, 2, 0, 3)
+        q = q.reshape(dims.kv_heads, group * self.tokens, dims.head_dim) * dims.head_dim**-0.5
+        new_keys, new_values = k[0].permute(1, 2, 0).contiguous(), v[0].permute(1, 0, 2).contiguous()
+        unread = torch.where(self.places < start, 0.0, float("-inf"))
+        causal = self.causal[None].expand(group, -1, -1).reshape(group * self.tokens, self.tokens)
+        scores = torch.cat((torch.bmm(q, keys) + unread, torch.bmm(q, new_keys) + causal), -1)
+        p = torch.softmax(scores, -1)
+        context = self.places.shape[0]
+        o = torch.bmm(p[..., :context].contiguous(), values) + torch.bmm(p[..., context:].contiguous(), new_values)
+        o = o.view(dims.kv_heads, group, self.tokens, dims.head_dim).permute(2, 0, 1, 3)
+        m = stages.out(block, x, o.reshape(self.tokens, dims.heads * dims.head_dim))
+        return blocks._mlp(block, m), new_keys, new_values
+
+
+def cached_modules(functions: BlockFunctions, adapter: TensorPort, context: int) -> list[ProgramModule]:
+    """Return `embed_prefill`, `block_prefill`, `embed_decode` and `block_decode` for a context of so many tokens."""
+    dims, modules = functions.dims, []
+    heads, width = dims.kv_heads, dims.head_dim
+    kept = port("keys", "keys", (heads, width, context)), port("values", "values", (heads, context, width))
+    start = port("start", "position", (1,), "int64", "tokens")
+    for name, tokens in (("prefill", min(PREFILL_TOKENS, context)), ("decode", 1)):
+        ids = port("ids", "ids", (1, tokens), "int64", "token id")
+        hidden = port("hidden", "hidden", (tokens, dims.hidden))
+        new = port("keys", "keys", (heads, width, tokens)), port("values", "values", (heads, tokens, width))
+        modules.append(ProgramModule(f"embed_{name}", Embed(functions), (ids, *functions.table), (hidden,)))
+        block = BlockCached(functions, tokens, context)
+        inputs = (hidden, start, *kept, adapter, *functions.frozen)
+        modules.append(ProgramModule(f"block_{name}", block, inputs, (hidden, *new)))
+    return modules

@@ -1,0 +1,42 @@
+"""The method of a run that names none: the first by preference that takes the model, and its program."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ondevice.core.errors import OndeviceError
+from ondevice.core.registry import DEFAULT_METHOD, method, methods, target
+from ondevice.models.load import read_dims
+
+if TYPE_CHECKING:
+    from ondevice.core.method import MethodSpec
+    from ondevice.models.base import ModelDims
+
+
+def choose_method(source: str, revision: str | None = None, target_name: str | None = None) -> tuple[str, str]:
+    """Return a method's name, and the sentence that says it was chosen.
+
+    Args:
+        source: of the model; of one that cannot be read nothing is known, and its own error comes later.
+        target_name: of an export, whose program the method must have.
+    """
+    preferred = sorted((spec for spec in methods() if spec.preference), key=lambda spec: spec.preference)
+    if target_name is not None:
+        kind = target(target_name).kind
+        preferred = [spec for spec in preferred if kind in spec.programs]
+    try:
+        dims = read_dims(source, revision)
+        able = [spec for spec in preferred if takes(spec, dims)]
+    except OndeviceError:
+        able = preferred
+    chosen = able[0] if able else method(DEFAULT_METHOD)
+    others = ", ".join(spec.name for spec in able if spec is not chosen)
+    more = f"; others: {others}, or any of `--method`" if others else ""
+    return chosen.name, f"method {chosen.name}: {chosen.summary}{more}"
+
+
+def takes(spec: MethodSpec, dims: ModelDims) -> bool:
+    """True if the blocks of a model have what the method's default settings ask for."""
+    if getattr(dims, "whole", False):  # blocks of which nothing is known
+        return bool(getattr(spec, "any_decoder", False))
+    return all(name in dims.linear_shapes for name in getattr(spec.config(), "target_modules", ()))

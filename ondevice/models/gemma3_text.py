@@ -1,0 +1,83 @@
+"""`gemma3_text`: Gemma 3 without images (270M, 1B): norms before and after each branch with weights of 1 + w, windows
+in five layers of six, with a rotary base of their own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ondevice.models.base import ModelDims, UnknownTrait, decoder_dims, read_size
+from ondevice.models.traited import TraitFamily, sliding_windows
+from ondevice.models.traits import BlockTraits
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+NORMS = {
+    "before_attention": "input_layernorm",
+    "after_attention": "post_attention_layernorm",
+    "before_mlp": "pre_feedforward_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+    "q": "self_attn.q_norm",
+    "k": "self_attn.k_norm",
+}
+PATTERN, WINDOW = 6, 4096
+"""Transformers' own defaults: every sixth layer sees all."""
+
+
+class Gemma3Text(TraitFamily):
+    """The embedding's rows are multiplied by sqrt(hidden); the head is the embedding."""
+
+    model_type = "gemma3_text"
+
+    @classmethod
+    def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
+        for field in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+            if config.get(field):
+                raise UnknownTrait(f"{where}: field '{field}'", expected="null", received=config[field])
+        layers, hidden = read_size(config, "num_hidden_layers", where), read_size(config, "hidden_size", where)
+        if config.get("layer_types") is None:
+            every = config.get("sliding_window_pattern") or PATTERN
+            types = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
+            config = {**config, "layer_types": types}
+        config = {"sliding_window": WINDOW, "head_dim": 256, "num_key_value_heads": 4, **config}
+        traits = BlockTraits(
+            norms=tuple(NORMS.items()),
+            norm_offset=True,
+            activation="gelu_tanh",
+            windows=sliding_windows(config, layers, where),
+            score_scale=float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+            embedding_scale=hidden**0.5,
+        )
+        bias, tied = bool(config.get("attention_bias")), bool(config.get("tie_word_embeddings", True))
+        config = {**config, "tie_word_embeddings": tied}
+        return decoder_dims("gemma3_text", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits)
+
+    @classmethod
+    def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
+        """Return what `Family.tiny_config` does: layers with a window of 12 tokens and such without take turns."""
+        types = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["num_hidden_layers"])]
+        own = {"head_dim": 24, "sliding_window": 12, "layer_types": types, "query_pre_attn_scalar": 20}
+        rope = sizes.pop("rope_parameters", None)
+        if rope is not None:  # one set for each kind of layer
+            base = {"rope_type": "default", "rope_theta": 10000.0}
+            own["rope_parameters"] = {"full_attention": rope, "sliding_attention": base}
+        return {**own, **sizes}
+
+    def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> Any:
+        """Compute cos and sin of layers that see all, then of those with a window, each [1, length, head_dim]."""
+        import torch
+
+        like, at = torch.empty(0, device=device, dtype=dtype), torch.arange(length, device=device)[None]
+        rotary = self.model.model.rotary_emb
+        kinds = [kind if kind in rotary.layer_types else rotary.layer_types[0] for kind in KINDS]
+        return tuple(table for kind in kinds for table in rotary(like, at, kind))
+
+    def layer_position(self, i: int, position: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        first = 2 if self.dims.traits.window(i) else 0
+        return position[first], position[first + 1]
+
+
+KINDS = ("full_attention", "sliding_attention")
+FAMILY = Gemma3Text

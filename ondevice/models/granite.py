@@ -1,0 +1,39 @@
+"""`granite`: Granite 3 and later dense ones: Llama's block with factors of embedding, branches, scores and logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.models.base import ModelDims, decoder_dims
+from ondevice.models.traited import TraitFamily
+from ondevice.models.traits import BlockTraits
+
+
+class Granite(TraitFamily):
+    """`attention_bias` puts a bias on q, k, v and o together, `mlp_bias` on the MLP."""
+
+    model_type = "granite"
+
+    @classmethod
+    def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
+        def factor(field: str) -> float:
+            value = config.get(field)
+            return 1.0 if value is None else float(value)
+
+        traits = BlockTraits(
+            score_scale=factor("attention_multiplier"),
+            embedding_scale=factor("embedding_multiplier"),
+            residual_scale=factor("residual_multiplier"),
+            logit_scale=1.0 / factor("logits_scaling"),
+        )
+        bias, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+        return decoder_dims("granite", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=mlp, traits=traits)
+
+    @classmethod
+    def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
+        """Return what `Family.tiny_config` does, with factors that are not 1."""
+        own = {"embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.3}
+        return {**own, "logits_scaling": 2.0, **sizes}
+
+
+FAMILY = Granite

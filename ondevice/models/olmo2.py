@@ -1,0 +1,31 @@
+"""`olmo2`: OLMo 2: norms after each branch and none before, and norms of q and k over all heads together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.models.base import ModelDims, decoder_dims
+from ondevice.models.traited import TraitFamily
+from ondevice.models.traits import BlockTraits
+
+NORMS = {
+    "after_attention": "post_attention_layernorm",
+    "after_mlp": "post_feedforward_layernorm",
+    "q": "self_attn.q_norm",
+    "k": "self_attn.k_norm",
+}
+
+
+class Olmo2(TraitFamily):
+    """`attention_bias` puts a bias on q, k, v and o together."""
+
+    model_type = "olmo2"
+
+    @classmethod
+    def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
+        bias = bool(config.get("attention_bias"))
+        traits = BlockTraits(norms=tuple(NORMS.items()), qk_norm_all=True)
+        return decoder_dims("olmo2", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits)
+
+
+FAMILY = Olmo2

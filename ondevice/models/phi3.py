@@ -1,0 +1,46 @@
+"""`phi3`: Phi-3 and Phi-4-mini: q, k and v in one linear layer, gate and up in another; a part of each head rotated, by
+tables that depend on the length (longrope).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.models.base import ROPE_TYPES, ModelDims, decoder_dims, read_size
+from ondevice.models.traited import TraitFamily
+from ondevice.models.traits import BlockTraits
+
+
+class Phi3(TraitFamily):
+    """No biases. An adapter stands beside the linear layers as they are, fused."""
+
+    model_type = "phi3"
+    linear_targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    linear_parents = {"qkv_proj": "self_attn", "o_proj": "self_attn", "gate_up_proj": "mlp", "down_proj": "mlp"}
+
+    @classmethod
+    def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
+        hidden, heads = read_size(config, "hidden_size", where), read_size(config, "num_attention_heads", where)
+        head_dim = read_size(config, "head_dim", where, max(1, hidden // heads))
+        rope = config.get("rope_parameters") or {}
+        part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+        width = int(head_dim * (1.0 if part is None else part))
+        window = config.get("sliding_window")
+        layers = read_size(config, "num_hidden_layers", where)
+        traits = BlockTraits(
+            fused=True,
+            rotary_width=0 if width == head_dim else width,
+            windows=() if window is None else (read_size(config, "sliding_window", where),) * layers,
+        )
+        return decoder_dims("phi3", config, where, qkv_bias=False, o_bias=False, mlp_bias=False, traits=traits,
+                            rope_types=(*ROPE_TYPES, "longrope"))  # fmt: skip
+
+    @classmethod
+    def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
+        """Return what `Family.tiny_config` does, with three quarters of each head rotated."""
+        if (rope := sizes.pop("rope_parameters", None)) is not None:
+            sizes["rope_parameters"] = {"partial_rotary_factor": 0.75, **rope}
+        return {"partial_rotary_factor": 0.75, **sizes}
+
+
+FAMILY = Phi3

@@ -1,0 +1,35 @@
+"""`smollm3`: SmolLM3 3B: Llama's block, without a rotary embedding in every fourth layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ondevice.models.base import ModelDims, decoder_dims, read_size
+from ondevice.models.traited import TraitFamily, sliding_windows
+from ondevice.models.traits import BlockTraits
+
+
+class SmolLm3(TraitFamily):
+    """`no_rope_layers` has a 1 for each layer that rotates q and k, and a 0 for one that does not."""
+
+    model_type = "smollm3"
+
+    @classmethod
+    def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
+        layers = read_size(config, "num_hidden_layers", where)
+        rotary, every = config.get("no_rope_layers"), config.get("no_rope_layer_interval") or 4
+        if rotary is None:
+            rotary = [(i + 1) % every != 0 for i in range(layers)]
+        windows = sliding_windows(config, layers, where) if config.get("use_sliding_window") else ()
+        traits = BlockTraits(rotary=tuple(bool(use) for use in rotary), windows=windows)
+        bias, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+        config = {"num_key_value_heads": 4, **config, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
+        return decoder_dims("smollm3", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=mlp, traits=traits)
+
+    @classmethod
+    def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
+        """Return what `Family.tiny_config` does, without a rotary embedding in every second layer."""
+        return {"no_rope_layer_interval": 2, **sizes}
+
+
+FAMILY = SmolLm3

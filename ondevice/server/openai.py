@@ -1,0 +1,228 @@
+"""Questions and answers in the form that OpenAI's clients speak: bodies of requests, and the pieces of answers.
+
+A field that would change the answer and cannot be honoured is refused with its name; the others are ignored, because
+clients send many.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ondevice.core.errors import ConfigError
+from ondevice.server.schemas import ErrorAnswer
+
+TOP = 20
+"""Most of the likeliest tokens that are reported with each."""
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "functions": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "suffix": (None, ""),
+    "echo": (None, False),
+}
+"""Fields that cannot be honoured, with the values that ask for nothing."""
+
+
+class StreamOptions(BaseModel):
+    """What a streamed answer has besides its text."""
+
+    include_usage: bool = False
+
+
+class Question(BaseModel):
+    """What both kinds of request have."""
+
+    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+
+    model: str = Field(min_length=1, max_length=200)
+    """A model or an adapter of GET /v1/models. An adapter answers over the model that it was trained on."""
+    max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """0 takes the likeliest token each time; None is 1."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = Field(default=None, max_length=1000)
+    """Texts that end the answer, at most four."""
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for a field that cannot be honoured."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _REFUSED and value not in _REFUSED[name]:
+                raise ConfigError(f"'{name}' cannot be honoured here", expected=_REFUSED[name][-1], received=value)
+        if len(self.stops) > 4 or not all(self.stops):
+            raise ConfigError("'stop'", expected="at most four texts, none empty", received=self.stop)
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end the answer."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def options(self) -> dict[str, Any]:
+        """Return what `server.complete.complete` takes, but for the prompt and the model."""
+        return {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "seed": self.seed if self.seed is None else self.seed % 2**63,
+            "stop": self.stops,
+        }
+
+
+class Part(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str = Field(max_length=100_000)
+
+
+class ChatMessage(BaseModel):
+    """A turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part] = Field(max_length=100_000)
+
+    def plain(self) -> dict[str, str]:
+        """Return it as a chat template takes it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatQuestion(Question):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=1000)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
+    """The newer name of `max_tokens`; None for both: as many as the model takes."""
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=TOP)
+
+    def asked(self) -> dict[str, Any]:
+        """Return the prompt and everything else that `server.complete.complete` takes, but for the model."""
+        self.check()
+        top = (self.top_logprobs or 0) if self.logprobs else None
+        most = self.max_completion_tokens or self.max_tokens
+        messages = [message.plain() for message in self.messages]
+        return {"prompt": messages, "max_new_tokens": most, "top": top, **self.options()}
+
+
+class TextQuestion(Question):
+    """The body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]] = Field(max_length=100_000)
+    """A text or its token ids; a list of several is refused."""
+    max_tokens: int | None = Field(default=16, ge=1, le=1 << 20)
+    logprobs: int | None = Field(default=None, ge=0, le=TOP)
+
+    def asked(self) -> dict[str, Any]:
+        """Return the prompt and everything else that `server.complete.complete` takes, but for the model."""
+        self.check()
+        prompt: Any = self.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) != 1:
+                raise ConfigError("'prompt'", expected="one prompt a request", received=f"{len(prompt)} prompts")
+            prompt = prompt[0]
+        return {"prompt": prompt, "max_new_tokens": self.max_tokens or 16, "top": self.logprobs, **self.options()}
+
+
+class Answer:
+    """The pieces of one answer, whole or streamed.
+
+    Args:
+        chat: a conversation's, else a text's.
+        model: as it was asked for.
+        prompt_tokens: of the prompt.
+        probabilities: of the tokens are reported.
+    """
+
+    def __init__(self, chat: bool, model: str, prompt_tokens: int, probabilities: bool) -> None:
+        self.chat, self.prompt_tokens, self.probabilities = chat, prompt_tokens, probabilities
+        self.offset = 0
+        name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self.head = {"id": name, "created": int(time.time()), "model": model}
+
+    def whole(self, parts: list[dict[str, Any]], end: dict[str, Any]) -> dict[str, Any]:
+        """Build the answer of a request that does not stream."""
+        text, tokens = "".join(part["text"] for part in parts), [token for part in parts for token in part["tokens"]]
+        content = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        choice = {"index": 0, **content, "logprobs": self._logprobs(tokens), "finish_reason": end["finish"]}
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self.head, "object": kind, "choices": [choice], "usage": self._usage(end)}
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        """Yield what stands before a streamed answer: whose turn it is."""
+        if self.chat:
+            yield self._chunk({"delta": {"role": "assistant", "content": ""}, "logprobs": None}, None)
+
+    def part(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Build the piece of a part."""
+        content = {"delta": {"content": part["text"]}} if self.chat else {"text": part["text"]}
+        return self._chunk({**content, "logprobs": self._logprobs(part["tokens"])}, None)
+
+    def last(self, end: dict[str, Any], usage: bool) -> Iterator[dict[str, Any]]:
+        """Yield why the answer ended, and its counts where they are wanted."""
+        content = {"delta": {}} if self.chat else {"text": ""}
+        yield self._chunk({**content, "logprobs": None}, end["finish"])
+        if usage:
+            yield {**self._chunk({}, None), "choices": [], "usage": self._usage(end)}
+
+    def _chunk(self, content: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return {**self.head, "object": kind, "choices": [{"index": 0, **content, "finish_reason": finish}]}
+
+    def _usage(self, end: dict[str, Any]) -> dict[str, int]:
+        answered = end["completion_tokens"]
+        total = self.prompt_tokens + answered
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": answered, "total_tokens": total}
+
+    def _logprobs(self, tokens: list[dict[str, Any]]) -> dict[str, Any] | None:
+        if not self.probabilities:
+            return None
+        if self.chat:
+            return {"content": tokens, "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(self.offset)
+            self.offset += len(token["token"])
+        return {
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": [{top["token"]: top["logprob"] for top in token["top_logprobs"]} for token in tokens],
+            "text_offset": offsets,
+        }
+
+
+class Refusal(ErrorAnswer):
+    """An `ErrorAnswer` as OpenAI's clients read one."""
+
+    type: Literal["invalid_request_error", "server_error"]
+    code: str
+    param: None = None
+
+
+class RefusalAnswer(BaseModel):
+    """The body of a refused request."""
+
+    error: Refusal
+
+
+def error_body(status: int, values: dict[str, Any]) -> dict[str, Any]:
+    """Put the fields of an `ErrorAnswer` where OpenAI's clients look for an error."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    code = "model_not_found" if status == 404 else values["error"]
+    told = [values["message"]]
+    told += [f"{word}: {values[word]}" for word in ("expected", "received") if values.get(word) is not None]
+    told += [f"try: {values['hint']}"] if values.get("hint") else []
+    own = {"message": "; ".join(map(str, told)), "type": kind, "code": code, "param": None}
+    return {"error": {**values, **own}}

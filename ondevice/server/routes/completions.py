@@ -1,0 +1,123 @@
+"""The daemon as a model server: POST /v1/chat/completions and POST /v1/completions, for OpenAI's clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Generator
+from typing import Any
+
+from anyio import CancelScope
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+
+from ondevice.core.errors import OndeviceError
+from ondevice.server.daemon import Daemon
+from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
+from ondevice.server.openai import Answer, ChatQuestion, RefusalAnswer, TextQuestion, error_body
+from ondevice.server.routes import Serving, json_answer
+from ondevice.server.routes.adapters import running_job
+from ondevice.server.schemas import ErrorAnswer
+from ondevice.server.store import MissingError
+
+router = APIRouter(prefix="/v1", tags=["completions"])
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"application/json": {}, "text/event-stream": {}},
+        "description": "As OpenAI's API documents it; events where `stream` is set.",
+    },
+    "4XX": {
+        "model": RefusalAnswer | ErrorAnswer,
+        "description": "Refused, in the form of OpenAI's errors; before the body is read, in the others' form.",
+    },
+}
+
+
+@router.post("/chat/completions", response_class=Response, responses=_ANSWERS)
+def chat(daemon: Serving, body: ChatQuestion, request: Request) -> Response:
+    """Answer a conversation by the model's chat template. 409 where the model does not fit beside a job."""
+    return _answer(daemon, body, request, chat=True, probabilities=bool(body.logprobs))
+
+
+@router.post("/completions", response_class=Response, responses=_ANSWERS)
+def complete(daemon: Serving, body: TextQuestion, request: Request) -> Response:
+    """Continue a text. 409 where the model does not fit beside a job."""
+    return _answer(daemon, body, request, chat=False, probabilities=body.logprobs is not None)
+
+
+def locate(daemon: Daemon, name: str) -> dict[str, str | None]:
+    """Return `model` or `artifact`, and `adapter`, of a name: a base model's, or an adapter's over its own.
+
+    Raises:
+        MissingError: there is neither.
+    """
+    row = daemon.store.row("SELECT job, base_model FROM adapters WHERE id = ?", name)
+    if row is None:
+        return {"model": locate_model(daemon.store, name), "artifact": None, "adapter": None}
+    adapter = str(adapter_folder(daemon.store, name))
+    try:
+        spec = daemon.queue.get(row["job"]).spec if row["job"] else {}
+    except MissingError:  # the job was deleted; its adapter stays
+        spec = {}
+    if spec.get("artifact"):
+        return {"model": None, "artifact": str(artifact_folder(daemon.store, spec["artifact"])), "adapter": adapter}
+    base = spec.get("model") or row["base_model"]
+    return {"model": locate_model(daemon.store, base), "artifact": None, "adapter": adapter}
+
+
+def _answer(
+    daemon: Daemon, body: ChatQuestion | TextQuestion, request: Request, *, chat: bool, probabilities: bool
+) -> Response:
+    asked = body.asked() | locate(daemon, body.model)
+    parts = daemon.model.stream("complete", **asked, job=running_job(daemon))
+    # The first part says that the model is there and the prompt fits: what is refused has a status of its own.
+    begun = next(parts)
+    answer = Answer(chat, body.model, begun["prompt_tokens"], probabilities)
+    if body.stream:
+        usage = body.stream_options is not None and body.stream_options.include_usage
+        return StreamingResponse(_while_read(request, _events(answer, parts, usage)), media_type="text/event-stream")
+    collected = []
+    while True:
+        try:
+            collected.append(next(parts))
+        except StopIteration as end:
+            return json_answer(200, answer.whole(collected, end.value))
+
+
+async def _while_read(request: Request, events: Generator[bytes, None, None]) -> AsyncIterator[bytes]:
+    """Yield events as long as somebody reads; a lost connection ends the answer at its next token."""
+    try:
+        async for event in iterate_in_threadpool(events):
+            if await request.is_disconnected():
+                return
+            yield event
+    finally:
+        with CancelScope(shield=True):
+            await run_in_threadpool(events.close)
+
+
+def _events(answer: Answer, parts: Generator[Any, None, Any], usage: bool) -> Generator[bytes, None, None]:
+    """Yield server-sent events; closing this ends the answer."""
+    try:
+        for chunk in answer.first():
+            yield _event(chunk)
+        while True:
+            try:
+                part = next(parts)
+            except StopIteration as end:
+                for chunk in answer.last(end.value, usage):
+                    yield _event(chunk)
+                yield b"data: [DONE]\n\n"
+                return
+            except OndeviceError as error:
+                from ondevice.server.app import error_answer
+
+                yield _event(error_body(500, error_answer(error)))
+                return
+            yield _event(answer.part(part))
+    finally:
+        parts.close()
+
+
+def _event(values: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(values, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"

@@ -1,0 +1,62 @@
+"""What a run takes that names no method and no precision."""
+
+from __future__ import annotations
+
+import pytest
+
+from ondevice.api.runfile import RunConfig
+from ondevice.core.registry import methods, spec_of
+from ondevice.models.choice import choose_method
+from ondevice.planning import precision
+from ondevice.planning.devices import place
+from ondevice.planning.precision import bfloat16_ratio, with_precision
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "exact", "trains"),
+    [
+        ("tiny:llama", None, True, "adapter"),
+        ("tiny:qwen2", "android-npu", True, "adapter"),
+        ("tiny:gpt2", None, False, "all"),
+        ("no/such-model-anywhere", None, True, "adapter"),
+    ],
+)
+def test_the_method_is_the_first_that_takes_the_model(source, target, exact, trains) -> None:
+    name, sentence = choose_method(source, None, target)
+    spec = next(spec for spec in methods() if spec.name == name)
+    assert (spec.preference == 1, spec.trains) == (exact, trains)
+    assert sentence.startswith(f"method {name}: {spec.summary}")
+
+
+def test_a_run_says_the_method_only_where_it_was_chosen() -> None:
+    chosen = RunConfig.load(None, {"model.source": "tiny:llama", "method.rank": 3})
+    assert chosen.chosen and chosen.method.rank == 3 and spec_of(chosen.method).preference == 1
+    assert chosen.model_copy(update={"train": chosen.train}).chosen == chosen.chosen
+    assert not RunConfig.load(None, {"model.source": "tiny:llama", "method": "lora"}).chosen
+    assert RunConfig.load(None, {"model.source": "tiny:gpt2"}).method != chosen.method
+
+
+def test_a_cpu_that_is_slow_in_bfloat16_computes_in_float32(monkeypatch) -> None:
+    monkeypatch.setattr(precision, "bfloat16_ratio", lambda: 25.0)
+    for name in (spec.name for spec in methods() if spec.precision):
+        settings = {"model.source": "tiny:llama", "model.device": "cpu", "method.name": name}
+        config = RunConfig.load(None, settings)
+        taken, said = with_precision(config, place(config))
+        assert taken.method.compute == "float32" and said[0] == "precision: float32 on the CPU"
+        assert "25 times as long" in said[1] and "method.compute=bfloat16" in said[1]
+        asked = RunConfig.load(None, settings | {"method.compute": "bfloat16"})
+        assert with_precision(asked, place(asked))[0].method.compute == "bfloat16"
+        monkeypatch.setattr(precision, "bfloat16_ratio", lambda: 0.5)
+        assert with_precision(config, place(config))[0].method.compute == "bfloat16"
+        monkeypatch.setattr(precision, "bfloat16_ratio", lambda: 25.0)
+
+
+def test_the_calibration_is_a_measurement() -> None:
+    assert 0.001 < bfloat16_ratio() < 1000
+
+
+def test_mlx_without_metal_says_what_it_is_for() -> None:
+    pytest.importorskip("mlx.core")
+    config = RunConfig.load(None, {"model.source": "tiny:llama", "method.name": "mesp", "train.backend": "mlx"})
+    said = with_precision(config, place(config))[1]
+    assert precision.metal() or "MLX is meant for a Mac" in said[-1]

@@ -1,0 +1,151 @@
+"""A block program that answers with a key-value cache: eager tokens, an adapter as an input, a conversation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ondevice.api.chat import end_tokens, open_chat
+from ondevice.api.open import open_artifact
+from ondevice.artifact.adapter import Adapter, save_adapter
+from ondevice.artifact.manifest import read_manifest
+from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
+from ondevice.models import load_model
+from ondevice.models.generate import generate
+from ondevice.training.fuse import adapted
+from tests.cli.command import CommandLine
+from tests.programs import program
+
+pytest.importorskip("executorch.exir")
+from ondevice.exporters.executorch import writer as module
+from ondevice.exporters.executorch.writer import Writer, check_writer
+
+PROMPT = list(b"A prompt of more tokens than are read at once: forty-one, or a few more.")
+
+
+def random_adapter(session: Any) -> Adapter:
+    """The session's adapter with random B."""
+    adapter, rng = session.adapter(), np.random.default_rng(0)
+    tensors = {
+        name: (rng.normal(size=value.shape) / 4).astype(np.float32) if ".lora_B." in name else value
+        for name, value in adapter.tensors.items()
+    }
+    return Adapter(tensors, adapter.rank, adapter.alpha, adapter.target_modules, adapter.base_model)
+
+
+@pytest.fixture
+def opened() -> Any:
+    session = open_artifact(program("blocks"))
+    session.load_adapter(random_adapter(session))
+    yield session
+    session.close()
+
+
+def source_of(name: str) -> str:
+    return read_manifest(program(name)).model.source
+
+
+def test_two_hundred_greedy_tokens_are_eager_pytorchs(opened) -> None:
+    loaded, writer, written = load_model(source_of("blocks")), Writer(opened), []
+    logits = writer.feed(PROMPT)
+    for _ in range(200):
+        written.append(int(logits.argmax()))
+        logits = writer.feed(written[-1:])
+    with adapted(loaded, opened.adapter()), torch.no_grad():
+        expected = loaded.model(torch.tensor([PROMPT + written])).logits[0, len(PROMPT) - 1 :]
+    assert expected[:-1].argmax(-1).tolist() == written and len(set(written)) > 3
+    np.testing.assert_allclose(logits, expected[-1].numpy(), rtol=0, atol=1e-4)
+    assert writer.read == len(PROMPT) + 200
+
+
+def test_the_adapter_is_an_input(opened) -> None:
+    """Hot swap: another vector, and the same program writes what another model would."""
+    plain, own = load_model(source_of("blocks")), Writer(opened).feed(PROMPT)
+    opened.restart()  # B is zero: the base model
+    with torch.no_grad():
+        base = plain.model(torch.tensor([PROMPT])).logits[0, -1].numpy()
+    np.testing.assert_allclose(Writer(opened).feed(PROMPT), base, rtol=0, atol=1e-4)
+    assert np.abs(own - base).max() > 0.1
+
+
+def test_any_cut_of_a_prompt_gives_the_same(opened) -> None:
+    whole = Writer(opened).feed(PROMPT)
+    for cut in (1, 2, 32, 33, 40):
+        writer = Writer(opened)
+        writer.feed(PROMPT[:cut])
+        np.testing.assert_allclose(writer.feed(PROMPT[cut:]), whole, rtol=0, atol=1e-5)
+
+
+def test_the_context_is_kept_to() -> None:
+    session = open_artifact(program("blocks, q4"))
+    writer = Writer(session)
+    writer.feed(list(range(39)))
+    writer.feed([1])  # the last place
+    for ids in ([1], []):
+        with pytest.raises(ConfigError):
+            writer.feed(ids)
+    assert writer.read == writer.context_tokens == 40
+
+
+@pytest.mark.parametrize("name", ["blocks", "blocks, q4"])
+def test_every_export_was_checked(name: str) -> None:
+    assert 0 < read_manifest(program(name)).check["max_rel_logit_error"] < 1e-5
+
+
+def test_a_wrong_cache_is_found(opened, monkeypatch) -> None:
+    loaded = load_model(source_of("blocks"))
+    assert check_writer(opened, loaded) < 1e-5
+    whole = Writer._pass
+
+    def late(self: Writer, ids: Any, size: int) -> Any:
+        """Every position is one later than it is."""
+        self.read += 1
+        try:
+            return whole(self, ids, size)
+        finally:
+            self.read -= 1
+
+    monkeypatch.setattr(module.Writer, "_pass", late)
+    with pytest.raises(VerificationError, match="does not write what eager"):
+        check_writer(opened, loaded)
+
+
+def test_chat_with_an_artifact(opened, tmp_path: Path, capsys, monkeypatch) -> None:
+    adapter = random_adapter(opened)
+    save_adapter(adapter, tmp_path / "adapter")
+    loaded = load_model(source_of("blocks"))
+    ask = ("chat", program("blocks"), "--prompt", "Hello there", "--max-new-tokens", 24, "--json")
+    said = CommandLine(capsys)(*ask, "--adapter", tmp_path / "adapter").json["answer"]
+    messages = [{"role": "user", "content": "Hello there"}]
+    with adapted(loaded, adapter):
+        assert said == generate(loaded, messages, max_new_tokens=24)
+    assert CommandLine(capsys)(*ask).json["answer"] == generate(loaded, messages, max_new_tokens=24) != said
+    # A second turn reads only what is new.
+    chat, fed = open_chat(str(program("blocks"))), []
+    plain = Writer.feed
+    monkeypatch.setattr(Writer, "feed", lambda self, ids: fed.append(len(ids)) or plain(self, ids))
+    messages.append({"role": "assistant", "content": chat.answer(messages, max_new_tokens=4)})
+    first, fed[:] = fed[0], []
+    messages.append({"role": "user", "content": "And?"})
+    assert chat.answer(messages, max_new_tokens=4) == generate(loaded, messages, max_new_tokens=4)
+    assert fed[0] < first + 10
+
+
+def test_a_seed_draws_the_same_again(opened) -> None:
+    chat = open_chat(str(program("blocks")))
+    said = [chat.answer("a", max_new_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
+    assert said[0] == said[1] != said[2]
+
+
+def test_what_ends_an_answer_is_found_in_the_template() -> None:
+    assert end_tokens(load_model("tiny:llama").tokenizer) == {257, 259}
+
+
+def test_programs_that_cannot_write_say_so() -> None:
+    for name in ("functional", "blocks, sgd"):
+        with pytest.raises(ArtifactError, match="context_tokens"):
+            open_chat(str(program(name)))

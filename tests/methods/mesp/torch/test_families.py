@@ -1,0 +1,103 @@
+"""Families with traits of their own: gradients against autograd over transformers' forward, files, PEFT, the plan."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.core.errors import ModelError
+from ondevice.core.registry import method_config, open_session
+from ondevice.methods.mesp.memory import memory
+from ondevice.models import load_model, open_model, save_tiny
+from ondevice.models.tiny import tiny_model
+from tests.methods.mesp.reference import errors, exact, learned, rows, session
+from tests.methods.mesp.torch.live import LiveBytes
+from tests.methods.reference import in_double
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {},
+    "granite": {},
+    "mistral": {"sliding_window": 7},
+    "olmo2": {},
+    "phi3": {},
+    "qwen3": {},
+    "smollm3": {},
+}
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tied": False, "kv_heads": 1, "layers": 3}], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_autograd_s_over_transformers(family, sizes) -> None:
+    sizes, chosen = FAMILIES[family] | sizes, {"store_h": True, "mlp_chunk_tokens": 5} if sizes else {}
+    ids, labels = rows(2, 19, 1)
+    double, plain = tiny_model(family, 3, **sizes), tiny_model(family, 3, **sizes)
+    in_double(double.model)
+    opened = session(double, **chosen)
+    start = opened.adapter().tensors
+    loss, ours = learned(opened, ids, labels)
+    wanted, theirs = exact(tiny_model(family, 3, **sizes), start, opened.config.scale, ids, labels)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert len(ours) == 2 * len(plain.dims.linear_shapes) * plain.dims.layers
+    assert max(errors(ours, theirs).values()) <= 1e-6
+    single = session(plain, **chosen)
+    assert learned(single, ids, labels)[0] == pytest.approx(wanted, rel=3e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_streamed_it_has_the_bits_of_resident_weights_and_peft_reads_the_adapter(family, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "model", family, 3, **FAMILIES[family])
+    ids, labels = rows(2, 12, 2)
+    trained = []
+    for model, placement in ((load_model(str(folder)), "resident"), (open_model(str(folder)), "streamed")):
+        opened = open_session(model, method_config("mesp", {"rank": 2, "weight_placement": placement}), 3)
+        losses = [opened.step(ids, labels, step, 1e-2).loss for step in range(3)]
+        assert losses[2] < losses[0]
+        trained.append((losses, opened.adapter(), opened.evaluate(ids, labels)[0]))
+        opened.close()
+    (losses, adapter, nll), (other, same, _) = trained
+    assert losses == other
+    assert all(np.array_equal(value, same.tensors[name]) for name, value in adapter.tensors.items())
+    save_adapter(adapter, tmp_path / "adapter")
+    wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(load_model(str(folder)).model), str(tmp_path / "adapter"))
+    with torch.no_grad():
+        logits = wrapped(input_ids=torch.from_numpy(ids), use_cache=False).logits[:, :-1].transpose(1, 2).double()
+    wanted = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels)[:, 1:], reduction="none")
+    np.testing.assert_allclose(nll, wanted.sum(1).numpy(), rtol=2e-5)
+    wrapped.save_pretrained(str(tmp_path / "theirs"))
+    again = load_adapter(tmp_path / "theirs")
+    assert again.linears == adapter.linears
+    opened = open_session(load_model(str(folder)), method_config("mesp", {"rank": 2}), 3)
+    opened.load_adapter(again)
+    np.testing.assert_array_equal(opened.evaluate(ids, labels)[0], nll)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_is_within_15_percent_of_a_step(family) -> None:
+    sizes = {"layers": 3, "hidden": 256, "intermediate": 768, "heads": 4, "kv_heads": 2, "vocab": 2000}
+    opened = session(tiny_model(family, **sizes), loss_tiles=4)
+    planned = memory(opened.loaded.dims, opened.config, 2, 96, 4)
+    ids, labels = rows(2, 96, 0)
+    opened.step(ids, labels, 0, 1e-3)
+    with LiveBytes() as live:
+        opened.step(ids, labels, 1, 1e-3)
+    working = sum(planned[part] for part in ("block inputs", "activations", "logits"))
+    assert working == pytest.approx(live.peak, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"), [("gemma3_text", "norm weights of 1 [+] w"), ("granite", "a factor"), ("smollm3", "rotary")]
+)
+def test_a_form_that_does_not_know_a_trait_refuses_it_by_name(family, words, tmp_path: Path) -> None:
+    folder = str(save_tiny(tmp_path / family, family))
+    for name, backend, model in (("revffn", "torch", load_model(folder)), ("mesp", "mlx", open_model(folder))):
+        with pytest.raises(ModelError, match=words) as caught:
+            open_session(model, method_config(name), 0, backend=backend)
+        assert f"which {'mesp in MLX' if backend == 'mlx' else 'method revffn'} does not do" in str(caught.value)
+        assert "full, lora, lora-fa, mezo, prge" in caught.value.expected

@@ -1,0 +1,120 @@
+"""The backward pass of a block with any traits, also such that no model has together, is autograd's in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ondevice.methods.mesp.torch import attention
+from ondevice.methods.mesp.torch.kernels import TorchKernels
+from ondevice.methods.mesp.torch.loss import Loss
+from ondevice.methods.mesp.torch.model import Blocks
+from ondevice.methods.mesp.torch.reference import block_forward
+from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
+from ondevice.methods.mesp.torch.weights import Dense
+from ondevice.models.base import ModelDims
+from ondevice.models.traits import BlockTraits
+
+PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
+ROWS = 2
+
+
+@st.composite
+def blocks(draw: Any) -> ModelDims:
+    places = draw(st.lists(st.sampled_from(PLACES), min_size=1, unique=True))
+    places += ["q", "k"] if draw(st.booleans()) else []
+    head_dim, kv_heads = draw(st.sampled_from((4, 6, 12))), draw(st.sampled_from((1, 2)))
+    traits = BlockTraits(
+        norms=tuple((place, place) for place in places),
+        qk_norm_all=draw(st.booleans()),
+        activation=draw(st.sampled_from(("silu", "gelu_tanh"))),
+        fused=draw(st.booleans()),
+        rotary=draw(st.sampled_from(((), (True,), (False,)))),
+        rotary_width=draw(st.sampled_from((0, 2))),
+        windows=draw(st.sampled_from(((), (1,), (3,), (100,)))),
+        score_scale=draw(st.sampled_from((0.0, 0.31))),
+        score_cap=draw(st.sampled_from((0.0, 1.5))),
+        residual_scale=draw(st.sampled_from((1.0, 0.4))),
+    )
+    return ModelDims("drawn", 1, 10, 14, kv_heads * draw(st.integers(1, 3)), kv_heads, head_dim, 9, True,
+                     draw(st.booleans()), 1e4, 1e-6, 64, traits=traits)  # fmt: skip
+
+
+def tensors(dims: ModelDims, adapted: set[str], seed: int) -> Block:
+    """A block of random numbers, whose adapters are leaves."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64) * scale
+
+    linears = {}
+    for target, (inputs, outputs) in dims.linear_shapes.items():
+        bias = random(outputs) if dims.linear_bias(target) else None
+        pair = (None, None)
+        if target in adapted:
+            pair = (random(3, inputs, scale=0.4).requires_grad_(), random(3, outputs, scale=0.4).requires_grad_())
+        linears[target] = Linear(Dense(random(outputs, inputs, scale=inputs**-0.5)), bias, *pair, 0.7)
+    return Block({place: 1 + random(dims.norm_width(place), scale=0.2) for place, _ in dims.traits.norms}, linears)
+
+
+@settings(max_examples=60, deadline=None)
+@given(blocks(), st.data(), st.integers(1, 9), st.booleans(), st.sampled_from((None, 2)), st.integers(0, 99))
+def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk, seed) -> None:
+    adapted = set(data.draw(st.lists(st.sampled_from(sorted(dims.linear_shapes)), unique=True)))
+    block, count = tensors(dims, adapted, seed), ROWS * length
+    x = torch.randn(count, dims.hidden, dtype=torch.float64, requires_grad=True)
+    angle = torch.randn(1, length, 1, (dims.traits.rotary_width or dims.head_dim) // 2, dtype=torch.float64)
+    position, g = (angle.cos(), angle.sin()), torch.randn(count, dims.hidden, dtype=torch.float64)
+    expected = block_forward(dims, block, x, position, ROWS)
+    leaves: dict[str, Any] = {t: (block.linears[t].a, block.linears[t].b) for t in sorted(adapted)}
+    theirs = torch.autograd.grad(expected, [x, *(leaf for pair in leaves.values() for leaf in pair)], g)
+
+    before, attention.CHUNK_SCORES = attention.CHUNK_SCORES, 8
+    chunk_queries, attention.CHUNK_QUERIES = attention.CHUNK_QUERIES, 2
+    try:
+        with torch.no_grad():
+            ours, learned = Blocks(Stages(dims, TorchKernels(), store_h), chunk), {}
+            y = ours.forward(block, x.detach(), position, ROWS)
+            gx = ours.backward(block, x.detach(), g.clone(), position, ROWS, lambda t, *pair: learned.update({t: pair}))
+    finally:
+        attention.CHUNK_SCORES, attention.CHUNK_QUERIES = before, chunk_queries
+    torch.testing.assert_close(y, expected.detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gx, theirs[0], rtol=1e-8, atol=1e-8)
+    assert learned.keys() == leaves.keys()
+    for number, target in enumerate(leaves):
+        for which in (0, 1):
+            # Gradients of adapters are kept in float32.
+            wanted = theirs[1 + 2 * number + which]
+            limit = 1e-6 * float(wanted.abs().max()) + 1e-12
+            torch.testing.assert_close(learned[target][which].double(), wanted, rtol=0, atol=limit)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sampled_from((1.0, 0.3)), st.sampled_from((0.0, 2.0)), st.integers(1, 4), st.sampled_from((None, 3)))
+def test_a_loss_with_a_factor_and_a_cap_is_torch_s(scale, cap, tiles, chunk) -> None:
+    generator = torch.Generator().manual_seed(tiles)
+    head, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((11, 6), (6,)))
+    x = torch.randn(10, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[-100, 3, 10, 0, 7], [1, 2, -100, 4, 5]])
+
+    class Rows:
+        vocab = 11
+
+        def tile(self, low: int, high: int, then: Any = None) -> torch.Tensor:
+            return head[low:high]
+
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
+    logits = normed @ head.T * scale
+    logits = torch.tanh(logits / cap) * cap if cap else logits
+    expected = torch.nn.functional.cross_entropy(
+        logits.view(2, 5, -1)[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+    (theirs,) = torch.autograd.grad(0.5 * expected, x)
+    with torch.no_grad():
+        loss = Loss(Rows(), weight, 1e-6, TorchKernels(), tiles, chunk, scale=scale, cap=cap)
+        total, gradient = loss.backward(x.detach().clone(), labels, 0.5)
+    torch.testing.assert_close(total.double(), expected.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient, theirs, rtol=1e-8, atol=1e-10)

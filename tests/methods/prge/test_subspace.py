@@ -1,0 +1,245 @@
+"""P-RGE in the subspace of an exact gradient: the factors, the steps against float64, refreshes, resume and replay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ondevice.api.runfile import RunConfig  # noqa: E402
+from ondevice.api.train import train  # noqa: E402
+from ondevice.artifact.adapter import load_adapter  # noqa: E402
+from ondevice.core.config import ExportConfig  # noqa: E402
+from ondevice.core.errors import CheckpointError, ConfigError  # noqa: E402
+from ondevice.data.batching import Batch  # noqa: E402
+from ondevice.methods.prge.config import PrgeConfig  # noqa: E402
+from ondevice.methods.prge.program import build_program  # noqa: E402
+from ondevice.methods.prge.subspace import joined, leading_vectors  # noqa: E402
+from ondevice.methods.prge.torch import PrgeSession  # noqa: E402
+from ondevice.models import tiny_model  # noqa: E402
+from ondevice.runtime_ops import generator  # noqa: E402
+from ondevice.training.replay import read_run, replay  # noqa: E402
+from tests.methods.reference import batch  # noqa: E402
+
+SEED = 3
+
+
+def settings(**more: Any) -> PrgeConfig:
+    values = {"subspace": "gradient", "rank": 3, "alpha": 6.0, "queries": 2, "calibration_rows": 5, "refresh_every": 2}
+    return PrgeConfig(**(values | more))
+
+
+def batch_at(step: int) -> Batch:
+    return Batch(*batch(2, seed=step))
+
+
+def test_leading_vectors_are_the_svd_s() -> None:
+    random = torch.Generator().manual_seed(1)
+    matrix = torch.randn(21, 17, generator=random) * 0.6 ** torch.arange(17) @ torch.randn(17, 17, generator=random)
+    left, right = leading_vectors(matrix, 4)
+    values = torch.linalg.svdvals(matrix.double())
+    np.testing.assert_allclose((left.t() @ matrix @ right).numpy(), torch.diag(values[:4]).numpy(), atol=2e-5)
+    np.testing.assert_allclose((left.t() @ left).numpy(), np.eye(4), atol=1e-6)
+
+
+def test_a_sum_of_products_is_exact_up_to_its_rank() -> None:
+    random = torch.Generator().manual_seed(2)
+    parts = [(torch.randn(9, 2, generator=random), torch.randn(2, 7, generator=random)) for _ in range(3)]
+    whole = sum(a @ b for a, b in parts)
+    a, b = joined(parts, 6)
+    assert a.shape == (9, 6)
+    torch.testing.assert_close(a @ b, whole)
+    a, b = joined(parts, 5)
+    u, s, v = torch.linalg.svd(whole.double())
+    torch.testing.assert_close((a @ b).double(), u[:, :5] * s[:5] @ v[:5], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_step_is_the_estimate_in_the_gradient_s_subspace(tmp_path: Path, optimizer: str) -> None:
+    """Factors span the plain model's gradient; losses are of W + scale A (R + e Z) C; the update is the rule's."""
+    session = PrgeSession(tiny_model(), settings(optimizer=optimizer, perturbation_scale=1e-2), SEED)
+    path = session.before_step(0, batch_at, tmp_path)
+    assert path == tmp_path / "subspace-00000000.safetensors" and path.is_file()
+    plain = tiny_model()
+    weights = {entry: plain.family.linear(entry.layer, entry.target).weight for entry in session.program.linears}
+    for weight in weights.values():
+        weight.requires_grad_(True)
+    left = 5
+    for step in range(3):
+        for ids, labels in zip(*(torch.from_numpy(x) for x in batch(2, seed=step)), strict=True):
+            if left:
+                plain.model(input_ids=ids[None], labels=labels[None]).loss.backward()
+                left -= 1
+    assert session.subspace is not None
+    for entry, factors in session.subspace.factors.items():
+        gradient = weights[entry].grad.t()
+        u, _, v = torch.linalg.svd(gradient.double())
+        for ours, exact in ((factors.a.double(), u[:, :3]), (factors.c.double().t(), v[:3].t())):
+            cosines = torch.linalg.svdvals(torch.linalg.qr(ours)[0].t() @ exact)
+            assert cosines.min() > 0.999
+
+    ids, labels = batch(2, seed=0)
+    before = session.flat().copy()
+    result = session.step(ids, labels, 0, 1e-2)
+    size = session.program.layout.size
+    z = generator.normal(SEED, 0, 0, 2, 0, size)
+    for copy, (sign, query) in enumerate([(1, 0), (1, 1), (-1, 0), (-1, 1)]):
+        moved = tiny_model()
+        for entry, factors in session.subspace.factors.items():
+            r = sign * 1e-2 * z[query, entry.offset : entry.offset + entry.count].reshape(3, 3)
+            change = 2.0 * factors.a.double().numpy() @ r @ factors.c.double().numpy()  # alpha / rank = 2
+            weight = moved.family.linear(entry.layer, entry.target).weight
+            weight.data += torch.from_numpy(change.T).float()
+        with torch.no_grad():
+            expected = moved.model(input_ids=torch.from_numpy(ids), labels=torch.from_numpy(labels)).loss
+        assert result.losses[copy] == pytest.approx(expected.item(), rel=1e-5)
+    estimate = np.array(result.projected_gradients) @ z.astype(np.float64) / 2
+    step = estimate if optimizer == "sgd" else np.sign(estimate)  # Adam's first step is the sign
+    np.testing.assert_allclose(session.flat()[:size], before[:size] - 1e-2 * step, rtol=2e-4, atol=1e-6)
+
+
+def test_adam_s_second_step_is_torch_s(tmp_path: Path) -> None:
+    session = PrgeSession(tiny_model(), settings(optimizer="adam", refresh_every=3), SEED)
+    size, reference = session.program.layout.size, torch.nn.Parameter(torch.zeros(session.program.layout.size))
+    adam = torch.optim.Adam([reference])
+    session.before_step(0, batch_at, tmp_path)
+    for step in range(5):
+        if step == 3:  # a new subspace begins with moments of 0
+            session.before_step(step, batch_at, tmp_path)
+            reference.data.zero_()
+            adam = torch.optim.Adam([reference])
+        result = session.step(*batch(2, seed=step), step, 1e-2 / (step + 1))
+        z = torch.from_numpy(generator.normal(SEED, step, 0, 2, 0, size))
+        reference.grad = torch.tensor(result.projected_gradients) @ z / 2
+        adam.param_groups[0]["lr"] = 1e-2 / (step + 1)
+        adam.step()
+        np.testing.assert_allclose(session.flat()[:size], reference.detach().numpy(), rtol=2e-4, atol=2e-6)
+
+
+def test_a_new_subspace_keeps_what_was_learned_and_the_adapter_is_the_model(tmp_path: Path) -> None:
+    session = PrgeSession(tiny_model(), settings(optimizer="adam"), SEED)
+    ids, labels = batch(3, seed=9)
+    for step in range(6):
+        before = session.evaluate(ids, labels)[0]
+        wrote = session.before_step(step, batch_at, tmp_path)
+        assert (wrote is not None) == (step % 2 == 0)
+        np.testing.assert_allclose(session.evaluate(ids, labels)[0], before, rtol=1e-5)
+        session.step(*batch(2, seed=step), step, 2e-2)
+    adapter = session.adapter()
+    assert adapter.rank == 9 and adapter.alpha == 18.0
+    merged = tiny_model()
+    for entry in session.program.linears:
+        name = session.names[(entry.layer, entry.target)]
+        a, b = (adapter.tensors[f"{name}.lora_{x}.weight"] for x in "AB")
+        merged.family.linear(entry.layer, entry.target).weight.data += torch.from_numpy(2.0 * b @ a)
+    own = session.evaluate(ids, labels)[0]
+    other = PrgeSession(merged, settings(), SEED).evaluate(ids, labels)[0]
+    np.testing.assert_allclose(own, other, rtol=1e-5)
+    assert np.abs(own - PrgeSession(tiny_model(), settings(), SEED).evaluate(ids, labels)[0]).max() > 1e-3
+    started = PrgeSession(tiny_model(), settings(), SEED)
+    started.load_adapter(adapter)
+    np.testing.assert_allclose(started.evaluate(ids, labels)[0], own, rtol=1e-5)
+
+
+def test_a_program_s_b_is_the_session_s_r_times_c(tmp_path: Path) -> None:
+    """Exported, B moves along Z C; here R moves along Z: the same losses, numbers, and adapter."""
+    session = PrgeSession(tiny_model(), settings(rank=4, alpha=4.0, answers=(70, 9)), SEED)
+    path = session.before_step(0, batch_at, tmp_path)
+    config = PrgeConfig(rank=4, alpha=4.0, queries=2, factors=path, answers=(70, 9))
+    program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
+    flat, seed, rate = torch.zeros(program.state_size), torch.tensor([SEED]), torch.tensor([0.05])
+    for step in range(1, 5):
+        ids, labels = batch(2, seed=step)
+        labels[:, :-1], labels[:, -1] = -100, (9, 70)
+        result = session.step(ids, labels, step, 0.05)
+        with torch.inference_mode():
+            tokens = torch.from_numpy(ids), torch.from_numpy(labels)
+            losses, gradients, flat = program.train_step(*tokens, flat, seed, torch.tensor([step]), rate)
+        np.testing.assert_allclose(result.losses, losses.numpy(), rtol=1e-5)
+        np.testing.assert_allclose(result.projected_gradients, gradients.numpy(), rtol=1e-2, atol=1e-3)
+    adapter = session.adapter()
+    assert adapter is not None
+    theirs = program.layout.to_tensors(flat.numpy(), session.names)
+    assert np.abs(flat.numpy()).max() > 1e-3
+    for name, value in adapter.tensors.items():
+        np.testing.assert_allclose(theirs[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    with pytest.raises(ConfigError, match="programs of android-cpu"):
+        PrgeSession(tiny_model(), config, SEED)
+
+
+def test_a_limit_of_labelled_tokens_gives_the_same_loss_or_none() -> None:
+    config = PrgeConfig(rank=4, queries=1, labelled_tokens=2)
+    program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
+    ids = torch.from_numpy(batch(3)[0])
+    labels = torch.where(torch.arange(12) < 9, -100, ids)
+    hidden = program.hidden(ids, torch.zeros(program.state_size))
+    assert not torch.isfinite(program.row_nll(hidden, labels)[0]).any()
+    labels[0, -2:] = -100
+    labels[1, -1] = -100  # one, two and three: no more than two a row in all
+    nll, count = program.row_nll(hidden, labels)
+    program.labelled_tokens = None
+    expected, whole = program.row_nll(hidden, labels)
+    torch.testing.assert_close(nll, expected)
+    assert count.tolist() == whole.tolist() == [1, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rows") / "train.jsonl"
+    lines = [json.dumps({"prompt": f"row {i} ", "completion": "yes" if i % 2 else "no"}) for i in range(12)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def run(rows: Path, out: Path, steps: int, resume: bool = False, **more: Any) -> Any:
+    values = {
+        "model": {"source": "tiny:llama"},
+        "data": {"path": str(rows)},
+        "method": {"name": "prge", "rank": 2, "queries": 2, "calibration_rows": 3, "refresh_every": 2} | more,
+        "train": {"steps": steps, "batch_size": 2, "out": str(out), "checkpoint_every": 3, "schedule": "constant"},
+    }
+    return train(RunConfig.parse(values), resume=resume, force=True)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_run_resumes_and_replays_to_the_same_bits(rows: Path, tmp_path: Path, optimizer: str) -> None:
+    whole = run(rows, tmp_path / "whole", 5, optimizer=optimizer)
+    run(rows, tmp_path / "cut", 3, optimizer=optimizer)
+    cut = run(rows, tmp_path / "cut", 5, resume=True, optimizer=optimizer)
+    expected, resumed = load_adapter(whole.adapter), load_adapter(cut.adapter)
+    assert all(np.array_equal(value, resumed.tensors[name]) for name, value in expected.tensors.items())
+    log = read_run(tmp_path / "whole")
+    config = RunConfig.parse(log.header.config)
+    assert config.method.subspace == "gradient" and config.method.optimizer == optimizer
+    session = PrgeSession(tiny_model(), config.method, log.header.seed)
+    replayed = replay(log, session)
+    assert replayed is not None
+    assert all(np.array_equal(value, replayed.tensors[name]) for name, value in expected.tensors.items())
+    second = tmp_path / "whole" / "subspace-00000002.safetensors"
+    second.write_bytes((tmp_path / "whole" / "subspace-00000000.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match="not the file that the run wrote"):
+        replay(log, PrgeSession(tiny_model(), config.method, log.header.seed))
+    second.unlink()
+    with pytest.raises(CheckpointError, match="not there"):
+        replay(log, PrgeSession(tiny_model(), config.method, log.header.seed))
+
+
+def test_the_paper_s_settings_are_one_flag(rows: Path, tmp_path: Path) -> None:
+    done = run(rows, tmp_path / "paper", 2, paper=True)
+    assert load_adapter(done.adapter).rank == 2
+    head = read_run(tmp_path / "paper").header.config
+    chosen = {key: head["method"][key] for key in ("subspace", "optimizer", "loss", "learning_rate")}
+    assert chosen == {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary", "learning_rate": 1e-3}
+    with pytest.raises(ConfigError, match="paper sets subspace to random"):
+        RunConfig.parse(
+            {"model": {"source": "tiny:llama"}, "method": {"name": "prge", "paper": True, "subspace": "gradient"}}
+        )
+    with pytest.raises(ConfigError, match="top_layers goes with subspace random"):
+        RunConfig.parse(
+            {"model": {"source": "tiny:llama"}, "method": {"name": "prge", "top_layers": 1, "subspace": "gradient"}}
+        )
