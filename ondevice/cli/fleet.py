@@ -142,12 +142,13 @@ def replay(
 @app.command()
 def status(
     log: Log,
+    delta: Annotated[float, typer.Option("--delta", help="Of epsilon, where the charter has noise.")] = 1e-5,
     json: common.Json = False,
 ) -> None:
     """Show a fleet's charter, its rounds, their losses and bytes, and the hash of its adapter."""
     from ondevice.fleet.status import status as status_of
 
-    values = status_of(log)
+    values = status_of(log, delta)
     if json:
         print_json(values)
         return

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ondevice.fleet")
 RECORD = "fleet"
 POLL_S = 0.2
+EMPTY_ROUNDS = 3
+"""A server ends after so many rounds without an answer: more would only make the log longer."""
 server_app, client_app = ServerApp(), ClientApp()
 
 
@@ -57,8 +59,11 @@ class Server:
 
     def run(self) -> None:
         """Run every round that is missing, then ask each device for its hash."""
+        empty = 0
         while self.rounds.next < self.settings["rounds"]:
-            self._round(self._devices())
+            empty = 0 if self._round(self._devices()) else empty + 1
+            if empty == EMPTY_ROUNDS:
+                raise FleetError(f"no device has answered in {empty} rounds", hint="a device's own log says why")
         digest = self.rounds.state.digest()
         self._greet([node for node in self.grid.get_node_ids() if node not in self.places])
         replies = self._send({node: self._content(node, {}) for node in self.places})
@@ -67,14 +72,22 @@ class Server:
         print(f"fleet: {digest.hex()}, {sum(equal.values())} of {len(equal)} devices have it", flush=True)
 
     def _devices(self) -> list[int]:
-        """Wait until there are enough devices, and draw those that are asked."""
+        """Wait until enough devices are here and say how far they are, and draw those that are asked."""
         until = time.monotonic() + self.settings["wait_s"]
-        while len(nodes := sorted(self.grid.get_node_ids())) < self.settings["least_devices"]:
+        while True:
+            nodes = sorted(self.grid.get_node_ids())
+            self._greet([node for node in nodes if node not in self.places])
+            known = [node for node in nodes if node in self.places]
+            if len(known) >= self.settings["least_devices"]:
+                break
             if time.monotonic() > until:
-                raise FleetError("too few devices came", expected=self.settings["least_devices"], received=len(nodes))
+                raise FleetError(
+                    "too few devices take part",
+                    expected=self.settings["least_devices"],
+                    received=f"{len(known)} of {len(nodes)} that are connected",
+                    hint="a device's own log says why it does not",
+                )
             time.sleep(POLL_S)
-        self._greet([node for node in nodes if node not in self.places])
-        known = [node for node in nodes if node in self.places]
         draw = np.random.default_rng([self.store.charter.seed, 5, self.rounds.next])
         count = max(1, round(self.settings["sample"] * len(known)))
         return sorted(known[place] for place in draw.permutation(len(known))[:count])
@@ -109,7 +122,8 @@ class Server:
             replies[node] = record
         return replies
 
-    def _round(self, devices: list[int]) -> None:
+    def _round(self, devices: list[int]) -> int:
+        """Run one round; returns how many answers it had."""
         began = time.time()
         current = self.rounds.begin(devices)
         contents = {node: self._content(node, {"task": current.tasks[node].to_bytes()}) for node in devices}
@@ -135,6 +149,7 @@ class Server:
         print(
             f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers", flush=True
         )
+        return len(answers)
 
 
 @client_app.train()

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from ondevice.api.runfile import RunConfig
 from ondevice.core.config import StrictConfig
-from ondevice.core.errors import ConfigError
+from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.core.registry import method_config, methods, spec_of
 from ondevice.fleet.charter import Charter, FleetConfig
 
@@ -108,6 +108,7 @@ class FleetRun(RunConfig):
         vectors = [value.size for value in session.state().values() if value.dtype == np.float32 and value.ndim == 1]
         if len(vectors) != 1:
             raise ConfigError("the method's state is not one vector", received=f"{len(vectors)} float32 vectors")
+        check_update(session, vectors[0], self.method, self.train.seed)
         hidden = {"path", "eval_path", "validation_split", "columns"}
         return Charter(
             model_source=str(model.source),
@@ -120,6 +121,48 @@ class FleetRun(RunConfig):
             queries=self.method.queries,
             learning_rate=self.method.learning_rate,
             fleet=self.fleet.agreement(),
+        )
+
+
+def check_update(session: Session, size: int, method: Any, seed: int) -> None:
+    """Refuse a method whose update is not minus learning rate over q times the sum of numbers times directions.
+
+    A fleet applies that sum itself. The session's own update is asked, whatever the method's settings say: an optimizer
+    with moments, or a subspace that is fitted to the rows of one device, would give another adapter.
+
+    Raises:
+        ConfigError: the update is another.
+    """
+    import numpy as np
+
+    from ondevice.fleet.member import load_vector, vector_name
+    from ondevice.fleet.noise import STREAM
+    from ondevice.runtime_ops import generator
+
+    name, before, rate, step = vector_name(session, size), session.state(), 2.0**-10, 3
+    if more := sorted(set(before) - {name, "seed"}):
+        raise ConfigError(
+            "the method keeps more than the vector that a fleet shares",
+            expected="plain steps in a space that the seed alone decides",
+            received=", ".join(more),
+            hint="leave out settings that add an optimizer's moments or fit a subspace to the rows",
+        )
+    numbers = tuple(float(query + 1) for query in range(method.queries))
+    draw = generator.rademacher if method.noise == "rademacher" else generator.normal
+    noise = draw(seed, step, STREAM, method.queries, 0, size)
+    expected = before[name] - rate / method.queries * (np.array(numbers) @ noise)
+    try:
+        load_vector(session, before[name], name)
+        session.apply_update(numbers, step, rate)
+        alike = np.allclose(session.state()[name], expected, rtol=0, atol=1e-5)
+    except OndeviceError as error:
+        raise ConfigError("the method's update cannot be shared by a fleet", received=error.message) from None
+    session.load_state(before)
+    if not alike:
+        raise ConfigError(
+            "the method's update is not a sum of random directions times numbers, which is all that a fleet shares",
+            expected="plain steps (no moments) in a space that the seed alone decides",
+            hint="leave out settings that add an optimizer's moments or fit a subspace to the rows",
         )
 
 

@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ondevice.core.errors import MissingPackageError
+from ondevice.fleet.charter import Charter
 from ondevice.fleet.log import read_file, replay
+from ondevice.fleet.privacy import DELTA, epsilon
 from ondevice.fleet.store import FILE_NAME, Store
 
 
-def status(path: Path) -> dict[str, Any]:
+def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
     """Return what `ondevice fleet status --json` prints; `rounds_table` is empty for a bare log.
+
+    `epsilon` is of the device with the most answers, where the charter has noise and the accountant is installed.
 
     Raises:
         FleetError: there is no fleet.
@@ -21,10 +26,11 @@ def status(path: Path) -> dict[str, Any]:
     if (path.is_dir() or path.name == FILE_NAME) and (folder / FILE_NAME).is_file():
         with Store.open(folder) as store:
             state, charter, table = store.state(), store.charter, store.table()
+            most = store.most_answers()
             devices = json.loads(store.fact("devices") or "{}")
     else:
         log = read_file(path)
-        state, charter, table, devices = replay(log), log.charter, [], {}
+        state, charter, table, devices, most = replay(log), log.charter, [], {}, len(log.events)
     answered = sum(row["answers"] for row in table)
     return {
         "fleet": f"{charter.id:08x}",
@@ -36,6 +42,16 @@ def status(path: Path) -> dict[str, Any]:
         "bytes_per_device_round": sum(row["bytes"] for row in table) / answered if answered else None,
         "devices": len(devices) or None,
         "hashes_equal": all(devices.values()) if devices else None,
+        **_privacy(charter, most, delta),
         "charter": charter.model_dump(mode="json"),
         "rounds_table": table,
     }
+
+
+def _privacy(charter: Charter, answers: int, delta: float) -> dict[str, Any]:
+    if not charter.fleet.noise_multiplier:
+        return {}
+    try:
+        return {"epsilon": epsilon(charter.fleet.noise_multiplier, answers, delta), "delta": delta}
+    except MissingPackageError as error:
+        return {"epsilon": None, "delta": delta, "epsilon_note": error.message}

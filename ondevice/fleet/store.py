@@ -209,6 +209,11 @@ class Store:
         names = ("round", "loss", "answers", "refused", "bytes", "time_s")
         return [dict(zip(names, row, strict=True)) for row in rows]
 
+    def most_answers(self) -> int:
+        """Return how many answers the device with the most has given."""
+        query = "SELECT MAX(n) FROM (SELECT COUNT(*) AS n FROM answers GROUP BY device)"
+        return self.connection.execute(query).fetchone()[0] or 0
+
     def log(self) -> FleetLog:
         """Return the whole log."""
         return FleetLog(self.charter, tuple(checked(read_event(event), self.charter) for event in self.events()))

@@ -32,9 +32,13 @@ class Quadratic(Session):
         noise = generator.rademacher(self.seed, step, 0, self.queries, 0, len(self.vector))
         losses = [self._loss(self.vector + sign * EPSILON * z) for sign in (1, -1) for z in noise]
         numbers = [(losses[q] - losses[q + self.queries]) / (2 * EPSILON) for q in range(self.queries)]
-        rate = learning_rate / self.queries
-        self.vector = self.vector - (rate * np.array(numbers) @ noise).astype(np.float32)
+        self.apply_update(tuple(numbers), step, learning_rate)
         return StepResult(sum(losses) / len(losses), tuple(losses), tuple(numbers))
+
+    def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
+        noise = generator.rademacher(self.seed, step, 0, self.queries, 0, len(self.vector))
+        rate = learning_rate / self.queries
+        self.vector = self.vector - (rate * np.array(projected_gradients) @ noise).astype(np.float32)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         loss = np.full(len(ids), self._loss(self.vector), dtype=np.float32)

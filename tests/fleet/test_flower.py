@@ -1,15 +1,17 @@
 """A fleet over Flower: the walk of docs/howto/fleet.md, and what it refuses.
 
 Flower pins other versions of typer, rich and fastapi than the newest, so it may be in an environment beside this one:
-`make fleet-test` makes it and names it in ONDEVICE_FLEET_PYTHON.
+`make fleet-test` makes it, and runs these tests there.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import stat
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,18 +23,20 @@ from ondevice.fleet.certificates import CERTIFICATES
 from ondevice.fleet.device import DeviceSettings, answering, ask
 from ondevice.fleet.flower import APP, Link, free_port
 from ondevice.fleet.messages import Answer
+from ondevice.fleet.privacy import epsilon
 from ondevice.fleet.rounds import Rounds
 from tests.fleet.fleets import charter
 from tests.fleet.test_mixed import fleet_of
 from tests.fleet.test_simulate import rows
 
+normal = statistics.NormalDist().cdf
+
 
 def python() -> Path:
-    """An interpreter that has Flower."""
-    named = os.environ.get("ONDEVICE_FLEET_PYTHON")
-    if named is None and importlib.util.find_spec("flwr") is None:
+    """The interpreter, if it has Flower."""
+    if importlib.util.find_spec("flwr") is None:
         pytest.skip("Flower is not installed; try: make fleet-test")
-    return Path(named or sys.executable)
+    return Path(sys.executable)
 
 
 @pytest.mark.slow
@@ -57,6 +61,29 @@ def test_three_devices_on_one_machine_end_with_one_adapter(root: Path, tmp_path:
     assert result["devices"] == 3
     assert result["rounds"] == 2
     assert result["bytes_per_device_round"] <= 256
+
+
+def test_epsilon_is_above_the_exact_one_of_the_gaussian_mechanism_and_near_it() -> None:
+    """Answers compose to one Gaussian mechanism, whose delta is known in closed form (Balle and Wang, 2018)."""
+    cases = [(20.0, 1), (20.0, 100), (3.0, 10)]
+    program = (
+        "import json; from ondevice.fleet.privacy import epsilon; "
+        f"print(json.dumps([epsilon(noise, answers, 1e-5) for noise, answers in {cases}]))"
+    )
+    done = subprocess.run([str(python()), "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for (noise, answers), value in zip(cases, json.loads(done.stdout), strict=True):
+        m = noise / 2 / math.sqrt(answers)
+
+        def delta(epsilon: float, m: float = m) -> float:
+            return normal(1 / (2 * m) - epsilon * m) - math.exp(epsilon) * normal(-1 / (2 * m) - epsilon * m)
+
+        assert delta(value) <= 1e-5 < delta(0.75 * value)
+
+
+def test_a_fleet_without_noise_claims_no_privacy() -> None:
+    assert epsilon(0.0, 5) == math.inf
+    assert epsilon(1.0, 0) == 0.0
 
 
 def test_connections_are_encrypted_unless_somebody_says_otherwise(tmp_path: Path) -> None:

@@ -102,6 +102,25 @@ def test_pytorch_4_bit_and_executorch_devices_end_with_one_hash(name: str, more:
             assert value.any()
 
 
+@pytest.mark.parametrize("local_steps", [1, 3])
+def test_a_fleet_of_one_device_is_the_same_number_of_central_steps(local_steps: int) -> None:
+    """The reference is the session itself, which updates in float32 with its own noise."""
+    session, charter = fleet_of("stateful", local_steps=local_steps)
+    member = Member(charter, session, rows(session, 0), 0)
+    server = Rounds(charter)
+    for number in range(6):
+        server.receive(member.answer(server.begin([0]).tasks[0]))
+        member.follow([server.close(number)])
+    central, _ = fleet_of("stateful")
+    batches = rows(central, 0)
+    for step in range(6 * local_steps):
+        batch = batches.at(step)
+        central.step(batch.ids, batch.labels, step, charter.learning_rate)
+    expected = central.state()["adapter"]
+    assert np.abs(expected).max() > 0.01
+    assert np.abs(member.state.flat() - expected).max() < 2e-3 * np.abs(expected).max()
+
+
 def test_mlx_gives_the_same_sum_of_signs() -> None:
     pytest.importorskip("mlx.core")
     from ondevice.runtime_ops import mlx_ops

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ondevice.fleet.config import FleetRun
 from ondevice.fleet.simulate import Simulation
 from ondevice.fleet.split import split
 from tests.cli.command import CommandLine, write_rows
+from tests.fleet.quadratic import Quadratic, QuadraticRows
 
 TINY = ("--model", "tiny:llama", "--batch-size", 1, "--set", "method.rank=2", "--queries", 2, "--seed", 3)
 
@@ -97,6 +100,8 @@ def test_mistakes_are_said(ondevice: CommandLine, tmp_path: Path) -> None:
     assert "needs seeds: shared" in simulate(
         ondevice, tmp_path, "--set", "fleet.seeds=own", "--set", "fleet.combine=median"
     ).json["message"]  # fmt: skip
+    for setting in ("method.optimizer=adam", "method.subspace=gradient"):
+        assert simulate(ondevice, tmp_path, "--set", setting).json["error"] == "ConfigError", setting
     assert not (tmp_path / "a fleet").exists()
     plan = simulate(ondevice, tmp_path, "--dry-run").json["config"]
     assert plan["method"]["noise"] == "rademacher"
@@ -137,22 +142,42 @@ def test_rows_without_labels_cannot_be_split_by_them() -> None:
         split(rows, 2, 0.1, seed=0)
 
 
-def test_robust_rules_keep_what_hostile_devices_would_ruin(tmp_path: Path) -> None:
-    """A session whose loss is a quadratic: its numbers are exact, so the rules alone decide."""
-    from tests.fleet.quadratic import Quadratic, QuadraticRows
+def quadratic_fleet(folder: Path, **sections: Any) -> Simulation:
+    """A session whose loss is a quadratic: its numbers are exact, so what the server does decides."""
+    method = {"name": "prge", "queries": 4, "noise": "rademacher", "learning_rate": 0.05}
+    values = {"model": {"source": "tiny:llama"}, "method": method, "train": {"out": folder}}
+    session = Quadratic(32, seed=0, queries=4)
+    return Simulation(FleetRun.parse({**values, **sections}), session, QuadraticRows(20), session)
 
-    def distance(**fleet: Any) -> float:
-        config = FleetRun.parse({
-            "model": {"source": "tiny:llama"}, "method": {"name": "prge", "queries": 4, "noise": "rademacher",
-            "learning_rate": 0.05}, "train": {"out": tmp_path / str(len(list(tmp_path.iterdir())))},
-            "fleet": {"rounds": 40, **fleet}, "simulation": {"devices": 10, "hostile": 0.2, "attack": "huge"},
-        })  # fmt: skip
-        session = Quadratic(32, seed=0, queries=4)
-        simulation = Simulation(config, session, QuadraticRows(20), session)
+
+def test_robust_rules_keep_what_hostile_devices_would_ruin(tmp_path: Path) -> None:
+    def distance(attack: str, **fleet: Any) -> float:
+        simulation = quadratic_fleet(
+            tmp_path / f"{attack} {fleet}",
+            fleet={"rounds": 30, **fleet},
+            simulation={"devices": 10, "hostile": 0.2, "attack": attack},
+        )
         simulation.run(False, False, lambda done: None)
-        return float(np.linalg.norm(simulation.members[0].state.flat() - session.target))
+        return float(np.linalg.norm(simulation.members[0].state.flat() - simulation.session.target))
 
     start = float(np.linalg.norm(Quadratic(32, seed=0, queries=4).target))
-    assert distance(combine="trimmed_mean", trim=0.2) < 0.5 * start
-    assert distance(combine="median") < 0.5 * start
-    assert distance(combine="mean") > start
+    for attack in ("flip", "huge"):
+        assert distance(attack, combine="trimmed_mean", trim=0.2) < 0.6 * start
+        assert distance(attack, combine="median") < 0.6 * start
+        assert distance(attack, combine="mean") > start
+
+
+def test_a_signal_ends_the_running_round_and_the_fleet_goes_on(tmp_path: Path) -> None:
+    whole = quadratic_fleet(tmp_path / "whole", fleet={"rounds": 6}, simulation={"devices": 3})
+    expected = whole.run(False, False, lambda done: None).final_hash
+
+    def interrupt(done: Any) -> None:
+        if done.number == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    stopped = quadratic_fleet(tmp_path / "stopped", fleet={"rounds": 6}, simulation={"devices": 3})
+    result = stopped.run(False, False, interrupt)
+    assert result.interrupted
+    assert result.rounds == 3
+    again = quadratic_fleet(tmp_path / "stopped", fleet={"rounds": 6}, simulation={"devices": 3})
+    assert again.run(True, False, lambda done: None).final_hash == expected

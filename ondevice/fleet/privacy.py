@@ -1,0 +1,38 @@
+"""What a device's noisy answers cost in privacy, by a kept accountant (Google's dp-accounting)."""
+
+from __future__ import annotations
+
+from ondevice.core.errors import MissingPackageError
+
+DELTA = 1e-5
+
+
+def epsilon(noise_multiplier: float, answers: int, delta: float = DELTA) -> float:
+    """Return epsilon of all of a device's answers together, against everybody, the server included.
+
+    Two data sets that a device might hold differ in anything; its clipped vectors are then at most twice `clip_norm`
+    apart, so an answer is a Gaussian mechanism of half the multiplier. No subsampling is counted on, and no other
+    device.
+
+    Args:
+        noise_multiplier: of the charter, in multiples of `clip_norm`.
+        answers: that the device has sent.
+        delta: between 0 and 1.
+
+    Raises:
+        MissingPackageError: dp-accounting is not installed.
+    """
+    if not noise_multiplier:
+        return float("inf") if answers else 0.0
+    if not answers:
+        return 0.0
+    try:
+        import dp_accounting
+        from dp_accounting.rdp import rdp_privacy_accountant
+    except ImportError:
+        raise MissingPackageError(
+            "dp-accounting is not installed", hint="pip install 'ondevice-train[fleet-privacy]'"
+        ) from None
+    accountant = rdp_privacy_accountant.RdpAccountant()
+    accountant.compose(dp_accounting.GaussianDpEvent(noise_multiplier / 2), answers)
+    return float(accountant.get_epsilon(delta))
