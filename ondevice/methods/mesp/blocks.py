@@ -105,7 +105,9 @@ class BlockFunctions:
         """A parameter's tensors in the file; None: float32 as it is."""
         parameter = self.loaded.model.get_parameter(name)
         if form is None:
-            return arrays({name: parameter.detach().float()})
+            # The factor of the logits is the last norm's: logits are linear in its weight, and so are gradients.
+            scale = self.dims.traits.logit_scale if name == self.norm.name else 1.0
+            return arrays({name: parameter.detach().float() * scale})
         packed = form.pack(name, parameter.detach().float())
         if self.quantize != "none":
             parameter.data = form.matrix(name, packed).dense()
@@ -177,7 +179,9 @@ class Embed(nn.Module):
     def forward(self, ids_BT: Tensor, *table: Tensor) -> Tensor:
         functions = self.functions
         given = dict(zip((one.name for one in functions.table), table, strict=True))
-        return functions.table_form.rows(EMBEDDING, given, ids_BT.reshape(-1))
+        rows = functions.table_form.rows(EMBEDDING, given, ids_BT.reshape(-1))
+        scale = functions.dims.traits.embedding_scale
+        return rows if scale == 1.0 else rows * scale
 
 
 class _OneBlock(nn.Module):

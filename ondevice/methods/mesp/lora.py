@@ -76,7 +76,9 @@ class LoraParameters:
 
 IN_TORCH = tuple(field.name for field in fields(BlockTraits))
 """Traits that the backward pass in PyTorch knows: all."""
-IN_BLOCKS = ("norms", "qk_norm_all", "score_scale", "residual_scale", "fused")
+IN_BLOCKS = (
+    "norms", "qk_norm_all", "fused", "rotary_width", "score_scale", "embedding_scale", "residual_scale", "logit_scale",
+)  # fmt: skip
 """Traits that block programs know."""
 
 

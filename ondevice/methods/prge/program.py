@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from ondevice.artifact.manifest import AdapterEntry, Counter, StateTensor, TensorPort, port, row_ports, token_ports
+from ondevice.core.errors import ModelError
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.step import PrgeProgram
 from ondevice.methods.prge.subspace import SubspaceNoise, read_factors
+from ondevice.models.traits import check_traits
 from ondevice.nn.graph_loss import weight_tiles
 from ondevice.nn.program_loss import quantize_model
 from ondevice.runtime_ops import graph
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.models import LoadedModel, ModelDims
 
+IN_PROGRAM = ("norms", "qk_norm_all")
+"""Traits of a block with which programs were held against eager PyTorch."""
 CORRELATED = 12
 """Projected gradients at least that a correlation with the model before quantisation is taken over."""
 ROUGH_SCALE = 3e-2
@@ -39,6 +43,10 @@ ROUGH_SCALE = 3e-2
 def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[str]:
     """Return settings that a program does not have."""
     problems = []
+    try:
+        check_traits(dims, "a program of prge's step", IN_PROGRAM, max(export.lengths_tokens))
+    except ModelError as error:
+        problems.append(str(error))
     if not (config.batch_signs and config.batch_queries):
         problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
     if config.optimizer != "sgd":

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ondevice.methods.mesp.lora import IN_BLOCKS, IN_TORCH
 from ondevice.methods.mesp.torch import attention
-from ondevice.methods.mesp.torch.kernels import TorchKernels
+from ondevice.methods.mesp.torch.kernels import GraphKernels, TorchKernels
 from ondevice.methods.mesp.torch.loss import Loss
 from ondevice.methods.mesp.torch.model import Blocks
 from ondevice.methods.mesp.torch.reference import block_forward
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
 from ondevice.methods.mesp.torch.weights import Dense
 from ondevice.models.base import ModelDims
-from ondevice.models.traits import BlockTraits
+from ondevice.models.traits import LLAMA, BlockTraits
 
 PLACES = ("before_attention", "after_attention", "before_mlp", "after_mlp")
 ROWS = 2
@@ -60,9 +62,19 @@ def tensors(dims: ModelDims, adapted: set[str], seed: int) -> Block:
     return Block({place: 1 + random(dims.norm_width(place), scale=0.2) for place, _ in dims.traits.norms}, linears)
 
 
-@settings(max_examples=60, deadline=None)
+def in_graph(dims: ModelDims) -> ModelDims:
+    """The same block without traits that block programs do not know."""
+    plain = {name: getattr(LLAMA, name) for name in IN_TORCH if name not in IN_BLOCKS}
+    return replace(dims, traits=replace(dims.traits, **plain))
+
+
+@settings(max_examples=80, deadline=None)
 @given(blocks(), st.data(), st.integers(1, 9), st.booleans(), st.sampled_from((None, 2)), st.integers(0, 99))
 def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk, seed) -> None:
+    kernels = TorchKernels()
+    if data.draw(st.booleans()):  # the operations of a program's graph
+        dims, chunk = in_graph(dims), None
+        kernels = GraphKernels(torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1))
     adapted = set(data.draw(st.lists(st.sampled_from(sorted(dims.linear_shapes)), unique=True)))
     block, count = tensors(dims, adapted, seed), ROWS * length
     x = torch.randn(count, dims.hidden, dtype=torch.float64, requires_grad=True)
@@ -76,7 +88,7 @@ def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk,
     chunk_queries, attention.CHUNK_QUERIES = attention.CHUNK_QUERIES, 2
     try:
         with torch.no_grad():
-            ours, learned = Blocks(Stages(dims, TorchKernels(), store_h), chunk), {}
+            ours, learned = Blocks(Stages(dims, kernels, store_h), chunk), {}
             y = ours.forward(block, x.detach(), position, ROWS)
             gx = ours.backward(block, x.detach(), g.clone(), position, ROWS, lambda t, *pair: learned.update({t: pair}))
     finally:
