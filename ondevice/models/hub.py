@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -48,7 +49,7 @@ def fetch_snapshot(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        kinds = {"allow_patterns": _FILES, "ignore_patterns": _NOT}
+        kinds: Any = {"allow_patterns": _FILES, "ignore_patterns": _NOT}
         return Path(snapshot_download(source, revision=revision, local_files_only=not reachable(), **kinds))
     except Exception as error:
         raise _readable(error, source, revision) from error
