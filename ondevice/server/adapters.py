@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -39,7 +39,8 @@ def register_outcome(store: Store, job: str, folder: Path) -> Callable[[Job], No
     def write(row: Job) -> None:
         for adapter in copied:
             name = row.spec.get("name") or job
-            insert_adapter(store, adapter, f"{name} (best)" if adapter.endswith("-best") else name, job)
+            title = f"{name} (best)" if adapter.endswith("-best") else name
+            insert_adapter(store, adapter, title, job, row.spec.get("model"))
 
     return write
 
@@ -52,14 +53,24 @@ def copy_adapter(store: Store, source: Path, name: str) -> None:
             shutil.copyfile(source / file, partial / file)
 
 
-def insert_adapter(store: Store, name: str, title: str, job: str | None) -> None:
-    """Insert the row of an adapter whose files are in place, inside a transaction."""
+def insert_adapter(store: Store, name: str, title: str, job: str | None, model: str | None = None) -> None:
+    """Insert the row of an adapter whose files are in place, inside a transaction; `model` is the job's own word for
+    the base model, which the adapter's files may name by a folder."""
     folder = store.path("adapters", name)
     adapter = load_adapter(folder)
     size = sum(path.stat().st_size for path in folder.iterdir())
     store.connection.execute(
         "INSERT OR REPLACE INTO adapters VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (name, title, job, adapter.base_model, adapter.rank, size, sha256_file(folder / WEIGHTS_NAME), time.time()),
+        (
+            name,
+            title,
+            job,
+            model or adapter.base_model,
+            adapter.rank,
+            size,
+            sha256_file(folder / WEIGHTS_NAME),
+            time.time(),
+        ),
     )
 
 
@@ -133,10 +144,13 @@ def remove_adapter(store: Store, name: str) -> None:
     store.discard("adapters", name)
 
 
-def zipped(folder: Path) -> bytes:
-    """Zip a folder's files; the same files give the same bytes."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
+def zipped(folder: Path, place: Path) -> Path:
+    """Zip a folder's files into a new file in `place`, which the caller deletes; the same files give the same bytes."""
+    descriptor, name = tempfile.mkstemp(suffix=".zip", dir=place)
+    with os.fdopen(descriptor, "wb") as packed, zipfile.ZipFile(packed, "w", zipfile.ZIP_STORED) as archive:
         for path in sorted(folder.iterdir()):
-            archive.writestr(zipfile.ZipInfo(path.name, _EARLIEST), path.read_bytes())  # a fixed date: the same bytes
-    return packed.getvalue()
+            entry = zipfile.ZipInfo(path.name, _EARLIEST)  # a fixed date: the same bytes
+            entry.file_size = path.stat().st_size
+            with archive.open(entry, "w") as target, path.open("rb") as source:
+                shutil.copyfileobj(source, target)  # a piece at a time: an adapter may be larger than a board's memory
+    return Path(name)

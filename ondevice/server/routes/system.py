@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from ondevice.core.version import own_version
 from ondevice.server import metrics, schemas, security
+from ondevice.server.daemon import Daemon
 from ondevice.server.routes import Serving, refused
 
 router = APIRouter(tags=["system"])
@@ -18,8 +19,10 @@ router = APIRouter(tags=["system"])
     response_model=schemas.Health,
     responses={503: {"model": schemas.Health, "description": "The queue is not worked on."}},
 )
-def health(daemon: Serving, request: Request, response: Response) -> dict[str, object]:
+async def health(request: Request, response: Response) -> dict[str, object]:
     """Say if the daemon works; needs no token."""
+    # On the event loop: the threads may all wait for a model's answers, and a watchdog asks here if the daemon lives.
+    daemon: Daemon = request.app.state.daemon
     if not daemon.alive:
         response.status_code = 503
     return {
