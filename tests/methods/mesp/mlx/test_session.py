@@ -310,3 +310,19 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
     with pytest.raises(ModelError, match=r"tokenizer is another model's|does not fit"):
         open_model(str(folder))
+
+
+def test_the_gradient_of_all_matrices_is_clipped_together(folder) -> None:
+    ids, labels = batch(2)
+
+    def moments(limit: float | None) -> np.ndarray:
+        session = opened(folder, max_grad_norm=limit)
+        session.step(ids, labels, 0, 1e-3)
+        state = session.state()
+        return np.concatenate([state[key].ravel() for key in sorted(state) if key.startswith("exp_avg/")])
+
+    whole, clipped = moments(None), moments(0.01)
+    norm = 10 * float(np.linalg.norm(whole))  # a first moment is a tenth of the gradient
+    assert norm > 0.02
+    np.testing.assert_allclose(moments(1e9), whole, rtol=1e-6)
+    np.testing.assert_allclose(clipped, whole * 0.01 / norm, rtol=1e-3, atol=1e-9)
