@@ -37,12 +37,12 @@ MISTAKES = {
     "two settings that exclude each other": (
         [*PRGE, "--queries", "1", "--set", "method.estimator=one_sided"], CONFIG, "needs queries >= 2"
     ),
-    "a target": (["--set", "method.target_modules=[q_proj, qq_proj]"], CONFIG, "q_proj"),
+    "a target": (["--set", "method.target_modules=[q_proj, qq_proj]"], MODEL, "q_proj"),
     "a task": (["--task", "sst"], CONFIG, "sst2"),
     "a device": (["--set", "model.device=tpu"], CONFIG, "'auto', 'cpu' or 'cuda'"),
     "a data file that is not there": (["--data", "/no/rows.jsonl"], DATA, "/no/rows.jsonl"),
     "a model that is not there": (["--model", "/no/model"], MODEL, "/no/model"),
-    "a tiny model that is none": (["--model", "tiny:gpt"], MODEL, "tiny:gpt2, tiny:llama, tiny:mistral"),
+    "a tiny model that is none": (["--model", "tiny:gpt"], MODEL, "tiny:gpt2, tiny:granite, tiny:llama"),
     "an adapter that is not there": (["--adapter", "/no/adapter"], ARTIFACT, "/no/adapter"),
     "a run file that is not there": (["--config", "/no/run.yaml"], CONFIG, "/no/run.yaml"),
 }  # fmt: skip

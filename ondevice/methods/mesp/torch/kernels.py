@@ -176,11 +176,15 @@ class LigerKernels(TorchKernels):
     name = "liger"
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:  # 1 + w in float32
+            return super().rms_norm(x, weight, eps)
         from liger_kernel.ops import rms_norm as ops  # pyright: ignore[reportMissingImports]
 
         return ops.rms_norm_forward(x, weight, eps, 0.0, "llama", None)[0]
 
     def rms_norm_backward(self, x: Tensor, weight: Tensor, eps: float, gn: Tensor, g: Tensor) -> Tensor:
+        if weight.dtype != x.dtype:
+            return super().rms_norm_backward(x, weight, eps, gn, g)
         from liger_kernel.ops import rms_norm as ops  # pyright: ignore[reportMissingImports]
 
         _, x_2d, rstd, block, warps, casting = ops.rms_norm_forward(x, weight, eps, 0.0, "llama", None)

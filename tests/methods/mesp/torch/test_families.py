@@ -19,7 +19,7 @@ from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from tests.methods.mesp.reference import errors, exact, learned, rows, session
 from tests.methods.mesp.torch.live import LiveBytes
-from tests.methods.reference import in_double
+from tests.methods.reference import in_double, plain_loss
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
@@ -76,6 +76,22 @@ def test_streamed_it_has_the_bits_of_resident_weights_and_peft_reads_the_adapter
     opened = open_session(load_model(str(folder)), method_config("mesp", {"rank": 2}), 3)
     opened.load_adapter(again)
     np.testing.assert_array_equal(opened.evaluate(ids, labels)[0], nll)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_that_move_blocks_compute_these_too(family) -> None:
+    """The same two steps of AdamW as the method that keeps the model whole, over transformers' own forward."""
+    ids, labels = rows(2, 19, 1)
+    losses = {}
+    for name in ("full", "slideformer"):
+        settings = {} if name == "full" else {"compute": "float32"}
+        opened = open_session(tiny_model(family, 3, **FAMILIES[family]), method_config(name, settings), 0)
+        losses[name] = [opened.step(ids, labels, step, 1e-3).loss for step in range(3)]
+        opened.close()
+    with torch.no_grad():
+        logits = tiny_model(family, 3, **FAMILIES[family]).model(torch.from_numpy(ids), use_cache=False).logits
+    assert losses["full"][0] == pytest.approx(float(plain_loss(logits, torch.from_numpy(labels))), rel=1e-5)
+    assert losses["slideformer"] == pytest.approx(losses["full"], rel=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
