@@ -51,7 +51,7 @@ class BlockCached(_OneBlock):
         q, k, v = stages.project(block, stages.norm(block, x), 1)
         at = start + self.news
         position = torch.index_select(self.cos, 1, at), torch.index_select(self.sin, 1, at)
-        q, k = stages.rope(q, k, position)
+        q, k = stages.rope(block, q, k, position)
         group = dims.heads // dims.kv_heads
         q = q.view(self.tokens, dims.kv_heads, group, dims.head_dim).permute(1, 2, 0, 3)
         q = q.reshape(dims.kv_heads, group * self.tokens, dims.head_dim) * dims.head_dim**-0.5
