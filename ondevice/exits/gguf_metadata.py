@@ -54,7 +54,8 @@ def write_metadata(writer: GGUFWriter, loaded: LoadedModel, request: Request) ->
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_file_type(int(LlamaFileType[_FILE_TYPES[request.dtype]]))
     writer.add_vocab_size(dims.vocab)
-    writer.add_context_length(dims.max_positions)
+    # llama.cpp's `llama` has no window: the file says how far both compute the same.
+    writer.add_context_length(min((dims.max_positions, *filter(None, dims.traits.windows))))
     writer.add_embedding_length(dims.hidden)
     writer.add_block_count(dims.layers)
     writer.add_feed_forward_length(int(getattr(config, "intermediate_size", dims.intermediate)))

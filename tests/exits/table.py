@@ -8,7 +8,7 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "exits.md"
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen2_moe", "qwen3")
 
 READERS = {
     "gguf": "llama.cpp",
