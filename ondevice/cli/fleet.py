@@ -203,11 +203,11 @@ def begin(
         )
         | method_options,
     )
-    from ondevice.fleet.open import open_session
+    from ondevice.fleet.open import open_task
     from ondevice.fleet.store import Store
 
-    session, loaded = open_session(run)
-    charter = run.charter(session, loaded.source)
+    run, session, source = open_task(run)
+    charter = run.charter(session, source)
     Store.create(run.train.out, charter).close()
     values = {"fleet": f"{charter.id:08x}", "folder": str(run.train.out), "elements": charter.size}
     print_json({**values, "charter": charter.model_dump(mode="json")}) if json else table(values)

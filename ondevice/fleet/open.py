@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ArtifactError, FleetError
+from ondevice.data.answers import answers_of_rows, answers_of_task, with_answers
 from ondevice.training.fit import RunRows, read_rows_of
 
 if TYPE_CHECKING:
+    from ondevice.core.method import Placement
     from ondevice.core.session import Session
     from ondevice.fleet.charter import Charter
     from ondevice.fleet.config import FleetRun
@@ -30,27 +32,41 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     if config.data.max_length_tokens is None:
         with_tokens, _ = with_length(config)
         config = config.model_copy(update={"data": with_tokens.data})
-    session, loaded = open_session(config)
     assert config.data.max_length_tokens is not None  # noqa: S101  `with_length` has taken it from the rows
-    return config, session, read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens), loaded.source
+    loaded, placement = _load(config)
+    rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens)
+    config = config.model_copy(update={"method": with_answers(config.method, answers_of_rows(rows.train))})
+    return config, _session(config, loaded, placement), rows, loaded.source
 
 
-def open_session(config: FleetRun) -> tuple[Session, Any]:
-    """Load the model of a run file and open its method over it, in PyTorch; also the loaded model."""
-    from ondevice.core.registry import spec_of
+def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
+    """Open the session of a run file without rows: the answers that a loss is over are those of its task.
+
+    Returns:
+        the run file, the session, and what names the base model.
+    """
+    loaded, placement = _load(config)
+    task = config.data.task
+    found = ((), "no task is named") if task is None else answers_of_task(task, loaded.tokenizer)
+    config = config.model_copy(update={"method": with_answers(config.method, found)})
+    return config, _session(config, loaded, placement), loaded.source
+
+
+def _load(config: FleetRun) -> tuple[Any, Placement]:
+    """Load the model of a run file where it will be computed."""
     from ondevice.models import load_model
     from ondevice.planning.devices import place
 
     placement = place(config)
-    spec = spec_of(config.method)
-    loaded = load_model(
-        config.model.source,
-        revision=config.model.revision,
-        dtype=config.model.dtype,
-        device=spec.load_device(config.method, placement.device),
-    )
-    session = spec.open_session(loaded, config.method, config.train.seed, placement.device, placement.backend)
-    return session, loaded
+    device = placement.spec.load_device(config.method, placement.device)
+    source = config.model
+    return load_model(source.source, revision=source.revision, dtype=source.dtype, device=device), placement
+
+
+def _session(config: FleetRun, loaded: Any, placement: Placement) -> Session:
+    """Open a run file's method over a loaded model."""
+    seed = config.train.seed
+    return placement.spec.open_session(loaded, config.method, seed, placement.device, placement.backend)
 
 
 def open_for(charter: Charter, model: str | None = None, artifact: Path | None = None) -> tuple[Session, Any]:
@@ -80,7 +96,8 @@ def open_for(charter: Charter, model: str | None = None, artifact: Path | None =
         return target(manifest.target).open(artifact, manifest), artifact_tokenizer(artifact)
     source = model or charter.model_source
     values = {"model": {"source": source}, "method": charter.method, "train": {"seed": charter.seed}}
-    session, loaded = open_session(FleetRun.parse(values, "charter"))
+    config = FleetRun.parse(values, "charter")
+    loaded, placement = _load(config)
     if loaded.source.sha256 != charter.model_sha256:
         raise FleetError(
             f"{source} is not the fleet's base model",
@@ -88,4 +105,4 @@ def open_for(charter: Charter, model: str | None = None, artifact: Path | None =
             received=loaded.source.sha256,
             hint="--model names the model of the fleet's charter on this device",
         )
-    return session, loaded.tokenizer
+    return _session(config, loaded, placement), loaded.tokenizer
