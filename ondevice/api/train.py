@@ -85,7 +85,9 @@ def train(
             received=f"{placement.backend}",
             hint="save_pretrained it, and give the folder as model.source",
         )
-    config, said = with_precision(config, placement)
+    said = placement.precision(config.model.dtype)
+    if placement.spec.precision:
+        config, said = with_precision(config, placement)
     said = [*([config.chosen] if config.chosen else []), *said]
     if config.data.max_length_tokens is None:
         config, notes = _with_length(config, kept, loaded)

@@ -10,7 +10,9 @@ import typer
 from ondevice.cli import common
 from ondevice.cli.common import err, out, print_json, table
 from ondevice.core.errors import ConfigError
-from ondevice.exits.base import form_names
+
+FORMS = "gguf, gguf-lora, mlx, ollama, peft, safetensors or vllm."
+"""As `ondevice.exits.form_names` finds them; a test holds them together, and `--help` reads no folder."""
 
 
 def fuse(
@@ -32,7 +34,7 @@ def fuse(
 
 def convert(
     source: Annotated[Path, typer.Argument(help="An adapter's folder (PEFT's or mlx-lm's), or a run's.")],
-    to: Annotated[str, typer.Option("--to", help=f"{', '.join(form_names())}.")] = "peft",
+    to: Annotated[str, typer.Option("--to", help=FORMS)] = "peft",
     model: common.Model = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Of a hub id.")] = None,
     target: Annotated[Path | None, typer.Option("--out", "-o", help="File or folder to write.")] = None,

@@ -255,3 +255,14 @@ class Placement:
     device: str
     rank: int = 0
     world: int = 1
+
+    def precision(self, dtype: str) -> list[str]:
+        """Say in which numbers the run computes, and where."""
+        from ondevice.core.registry import metal
+
+        if self.backend != "mlx":
+            return [f"precision: {dtype} on {'the GPU' if self.device == 'cuda' else 'the CPU'}"]
+        said = [f"precision: {dtype} on MLX"]
+        if not metal():
+            said.append("MLX is meant for a Mac with Metal; on this CPU it is slow, --backend torch is the quick one")
+        return said

@@ -280,7 +280,7 @@ class ModelDims:
     @property
     def block_parameters(self) -> int:
         """Parameters of one block, the largest where they differ."""
-        count = sum(self.norm_width(place) for place in self.traits.norm_modules)
+        count = sum(self.norm_width(place) for place, _ in self.traits.norms)
         for target, (inputs, outputs) in self.linear_shapes.items():
             count += inputs * outputs + outputs * self.linear_bias(target)
         return count

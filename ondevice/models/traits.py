@@ -53,11 +53,6 @@ class BlockTraits:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
 
-    @property
-    def norm_modules(self) -> dict[str, str]:
-        """Module of each norm, by its place."""
-        return dict(self.norms)
-
     def rotated(self, layer: int) -> bool:
         """Return True if q and k of that layer are rotated."""
         return self.rotary[layer] if self.rotary else True
@@ -98,7 +93,7 @@ WORDS = {
 
 def _words(name: str, traits: BlockTraits) -> str:
     if name == "norms":
-        own = ", ".join(place.replace("_", " ") for place in traits.norm_modules)
+        own = ", ".join(place.replace("_", " ") for place, _ in traits.norms)
         return f"norms at other places ({own})"
     return f"the activation {traits.activation}" if name == "activation" else WORDS[name]
 

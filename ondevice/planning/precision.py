@@ -6,8 +6,6 @@ import time
 from functools import cache
 from typing import TYPE_CHECKING
 
-from ondevice.core.registry import metal
-
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.method import Placement
@@ -22,7 +20,7 @@ def with_precision(config: RunConfig, placement: Placement) -> tuple[RunConfig, 
 
     A precision that the run file or a flag names stays.
     """
-    key, said = placement.spec.precision, []
+    key, said = placement.spec.precision, list[str]()
     dtype = config.model.dtype
     if key:
         dtype = getattr(config.method, key)
@@ -34,11 +32,7 @@ def with_precision(config: RunConfig, placement: Placement) -> tuple[RunConfig, 
                 said.append(
                     f"this CPU takes {ratio:.0f} times as long in bfloat16: --set method.{key}=bfloat16 asks for it"
                 )
-    where = "MLX" if placement.backend == "mlx" else {"cuda": "the GPU"}.get(placement.device, "the CPU")
-    said.insert(0, f"precision: {dtype} on {where}")
-    if placement.backend == "mlx" and not metal():
-        said.append("MLX is meant for a Mac with Metal; on this CPU it is slow, and --backend torch is the quick one")
-    return config, said
+    return config, [*placement.precision(dtype), *said]
 
 
 @cache

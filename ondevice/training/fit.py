@@ -167,7 +167,8 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens, options=options)
-    config = config.model_copy(update={"method": with_answers(config.method, answers_of_rows(rows.train))})
+    if getattr(config.method, "loss", "vocabulary") != "vocabulary":
+        config = config.model_copy(update={"method": with_answers(config.method, answers_of_rows(rows.train))})
     session = open_session(config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
     trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
@@ -259,7 +260,7 @@ def fit(
     )
     evaluated = rows.evaluation or rows.train
 
-    reports = open_reports(settings.report_to, settings.out, start.config)
+    reports = open_reports(settings.report_to, settings.out, start.config) if settings.report_to else None
 
     def evaluate_now(should_stop: Callable[[], bool]) -> EvalResult | None:
         return evaluate_dataset(session, evaluated, rows.pad, rows=settings.eval_rows, should_stop=should_stop)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -108,7 +108,7 @@ class Run:
     eval_every: int
     checkpoint_every: int
     patience: int | None = None
-    callbacks: Callbacks = field(default_factory=Callbacks)
+    callbacks: Callbacks | None = None
     score: Callable[[int], float] | None = None
 
     def __post_init__(self) -> None:
@@ -234,7 +234,7 @@ class Run:
             interrupted=bool(self.stop),
             signal=self.stop.reason,
             stopped_early=early and not self.stop,
-            raised=self.callbacks.raised,
+            raised=None if self.callbacks is None else self.callbacks.raised,
         )
 
     def _hopeless(self) -> bool:
@@ -281,7 +281,8 @@ class Run:
         self.log.write(event)
         self.history.add(event)
         self.done = step + 1
-        self.callbacks.call("on_step", event)
+        if self.callbacks is not None:
+            self.callbacks.call("on_step", event)
 
     def _check_finite(self, named: tuple[str, float], step: int, learning_rate: float) -> None:
         name, value = named
@@ -333,7 +334,8 @@ class Run:
             self.evaluation = result
             self.best_evaluation = result if best else self.best_evaluation
             self.without_better = 0 if best else self.without_better + 1
-            self.callbacks.call("on_evaluate", event)
+            if self.callbacks is not None:
+                self.callbacks.call("on_evaluate", event)
         # The last state of a run that stops early is saved like that of any other end.
         if save or best or (result is not None and self._hopeless()):
             self._save(result)
@@ -398,7 +400,8 @@ class Run:
             step=saving.step, path=saving.path.name, size_bytes=size, seconds_s=saving.end_s - saving.began_s
         )
         self.log.write(event)
-        self.callbacks.call("on_checkpoint", event)
+        if self.callbacks is not None:
+            self.callbacks.call("on_checkpoint", event)
 
 
 def _identity(start: events.Start) -> dict[str, Any]:
@@ -484,7 +487,8 @@ def run_loop(
     # `is not None`: a StopRequest that nobody has used yet is false.
     stop = stop if stop is not None else StopRequest()
     with RunLock(out), stop:
-        called = Callbacks(tuple(callbacks), stop)
+        given = tuple(callbacks)
+        called = Callbacks(given, stop) if given else None
         run = Run(session, start, out, steps, stop, evaluate_fn, eval_every, checkpoint_every, patience, called, score)
         first = run.open(resume, overwrite, sinks)
         with run.log:

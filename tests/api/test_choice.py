@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ondevice.api.runfile import RunConfig
-from ondevice.core.registry import methods, spec_of
+from ondevice.core.registry import metal, methods, spec_of
 from ondevice.models.choice import choose_method
 from ondevice.planning import precision
 from ondevice.planning.devices import place
@@ -59,4 +59,4 @@ def test_mlx_without_metal_says_what_it_is_for() -> None:
     pytest.importorskip("mlx.core")
     config = RunConfig.load(None, {"model.source": "tiny:llama", "method.name": "mesp", "train.backend": "mlx"})
     said = with_precision(config, place(config))[1]
-    assert precision.metal() or "MLX is meant for a Mac" in said[-1]
+    assert metal() or "MLX is meant for a Mac" in said[-1]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
+from ondevice.cli.adapters import FORMS
 from ondevice.exits import convert, form_names
 from ondevice.exits.base import form_of
 from ondevice.models import load_model
@@ -22,6 +23,7 @@ GGUF_ERROR = {"float32": 1e-4, "float16": 2e-2, "q8_0": 0.4, "q4_0": 3.0}
 
 def test_the_table_names_every_form() -> None:
     assert tuple(READERS) == form_names()
+    assert FORMS.replace(" or ", ", ").rstrip(".") == ", ".join(form_names())
     assert all(form_of(name).name == name for name in form_names())
 
 

@@ -100,7 +100,8 @@ def check_family(
             received=dims.family,
             hint="--method lora trains an adapter by automatic differentiation",
         )
-    check_traits(dims, what, known, length_tokens)
+    if dims.traits != BlockTraits():
+        check_traits(dims, what, known, length_tokens)
 
 
 def lora_parameters(

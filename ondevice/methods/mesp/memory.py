@@ -107,7 +107,7 @@ def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: i
     chunk = min(tokens, config.mlp_chunk_tokens or MLP_CHUNK_TOKENS)
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     traits, inner = dims.traits, dims.intermediate * (5 if dims.traits.fused else 3)
-    ends = 2 * dims.hidden if "after_mlp" in traits.norm_modules else 0
+    ends = 2 * dims.hidden if "after_mlp" in dict(traits.norms) else 0
     mlp = tokens * (2 * dims.hidden + 2 * queries + 2 * keys) + chunk * (inner + 2 * dims.hidden + ends)
     attention = tokens * (dims.hidden + 3 * queries + 4 * keys)
     queries_at_once = min(length_tokens, max(CHUNK_QUERIES, CHUNK_SCORES // (rows * dims.heads * length_tokens)))

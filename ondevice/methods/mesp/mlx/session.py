@@ -114,7 +114,8 @@ class MlxSession(Session):
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
         check_not_partially_updated(self.partially_updated)
-        check_length(self.model.settings.dims, ids.shape[1])
+        if (dims := self.model.settings.dims).traits.windows:
+            check_length(dims, ids.shape[1])
         rows = self.config.micro_batch_size or len(ids)
         labelled = int((labels[:, 1:] >= 0).sum())
         self.partially_updated = True
@@ -151,7 +152,8 @@ class MlxSession(Session):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        check_length(self.model.settings.dims, ids.shape[1])
+        if (dims := self.model.settings.dims).traits.windows:
+            check_length(dims, ids.shape[1])
         return self.model.row_nll(ids, labels)
 
     def _tensors(self) -> dict[str, np.ndarray]:
