@@ -6,7 +6,10 @@ its update (MeSP, section 4.2). Only block inputs, the adapter and the optimizer
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +29,23 @@ if TYPE_CHECKING:
 LOSS_SCALE = "loss_scale"
 LOWER_RATE = "resume from the last checkpoint with a lower learning rate"
 RELOAD = "copy the artifact again, or export it again"
+SHARED_PRODUCT = 1 << 30
+"""Multiplications of a block's largest product from which threads share it."""
 SMALLEST_LOSS_SCALE = 1.0
 """A step that is not finite at this scale is an error."""
 
 log = logging.getLogger("ondevice.exporters")
+
+
+def _in_threads(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a session's method run in `BlocksSession.threads`."""
+
+    @functools.wraps(run)
+    def wrapped(self: BlocksSession, *arguments: Any, **named: Any) -> Any:
+        with self.threads():
+            return run(self, *arguments, **named)
+
+    return wrapped
 
 
 class BlocksSession(ExecutorchSession):
@@ -52,6 +68,7 @@ class BlocksSession(ExecutorchSession):
                         name = port.name.format(layer=layer)
                         array = self.weights.tensor(name, port.shape, port.dtype)
                         self._frozen_tensors[name] = torch.from_numpy(array)
+        self._product = self._largest_product()
         tile = self.spec.methods["head_sums"].inputs[-1].shape[0]
         starts = range(0, self.spec.vocab, tile)
         self.tiles = [(min(start, self.spec.vocab - tile), start) for start in starts]
@@ -64,6 +81,7 @@ class BlocksSession(ExecutorchSession):
         self.loss_scale = self.spec.loss_scale
         self._partially_updated = False
 
+    @_in_threads
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one training step; see `Session.step`.
 
@@ -119,6 +137,7 @@ class BlocksSession(ExecutorchSession):
                 self._range(tensor.name, layer)[:] = new.numpy()
         return None
 
+    @_in_threads
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Row losses and token counts; see `Session.evaluate`."""
         self._check_whole()
@@ -126,6 +145,7 @@ class BlocksSession(ExecutorchSession):
         nll, counts, _ = self._head(x, labels, gradient=False)
         return nll, counts
 
+    @_in_threads
     def next_token(self, ids: np.ndarray, length_tokens: int) -> np.ndarray:
         """Logits float32 [vocab]; see `ExecutorchSession.next_token`."""
         self._check_whole()
@@ -247,6 +267,35 @@ class BlocksSession(ExecutorchSession):
                 inputs.append(given[_key(port)])
         outputs = self._method(name, layer).execute(inputs)
         return dict(zip(map(_key, method.outputs), outputs, strict=True))
+
+    def _largest_product(self) -> int:
+        """Multiplications of the largest product with a matrix of a block, for the longest batch."""
+        most = 0
+        for name, method in self.spec.methods.items():
+            if name.startswith("block_backward"):
+                tokens = next(port.shape[0] for port in method.inputs if port.role == "hidden")
+                frozen = [port.shape for port in method.inputs if port.role == "frozen"]
+                most = max(most, *(tokens * int(np.prod(shape)) for shape in frozen))
+        return most
+
+    @contextmanager
+    def threads(self) -> Iterator[None]:
+        """Let what follows compute in one thread, unless the products are large.
+
+        The runtime's own kernels share a product among PyTorch's threads, which wait for each other by spinning. Small
+        products gain nothing by that, and where another process has one of the cores a step took eight times as long.
+        """
+        import torch
+
+        threads = torch.get_num_threads()
+        if self._product >= SHARED_PRODUCT or threads == 1:
+            yield
+            return
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
     def _method(self, name: str, layer: int) -> Any:
         """A method to execute. One that every layer has its own of is not kept, because its weights were packed into

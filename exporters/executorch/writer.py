@@ -59,6 +59,10 @@ class Writer:
                 received=f"{self.read + len(ids)} tokens",
                 hint="export it again with a larger export.context_tokens",
             )
+        with self.session.threads():
+            return self._feed(ids)
+
+    def _feed(self, ids: Sequence[int]) -> np.ndarray:
         while True:
             many = self.chunk if len(ids) > 1 and self.read + self.chunk <= self.context_tokens else 1
             part, ids = ids[:many], ids[many:]

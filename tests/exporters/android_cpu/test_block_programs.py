@@ -20,6 +20,7 @@ from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.artifact.weights import ALIGNMENT_BYTES, WEIGHTS_NAME, MappedWeights, write_weights
 from ondevice.core.errors import ArtifactError, CheckpointError, MissingPackageError, TrainingError
 from ondevice.core.registry import method_config, open_session
+from ondevice.exporters.executorch import blocks
 from ondevice.models import load_model
 from tests.methods.reference import batch
 from tests.programs import BLOCKS, config, model, program
@@ -205,6 +206,29 @@ def test_a_step_that_fails_leaves_no_half_state(monkeypatch) -> None:
     straight = opened()
     assert session.step(*rows, 0, 1e-2).loss == straight.step(*rows, 0, 1e-2).loss
     assert session.state()["adapter"].tobytes() == straight.state()["adapter"].tobytes()
+
+
+def test_small_products_are_computed_in_one_thread(monkeypatch) -> None:
+    torch = pytest.importorskip("torch")
+    session, seen, before = opened(), set(), torch.get_num_threads()
+    method = session._method
+
+    def watched(name: str, layer: int) -> Any:
+        seen.add(torch.get_num_threads())
+        return method(name, layer)
+
+    monkeypatch.setattr(session, "_method", watched)
+    ids, labels = batch(2, 24)
+    try:
+        torch.set_num_threads(2)
+        session.step(ids, labels, 0, 0.0)
+        assert (seen, torch.get_num_threads()) == ({1}, 2)
+        monkeypatch.setattr(blocks, "SHARED_PRODUCT", session._product)
+        session.step(ids, labels, 1, 0.0)
+        assert (seen, torch.get_num_threads()) == ({1, 2}, 2)
+    finally:
+        torch.set_num_threads(before)
+        session.close()
 
 
 def test_a_loss_that_is_no_number_updates_nothing() -> None:
