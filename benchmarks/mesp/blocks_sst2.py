@@ -144,7 +144,7 @@ def run(folder: Path, train: Path, valid: Path, rate: float, threads: int, steps
 
     portable_lib._unsafe_reset_threadpool(threads)
     manifest, session, tokenizer = read_manifest(folder), open_artifact(folder), artifact_tokenizer(folder)
-    dims, longest = ModelDims(**manifest.model.dims), max(manifest.lengths_tokens)
+    dims, longest = ModelDims.from_manifest(manifest.model.dims), max(manifest.lengths_tokens)
     parameters = lora_parameters(dims, families()[dims.family], session.config)
     adapter = FlatLayout.build(parameters).to_flat(initial_tensors(parameters, seed))
     session.load_state(session.state() | {"adapter": adapter})

@@ -162,6 +162,16 @@ class ModelDims:
     experts: int = 0
     traits: BlockTraits = LLAMA
 
+    @classmethod
+    def from_manifest(cls, values: dict[str, Any]) -> ModelDims:
+        """Build them from what a manifest has of `dataclasses.asdict`."""
+
+        def tuples(value: Any) -> Any:
+            return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
+
+        traits = {name: tuples(value) for name, value in values.get("traits", {}).items()}
+        return cls(**{**values, "traits": BlockTraits(**traits)})
+
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """(inputs, outputs) of each of the family's `linear_targets`."""

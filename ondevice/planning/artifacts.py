@@ -41,7 +41,7 @@ def plan_artifact(folder: Path, manifest: Manifest, memory_limit_bytes: int | No
         "manifest.json",
     )
     planned = plan(
-        ModelDims(**manifest.model.dims),
+        ModelDims.from_manifest(manifest.model.dims),
         method_config(manifest.method["name"], manifest.method),
         batch_size=manifest.batch_size,
         length_tokens=max(manifest.lengths_tokens),

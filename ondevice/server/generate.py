@@ -139,7 +139,7 @@ def _open_artifact(folder: Path, tokens: int, job: dict[str, Any] | None, device
     packed = folder / "model"
     if job is not None:
         dtype = json.loads((packed / "config.json").read_text(encoding="utf-8"))["dtype"]
-        weights, dims = (packed / FILE_NAME).stat().st_size, ModelDims(**manifest.model.dims)
+        weights, dims = (packed / FILE_NAME).stat().st_size, ModelDims.from_manifest(manifest.model.dims)
         parts = needs(dims, weights, dtype, tokens, device)
         if manifest.quantize != "none":
             parts["dense matrix"] = 2 * max(a * b for a, b in dims.linear_shapes.values())

@@ -144,7 +144,7 @@ class MlxProgramSession(ProgramSession, MlxSession):
         folder = Path(folder)
         self.program = json.loads((folder / manifest.program).read_text(encoding="utf-8"))
         config = MespConfig.parse(manifest.method, "manifest.json: method")
-        dims, listed = ModelDims(**manifest.model.dims), dict(self.program["settings"])
+        dims, listed = ModelDims.from_manifest(manifest.model.dims), dict(self.program["settings"])
         rope = listed.pop("rope")
         wavelengths = rope["wavelengths"] and tuple(rope["wavelengths"])
         settings = Settings(

@@ -1,0 +1,19 @@
+"""The description of a block is kept where a program is written, and comes back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from ondevice.models import ModelDims, tiny_model  # noqa: E402
+from ondevice.models.traits import BlockTraits  # noqa: E402
+
+
+def test_dimensions_come_back_from_a_manifest() -> None:
+    traits = BlockTraits(norms=(("before_mlp", "norm"),), windows=(4, 0), rotary=(True, False), score_cap=3.0)
+    dims = replace(tiny_model("llama").dims, traits=traits)
+    assert ModelDims.from_manifest(json.loads(json.dumps(asdict(dims)))) == dims
