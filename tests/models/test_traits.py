@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from ondevice.models import ModelDims, tiny_model  # noqa: E402
-from ondevice.models.traits import BlockTraits  # noqa: E402
+from ondevice.models import ModelDims, tiny_model
+from ondevice.models.traits import BlockTraits
 
 
 def test_dimensions_come_back_from_a_manifest() -> None:
