@@ -39,7 +39,8 @@ sealed class Event(val kind: String) {
         override fun fields() = linkedMapOf(
             "schema" to SCHEMA_VERSION, "config" to config, "identity" to identity, "seed" to seed, "backend" to backend,
             "generator_backend" to generatorBackend, "model_source" to modelSource, "model_sha256" to modelSha256, "steps" to steps,
-            "data" to data,
+            // The app trains with the method that the program was exported for: nothing was chosen.
+            "said" to emptyList<String>(), "data" to data,
         )
     }
 
@@ -47,7 +48,10 @@ sealed class Event(val kind: String) {
     data class Resume(
         val step: Int, val steps: Int, val backend: String, val checkpoint: String, override val timeS: Double = now(),
     ) : Event("resume") {
-        override fun fields() = linkedMapOf("step" to step, "steps" to steps, "backend" to backend, "checkpoint" to checkpoint)
+        override fun fields() = linkedMapOf(
+            "step" to step, "steps" to steps, "backend" to backend, "checkpoint" to checkpoint,
+            "changed" to emptyMap<String, Any?>(), // the app resumes with the settings that the run has
+        )
     }
 
     /** One optimizer step; [tokens] are those of the batch, padding included. Times in seconds, memory in bytes. */
@@ -124,7 +128,7 @@ sealed class Event(val kind: String) {
     ) : Event("finish") {
         override fun fields() = linkedMapOf(
             "steps" to steps, "first_loss" to firstLoss, "final_loss" to finalLoss, "step_time_s" to stepTimeS,
-            "tokens_per_s" to tokensPerS, "peak_memory_bytes" to peakMemoryBytes,
+            "tokens_per_s" to tokensPerS, "peak_memory_bytes" to peakMemoryBytes, "reason" to "", // the app ends no run early
         )
     }
 
