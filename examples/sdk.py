@@ -29,6 +29,7 @@ def main(out: Path) -> None:
             "method.name": "prge",
             "method.queries": 2,
             "method.rank": 4,
+            "method.subspace": "random",  # what a program trains; alone, PyTorch takes the subspace of a gradient
             "train.steps": 4,
             "train.batch_size": 2,
             "train.out": out / "run",

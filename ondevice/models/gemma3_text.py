@@ -59,10 +59,9 @@ class Gemma3Text(TraitFamily):
         """Return what `Family.tiny_config` does: layers with a window of 12 tokens and such without take turns."""
         types = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["num_hidden_layers"])]
         own = {"head_dim": 24, "sliding_window": 12, "layer_types": types, "query_pre_attn_scalar": 20}
-        rope = sizes.pop("rope_parameters", None)
-        if rope is not None:  # one set for each kind of layer
-            base = {"rope_type": "default", "rope_theta": 10000.0}
-            own["rope_parameters"] = {"full_attention": rope, "sliding_attention": base}
+        rope = sizes.pop("rope_parameters", None) or {"rope_type": "default", "rope_theta": 1e6}
+        base = {"rope_type": "default", "rope_theta": 10000.0}
+        own["rope_parameters"] = {"full_attention": rope, "sliding_attention": base}  # one set for each kind of layer
         return {**own, **sizes}
 
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> Any:

@@ -27,5 +27,10 @@ class Olmo2(TraitFamily):
         traits = BlockTraits(norms=tuple(NORMS.items()), qk_norm_all=True)
         return decoder_dims("olmo2", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits)
 
+    @classmethod
+    def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
+        """Return what `Family.tiny_config` does; transformers' own epsilon is another one."""
+        return {"rms_norm_eps": 1e-5, **sizes}
+
 
 FAMILY = Olmo2

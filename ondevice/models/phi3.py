@@ -40,7 +40,7 @@ class Phi3(TraitFamily):
         """Return what `Family.tiny_config` does, with three quarters of each head rotated."""
         if (rope := sizes.pop("rope_parameters", None)) is not None:
             sizes["rope_parameters"] = {"partial_rotary_factor": 0.75, **rope}
-        return {"partial_rotary_factor": 0.75, **sizes}
+        return {"partial_rotary_factor": 0.75, "rms_norm_eps": 1e-5, **sizes}
 
 
 FAMILY = Phi3

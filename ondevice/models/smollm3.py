@@ -29,7 +29,8 @@ class SmolLm3(TraitFamily):
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
         """Return what `Family.tiny_config` does, without a rotary embedding in every second layer."""
-        return {"no_rope_layer_interval": 2, **sizes}
+        rope = {"rope_type": "default", "rope_theta": 2e6}
+        return {"no_rope_layer_interval": 2, "rope_parameters": rope, **sizes}
 
 
 FAMILY = SmolLm3

@@ -47,7 +47,7 @@ def wait_for_steps(process: subprocess.Popen[str], out: Path, count: int) -> Non
 
 def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(ondevice, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "le résultat", tmp_path / "straight"
-    train = ("train", *tiny("prge", "--lr", "0.1"), "--data", data)
+    train = ("train", *tiny("prge", "--lr", "0.1", "--schedule", "constant"), "--data", data)
     process = start(*train, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path)
     try:
         wait_for_steps(process, out, 5)

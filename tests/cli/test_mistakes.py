@@ -116,7 +116,8 @@ def test_a_last_step_that_leaves_no_numbers_is_not_saved(method, ondevice, tmp_p
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
     done = ondevice("train", *tiny(method, "--lr", "1e39"), "--data", data, "--steps", 1, "--out", out)
     assert done.code == TRAINING and "step 0" in done.err and "no numbers" in done.err, done.err
-    assert sorted(path.name for path in out.iterdir()) == ["events.jsonl", "run.lock"]
+    left = {path.name for path in out.iterdir() if not path.name.startswith("subspace-")}  # of the gradient before it
+    assert left == {"events.jsonl", "run.lock"}
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(ondevice, tmp_path) -> None:
@@ -139,7 +140,8 @@ def test_a_full_disk_leaves_the_checkpoint_before(ondevice, tmp_path) -> None:
 
 def test_a_damaged_checkpoint_is_passed_over(ondevice, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
-    train = ("train", *tiny("prge", "--lr", "0.1"), "--data", data, "--set", "train.checkpoint_every=2")
+    train = ("train", *tiny("prge", "--lr", "0.1", "--schedule", "constant"), "--data", data)
+    train = (*train, "--set", "train.checkpoint_every=2")
     assert ondevice(*train, "--steps", 4, "--out", out).code == 0
     state = out / "checkpoint-00000004" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-3])

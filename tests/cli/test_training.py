@@ -88,7 +88,7 @@ def test_what_cannot_be_replayed_says_so(ondevice, tmp_path) -> None:
 
 def test_a_fused_model_is_base_plus_adapter(ondevice, tmp_path) -> None:
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
-    assert ondevice("train", *tiny("prge", "--lr", "0.5"), "--data", data, "--steps", 5, "--out", out).code == 0
+    assert ondevice("train", *tiny("prge", "--lr", "0.001"), "--data", data, "--steps", 5, "--out", out).code == 0
     done = ondevice("fuse", "tiny:llama", out / "adapter", "--out", tmp_path / "fused", "--json")
     assert done.code == 0, done.err
     report = done.json
