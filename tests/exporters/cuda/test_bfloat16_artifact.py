@@ -21,7 +21,6 @@ from tests.conformance.plain import Plain, PlainFirstOrder, PlainPrge
 from tests.exporters.cuda.test_session import configured
 from tests.methods.reference import batch
 
-
 RATES = {"prge": 0.05, "lora": 0.01}
 """By method; AdamW moves every number by its rate, so rounding that turns a small gradient shows sooner."""
 

@@ -15,7 +15,11 @@ export async function scenario(work, options = {}) {
   });
   const watched = { problems: [] };
   try {
-    const answer = await work(await open(browser, watched, options), browser, watched);
+    const page = await open(browser, watched, options);
+    const answer = await work(page, browser, watched).catch(async (error) => {
+      const said = await page.locator("body").innerText().catch(() => "nothing");
+      throw new Error(`${error.stack}\nThe page says:\n${said}\nNoted: ${watched.problems.join("\n")}`);
+    });
     assert.deepEqual(watched.problems, []);
     console.log(JSON.stringify(answer ?? {}));
   } finally {

@@ -71,6 +71,7 @@ function field(key, schema, value) {
   if (kind.enum) return selected(key, kind, value, help, optional);
   if (kind.type === "boolean" && !optional) return switched(key, value, help);
   if (kind.type === "array" && kind.items?.enum) return several(key, kind, value, help);
+  if (kind.type === "array") return listed(key, kind, value, help);
   if (kind.type === "integer" || kind.type === "number") return numeric(key, kind, value, help, optional);
   return written(key, value, help);
 }
@@ -111,6 +112,21 @@ function several(key, kind, value, help) {
     control: boxes[0][1].box,
     element,
     value: () => boxes.filter(([, { box }]) => box.checked).map(([one]) => one),
+  };
+}
+
+/** Values of one's own, with commas between them. */
+function listed(key, kind, value, help) {
+  const field = written(key, value?.length ? value.join(", ") : null, help);
+  const read = kind.items?.type === "integer" ? Number : String;
+  return {
+    ...field,
+    value: () =>
+      field.control.value
+        .split(",")
+        .map((one) => one.trim())
+        .filter(Boolean)
+        .map(read),
   };
 }
 
