@@ -269,14 +269,13 @@ class BlocksSession(ExecutorchSession):
         return dict(zip(map(_key, method.outputs), outputs, strict=True))
 
     def _largest_product(self) -> int:
-        """Multiplications of the largest product with a matrix of a block, for the longest batch."""
-        most = 0
+        """Multiplications of the largest product with a matrix that a block is given; 0 where it has its own."""
+        products = [0]
         for name, method in self.spec.methods.items():
             if name.startswith("block_backward"):
                 tokens = next(port.shape[0] for port in method.inputs if port.role == "hidden")
-                frozen = [port.shape for port in method.inputs if port.role == "frozen"]
-                most = max(most, *(tokens * int(np.prod(shape)) for shape in frozen))
-        return most
+                products += [tokens * int(np.prod(port.shape)) for port in method.inputs if port.role == "frozen"]
+        return max(products)
 
     @contextmanager
     def threads(self) -> Iterator[None]:
