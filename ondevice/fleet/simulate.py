@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ondevice.core.errors import FleetError
-from ondevice.fleet.log import SUFFIX, log_bytes
+from ondevice.fleet.log import SUFFIX, write_log
 from ondevice.fleet.member import Member, load_vector
 from ondevice.fleet.messages import Answer, Outcome
 from ondevice.fleet.numbers import LIMIT, Numbers, pack
@@ -159,7 +159,7 @@ class Simulation:
                 equal = all(member.state.digest() == server.state.digest() for member in self.members)
                 last = self._evaluate(server.state.flat())
                 log = out / f"fleet{SUFFIX}"
-                log.write_bytes(log_bytes(self.charter, store.events()))
+                write_log(log, self.charter, store.events())
                 table = store.table()
             adapter = self.session.adapter()
             if adapter is not None:
