@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr
 
 from ondevice.core.config import DataConfig, ExportConfig, ModelConfig, StrictConfig, TrainConfig
 from ondevice.core.errors import ConfigError
-from ondevice.core.registry import DEFAULT_METHOD, method_config, methods
+from ondevice.core.registry import DEFAULT_METHOD, method_config, methods, spec_of
 from ondevice.core.registry import method as registry_method
 
 if TYPE_CHECKING:
@@ -92,8 +92,9 @@ class RunConfig(StrictConfig):
     def for_training(self) -> Self:
         """Return the run with what its method chooses where the run file says nothing, for training in eager PyTorch:
         settings that are `auto`, and the schedule."""
-        chosen = getattr(self.method, "for_training", lambda: self.method)()
-        train, schedule = self.train, getattr(chosen, "default_schedule", None)
+        spec, train = spec_of(self.method), self.train
+        chosen = spec.for_training(self.method)
+        schedule = spec.schedule(chosen)
         if schedule is not None and "schedule" not in train.model_fields_set:
             train = train.model_copy(update={"schedule": schedule})
         return self.model_copy(update={"method": chosen, "train": train})

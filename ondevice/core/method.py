@@ -135,6 +135,8 @@ class MethodSpec:
         replayable: a run can be rebuilt from its log: the seed and one number a query.
         any_decoder: it takes models whose blocks are not known, because it computes no block itself.
         quantises: (config) whether it packs the model's weights itself, which are then loaded on the host.
+        for_training: (config) its settings for training in eager PyTorch, with `auto` decided.
+        schedule: (config) of a run that names none; None for the loop's own.
         reads_files: (config) whether a torch session reads the weights from their files itself.
         network: place of (folder, device) to `OpenedNetwork`, for a method whose trained model transformers alone
             cannot open; the folder's config.json then has the method's name as its `model_type`.
@@ -163,6 +165,8 @@ class MethodSpec:
     replayable: bool = False
     any_decoder: bool = False
     quantises: Callable[[Any], bool] = lambda config: False
+    for_training: Callable[[Any], Any] = lambda config: config
+    schedule: Callable[[Any], str | None] = lambda config: None
     reads_files: Callable[[Any], bool] = lambda config: False
     network: str | None = None
     advise: str | None = None

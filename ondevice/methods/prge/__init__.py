@@ -23,5 +23,7 @@ METHOD = MethodSpec(
     ),
     programs={"executorch": ".program:EXECUTORCH", "qnn": ".npu:QNN", "torch": ".program:TORCH"},
     replayable=True,
+    for_training=PrgeConfig.for_training,
+    schedule=lambda config: config.default_schedule,
     any_decoder=True,
 )
