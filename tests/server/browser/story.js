@@ -114,6 +114,7 @@ await scenario(async (page) => {
   ]);
   await download.saveAs(file);
   await adapter.getByRole("button", { name: "Use it" }).click();
+  await page.getByRole("status").getByText("is in use").waitFor(); // the next view asks for what the daemon has now
   await view(page, "adapters");
   await page.getByText("In use:").getByText(NAME).waitFor();
 
