@@ -26,7 +26,7 @@ from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
 
 TARGETS = ("q_proj", "v_proj")
-SPACES = ("full", "grad-a", "act", "xs", "rand")
+SPACES = ("full", "grad-a", "act", "xs", "diag", "rand")
 RULES = ("sgd", "momentum", "adam", "sign", "muon", "norm", "norm-momentum")
 CALIBRATION_ROWS = 64
 AVERAGE = 0.99
@@ -52,6 +52,7 @@ class Variant:
     power: float = 0.0
     epsilon: float = 1e-2
     steps: int = 0
+    calibration: int = CALIBRATION_ROWS
     first_order: bool = False
 
     @classmethod
@@ -59,9 +60,9 @@ class Variant:
         """Read the words of a variant; a batch that is not named makes q times batch 16 (first order: 8 rows)."""
         fields: dict[str, Any] = {}
         numbers = {"q": "queries", "r": "rank", "b": "batch", "t": "steps", "refresh": "refresh", "power": "power",
-                   "eps": "epsilon"}  # fmt: skip
+                   "eps": "epsilon", "cal": "calibration"}  # fmt: skip
         for word in text.split():
-            match = re.fullmatch(r"(q|r|b|t|refresh|power|eps)([0-9.e-]+)", word)
+            match = re.fullmatch(r"(q|r|b|t|refresh|power|eps|cal)([0-9.e-]+)", word)
             if word in SPACES:
                 fields["space"] = word
             elif word in RULES:
@@ -93,19 +94,25 @@ class Variant:
     def row_forwards(self) -> float:
         """Rows that pass forward in a step; a backward pass counts as two, calibrations are spread over the steps."""
         calibrations = 0.0
-        if self.space in ("grad-a", "xs", "act"):
-            calibrations = 3 * CALIBRATION_ROWS * (1 + (self.steps - 1) // self.refresh if self.refresh else 1)
+        if self.space in ("grad-a", "xs", "diag", "act"):
+            calibrations = 3 * self.calibration * (1 + (self.steps - 1) // self.refresh if self.refresh else 1)
         return self.batch * (3 if self.first_order else self.copies) + calibrations / self.steps
 
     @property
     def small(self) -> bool:
         """Whether R is what moves, rank by rank, rather than B."""
-        return self.space in ("xs", "rand")
+        return self.space in ("xs", "diag", "rand")
+
+    def width(self, outputs: int) -> int:
+        """Return the columns of what moves: R's, one where R is diagonal, or B's."""
+        if self.space == "diag":
+            return 1
+        return self.rank if self.small else outputs
 
     def group(self) -> tuple[Any, ...]:
         """Variants of one value run in the same pass."""
-        return (self.small, self.rank, self.queries, self.batch, self.one_sided, self.loss, self.steps,
-                self.epsilon, self.first_order)  # fmt: skip
+        return (self.small, self.space == "diag", self.rank, self.queries, self.batch, self.one_sided, self.loss,
+                self.steps, self.epsilon, self.first_order)  # fmt: skip
 
 
 class AnswerRows:
@@ -228,7 +235,7 @@ class Group:
         offset, rank = 0, self.shape.rank
         for layer in range(model.dims.layers):
             for target in TARGETS:
-                width = rank if self.shape.small else model.dims.linear_shape(target)[1]
+                width = self.shape.width(model.dims.linear_shape(target)[1])
                 self.layout.append((layer, target, offset, width))
                 offset += rank * width
         runs = len(members)
@@ -269,21 +276,24 @@ class Group:
         model.a, model.b = [], []
         if copies_SCP is not None:
             flat = copies_SCP.reshape(-1, copies_SCP.shape[2])
-            copies = copies_SCP.shape[1]
             model.a = [{target: a[runs].to(dtype) for target, a in layer.items()} for layer in self.a]
             model.b = [{} for _ in self.a]
             for layer, target, offset, width in self.layout:
                 part = flat[:, offset : offset + self.shape.rank * width].view(-1, self.shape.rank, width)
                 if self.shape.small:
-                    c = self.c[layer][target][runs]
-                    part = torch.bmm(part.reshape(c.shape[0], -1, width), c).view(
-                        c.shape[0] * copies, self.shape.rank, -1
-                    )
+                    part = self._spread(part, self.c[layer][target][runs])
                 model.b[layer][target] = part.to(dtype)
         if self.delta is not None:
             model.delta = [{target: d[runs] for target, d in layer.items()} for layer in self.delta]
         yield
         model.a, model.b, model.delta, model.covariance = [], [], None, None
+
+    def _spread(self, small: Tensor, c: Tensor) -> Tensor:
+        """Return R C, [runs * copies, rank, outputs], of a square or diagonal R [runs * copies, rank, width]."""
+        runs, rank, outputs = c.shape
+        if self.shape.space == "diag":
+            return (small.view(runs, -1, rank, 1) * c[:, None]).view(-1, rank, outputs)
+        return torch.bmm(small.reshape(runs, -1, small.shape[2]), c).view(-1, rank, outputs)
 
     def _losses(self, logits: Tensor, rows_SB: Tensor) -> Tensor:
         """Loss of each row, float32 [runs, copies, rows]."""
@@ -375,11 +385,12 @@ class Group:
         sizes = self.table.lengths
         if not first:
             self._fold(runs)
-        rows = np.stack([self.calibration[n].permutation(len(sizes))[:CALIBRATION_ROWS] for n in runs])
-        if first:  # all runs of a seed are the same model yet
-            seeds = {self.members[n][2]: i for i, n in enumerate(runs)}
-            found = dict(zip(seeds, self._gradients(list(seeds.values()), rows, runs), strict=True))
-            gradients = [found[self.members[n][2]] for n in runs]
+        rows = [self.calibration[n].permutation(len(sizes))[: self.members[n][0].calibration] for n in runs]
+        if first:  # all runs of a seed and of so many rows are the same model yet
+            keys = [(self.members[n][2], self.members[n][0].calibration) for n in runs]
+            alike = {key: i for i, key in enumerate(keys)}
+            found = dict(zip(alike, self._gradients(list(alike.values()), rows, runs), strict=True))
+            gradients = [found[key] for key in keys]
         else:
             gradients = self._gradients(list(range(len(runs))), rows, runs)
         self._take(runs, gradients)
@@ -395,13 +406,13 @@ class Group:
         for layer, target, offset, width in self.layout:
             part = self.state[index, offset : offset + self.shape.rank * width].view(-1, self.shape.rank, width)
             if self.shape.small:
-                part = torch.bmm(part, self.c[layer][target][index])
+                part = self._spread(part, self.c[layer][target][index])
             self.delta[layer][target].index_add_(0, index, torch.bmm(self.a[layer][target][index], part))
         for value in (self.state, self.average, self.mean, self.square):
             value[index] = 0
         self.age[index], self.spread[index] = 0, 0
 
-    def _gradients(self, places: list[int], rows: np.ndarray, runs: list[int]) -> list[list[dict[str, Any]]]:
+    def _gradients(self, places: list[int], rows: list[np.ndarray], runs: list[int]) -> list[list[dict[str, Any]]]:
         """Exact gradients of the loss by the weights, and second moments of the layers' inputs, of `runs[place]`."""
         found = []
         model, lengths = self.model, self.table.lengths
