@@ -29,7 +29,7 @@ class PrgeConfig(AnswerLossConfig):
     """Method name."""
 
     rank: int = Field(default=16, ge=1, le=1024)
-    """LoRA rank r."""
+    """LoRA rank r. In a gradient's subspace four directions are trained for each."""
 
     alpha: float = Field(default=16.0, gt=0)
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
@@ -44,30 +44,31 @@ class PrgeConfig(AnswerLossConfig):
     perturbation_scale: float = Field(default=1e-2, gt=0)
     """epsilon: how far B is moved along a direction."""
 
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=5e-3, gt=0)
     """eta."""
 
     paper: bool = False
     """The paper's own settings: `subspace: random`, `optimizer: sgd`, `loss: vocabulary`."""
 
     subspace: Literal["auto", "gradient", "random"] = "auto"
-    """What a step moves. `random`: B behind a random A (the paper's). `gradient`: R [rank, rank] of A R C, where A and
-    C are singular vectors of an exact gradient of `calibration_rows` rows, as one backward pass a row gives it; a tenth
-    of the numbers or less, learned with far fewer steps. `auto` is gradient where a run trains in PyTorch, random in
+    """What a step moves. `random`: B behind a random A (the paper's). `gradient`: a diagonal R of A R C, where A and C
+    are singular vectors of an exact gradient of `calibration_rows` rows, as one backward pass a row gives it; a
+    hundredth of the numbers, learned with far fewer steps. `auto` is gradient where a run trains in PyTorch, random in
     exported programs."""
 
-    refresh_every: int | None = Field(default=250, ge=2)
+    refresh_every: int | None = Field(default=100, ge=2)
     """Steps after which a new exact gradient gives a new subspace; null keeps the first one."""
 
     factors: Path | None = None
     """A subspace that a run wrote (`subspace-*.safetensors` in its folder), for an export: the program moves B along
-    its directions alone, with A and C as constants."""
+    its `rank` leading directions alone, with A and C as constants."""
 
     calibration_rows: int = Field(default=64, ge=1)
     """Rows of an exact gradient."""
 
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """What is done with the estimate: `sgd` (the paper's), or `adam` with two moments of what is trained."""
+    optimizer: Literal["auto", "sgd", "adam"] = "auto"
+    """What is done with the estimate: `sgd` (the paper's), or `adam` with two moments of what is trained. `auto` is
+    adam in a gradient's subspace where a run trains in PyTorch, else sgd."""
 
     noise: Literal["gaussian", "rademacher"] = "gaussian"
     """Distribution of the directions."""
@@ -125,7 +126,9 @@ class PrgeConfig(AnswerLossConfig):
         """Return the settings of a run that can compute a gradient: `auto` becomes what was found best."""
         subspace = "random" if self.top_layers is not None else "gradient"
         subspace = subspace if self.subspace == "auto" else self.subspace
-        return self.model_copy(update={"subspace": subspace})
+        optimizer = "adam" if subspace == "gradient" else "sgd"
+        optimizer = optimizer if self.optimizer == "auto" else self.optimizer
+        return self.model_copy(update={"subspace": subspace, "optimizer": optimizer})
 
     @property
     def default_schedule(self) -> str | None:

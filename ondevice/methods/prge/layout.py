@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from ondevice.models import ModelDims
 
 ALIGNMENT = 64
+DIRECTIONS = 4
+"""Directions of a gradient's subspace a unit of rank."""
 KEPT_BLOCKS = 3
-"""What earlier subspaces changed is kept to so many times the rank, which is exact for so many of them."""
+"""What earlier subspaces changed is kept to so many times their directions, which is exact for so many of them."""
 NOISE_TENSOR = 0
 """Stream of the perturbations (the generator's tensor id)."""
 FROZEN_A_TENSOR = 1
@@ -39,13 +41,13 @@ class Entry:
     rank: int
     inputs: int
     outputs: int
-    square: bool = False
-    """What is trained is R [rank, rank] between fixed A and C, rather than B."""
+    diagonal: bool = False
+    """What is trained is a diagonal R, its `rank` numbers, between fixed A and C, rather than B."""
 
     @property
     def width(self) -> int:
         """Columns of what is trained."""
-        return self.rank if self.square else self.outputs
+        return 1 if self.diagonal else self.outputs
 
     @property
     def count(self) -> int:
@@ -64,14 +66,18 @@ class AdapterLayout:
     """A of each layer and target, float32 [inputs, rank], where it is not drawn from the seed."""
 
     @classmethod
-    def build(cls, dims: ModelDims, config: PrgeConfig, seed: int) -> AdapterLayout:
-        """Lay out `config.target_modules` of the perturbed layers of a model with dimensions `dims`."""
+    def build(cls, dims: ModelDims, config: PrgeConfig, seed: int, directions: int = DIRECTIONS) -> AdapterLayout:
+        """Lay out `config.target_modules` of the perturbed layers of a model with dimensions `dims`.
+
+        Args:
+            directions: of a gradient's subspace, times the rank; a small matrix has no more than its sides.
+        """
         first = 0 if config.top_layers is None else max(0, dims.layers - config.top_layers)
         entries, offset = [], 0
-        square = config.subspace == "gradient"
+        diagonal = config.subspace == "gradient"
         for linear in dims.adapted(config, first):
-            sizes = (config.rank, linear.inputs, linear.outputs)
-            entries.append(Entry(linear.layer, linear.target, offset, *sizes, square))
+            rank = min(directions * config.rank, linear.inputs, linear.outputs) if diagonal else config.rank
+            entries.append(Entry(linear.layer, linear.target, offset, rank, linear.inputs, linear.outputs, diagonal))
             offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), offset, seed)
 

@@ -49,7 +49,7 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
         problems.append(str(error))
     if not (config.batch_signs and config.batch_queries):
         problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
-    if config.optimizer != "sgd":
+    if config.optimizer == "adam":
         problems.append(f"method.optimizer is {config.optimizer}: a prge program has sgd")
     if config.subspace == "gradient" and config.factors is None:
         problems.append(
@@ -83,7 +83,7 @@ def build_program(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig,
     plain = config.model_copy(update={"subspace": "random", "factors": None})
     layout = AdapterLayout.build(loaded.dims, plain, seed)
     if config.factors is not None:
-        small = AdapterLayout.build(loaded.dims, config.model_copy(update={"subspace": "gradient"}), seed)
+        small = AdapterLayout.build(loaded.dims, config.model_copy(update={"subspace": "gradient"}), seed, directions=1)
         factors = read_factors(config.factors, small.entries)
         given = {(entry.layer, entry.target): value.a.numpy() for entry, value in factors.items()}
         layout = replace(layout, given_a=given)

@@ -73,8 +73,8 @@ class DualForwardingLinear(nn.Module):
         return self.base.bias
 
     def matrices(self, copies_GRW: Tensor) -> Tensor:
-        """Return each copy's B [copies, rank, outputs]: the copy itself, or R C."""
-        return copies_GRW if self.c_RO is None else torch.matmul(copies_GRW, self.c_RO)
+        """Return each copy's B [copies, rank, outputs]: the copy itself, or R C of a diagonal R."""
+        return copies_GRW if self.c_RO is None else copies_GRW * self.c_RO
 
     def forward(self, x_RTI: Tensor) -> Tensor:
         y_RTO = self.base(x_RTI)
@@ -295,7 +295,7 @@ class PrgeProgram(nn.Module):
             base, count = self.layout.layer_range(layer)
             layer_copies = copies_of(base, count)
             for entry in self.layout.of_layer(layer):
-                if entry.square and self.linears[entry].c_RO is None:  # before the first subspace
+                if entry.diagonal and self.linears[entry].c_RO is None:  # before the first subspace
                     continue
                 low = entry.offset - base
                 copies = layer_copies[:, low : low + entry.count].reshape(-1, entry.rank, entry.width)

@@ -61,8 +61,8 @@ class Subspaces:
         """Return the change in this subspace as (A with the adapter's scale, B) of each linear layer."""
         found = {}
         for entry, factors in self.factors.items():
-            r = state[entry.offset : entry.offset + entry.count].reshape(entry.rank, entry.rank)
-            found[entry] = factors.a * self.program.linears[entry].scale, r @ factors.c
+            r = state[entry.offset : entry.offset + entry.count, None]
+            found[entry] = factors.a * self.program.linears[entry].scale, r * factors.c
         return found
 
     def measure(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path:
@@ -145,8 +145,8 @@ class Subspaces:
         parts = {}
         for entry, linear in self.program.linears.items():
             own = [part for part in (linear.past, changes.get(entry)) if part is not None]
-            a = torch.cat([part[0] for part in own], 1) if own else torch.zeros(entry.inputs, config.rank)
-            b = torch.cat([part[1] for part in own]) if own else torch.zeros(config.rank, entry.outputs)
+            a = torch.cat([part[0] for part in own], 1) if own else torch.zeros(entry.inputs, entry.rank)
+            b = torch.cat([part[1] for part in own]) if own else torch.zeros(entry.rank, entry.outputs)
             parts[entry] = a, b
         rank, tensors = max(a.shape[1] for a, _ in parts.values()), {}
         for entry, (a, b) in parts.items():

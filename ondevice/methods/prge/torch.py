@@ -117,7 +117,7 @@ class PrgeSession(Session):
     def whole_model(self) -> LoadedModel:
         """Return the model with the adapter as it is now in its layers."""
         for entry, linear in self.program.linears.items():
-            if not entry.square or linear.c_RO is not None:
+            if not entry.diagonal or linear.c_RO is not None:
                 own = self._adapter[None, entry.offset : entry.offset + entry.count]
                 linear.slot.copies = linear.matrices(own.reshape(1, entry.rank, entry.width))
         return self.loaded

@@ -18,8 +18,9 @@ from ondevice.core.config import ExportConfig  # noqa: E402
 from ondevice.core.errors import CheckpointError, ConfigError  # noqa: E402
 from ondevice.data.batching import Batch  # noqa: E402
 from ondevice.methods.prge.config import PrgeConfig  # noqa: E402
+from ondevice.methods.prge.layout import AdapterLayout  # noqa: E402
 from ondevice.methods.prge.program import build_program  # noqa: E402
-from ondevice.methods.prge.subspace import joined, leading_vectors  # noqa: E402
+from ondevice.methods.prge.subspace import joined, leading_vectors, read_factors  # noqa: E402
 from ondevice.methods.prge.torch import PrgeSession  # noqa: E402
 from ondevice.models import tiny_model  # noqa: E402
 from ondevice.runtime_ops import generator  # noqa: E402
@@ -30,7 +31,7 @@ SEED = 3
 
 
 def settings(**more: Any) -> PrgeConfig:
-    values = {"subspace": "gradient", "rank": 3, "alpha": 6.0, "queries": 2, "calibration_rows": 5, "refresh_every": 2}
+    values = {"subspace": "gradient", "rank": 1, "alpha": 2.0, "queries": 2, "calibration_rows": 5, "refresh_every": 2}
     return PrgeConfig(**(values | more))
 
 
@@ -79,7 +80,8 @@ def test_a_step_is_the_estimate_in_the_gradient_s_subspace(tmp_path: Path, optim
     for entry, factors in session.subspace.factors.items():
         gradient = weights[entry].grad.t()
         u, _, v = torch.linalg.svd(gradient.double())
-        for ours, exact in ((factors.a.double(), u[:, :3]), (factors.c.double().t(), v[:3].t())):
+        assert factors.a.shape[1] == 4  # directions a unit of rank
+        for ours, exact in ((factors.a.double(), u[:, :4]), (factors.c.double().t(), v[:4].t())):
             cosines = torch.linalg.svdvals(torch.linalg.qr(ours)[0].t() @ exact)
             assert cosines.min() > 0.999
 
@@ -91,7 +93,7 @@ def test_a_step_is_the_estimate_in_the_gradient_s_subspace(tmp_path: Path, optim
     for copy, (sign, query) in enumerate([(1, 0), (1, 1), (-1, 0), (-1, 1)]):
         moved = tiny_model()
         for entry, factors in session.subspace.factors.items():
-            r = sign * 1e-2 * z[query, entry.offset : entry.offset + entry.count].reshape(3, 3)
+            r = np.diag(sign * 1e-2 * z[query, entry.offset : entry.offset + entry.count])
             change = 2.0 * factors.a.double().numpy() @ r @ factors.c.double().numpy()  # alpha / rank = 2
             weight = moved.family.linear(entry.layer, entry.target).weight
             weight.data += torch.from_numpy(change.T).float()
@@ -131,7 +133,7 @@ def test_a_new_subspace_keeps_what_was_learned_and_the_adapter_is_the_model(tmp_
         np.testing.assert_allclose(session.evaluate(ids, labels)[0], before, rtol=1e-5)
         session.step(*batch(2, seed=step), step, 2e-2)
     adapter = session.adapter()
-    assert adapter.rank == 9 and adapter.alpha == 18.0
+    assert adapter.rank == 12 and adapter.alpha == 24.0  # three subspaces of four directions
     merged = tiny_model()
     for entry in session.program.linears:
         name = session.names[(entry.layer, entry.target)]
@@ -148,7 +150,7 @@ def test_a_new_subspace_keeps_what_was_learned_and_the_adapter_is_the_model(tmp_
 
 def test_a_program_s_b_is_the_session_s_r_times_c(tmp_path: Path) -> None:
     """Exported, B moves along Z C; here R moves along Z: the same losses, numbers, and adapter."""
-    session = PrgeSession(tiny_model(), settings(rank=4, alpha=4.0, answers=(70, 9)), SEED)
+    session = PrgeSession(tiny_model(), settings(alpha=1.0, answers=(70, 9)), SEED)
     path = session.before_step(0, batch_at, tmp_path)
     config = PrgeConfig(rank=4, alpha=4.0, queries=2, factors=path, answers=(70, 9))
     program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
@@ -168,6 +170,11 @@ def test_a_program_s_b_is_the_session_s_r_times_c(tmp_path: Path) -> None:
     assert np.abs(flat.numpy()).max() > 1e-3
     for name, value in adapter.tensors.items():
         np.testing.assert_allclose(theirs[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    assert path is not None and session.subspace is not None
+    two = read_factors(path, AdapterLayout.build(tiny_model().dims, settings(rank=2), SEED, directions=1).entries)
+    for (_, whole), (_, leading) in zip(session.subspace.factors.items(), two.items(), strict=True):
+        torch.testing.assert_close(leading.a, whole.a[:, :2])
+        torch.testing.assert_close(leading.c, whole.c[:2] * 2**0.5)
     with pytest.raises(ConfigError, match="for exported programs"):
         PrgeSession(tiny_model(), config, SEED)
 
@@ -234,7 +241,7 @@ def test_the_paper_s_settings_are_one_flag(rows: Path, tmp_path: Path) -> None:
     assert load_adapter(done.adapter).rank == 2
     head = read_run(tmp_path / "paper").header.config
     chosen = {key: head["method"][key] for key in ("subspace", "optimizer", "loss", "learning_rate")}
-    assert chosen == {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary", "learning_rate": 1e-3}
+    assert chosen == {"subspace": "random", "optimizer": "sgd", "loss": "vocabulary", "learning_rate": 5e-3}
     with pytest.raises(ConfigError, match="paper sets subspace to random"):
         RunConfig.parse(
             {"model": {"source": "tiny:llama"}, "method": {"name": "prge", "paper": True, "subspace": "gradient"}}
