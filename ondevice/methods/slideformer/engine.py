@@ -135,9 +135,15 @@ class SlideformerEngine(OffloadEngine):
 def _check(config: SlideformerConfig, ranks: Ranks) -> None:
     """Settings that exclude each other."""
     exact = config.max_grad_norm is not None and config.clip == "global"
-    if config.resident_layers and (exact or not ranks.single):
+    if config.kept_layers and (exact or not ranks.single):
         raise ConfigError(
             "layers that stay on the accelerator are updated at once, before a global norm is known or summed",
             expected="resident_layers: 0, or clip: previous or layer in one process",
-            received=f"resident_layers: {config.resident_layers}",
+            received=f"resident_layers: {config.kept_layers}",
+        )
+    if config.keeps_tables and (config.max_grad_norm is not None or config.loss_tiles > 1 or not ranks.single):
+        raise ConfigError(
+            "tables that stay on the accelerator are updated at once and whole",
+            expected="resident_tables: false, or no max_grad_norm, loss_tiles: 1 and one process",
+            received=f"max_grad_norm: {config.max_grad_norm}, loss_tiles: {config.loss_tiles}, {ranks.world} processes",
         )

@@ -1,21 +1,16 @@
-"""SlideFormer's masters and moments: in host memory, some moments on a disk, and of the first layers all on
-the accelerator, which then updates them itself.
-
-The first layers are the ones: their gradients arrive last and they are needed first, so between two steps nothing has
-to come and go for them. Each also takes its share of the update off the host.
-"""
+"""SlideFormer's masters and moments: in host memory, some moments on a disk, and of some units all on the accelerator
+(`resident`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from ondevice.offload.host import DTYPES, HostStore, is_split, parameters, release
+from ondevice.methods.slideformer.resident import Resident
+from ondevice.offload.host import DTYPES, HostStore, native, parameters, release
 from ondevice.runtime_ops import rows as row_ops
-from ondevice.runtime_ops.layer_adam import HostState, Moments, merge, split_, torch_step
+from ondevice.runtime_ops.layer_adam import HostState, Moments
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
@@ -23,76 +18,11 @@ if TYPE_CHECKING:
     from ondevice.offload.device import Device
     from ondevice.offload.ranks import Arrays, Ranks
     from ondevice.offload.units import Unit, Units
-    from ondevice.runtime_ops.layer_adam import AdamStep
 
-CHUNK = 1 << 25
-"""Elements whose gradients are there in float32 at once."""
-
-
-@dataclass
-class _State:
-    """Flat, on the accelerator: what is computed with, float32 master and moments."""
-
-    memory: Tensor
-    master: Tensor
-    m: Tensor
-    v: Tensor
-
-
-class Resident:
-    """States of the first layers; 14 bytes a parameter of the accelerator's memory with bfloat16 compute."""
-
-    def __init__(self, units: tuple[Unit, ...], device: Device, dtype: torch.dtype, split: bool) -> None:
-        self.units, self.device, self.dtype, self.split = units, device, dtype, split
-        self.states: dict[int, _State] = {}
-
-    def adopt(self, unit: Unit) -> None:
-        """Fill a unit's state from its parameters."""
-        master = self.device.empty(unit.numel, torch.float32)
-        for piece in unit.pieces:
-            flat = master[piece.offset : piece.offset + piece.numel]
-            flat.copy_(piece.parameter.detach().reshape(-1))
-        memory = self.device.empty(unit.numel, self.dtype)
-        moments = (self.device.empty(unit.numel, torch.float32) for _ in range(2))
-        self.states[unit.index] = _State(memory.copy_(master), master, *moments)
-
-    @torch.no_grad()
-    def update(self, unit: Unit, gradient: Tensor, adam: AdamStep, scale: Tensor | None) -> None:
-        """Run AdamW on the compute lane. `gradient` [numel] in the compute dtype, multiplied by `scale` first."""
-        state = self.states[unit.index]
-        for low in range(0, unit.numel, CHUNK):
-            chunk = slice(low, min(low + CHUNK, unit.numel))
-            wide = gradient[chunk].float()
-            if scale is not None:
-                wide = wide * scale
-            torch_step(state.master[chunk], wide, state.m[chunk], state.v[chunk], adam)
-        state.memory.copy_(state.master)
-
-    def master(self, unit: Unit) -> Tensor:
-        """Return float32 [numel] on the host."""
-        return self.states[unit.index].master.cpu()
-
-    def flat(self, unit: Unit) -> dict[str, Tensor]:
-        """Return the tensor that holds the unit's weights, on the host, under the name that `arrays` has for it."""
-        return {"high": self.states[unit.index].memory.cpu()} if self.split else {"master": self.master(unit)}
-
-    def arrays(self, unit: Unit) -> dict[str, Tensor]:
-        """Return everything a resume needs, on the host, for the units whose states are there."""
-        state = self.states[unit.index]
-        master, moments = state.master.cpu(), Moments("float32", state.m.cpu(), state.v.cpu())
-        if not self.split:
-            return {"master": master, **moments.tensors()}
-        high, low = torch.empty(unit.numel, dtype=torch.bfloat16), torch.empty(unit.numel, dtype=torch.uint16)
-        split_(master, high, low, moments)
-        return {"high": high, "low": low, **moments.tensors()}
-
-    def load(self, unit: Unit, parts: dict[str, Tensor]) -> None:
-        """Take back what `arrays` gave; float32, bfloat16 and uint16 on the host."""
-        state, moments = self.states[unit.index], Moments("float32", parts["m"], parts["v"])
-        master = merge(parts["high"], parts["low"], moments) if self.split else parts["master"]
-        state.memory.copy_(state.master.copy_(master))
-        state.m.copy_(moments.m)
-        state.v.copy_(moments.v.abs())
+def resident_units(units: Units, config: SlideformerConfig) -> tuple[Unit, ...]:
+    """Return the units whose states stay on the accelerator: the first layers, and the tables."""
+    tables = (units.embedding, *(() if units.tied else (units.head,))) if config.keeps_tables else ()
+    return (*units.layers[: config.kept_layers], *tables)
 
 
 class TieredStore(HostStore):
@@ -102,12 +32,11 @@ class TieredStore(HostStore):
         self, units: Units, config: SlideformerConfig, device: Device, disk: DiskMoments | None, ranks: Ranks
     ) -> None:
         self.units, self.disk, self.ranks = units, disk, ranks
-        kept = units.layers[: config.resident_layers]
-        self.resident = Resident(kept, device, DTYPES[config.compute], is_split(config))
-        for unit in kept:  # one after the other, so that no parameter is there twice for long
-            self.resident.adopt(unit)
-            release(unit, DTYPES[config.compute])
+        kept = resident_units(units, config)
+        self.resident = Resident(kept, device, DTYPES[config.compute], native(config))
         super().__init__([unit for unit in units.all if ranks.owns(unit) and unit not in kept], config, device)
+        for unit in kept:  # one after the other, so that no state is there twice for long
+            self.resident.adopt(unit, HostStore._host_state(self, unit, config.moments_dtype))
         for unit in units.all:
             release(unit, self.dtype)
 

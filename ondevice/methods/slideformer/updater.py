@@ -53,7 +53,7 @@ class Updater:
         self.clipping = Clipping(config, units, store.ranks)
         self.ranks, largest = store.ranks, max(unit.numel for unit in units.layers)
         layers = sum(unit.kind == "layer" for unit in store.owned)
-        count = layers if self.clipping.exact else min(config.gradient_buffers, layers)
+        count = layers if self.clipping.exact else min(config.buffers, layers)
         self.buffers = [device.pinned(largest, store.dtype) for _ in range(count)]
         self.pool = Pool(list(self.buffers), watch)
         size = {unit.kind: unit.numel for unit in store.owned}
