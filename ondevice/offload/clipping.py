@@ -69,7 +69,7 @@ class Clipping:
         return replace(now.adam, grad_scale=min(1.0, self.limit / (norm + TINY)))
 
     def scale(self, square: Tensor) -> Tensor:
-        """Return the factor of a unit whose squared norm is a tensor on the accelerator, float64 [1]; that of `apply`."""
+        """Return what `apply` does for a unit whose squared norm is a tensor on the accelerator, float64 [1]."""
         own = square.double().sqrt()
         if self.rule == "layer":
             norm = own

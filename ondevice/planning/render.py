@@ -35,7 +35,7 @@ MEANING = {
     "kept inputs": "of the layers, for the backward pass",
     "inputs on the host": "of the layers, for the backward pass",
     "masters and moments": "float32 parameters and AdamW's moments",
-    "resident layers": "masters and moments of layers on the accelerator",
+    "resident states": "masters and moments that stay on the accelerator",
     "disk staging": "moments on their way from and to the disk",
     "gradients": "waiting for their update",
     "exact parameters": "what no subspace is for: norms, biases, small matrices",

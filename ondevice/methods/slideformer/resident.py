@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-
 from ondevice.runtime_ops.layer_adam import HostState, Moments, device_adam, merge, torch_step
 
 if TYPE_CHECKING:
@@ -105,5 +104,3 @@ class Resident:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         return self.device.empty(tensor.numel(), tensor.dtype).copy_(tensor)
-
-

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ondevice.offload.ranks import Arrays, Ranks
     from ondevice.offload.units import Unit, Units
 
+
 def resident_units(units: Units, config: SlideformerConfig) -> tuple[Unit, ...]:
     """Return the units whose states stay on the accelerator: the first layers, and the tables."""
     tables = (units.embedding, *(() if units.tied else (units.head,))) if config.keeps_tables else ()
