@@ -259,7 +259,7 @@ def main() -> None:
         om.release(args.device)
     alone = ", ".join(f"{kind} {rate / 1e9:.2f} G parameters/s" for kind, rate in rates.items())
     notes = [
-        "`resident` has no update and no offload, and every variant is checkpointed per layer with the default kernels. "
+        "`resident` has no update and no offload; every variant is checkpointed per layer, with the default kernels. "
         "Each variant was alone in memory. GPU peak is of what the variant itself holds.",
         f"AdamW alone on {bench.threads} threads: {alone}.",
     ]
