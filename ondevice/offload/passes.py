@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -141,13 +143,17 @@ class Passes:
         for i, unit in enumerate(self.units.layers):
             slot = window.layer(i)
             window.bind(unit, slot)
-            started = self._start()
+            self._gate()
             forward = self._forward(i, position)
             for m, entered in enumerate(h):
                 if keep:
                     self.activations.save(i, m, entered)
-                (h[m],) = window.run("forward", i, None, position, (entered,), forward) if keep else forward(entered)
-            slot.used = self._end("forward", unit.name, started)
+                with self._computing("forward", unit.name):
+                    (left,) = (
+                        window.run("forward", i, None, position, (entered,), forward) if keep else forward(entered)
+                    )
+                h[m] = left
+            slot.used = self._end()
             if i + len(window.layers) < self.layers:
                 window.fetch_layer(i + len(window.layers))
             if i == max(0, self.layers - len(window.layers)):
@@ -169,7 +175,7 @@ class Passes:
         self.window.bind(self.units.rest, self.window.rest, leaving)
         entered = [x.detach().requires_grad_(True) for x in h]
         normed = [self.family.final_norm(x) for x in entered]
-        started = self._start()
+        self._gate()
         total, normed_gradients = self._head_backward(self._scores([x.detach() for x in normed], labels, scale))
         gradients: list[Tensor] = []
         for x, normal, gradient in zip(entered, normed, normed_gradients, strict=True):
@@ -177,7 +183,7 @@ class Passes:
             padded[:, :-1] = gradient.view(padded.shape[0], -1, padded.shape[-1])
             torch.autograd.backward(normal, padded)
             gradients.append(x.grad if x.grad is not None else torch.zeros_like(x))
-        self._end("backward", "head", started)
+        self._end()
         return gradients, total
 
     def backward(self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]) -> None:
@@ -190,15 +196,18 @@ class Passes:
             window.fetch_layer(i)
             slot, leaving = window.layer(i), window.layer_gradient(i)
             window.bind(unit, slot, leaving)
-            started, backward = self._start(), self._backward(i, position)
+            self._gate()
+            backward = self._backward(i, position)
             for m in micro:
                 entered = activations.load(i, m, tuple(gradients[m].shape))
                 at = (self.layers - 1 - i) * len(micro_batches) + m
                 if at + 1 < len(order):
                     activations.prefetch(*order[at + 1])
-                (gradients[m],) = window.run("backward", i, leaving, position, (entered, gradients[m]), backward)
+                with self._computing("backward", unit.name):
+                    inputs = (entered, gradients[m])
+                    (gradients[m],) = window.run("backward", i, leaving, position, inputs, backward)
                 activations.done(i, m)
-            slot.used = self._end("backward", unit.name, started)
+            slot.used = self._end()
             window.send_layer(i, leaving)
             if i >= len(window.layers):
                 window.fetch_layer(i - len(window.layers))
@@ -262,8 +271,9 @@ class Passes:
         """The first pass over the head's tiles."""
         for tile, (low, _) in enumerate(self.window.tiles):
             slot, weight = self._head_tile(tile)
-            for score in scores:
-                score.forward(weight, low)
+            with self._computing("forward", "head"):
+                for score in scores:
+                    score.forward(weight, low)
             slot.used = self.device.record("compute")
 
     def _head_backward(self, scores: list[loss.ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
@@ -279,10 +289,11 @@ class Passes:
         for tile, (low, _) in enumerate(window.tiles):
             slot, weight = self._head_tile(tile)
             leaving, gradient = window.head_gradient_tile(tile)
-            if single_tile:
-                total += torch.stack([score.forward_backward(weight, gradient) for score in fused]).sum()
-            for score in scores if not single_tile else ():
-                score.backward(weight, low, gradient)
+            with self._computing("backward", "head"):
+                if single_tile:
+                    total += torch.stack([score.forward_backward(weight, gradient) for score in fused]).sum()
+                for score in scores if not single_tile else ():
+                    score.backward(weight, low, gradient)
             slot.used = self.device.record("compute")
             window.send_head(tile, leaving)
         if not single_tile:
@@ -309,14 +320,19 @@ class Passes:
             return source
         return source.pin_memory().to(self.where, non_blocking=True)
 
-    def _start(self) -> Event:
-        """Begin a computation, at most `AHEAD` before the accelerator."""
+    def _gate(self) -> None:
+        """Begin a layer, at most `AHEAD` before the accelerator."""
         if len(self.queue) >= AHEAD:
             self.queue.popleft().wait()
-        return self.device.record("compute")
 
-    def _end(self, lane: str, name: str, started: Event) -> Event:
+    @contextmanager
+    def _computing(self, lane: str, name: str) -> Iterator[None]:
+        """A span of the accelerator's computation alone: it begins when what the work needs is there."""
+        started = self.device.record("compute")
+        yield
+        self.timeline.span(lane, name, started, self.device.record("compute"))
+
+    def _end(self) -> Event:
         event = self.device.record("compute")
         self.queue.append(event)
-        self.timeline.span(lane, name, started, event)
         return event

@@ -36,7 +36,7 @@ MEANING = {
     "inputs on the host": "of the layers, for the backward pass",
     "masters and moments": "float32 parameters and AdamW's moments",
     "resident states": "masters and moments that stay on the accelerator",
-    "disk staging": "moments on their way from and to the disk",
+    "disk staging": "states on their way from and to the disk",
     "gradients": "waiting for their update",
     "exact parameters": "what no subspace is for: norms, biases, small matrices",
     "tables": "embedding and head, where they are trained in a subspace",

@@ -50,6 +50,9 @@ class SlideformerConfig(EngineConfig):
     disk_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the layers whose moments are kept in a file."""
 
+    disk_masters: bool = False
+    """Of those layers the masters are in a file, too, and are read a layer ahead; the tables' stay in memory."""
+
     disk_folder: Path | None = None
     """Folder of those files, on a local disk; None: a temporary folder."""
 

@@ -63,11 +63,14 @@ def host_memory(
     resident = resident_parameters(dims, config)
     tables = 0 if config.keeps_tables else 1 if dims.tied else 2
     on_disk = config.disk_fraction * (STATE_BYTES[config.moments] - 4) * (dims.parameters - resident)
+    cold = config.disk_masters * config.disk_fraction * left * dims.block_parameters
+    widest = max(table, layers // dims.layers)
+    staging = 3 * (STATE_BYTES[config.moments] - 4) * widest
+    staging += config.disk_masters * 3 * (4 + item) * (layers // dims.layers)
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
     parts = {
-        "masters and moments": int(STATE_BYTES[config.moments] * (dims.parameters - resident) - on_disk),
-        "disk staging": int(3 * (STATE_BYTES[config.moments] - 4) * max(table, layers // dims.layers))
-        * (config.disk_fraction > 0),
+        "masters and moments": int(STATE_BYTES[config.moments] * (dims.parameters - resident) - on_disk - 4 * cold),
+        "disk staging": int(staging) * (config.disk_fraction > 0),
         "gradients": (waiting * dims.block_parameters + tables * table) * item,
         "inputs on the host": {"host": inputs, "disk": 4 * inputs // dims.layers, "device": 0}[config.activations],
     }

@@ -55,6 +55,8 @@ def _lanes(dims: ModelDims, config: SlideformerConfig, work: Work, rates: Rates,
     # A copy and an update share the host's memory: what one moves the other waits for.
     memory = rates.parameters_s * moved_bytes(config)
     on_disk = 2 * config.disk_fraction * (stored - 4) * on_host
+    cold = config.disk_masters * config.disk_fraction
+    on_disk += cold * (layers * dims.block_parameters * (8 + item) + again * item)
     on_disk += 2 * kept * (config.activations == "disk")
     return {
         "compute": flops / rates.flops_s + here / DEVICE_PARAMETERS_S,

@@ -15,8 +15,9 @@ from torch import Tensor
 from ondevice.runtime_ops.layer_adam import HostState, Moments, device_adam, merge, torch_step
 
 if TYPE_CHECKING:
+    from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.offload.device import Device
-    from ondevice.offload.units import Unit
+    from ondevice.offload.units import Unit, Units
     from ondevice.runtime_ops.layer_adam import AdamStep
 
 CHUNK = 1 << 25
@@ -27,6 +28,12 @@ def fields(state: HostState) -> dict[str, Tensor]:
     """Return a state's tensors by the name that a checkpoint has for them."""
     named = {"master": state.master, "high": state.high, "low": state.low, **state.moments.tensors()}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def resident_units(units: Units, config: SlideformerConfig) -> tuple[Unit, ...]:
+    """Return the units whose states stay on the accelerator: the first layers, and the tables."""
+    tables = (units.embedding, *(() if units.tied else (units.head,))) if config.keeps_tables else ()
+    return (*units.layers[: config.kept_layers], *tables)
 
 
 class Resident:

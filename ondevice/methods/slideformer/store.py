@@ -7,30 +7,24 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ondevice.methods.slideformer.resident import Resident
+from ondevice.methods.slideformer.resident import Resident, fields, resident_units
 from ondevice.offload.host import DTYPES, HostStore, native, parameters, release
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import HostState, Moments
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.methods.slideformer.disk import DiskMoments
-    from ondevice.offload.device import Device
+    from ondevice.methods.slideformer.disk_states import DiskStates
+    from ondevice.offload.device import Device, Event
     from ondevice.offload.ranks import Arrays, Ranks
     from ondevice.offload.units import Unit, Units
-
-
-def resident_units(units: Units, config: SlideformerConfig) -> tuple[Unit, ...]:
-    """Return the units whose states stay on the accelerator: the first layers, and the tables."""
-    tables = (units.embedding, *(() if units.tied else (units.head,))) if config.keeps_tables else ()
-    return (*units.layers[: config.kept_layers], *tables)
 
 
 class TieredStore(HostStore):
     """Masters and moments of the units that this rank owns; those of `resident` stay on the accelerator."""
 
     def __init__(
-        self, units: Units, config: SlideformerConfig, device: Device, disk: DiskMoments | None, ranks: Ranks
+        self, units: Units, config: SlideformerConfig, device: Device, disk: DiskStates | None, ranks: Ranks
     ) -> None:
         self.units, self.disk, self.ranks = units, disk, ranks
         kept = resident_units(units, config)
@@ -44,20 +38,35 @@ class TieredStore(HostStore):
     def _host_state(self, unit: Unit, moments: str) -> HostState:
         state = super()._host_state(unit, moments)
         if self.disk is not None and self.disk.holds(unit):
-            self.disk.put(unit, state.moments)
-            state.moments = Moments.empty(0, moments)
+            return self.disk.put(unit, state)
         return state
 
-    def moments(self, unit: Unit) -> Moments:
-        """Return a unit's moments, in memory or as a map of the file: views."""
+    def state(self, unit: Unit) -> HostState:
+        """Return a unit's state, in memory or as maps of the files: views."""
+        state = super().state(unit)
         if self.disk is not None and self.disk.holds(unit):
-            return self.disk.stored(unit)
-        return super().moments(unit)
+            return self.disk.stored(unit, state)
+        return state
+
+    def prefetch(self, unit: Unit) -> None:
+        """Begin to read weights that `outgoing` will be asked for; the unit's last update is done."""
+        if self.disk is not None:
+            self.disk.prefetch_weights(unit)
+
+    def _weights(self, unit: Unit) -> Tensor:
+        if self.disk is not None and self.disk.holds_master(unit):
+            return self.disk.weights(unit)
+        return super()._weights(unit)
+
+    def sent(self, event: Event) -> None:
+        """See `HostStore.sent`."""
+        super().sent(event)
+        if self.disk is not None:
+            self.disk.sent(event)
 
     def rows(self, unit: Unit, rows: Tensor, out: Tensor) -> None:
         """Read rows of a table in the compute dtype: int64 [R] into `out` [R, width]."""
-        state = self.states[unit.index]
-        table = self._master(state) if state.high is None else state.high
+        table = self._weights(unit)
         piece = unit.pieces[0]
         view = table[: piece.numel].view(piece.shape)
         if view.dtype == out.dtype:
@@ -68,8 +77,7 @@ class TieredStore(HostStore):
     def flats(self) -> dict[str, Tensor]:
         """Return those of `arrays` that `weights` is made of."""
         part = "high" if self.split else "master"
-        states = ((unit, self.states[unit.index]) for unit in self.owned)
-        flats = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
+        flats = {f"{part}/{unit.key}": fields(self.state(unit))[part] for unit in self.owned}
         for unit in self.resident.units:
             flats |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
         return flats
@@ -107,9 +115,11 @@ class TieredStore(HostStore):
 
     def _load(self, unit: Unit, arrays: Arrays) -> dict[str, Tensor]:
         parts = super()._load(unit, arrays)
-        if self.disk is not None and self.disk.holds(unit):  # `parts` is a private map of the file
-            fields = {name: tensor for name, tensor in parts.items() if name not in ("master", "high", "low")}
-            self.disk.put(unit, Moments(self.states[unit.index].moments.kind, **fields))
+        if self.disk is not None and unit.index in self.states and self.disk.holds(unit):  # private maps of the files
+            parts = dict(parts)
+            halves = [parts.pop(name, None) for name in ("master", "high", "low")]
+            state = self.states[unit.index]
+            self.disk.put(unit, HostState(*halves, Moments(state.moments.kind, **parts), state.seed))
         return parts
 
     @property

@@ -258,6 +258,8 @@ class Window:
 
     def _fetch(self, unit: Unit, slot: Slot, span: slice) -> None:
         used = slot.used
+        if self.updater.idle(unit):
+            self.store.prefetch(unit)
 
         def run() -> Event:
             source = None
