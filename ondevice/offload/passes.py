@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ondevice.offload import loss
+from ondevice.offload.accumulate import Accumulator
 from ondevice.offload.kernels import LigerLoss
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class Passes:
         self.layers = len(units.layers)
         self.unique = np.zeros(0, dtype=np.int64)
         self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sums, self.rest_sums = (Accumulator(device, self.dtype) for _ in range(2))
 
     @torch.no_grad()
     def forward(self, ids: np.ndarray, micro_batches: list[slice], keep: bool, every: np.ndarray) -> list[Tensor]:
@@ -178,10 +180,12 @@ class Passes:
         self._gate()
         total, normed_gradients = self._head_backward(self._scores([x.detach() for x in normed], labels, scale))
         gradients: list[Tensor] = []
+        self.rest_sums.begin(len(h))
         for x, normal, gradient in zip(entered, normed, normed_gradients, strict=True):
             padded = torch.zeros_like(normal)  # the last position has no next token
             padded[:, :-1] = gradient.view(padded.shape[0], -1, padded.shape[-1])
             torch.autograd.backward(normal, padded)
+            self.rest_sums.add(leaving.memory)
             gradients.append(x.grad if x.grad is not None else torch.zeros_like(x))
         self._end()
         return gradients, total
@@ -198,6 +202,7 @@ class Passes:
             window.bind(unit, slot, leaving)
             self._gate()
             backward = self._backward(i, position)
+            self.sums.begin(len(micro))
             for m in micro:
                 entered = activations.load(i, m, tuple(gradients[m].shape))
                 at = (self.layers - 1 - i) * len(micro_batches) + m
@@ -206,12 +211,15 @@ class Passes:
                 with self._computing("backward", unit.name):
                     inputs = (entered, gradients[m])
                     (gradients[m],) = window.run("backward", i, leaving, position, inputs, backward)
+                    self.sums.add(leaving.memory)
                 activations.done(i, m)
+            self.sums.finish(leaving.memory)
             slot.used = self._end()
             window.send_layer(i, leaving)
             if i >= len(window.layers):
                 window.fetch_layer(i - len(window.layers))
         self._send_embedding(gradients, ids, micro_batches)
+        self.rest_sums.finish(window.rest_gradient.memory)
         window.send_rest()
 
     def _forward(self, i: int, position: tuple[Tensor, Tensor]) -> Compute:
@@ -244,15 +252,18 @@ class Passes:
         """Gradient of the embedding: one row for each token that occurs, summed over where it does."""
         unique, inverse = self.unique, np.searchsorted(self.unique, ids)
         width, rows = self.family.dims.hidden, len(unique)
-        row_gradients = torch.zeros(rows, width, dtype=self.dtype, device=self.where)
+        dtype = torch.float32 if len(micro_batches) > 1 else self.dtype
+        row_gradients = torch.zeros(rows, width, dtype=dtype, device=self.where)
         for rows_of, gradient in zip(micro_batches, gradients, strict=True):
             entered = torch.zeros_like(gradient).requires_grad_(True)
             placed = self.family.place(entered)
             if placed is not entered:
                 torch.autograd.backward(placed, gradient)
+                self.rest_sums.add(self.window.rest_gradient.memory)
                 gradient = entered.grad if entered.grad is not None else gradient
             at = self._upload(inverse[rows_of])
             row_gradients += torch.ops.aten.embedding_dense_backward(gradient, at, rows, -1, False)
+        row_gradients = row_gradients.to(self.dtype)
         padding = self.family.embedding.padding_idx
         if padding is not None:
             row_gradients[torch.from_numpy(unique == padding).to(self.where)] = 0
@@ -289,11 +300,17 @@ class Passes:
         for tile, (low, _) in enumerate(window.tiles):
             slot, weight = self._head_tile(tile)
             leaving, gradient = window.head_gradient_tile(tile)
+            self.sums.begin(len(scores))
             with self._computing("backward", "head"):
-                if single_tile:
-                    total += torch.stack([score.forward_backward(weight, gradient) for score in fused]).sum()
-                for score in scores if not single_tile else ():
-                    score.backward(weight, low, gradient)
+                losses = []
+                for score in fused if single_tile else scores:
+                    if single_tile:
+                        losses.append(score.forward_backward(weight, gradient))
+                    else:
+                        score.backward(weight, low, gradient)
+                    self.sums.add(gradient.view(-1))
+                self.sums.finish(gradient.view(-1))
+                total += torch.stack(losses).sum() if single_tile else 0.0
             slot.used = self.device.record("compute")
             window.send_head(tile, leaving)
         if not single_tile:

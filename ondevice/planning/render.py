@@ -25,6 +25,7 @@ MEANING = {
     "activations": "of a block, or all that backward needs",
     "logits": "of one tile of the vocabulary, and the loss",
     "optimizer": "AdamW's moments",
+    "sums": "of micro-batches' gradients, float32",
     "head tiles": "the output head's tile as the runtime copies it",
     "allocator": "freed memory that it holds back",
     "tokenizer": "the vocabulary and its merges",
