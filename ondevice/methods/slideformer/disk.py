@@ -1,4 +1,4 @@
-"""The tier on a local disk: inputs of layers, and states of units, see `disk_states` (SlideFormer sections 3.3, 4.4)."""
+"""The tier on a local disk: inputs of layers, and states of units (`disk_states`); SlideFormer sections 3.3 and 4.4."""
 
 from __future__ import annotations
 
