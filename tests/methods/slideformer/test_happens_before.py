@@ -74,7 +74,7 @@ def races(config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.
         monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
         ranks = CheckedRanks(checker) if ranked else SINGLE
         model = tiny_model("llama", layers=5, tied=tied).family
-        settings = SlideformerConfig(timeout_s=20.0, threads=1, **config)
+        settings = SlideformerConfig(**{"timeout_s": 20.0, "threads": 1, **config})
         with checker.quiet():
             engine = SlideformerEngine(model, settings, "cpu", ranks)
         names(checker, engine, "engine")
