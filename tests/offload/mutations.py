@@ -28,6 +28,7 @@ LIST = Path(__file__).with_name("mutations.json")
 CONFIGS: tuple[tuple[str, dict[str, Any], bool], ...] = (
     ("defaults", {}, False),
     ("small", {"window": 2, "gradient_buffers": 2, "micro_batch_size": 2}, False),
+    ("tiles", {"loss_tiles": 4, "micro_batch_size": 1, "window": 2}, False),
     ("converted", {"optimizer": "torch", "window": 2}, False),
     ("resident", {"resident_layers": 2, "resident_tables": True, "micro_batch_size": 1}, False),
     ("clipped", {"max_grad_norm": 0.1, "clip": "previous", "resident_layers": 2, "loss_tiles": 2}, False),
