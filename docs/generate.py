@@ -129,11 +129,14 @@ def _plain(value: Any) -> str:
 def _type(annotation: Any) -> str:
     if typing.get_origin(annotation) is typing.Literal:
         return " or ".join(map(str, typing.get_args(annotation)))
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _type(typing.get_args(annotation)[0])
     arguments = [a for a in typing.get_args(annotation) if a not in (type(None), Ellipsis)]
     if typing.get_origin(annotation) is tuple:
         return f"list of {_type(arguments[0])}"
     if arguments:
-        return " or ".join(map(_type, arguments)) + " or null"
+        words = any(typing.get_origin(one) is typing.Literal for one in arguments)  # `auto` stands where null does
+        return " or ".join(map(_type, arguments)) + ("" if words else " or null")
     return {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "Path": "path"}.get(
         annotation.__name__, annotation.__name__
     )

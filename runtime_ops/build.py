@@ -23,8 +23,8 @@ from ondevice.core.errors import MissingPackageError, StorageError
 
 SOURCES = Path(__file__).with_name("csrc")
 OPTIMISE = ("-O3", "-DNDEBUG", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
-CONTRACTION = {"generator.cpp": "-ffp-contract=off"}
-"""The generator's bits must not depend on fused multiply-adds; the other ops want them."""
+CONTRACTION = {"generator.cpp": "-ffp-contract=off", "layer_adam.cpp": "-ffp-contract=off"}
+"""The bits of the generator and of AdamW must not depend on fused multiply-adds; the other ops want them."""
 
 
 def cache_folder() -> Path:
@@ -52,7 +52,7 @@ def find_compiler() -> str:
 
 
 def build_library(*, portable: bool = False) -> Path:
-    """Compile the plain C library (`csrc/c_api.cpp`) unless it is in the cache, and return its path.
+    """Compile the plain C library (`csrc/c_api.cpp`, `layer_adam.cpp`) unless it is in the cache, and return its path.
 
     Args:
         portable: for any processor of this architecture instead of this very one.
@@ -61,7 +61,7 @@ def build_library(*, portable: bool = False) -> Path:
         MissingPackageError: no compiler, or the compiler fails.
         StorageError: the cache cannot be written.
     """
-    return _build("ondevice_ops", ["c_api.cpp", "generator.cpp"], ["-std=c++17"], [], portable)
+    return _build("ondevice_ops", ["c_api.cpp", "generator.cpp", "layer_adam.cpp"], ["-std=c++17"], [], portable)
 
 
 def build_executorch_library(*, portable: bool = False) -> Path:

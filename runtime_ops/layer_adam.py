@@ -9,7 +9,7 @@ fewer bytes moved. The call releases the GIL.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ __all__ = [
     "HostState",
     "Moments",
     "layer_adam",
+    "device_adam",
+    "numbers_of",
     "torch_adam",
     "torch_step",
     "split_",
@@ -116,7 +118,7 @@ def layer_adam(
         _check_rows(rows, width, count, state.moments.kind)
     if count == 0 or (rows is not None and rows.numel() == 0):
         return  # an empty tensor's address is null, which means something else below
-    moments, first, second = state.moments, 1 - adam.beta1**adam.step, 1 - adam.beta2**adam.step
+    moments = state.moments
     at = {name: _pointer(tensor) for name, tensor in moments.tensors().items()}
     arguments = _Arguments(
         grad=grad.data_ptr(),
@@ -132,16 +134,47 @@ def layer_adam(
         moments=KINDS.index(moments.kind),
         # A stream for each array and step: repeated noise would be a bias.
         key=mix_int(mix_int(state.seed) + adam.step),
-        decay=1 - adam.learning_rate * adam.weight_decay,
-        beta2=adam.beta2,
-        weight1=1 - adam.beta1,
-        weight2=1 - adam.beta2,
-        root=second**-0.5,
-        eps=adam.eps,
-        size=adam.learning_rate / first,
-        grad_scale=adam.grad_scale,
+        **numbers_of(adam),
     )
     _library().ondevice_layer_adam(ctypes.byref(arguments), ctypes.c_int64(threads or torch.get_num_threads()))
+
+
+def device_adam(grad: Tensor, state: HostState, adam: AdamStep, scale: Tensor | None, threads: int = 1) -> None:
+    """Run `layer_adam`, with the same bits, where `grad` and `state` lie: on a GPU or on the CPU.
+
+    Args:
+        scale: float [1] beside them, in place of `adam.grad_scale`; None leaves that.
+        threads: on a CPU.
+
+    Raises:
+        MissingPackageError: no compiler, or on a GPU no Triton.
+    """
+    if grad.device.type == "cpu":
+        adam = adam if scale is None else replace(adam, grad_scale=float(scale))
+        return layer_adam(grad, state, adam, threads=threads)
+    try:
+        from ondevice.runtime_ops import triton_adam
+    except ImportError:
+        raise MissingPackageError(
+            "AdamW on the GPU needs Triton, which is not installed",
+            expected="triton, which comes with PyTorch on Linux",
+            hint="leave all states on the host: method.resident_layers: 0",
+        ) from None
+    triton_adam.layer_adam(grad, state, numbers_of(adam), adam.step, scale)
+
+
+def numbers_of(adam: AdamStep) -> dict[str, float]:
+    """Return the float32 numbers of a step as every kernel takes them."""
+    return {
+        "decay": 1 - adam.learning_rate * adam.weight_decay,
+        "beta2": adam.beta2,
+        "weight1": 1 - adam.beta1,
+        "weight2": 1 - adam.beta2,
+        "root": (1 - adam.beta2**adam.step) ** -0.5,
+        "eps": adam.eps,
+        "size": adam.learning_rate / (1 - adam.beta1**adam.step),
+        "grad_scale": adam.grad_scale,
+    }
 
 
 def torch_adam(grad: Tensor, state: HostState, adam: AdamStep, scratch: Tensor) -> None:

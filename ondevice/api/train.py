@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,7 +93,10 @@ def train(
     if config.data.max_length_tokens is None:
         config, notes = _with_length(config, kept, loaded)
     options = Options(resume, overwrite, adapter, sinks, tuple(callbacks), notes, tuple(said), kept, evaluated, loaded)
-    with plan_within(config, placement, force, loaded.dims if loaded else None):
+    with plan_within(config, placement, force, loaded.dims if loaded else None) as plan:
+        if placement.spec.settle is not None:
+            why = (plan.request.why,) if plan.request.why else ()
+            options = replace(options, settled=plan.request.method, said=(*options.said, *why))
         return train_model(config, placement, options)
 
 

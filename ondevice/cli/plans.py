@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -98,7 +99,8 @@ def plan(
             err.print(note, markup=False)
     spec = target(run_config.export.target)
     length_tokens = run_config.data.max_length_tokens or PLAN_LENGTH_TOKENS
-    estimate = make_plan(
+    estimate_with = partial(
+        make_plan,
         run_config.model.source,
         run_config.method,
         batch_size=run_config.export.batch_size if exported else run_config.train.batch_size,
@@ -110,7 +112,10 @@ def plan(
         device=device,
         device_file=device_file,
     )
+    estimate = estimate_with()
     rates = measure(estimate) if calibrate else None
+    if rates is not None:
+        estimate = estimate_with(rates=rates)
     advice = {} if rates is None else {"offload": predict_step(estimate, rates)}
     if recommendation := recommend(estimate, rates):
         advice["recommendation"] = recommendation

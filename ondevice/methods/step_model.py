@@ -78,6 +78,8 @@ def passes_bytes(
         "kept inputs": kept * dims.hidden * item,
         "activations": backward_bytes(dims, rows, length_tokens, item) // dims.layers + 3 * residual,
         "logits": min(tokens, config.loss_chunk_tokens) * vocab * (8 + item),
+        # Several micro-batches are summed in float32: a layer's, or the head's.
+        "sums": 4 * max(dims.block_parameters, vocab * dims.hidden) * (rows < batch_size and item == 2),
     }
 
 

@@ -19,6 +19,7 @@ from ondevice.offload.device import open_device
 from ondevice.offload.drive import buffer
 from ondevice.offload.engine import host_threads
 from ondevice.offload.host import DTYPES, moments_bytes, moments_in, native
+from ondevice.offload.rates import Rates
 from ondevice.offload.storage import TierFile
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, torch_adam
 
@@ -30,20 +31,6 @@ MATRIX = 4096
 UPDATE_NUMEL = 32 << 20
 REPEATS = 3
 LARGEST_BATCH = 1024
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Rates of this machine: operations, bytes and parameters a second; a rate that is not needed is None.
-
-    A simulated bus (`bus_limit_gb_per_s`) is in those of the copies.
-    """
-
-    flops_s: float
-    h2d_bytes_s: float | None
-    d2h_bytes_s: float | None
-    parameters_s: float
-    disk_bytes_s: float | None
 
 
 @dataclass(frozen=True)

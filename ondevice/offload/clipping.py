@@ -69,8 +69,8 @@ class Clipping:
         return replace(now.adam, grad_scale=min(1.0, self.limit / (norm + TINY)))
 
     def scale(self, square: Tensor) -> Tensor:
-        """Return the factor of a unit whose squared norm is a tensor on the accelerator."""
-        own = square.sqrt()
+        """Return what `apply` does for a unit whose squared norm is a tensor on the accelerator, float64 [1]."""
+        own = square.double().sqrt()
         if self.rule == "layer":
             norm = own
         elif not self.now.before:

@@ -115,23 +115,29 @@ class HostStore:
             state = layer_adam.HostState(None, high, low, moment_buffers, unit.index)
         return state
 
+    def state(self, unit: Unit) -> layer_adam.HostState:
+        """Return a unit's state: views."""
+        return self.states[unit.index]
+
     def moments(self, unit: Unit) -> layer_adam.Moments:
         """Return a unit's moments: views."""
-        return self.states[unit.index].moments
+        return self.state(unit).moments
 
     def outgoing(self, unit: Unit, span: slice) -> Tensor:
         """Return elements `span` of a unit as the accelerator reads them, in the compute dtype; call `sent` after."""
-        state = self.states[unit.index]
-        if state.high is not None:
-            return state.high[span]
+        weights = self._weights(unit)[span]
         if not self.converted:
-            return self._master(state)[span]
+            return weights
         self.turn = 1 - self.turn
         memory, event = self.converted[self.turn]
         if event is not None:
             event.wait()
-        master = self._master(state)[span]
-        return memory[: master.numel()].copy_(master)
+        return memory[: weights.numel()].copy_(weights)
+
+    def _weights(self, unit: Unit) -> Tensor:
+        """A unit's weights: what the accelerator reads, or is converted for it."""
+        state = self.states[unit.index]
+        return self._master(state) if state.high is None else state.high
 
     def sent(self, event: Event) -> None:
         """Note that the copy of what `outgoing` gave last has ended at `event`."""
@@ -142,9 +148,9 @@ class HostStore:
         """Return every parameter of the units by name in float32, as copies."""
         masters = {}
         for unit in self.owned:
-            state = self.states[unit.index]
+            state = self.state(unit)
             if state.high is not None and state.low is not None:
-                flat = layer_adam.merge(state.high, state.low, self.moments(unit))
+                flat = layer_adam.merge(state.high, state.low, state.moments)
             else:
                 flat = self._master(state)
             masters |= {name: part.clone() for name, part in parameters(unit, flat).items()}
@@ -155,8 +161,8 @@ class HostStore:
         return {f"{part}/{unit.key}": tensor for unit in self.owned for part, tensor in self._parts(unit).items()}
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
-        state = self.states[unit.index]
-        parts = {"master": state.master, "high": state.high, "low": state.low, **self.moments(unit).tensors()}
+        state = self.state(unit)
+        parts = {"master": state.master, "high": state.high, "low": state.low, **state.moments.tensors()}
         return {part: tensor for part, tensor in parts.items() if tensor is not None}
 
     def load(self, arrays: Arrays) -> None:

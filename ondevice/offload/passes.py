@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ondevice.offload import loss
+from ondevice.offload.accumulate import Accumulator
 from ondevice.offload.kernels import LigerLoss
 
 if TYPE_CHECKING:
@@ -119,6 +122,7 @@ class Passes:
         self.layers = len(units.layers)
         self.unique = np.zeros(0, dtype=np.int64)
         self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sums, self.rest_sums = (Accumulator(device, self.dtype) for _ in range(2))
 
     @torch.no_grad()
     def forward(self, ids: np.ndarray, micro_batches: list[slice], keep: bool, every: np.ndarray) -> list[Tensor]:
@@ -141,13 +145,17 @@ class Passes:
         for i, unit in enumerate(self.units.layers):
             slot = window.layer(i)
             window.bind(unit, slot)
-            started = self._start()
+            self._gate()
             forward = self._forward(i, position)
             for m, entered in enumerate(h):
                 if keep:
                     self.activations.save(i, m, entered)
-                (h[m],) = window.run("forward", i, None, position, (entered,), forward) if keep else forward(entered)
-            slot.used = self._end("forward", unit.name, started)
+                with self._computing("forward", unit.name):
+                    (left,) = (
+                        window.run("forward", i, None, position, (entered,), forward) if keep else forward(entered)
+                    )
+                h[m] = left
+            slot.used = self._end()
             if i + len(window.layers) < self.layers:
                 window.fetch_layer(i + len(window.layers))
             if i == max(0, self.layers - len(window.layers)):
@@ -169,15 +177,17 @@ class Passes:
         self.window.bind(self.units.rest, self.window.rest, leaving)
         entered = [x.detach().requires_grad_(True) for x in h]
         normed = [self.family.final_norm(x) for x in entered]
-        started = self._start()
+        self._gate()
         total, normed_gradients = self._head_backward(self._scores([x.detach() for x in normed], labels, scale))
         gradients: list[Tensor] = []
+        self.rest_sums.begin(len(h))
         for x, normal, gradient in zip(entered, normed, normed_gradients, strict=True):
             padded = torch.zeros_like(normal)  # the last position has no next token
             padded[:, :-1] = gradient.view(padded.shape[0], -1, padded.shape[-1])
             torch.autograd.backward(normal, padded)
+            self.rest_sums.add(leaving.memory)
             gradients.append(x.grad if x.grad is not None else torch.zeros_like(x))
-        self._end("backward", "head", started)
+        self._end()
         return gradients, total
 
     def backward(self, gradients: list[Tensor], ids: np.ndarray, micro_batches: list[slice]) -> None:
@@ -190,19 +200,26 @@ class Passes:
             window.fetch_layer(i)
             slot, leaving = window.layer(i), window.layer_gradient(i)
             window.bind(unit, slot, leaving)
-            started, backward = self._start(), self._backward(i, position)
+            self._gate()
+            backward = self._backward(i, position)
+            self.sums.begin(len(micro))
             for m in micro:
                 entered = activations.load(i, m, tuple(gradients[m].shape))
                 at = (self.layers - 1 - i) * len(micro_batches) + m
                 if at + 1 < len(order):
                     activations.prefetch(*order[at + 1])
-                (gradients[m],) = window.run("backward", i, leaving, position, (entered, gradients[m]), backward)
+                with self._computing("backward", unit.name):
+                    inputs = (entered, gradients[m])
+                    (gradients[m],) = window.run("backward", i, leaving, position, inputs, backward)
+                    self.sums.add(leaving.memory)
                 activations.done(i, m)
-            slot.used = self._end("backward", unit.name, started)
+            self.sums.finish(leaving.memory)
+            slot.used = self._end()
             window.send_layer(i, leaving)
             if i >= len(window.layers):
                 window.fetch_layer(i - len(window.layers))
         self._send_embedding(gradients, ids, micro_batches)
+        self.rest_sums.finish(window.rest_gradient.memory)
         window.send_rest()
 
     def _forward(self, i: int, position: tuple[Tensor, Tensor]) -> Compute:
@@ -235,15 +252,18 @@ class Passes:
         """Gradient of the embedding: one row for each token that occurs, summed over where it does."""
         unique, inverse = self.unique, np.searchsorted(self.unique, ids)
         width, rows = self.family.dims.hidden, len(unique)
-        row_gradients = torch.zeros(rows, width, dtype=self.dtype, device=self.where)
+        dtype = torch.float32 if len(micro_batches) > 1 else self.dtype
+        row_gradients = torch.zeros(rows, width, dtype=dtype, device=self.where)
         for rows_of, gradient in zip(micro_batches, gradients, strict=True):
             entered = torch.zeros_like(gradient).requires_grad_(True)
             placed = self.family.place(entered)
             if placed is not entered:
                 torch.autograd.backward(placed, gradient)
+                self.rest_sums.add(self.window.rest_gradient.memory)
                 gradient = entered.grad if entered.grad is not None else gradient
             at = self._upload(inverse[rows_of])
             row_gradients += torch.ops.aten.embedding_dense_backward(gradient, at, rows, -1, False)
+        row_gradients = row_gradients.to(self.dtype)
         padding = self.family.embedding.padding_idx
         if padding is not None:
             row_gradients[torch.from_numpy(unique == padding).to(self.where)] = 0
@@ -262,8 +282,9 @@ class Passes:
         """The first pass over the head's tiles."""
         for tile, (low, _) in enumerate(self.window.tiles):
             slot, weight = self._head_tile(tile)
-            for score in scores:
-                score.forward(weight, low)
+            with self._computing("forward", "head"):
+                for score in scores:
+                    score.forward(weight, low)
             slot.used = self.device.record("compute")
 
     def _head_backward(self, scores: list[loss.ChunkedLoss]) -> tuple[Tensor, list[Tensor]]:
@@ -279,10 +300,17 @@ class Passes:
         for tile, (low, _) in enumerate(window.tiles):
             slot, weight = self._head_tile(tile)
             leaving, gradient = window.head_gradient_tile(tile)
-            if single_tile:
-                total += torch.stack([score.forward_backward(weight, gradient) for score in fused]).sum()
-            for score in scores if not single_tile else ():
-                score.backward(weight, low, gradient)
+            self.sums.begin(len(scores))
+            with self._computing("backward", "head"):
+                losses = []
+                for score in fused if single_tile else scores:
+                    if single_tile:
+                        losses.append(score.forward_backward(weight, gradient))
+                    else:
+                        score.backward(weight, low, gradient)
+                    self.sums.add(gradient.view(-1))
+                self.sums.finish(gradient.view(-1))
+                total += torch.stack(losses).sum() if single_tile else 0.0
             slot.used = self.device.record("compute")
             window.send_head(tile, leaving)
         if not single_tile:
@@ -309,14 +337,19 @@ class Passes:
             return source
         return source.pin_memory().to(self.where, non_blocking=True)
 
-    def _start(self) -> Event:
-        """Begin a computation, at most `AHEAD` before the accelerator."""
+    def _gate(self) -> None:
+        """Begin a layer, at most `AHEAD` before the accelerator."""
         if len(self.queue) >= AHEAD:
             self.queue.popleft().wait()
-        return self.device.record("compute")
 
-    def _end(self, lane: str, name: str, started: Event) -> Event:
+    @contextmanager
+    def _computing(self, lane: str, name: str) -> Iterator[None]:
+        """A span of the accelerator's computation alone: it begins when what the work needs is there."""
+        started = self.device.record("compute")
+        yield
+        self.timeline.span(lane, name, started, self.device.record("compute"))
+
+    def _end(self) -> Event:
         event = self.device.record("compute")
         self.queue.append(event)
-        self.timeline.span(lane, name, started, event)
         return event

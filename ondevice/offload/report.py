@@ -22,11 +22,13 @@ class Overlap:
 
     Attributes:
         forward_s, backward_s: of the accelerator's computation; recomputation counts as backward.
-        h2d_s, d2h_s: of copies; update_s: of AdamW on the host; disk_s: of what it waited for states from the disk.
+        h2d_s, d2h_s: of copies; update_s: of AdamW on the host; disk_s: wall time in which the disk was asked to move
+            something.
         wall_s: from the step's begin to the next one's.
         idle_s: wall time in which the accelerator computed nothing.
-        hiding_factor: backward_s / (d2h_s + update_s) (SlideFormer section 3.1); 1 and more hides the update.
-        bound: the lane that was busy longest; an update's wait for the disk counts as `disk`.
+        hiding_factor: backward_s / (d2h_s + update_s or, where that is more, disk_s) (SlideFormer section 3.1); 1 and
+            more hides the update.
+        bound: the lane that was busy longest.
         simulated_gb_per_s: GB/s of a simulated bus (`bus_limit_gb_per_s`); None is the real one.
     """
 
@@ -92,13 +94,13 @@ def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None
     busy: dict[str, float] = dict.fromkeys(LANES, 0.0)
     sizes = {"h2d": 0, "d2h": 0}
     for lane, _, start, end, size in spans:
-        busy[lane] += end - start
+        busy[lane] += (end - start) * (lane != "disk")
         if lane in sizes:
             sizes[lane] += size
+    busy["disk"] = _covered([(start, end) for lane, _, start, end, _ in spans if lane == "disk"])
     computed = busy["forward"] + busy["backward"]
     groups = {"compute": computed, **{lane: busy[lane] for lane in ("h2d", "d2h", "update", "disk")}}
-    groups["update"] -= busy["disk"]
-    leaving = busy["d2h"] + busy["update"]
+    leaving = busy["d2h"] + max(busy["update"], busy["disk"])
     return Overlap(
         forward_s=busy["forward"],
         backward_s=busy["backward"],
@@ -114,6 +116,15 @@ def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None
         bound=max(groups, key=lambda lane: groups[lane]),
         simulated_gb_per_s=simulated_gb_per_s,
     )
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds in which at least one span runs: the disk works at several transfers at once."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
 
 
 def chrome_trace(spans: Spans, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.config import ExportConfig
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.method import Placement, StepCost
     from ondevice.models import ModelDims
+    from ondevice.offload.rates import Rates
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Q4_BITS = 5.0
@@ -102,6 +103,10 @@ class Request:
     runtime: Runtime
     device: Device
     evaluates: bool
+    world: int = 1
+    """Processes that train together."""
+    why: str = ""
+    """What was decided for `method`, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +192,8 @@ def plan(
     revision: str | None = None,
     evaluates: bool = True,
     memory_limit_bytes: int | None = None,
+    rates: Rates | None = None,
+    world: int = 1,
 ) -> Plan:
     """Estimate memory by part and time of a training step; no weights are loaded.
 
@@ -202,6 +209,8 @@ def plan(
         device_file: YAML with more devices.
         evaluates: the run also evaluates; ExecuTorch then holds a second method's packed weights.
         memory_limit_bytes: what the run may take at most, where that is less than the device allows.
+        rates: of this machine, measured; they decide a setting that is `auto`.
+        world: processes that train together; `batch_size` is one's.
 
     Raises:
         ConfigError: for an unknown device, dtype or runtime, or sizes below 1.
@@ -224,17 +233,19 @@ def plan(
         if target.torch_device == "cuda" and isinstance(device, str) and device == "this":
             target = find_device("this-cpu")  # here it is PyTorch that uses the GPU; ExecuTorch computes on the CPU
     target = target.within(memory_limit_bytes)
-    request = Request(dims, method_config, batch_size, length_tokens, dtype, export, runtime, target, evaluates)
-    return plan_request(name, request)
+    request = Request(dims, method_config, batch_size, length_tokens, dtype, export, runtime, target, evaluates, world)
+    return plan_request(name, request, rates)
 
 
 PLAN_LENGTH_TOKENS = 128
 """Length that is planned for where neither the run file nor its data says one."""
 
 
-def plan_run(config: RunConfig, placement: Placement, dims: ModelDims | None = None) -> Plan:
+def plan_run(
+    config: RunConfig, placement: Placement, dims: ModelDims | None = None, rates: Rates | None = None
+) -> Plan:
     """Estimate the run of a run file where it computes here; under `torchrun`, of each rank. `dims` are the model's,
-    where it is loaded already.
+    where it is loaded already, and `rates` the machine's, where they were measured.
 
     Raises:
         ConfigError, ModelError: as `plan`.
@@ -249,11 +260,28 @@ def plan_run(config: RunConfig, placement: Placement, dims: ModelDims | None = N
         device=f"this-{placement.device}",
         revision=config.model.revision,
         memory_limit_bytes=config.train.memory_limit_bytes,
+        rates=rates,
+        world=placement.world,
     )
 
 
-def plan_request(name: str, request: Request) -> Plan:
+def settled(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
+    """Return the method's settings with `auto` decided for the request's device, and why; see `MethodSpec.settle`."""
+    spec = spec_of(request.method)
+    if spec.settle is None or request.runtime != "torch":
+        return request.method, ""
+    return spec.load(spec.settle)(request, rates, _host_bytes(request.device))
+
+
+def _host_bytes(device: Device) -> int | None:
+    """Usable bytes of the host of `device`, where that is this machine."""
+    return find_device("this-cpu").usable_bytes if device.name.startswith("this") else None
+
+
+def plan_request(name: str, request: Request, rates: Rates | None = None) -> Plan:
     """Estimate memory and time of `request`; `name` is the model's."""
+    method, why = settled(request, rates)
+    request = replace(request, method=method, why=why or request.why)
     dims, method, device, export = request.dims, request.method, request.device, request.export
     spec, rows, length = spec_of(method), request.batch_size, request.length_tokens
     spec.check_model(dims)
@@ -263,7 +291,7 @@ def plan_request(name: str, request: Request) -> Plan:
     memory, item = spec.memory_model, DTYPE_BYTES[request.dtype]
     working = memory.step(dims, method, rows, length, item)
     host: dict[str, int] = {}
-    host_usable, notes = None, list(dims.notes)
+    host_usable, notes = None, [*dims.notes, *([request.why] if request.why else [])]
     if hasattr(method, "target_modules") and (targets := dims.resolve_targets(method)) != tuple(method.target_modules):
         notes.append(f"method.target_modules: {', '.join(targets)}, as this model names its layers")
     # Where the weights are, and the process around them: by runtime.
@@ -285,7 +313,7 @@ def plan_request(name: str, request: Request) -> Plan:
                 working, host = working | host, {}
             elif host:
                 notes.append(memory.host_note)
-                host_usable = find_device("this-cpu").usable_bytes if device.name.startswith("this") else None
+                host_usable = _host_bytes(device)
         if spec.offloads and host:
             host["runtime"] = BASELINE_BYTES["torch", "cpu"]
     if memory.notes is not None:

@@ -167,16 +167,21 @@ CONTEXT_BYTES = BASELINE_BYTES["torch", "cuda"]
 @contextmanager
 def plan_within(
     config: RunConfig, placement: Placement, force: bool = False, dims: ModelDims | None = None
-) -> Iterator[None]:
-    """Plan the run of a run file, refuse one that does not fit, and keep it within its memory limit in the block.
+) -> Iterator[Plan]:
+    """Plan the run of a run file, refuse one that does not fit, and keep it within its memory limit in the block. Where
+    the method leaves something to the machine, and that has a GPU, its rates are measured first (some seconds).
 
     Raises:
         DoesNotFitError: as `ensure_fits`, and as `memory_limit`.
     """
     estimate = plan_run(config, placement, dims)
+    if estimate.request.method != config.method and placement.device == "cuda" and placement.world == 1:
+        from ondevice.planning.advice import measure
+
+        estimate = plan_run(config, placement, dims, measure(estimate))
     ensure_fits(estimate, force)
     with memory_limit(config.train.memory_limit_bytes, estimate):
-        yield
+        yield estimate
 
 
 @contextmanager

@@ -21,6 +21,34 @@ namespace ondevice {
 
 constexpr int kTile = 128;  // elements that share a scale in 8-bit moments
 
+// Mirrored by _Arguments in layer_adam.py.
+struct AdamArguments {
+  const void* grad;          // bfloat16 or float32 [n], by grad_float32
+  float* master;             // [n], or null: split
+  uint16_t* high;            // [n] bfloat16; null only where there is a master
+  uint16_t* low;             // [n], or null: plain
+  void *m, *v;               // [n] float32, bfloat16, or int8 and uint8, as moments is 0, 1 or 2
+  float *m_scale, *v_scale;  // [ceil(n / 128)] for 8-bit moments, else null
+  const int64_t* rows;       // [row_count], or null: all elements
+  int64_t numel, row_count, width, grad_float32, moments;
+  uint64_t key;                   // of the random words: mixes the seed and the step
+  float decay;                    // 1 - learning rate * weight decay
+  float beta2, weight1, weight2;  // weight = 1 - beta
+  float root;                     // 1 / sqrt(1 - beta2^step)
+  float eps, size;                // size = learning rate / (1 - beta1^step)
+  float grad_scale;
+};
+
+// The arrays of one tile, whole.
+template <typename Grad, typename M, typename V>
+struct AdamTile {
+  const Grad* grad;
+  float* master;
+  uint16_t *high, *low;
+  M* m;
+  V* v;
+};
+
 ONDEVICE_INLINE uint32_t float_bits(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
@@ -80,15 +108,41 @@ ONDEVICE_INLINE uint64_t mix64(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// A random word for each element of a tile: its lower half rounds m, its upper half v.
+// A random word for each element of a tile, `lane + 16 i`: its lower half rounds m, its upper half v. The first 16
+// are hashed from the key, the others are steps of a linear generator from each, mixed.
+constexpr int kWordLanes = 16;
+constexpr uint32_t kWordFactor = 0x915F77F5u, kWordIncrement = 0x6C078965u;
+
+struct WordSteps {
+  uint32_t factor[kTile / kWordLanes], increment[kTile / kWordLanes];
+};
+
+constexpr WordSteps word_steps() {
+  WordSteps steps{};
+  for (int i = 0; i < kTile / kWordLanes; ++i) {
+    steps.factor[i] = i == 0 ? 1u : steps.factor[i - 1] * kWordFactor;
+    steps.increment[i] = i == 0 ? 0u : steps.increment[i - 1] * kWordFactor + kWordIncrement;
+  }
+  return steps;
+}
+
+constexpr WordSteps kWordSteps = word_steps();
+
 ONDEVICE_INLINE void random_words(uint64_t key, int64_t tile, uint32_t* __restrict words) {
   const uint64_t mixed = mix64(key + static_cast<uint64_t>(tile) * 0x9E3779B97F4A7C15ull);
   const uint32_t first = static_cast<uint32_t>(mixed), second = static_cast<uint32_t>(mixed >> 32);
-  for (uint32_t i = 0; i < kTile; ++i) {
-    uint32_t h = first + i * 0x9E3779B9u;
+  uint32_t start[kWordLanes];
+  for (uint32_t lane = 0; lane < kWordLanes; ++lane) {
+    uint32_t h = first + lane * 0x9E3779B9u;
     h = (h ^ (h >> 16)) * 0x21F0AAADu + second;  // a 32-bit finaliser of Wellons, keyed twice
     h = (h ^ (h >> 15)) * 0xD35A2D97u;
-    words[i] = h ^ (h >> 15);
+    start[lane] = h ^ (h >> 15);
+  }
+  for (int i = 0; i < kTile / kWordLanes; ++i) {
+    for (int lane = 0; lane < kWordLanes; ++lane) {
+      const uint32_t h = start[lane] * kWordSteps.factor[i] + kWordSteps.increment[i];
+      words[kWordLanes * i + lane] = h ^ (h >> 15);
+    }
   }
 }
 
@@ -118,6 +172,7 @@ ONDEVICE_INLINE float tile_scale(const float* __restrict x) {
 }
 
 constexpr float kMean = 127.0f * 127.0f, kSquare = 255.0f * 255.0f * 255.0f * 255.0f;
+constexpr float kUnit = 1.0f / 65536.0f, kRounds = 12582912.0f;  // 1.5 * 2^23
 
 // 8-bit codes: m = scale * sign * (q / 127)^2, v = scale * (q / 255)^4.
 __attribute__((noinline)) inline void decode_tile(const int8_t* __restrict cm,
@@ -130,34 +185,46 @@ __attribute__((noinline)) inline void decode_tile(const int8_t* __restrict cm,
   }
 }
 
-// Both by stochastic rounding between the two codes around the value, unbiased in the value; but a v above
-// zero never gets a code below 2, whose root is as small a part of the tile's largest as the smallest m: the
-// quotient of an m that rounded up stays near its largest in the tile.
+// Codes of x >= 0 (0 for a NaN) by stochastic rounding between the two around it: the largest q whose value is at
+// most x, or the next one. `guess` is the nearest whole number to an approximate root, so it is q or one more, however
+// the root was found.
+ONDEVICE_INLINE float mean_code(float x, float guess, float word) {
+  const float q = guess - (guess * guess > x ? 1.0f : 0.0f);
+  return q + (x - q * q > word * (q * (2.0f * kUnit) + kUnit) ? 1.0f : 0.0f);
+}
+
+ONDEVICE_INLINE float fourth(float q) { return (q * q) * (q * q); }
+
+ONDEVICE_INLINE float square_code(float x, float guess, float u) {
+  const float q = guess - (fourth(guess) > x ? 1.0f : 0.0f), below = fourth(q);
+  return q + (x - below > u * (fourth(q + 1.0f) - below) ? 1.0f : 0.0f);
+}
+
+// The nearest whole number of 0 <= x < 2^22.
+ONDEVICE_INLINE float whole(float x) { return x + kRounds - kRounds; }
+
+// Both by stochastic rounding, unbiased in the value; but a v above zero never gets a code below 2, whose root
+// is as small a part of the tile's largest as the smallest m: the quotient of an m that rounded up stays near
+// its largest in the tile.
 __attribute__((noinline)) inline void encode_tile(const float* __restrict m, const float* __restrict v,
                                                   const uint32_t* __restrict words, int8_t* __restrict cm,
                                                   uint8_t* __restrict cv, float& m_scale, float& v_scale) {
   m_scale = tile_scale(m);
   v_scale = tile_scale(v);
-  const float m_inverse = m_scale > 0.0f ? 1.0f / m_scale : 0.0f;
+  const float m_inverse = m_scale > 0.0f ? 1.0f / m_scale * kMean : 0.0f;
   const float v_inverse = v_scale > 0.0f ? 1.0f / v_scale : 0.0f;
-  constexpr float kUnit = 1.0f / 65536.0f;
   for (int i = 0; i < kTile; ++i) {
-    const float x = std::fabs(m[i]) * m_inverse * kMean;
-    const int32_t q = static_cast<int32_t>(std::sqrt(x));
-    const float below = static_cast<float>(q), u = static_cast<float>(words[i] & 0xFFFFu) * kUnit;
-    int32_t code = q + (x - below * below > u * (2.0f * below + 1.0f) ? 1 : 0);
-    code = code < 127 ? code : 127;
-    cm[i] = static_cast<int8_t>(m[i] < 0.0f ? -code : code);
+    const float size = std::fabs(m[i]) * m_inverse, x = size > 0.0f ? size : 0.0f;
+    const float code = mean_code(x, whole(std::sqrt(x)), static_cast<float>(static_cast<int32_t>(words[i] & 0xFFFFu)));
+    const int32_t most = static_cast<int32_t>(code < 127.0f ? code : 127.0f);
+    cm[i] = static_cast<int8_t>(m[i] < 0.0f ? -most : most);
   }
   for (int i = 0; i < kTile; ++i) {
-    const float x = v[i] * v_inverse * kSquare;
-    const int32_t q = static_cast<int32_t>(std::sqrt(std::sqrt(x)));
-    const float below = static_cast<float>(q), square = below * below;
-    const float u = static_cast<float>(words[i] >> 16) * kUnit;
-    const float gap = 4.0f * square * below + 6.0f * square + 4.0f * below + 1.0f;
-    int32_t code = q + (x - square * square > u * gap ? 1 : 0);
-    code = code < 255 ? code : 255;
-    cv[i] = static_cast<uint8_t>(code < 2 && x > 0.0f ? 2 : code);
+    const float size = v[i] * v_inverse * kSquare, x = size > 0.0f ? size : 0.0f;
+    const float u = static_cast<float>(static_cast<int32_t>(words[i] >> 16)) * kUnit;
+    const float code = square_code(x, whole(std::sqrt(std::sqrt(x))), u);
+    const float most = code < 255.0f ? code : 255.0f, least = x > 0.0f ? 2.0f : 0.0f;
+    cv[i] = static_cast<uint8_t>(static_cast<int32_t>(most < least ? least : most));
   }
 }
 

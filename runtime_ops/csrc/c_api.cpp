@@ -1,40 +1,10 @@
 // The ops as plain C functions for ctypes; `threads` threads share the work.
-#include <atomic>
-#include <thread>
-#include <vector>
-
 #include "cross_entropy.h"
 #include "generator.h"
-#include "layer_adam.h"
 #include "q4_linear.h"
 #include "q8_embedding.h"
 #include "rows.h"
-
-#define EXPORT __attribute__((visibility("default")))
-
-namespace {
-
-struct Threads {
-  int64_t threads;
-  template <typename F>
-  void operator()(int64_t tasks, const F& f) const {
-    const int64_t workers = tasks < threads ? tasks : threads;
-    if (workers <= 1) {
-      if (tasks > 0) f(0, tasks);
-      return;
-    }
-    std::atomic<int64_t> next{0};
-    const auto work = [&] {
-      for (int64_t task; (task = next.fetch_add(1)) < tasks;) f(task, task + 1);
-    };
-    std::vector<std::thread> others;
-    for (int64_t i = 1; i < workers; ++i) others.emplace_back(work);
-    work();
-    for (std::thread& other : others) other.join();
-  }
-};
-
-}  // namespace
+#include "threads.h"
 
 extern "C" {
 
@@ -75,22 +45,6 @@ EXPORT int64_t ondevice_q8_linear_cross_entropy(const float* hidden, int64_t row
                                                 const int64_t* labels, float* out, int64_t threads) {
   const ondevice::Q8Head head{weight, scales, depth};
   return ondevice::linear_cross_entropy(hidden, rows, head, vocabulary, labels, out, Threads{threads});
-}
-
-// One AdamW step over flat arrays (layer_adam.h).
-EXPORT void ondevice_layer_adam(const ondevice::AdamArguments* arguments, int64_t threads) {
-  ondevice::layer_adam(*arguments, Threads{threads});
-}
-
-// float32 to two halves and back; v holds the ties: float32, bfloat16 or (no ties) uint8 by `moments`.
-EXPORT void ondevice_layer_adam_split(const float* master, int64_t count, uint16_t* high, uint16_t* low,
-                                      void* v, int64_t moments, int64_t threads) {
-  ondevice::split_master(master, count, high, low, v, moments, Threads{threads});
-}
-
-EXPORT void ondevice_layer_adam_merge(const uint16_t* high, const uint16_t* low, const void* v,
-                                      int64_t moments, int64_t count, float* master, int64_t threads) {
-  ondevice::merge_master(high, low, v, moments, count, master, Threads{threads});
 }
 
 // Rows `rows[0..count)` of a table of `width` bytes a row.

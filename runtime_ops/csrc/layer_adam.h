@@ -4,11 +4,14 @@
 //
 // Work goes in tiles of 128 elements at multiples of 128. Whatever part of a tile is wanted, the same loops run
 // over all of it, and random words depend on the element's index: bits depend neither on how the arrays are cut
-// nor on the number of threads.
+// nor on the number of threads. Every sum, product, quotient and root is one IEEE operation (layer_adam.cpp is
+// compiled without contraction), so they do not depend on the processor either, and triton_adam.py, which does
+// the same on a GPU, gives the same ones.
 #pragma once
 
 #include <type_traits>
 
+#include "adam_avx512.h"
 #include "adam_storage.h"
 
 #if defined(__AVX512BW__) && !defined(__clang__)
@@ -19,24 +22,6 @@
 namespace ondevice {
 
 constexpr int64_t kAdamChunk = 1 << 16;  // elements of a task
-
-// Mirrored by _Arguments in layer_adam.py.
-struct AdamArguments {
-  const void* grad;          // bfloat16 or float32 [n], by grad_float32
-  float* master;             // [n], or null: split
-  uint16_t* high;            // [n] bfloat16; null only where there is a master
-  uint16_t* low;             // [n], or null: plain
-  void *m, *v;               // [n] float32, bfloat16, or int8 and uint8, as moments is 0, 1 or 2
-  float *m_scale, *v_scale;  // [ceil(n / 128)] for 8-bit moments, else null
-  const int64_t* rows;       // [row_count], or null: all elements
-  int64_t numel, row_count, width, grad_float32, moments;
-  uint64_t key;                   // of the random words: mixes the seed and the step
-  float decay;                    // 1 - learning rate * weight decay
-  float beta2, weight1, weight2;  // weight = 1 - beta
-  float root;                     // 1 / sqrt(1 - beta2^step)
-  float eps, size;                // size = learning rate / (1 - beta1^step)
-  float grad_scale;
-};
 
 // The update of float32 values. Never inlined, so that every form of storage runs the same instructions; the
 // same holds for the 8-bit codes.
@@ -54,18 +39,11 @@ __attribute__((noinline)) inline void adam_tile(const AdamArguments& a, const fl
   }
 }
 
-// The arrays of one tile, whole.
-template <typename Grad, typename M, typename V>
-struct AdamTile {
-  const Grad* grad;
-  float* master;
-  uint16_t *high, *low;
-  M* m;
-  V* v;
-};
-
 template <bool Split, typename Grad, typename M, typename V>
 ONDEVICE_INLINE void step_tile(const AdamArguments& a, int64_t tile, const AdamTile<Grad, M, V>& t) {
+#if defined(ONDEVICE_ADAM_AVX512)
+  if constexpr (Split && sizeof(Grad) == 2 && sizeof(M) < 4) return step_tile_avx512(a, tile, t);
+#endif
   alignas(64) float g[kTile], p[kTile], m[kTile], v[kTile];
   alignas(64) uint32_t words[kTile];
   const float* grad;

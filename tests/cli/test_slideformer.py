@@ -98,6 +98,17 @@ def test_the_plan_counts_host_memory_and_predicts_the_step(ondevice) -> None:
     assert other.code == 2 and "offload" in other.err
 
 
+def test_the_plan_shows_the_choice_and_why(ondevice) -> None:
+    options = ("plan", "--model", "tiny:llama", "--method", "slideformer", "--json")
+    planned = ondevice(*options, "--device", "h200").json
+    assert all(isinstance(planned["method"][name], int) for name in ("window", "resident_layers", "gradient_buffers"))
+    assert any(note.startswith("auto: ") and "stay on the GPU" in note for note in planned["notes"])
+    fixed = ondevice(*options, "--device", "h200", "--set", "method.resident_layers=1").json
+    assert fixed["method"]["resident_layers"] == 1 and "resident states" in fixed["parts_bytes"]
+    here = ondevice(*options, "--device", "this-cpu").json
+    assert here["method"]["resident_layers"] == 0 and here["method"]["window"] == 3
+
+
 def test_ctrl_c_saves_and_the_run_goes_on(ondevice, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
     options = train(data, "--set", "train.checkpoint_every=2")

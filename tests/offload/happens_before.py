@@ -380,7 +380,7 @@ def checking(monkeypatch: Any, *modules: Any) -> Iterator[tuple[Checker, Checked
     checker = Checker()
     _watch_threads(checker, monkeypatch, modules)
     for module in modules:
-        for name in ("layer_adam", "torch_adam", "row_ops", "TierFile"):
+        for name in _WRAPPED:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, _WRAPPED[name](checker, getattr(module, name)))
     with Kernels(checker, main=True):
@@ -483,6 +483,23 @@ def _adam(checker: Checker, update: Any) -> Any:
     return checked
 
 
+def _device_adam(checker: Checker, update: Any) -> Any:
+    """AdamW of a state that stays on the accelerator: one kernel of the compute lane."""
+
+    def checked(gradient: Tensor, state: Any, adam: Any, scale: Tensor | None, *rest: Any) -> None:
+        written = [t for t in (state.master, state.high, state.low, *state.moments.tensors().values()) if t is not None]
+        with checker.lock, checker.quiet():
+            lane = checker.lane("compute")
+            for one in (gradient, scale):
+                if one is not None:
+                    checker.access(lane, one, False)
+            for one in written:
+                checker.access(lane, one, True)
+            update(gradient, state, adam, scale, *rest)
+
+    return checked
+
+
 class _RowOps:
     """`runtime_ops.rows`: a table's rows, and what they come from or go to."""
 
@@ -517,6 +534,9 @@ class _Future:
     def done(self) -> bool:
         return self.future.done()
 
+    def add_done_callback(self, call: Any) -> None:
+        self.future.add_done_callback(call)
+
 
 def _tier_file(checker: Checker, kind: Any) -> Any:
     class Checked(kind):
@@ -538,7 +558,9 @@ def _tier_file(checker: Checker, kind: Any) -> Any:
     return Checked
 
 
-_WRAPPED: dict[str, Any] = {"layer_adam": _adam, "torch_adam": _adam, "row_ops": _RowOps, "TierFile": _tier_file}
+_WRAPPED: dict[str, Any] = {
+    "layer_adam": _adam, "torch_adam": _adam, "device_adam": _device_adam, "row_ops": _RowOps, "TierFile": _tier_file,
+}  # fmt: skip
 
 
 def names(checker: Checker, thing: Any, path: str, depth: int = 4) -> None:

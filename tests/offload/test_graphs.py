@@ -61,6 +61,14 @@ def test_an_engine_with_graphs_has_the_bits_of_one_without(
     assert not any(without)
 
 
+@pytest.mark.parametrize("weight_dtype", ["compute", "nf4"])
+def test_weight_decay_costs_no_graph(weight_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The factor of the base is another in each step, and the same memory."""
+    monkeypatch.setattr(lsp_engine, "recorder", lambda _: record)
+    made = [train("llama", batches(6), weight_decay=decay, weight_dtype=weight_dtype)[2] for decay in (0.0, 0.1)]
+    assert made[0] == made[1] and made[0][-1] >= 3 * 2
+
+
 def test_steady_work_is_recorded_once_and_other_state_again() -> None:
     graphs, factor = Graphs(record), 2.0
     x = torch.arange(3.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ondevice.offload import drive  # noqa: E402
 from ondevice.offload.device import CpuDevice  # noqa: E402
 from ondevice.offload.report import LANES, Spans, Timeline, chrome_trace, overlap  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
@@ -44,11 +46,13 @@ def test_the_sums_are_those_of_the_spans() -> None:
 
 @pytest.mark.parametrize("lane", ["h2d", "d2h", "update", "disk"])
 def test_the_bound_is_the_longest_lane(lane: str) -> None:
-    """A wait for the disk is part of an update, and counts as the disk's."""
     spans = [*BY_HAND, (lane, "layer 0", 0.0, 50.0, 0)]
-    if lane == "disk":
-        spans.append(("update", "layer 0", 0.0, 50.5, 0))
     assert overlap(spans, 60.0).bound == lane
+
+
+def test_a_disk_with_several_transfers_is_busy_once() -> None:
+    spans = [("disk", "a", 0.0, 4.0, 0), ("disk", "b", 1.0, 3.0, 0), ("disk", "c", 3.5, 6.0, 0), ("disk", "d", 8, 9, 0)]
+    assert overlap([*BY_HAND[:-1], *spans], 10.0).disk_s == 7.0
 
 
 def test_a_step_without_updates_hides_them() -> None:
@@ -87,8 +91,11 @@ def test_the_report_of_a_step_adds_up(config: dict[str, Any], tied: bool, engine
     opened, _ = traced(engine, config, layers=5, tied=tied)
     spans, actual = opened.spans, opened.overlap
     busy = {lane: sum(end - start for at, _, start, end, _ in spans if at == lane) for lane in LANES}
+    assert actual.disk_s <= busy["disk"] and (actual.disk_s > 0) == ("disk_fraction" in config)
+    busy["disk"] = actual.disk_s
     assert {lane: actual.to_dict()[f"{lane}_s"] for lane in LANES} == pytest.approx(busy)
-    assert actual.hiding_factor == pytest.approx(busy["backward"] / (busy["d2h"] + busy["update"]))
+    leaving = busy["d2h"] + max(busy["update"], busy["disk"])
+    assert actual.hiding_factor == pytest.approx(busy["backward"] / leaving)
     assert actual.forward_s + actual.backward_s + actual.idle_s == pytest.approx(actual.wall_s)
     assert 0 < actual.update_s < actual.wall_s
     names = {lane: sorted(name for at, name, *_ in spans if at == lane) for lane in LANES}
@@ -97,23 +104,33 @@ def test_the_report_of_a_step_adds_up(config: dict[str, Any], tied: bool, engine
     assert names["backward"] == ["head", *layers]
     tables = ["embedding"] if tied else ["embedding", "head"]
     assert names["update"] == sorted([*tables, "embedding rows", *layers, "rest"])
-    on_disk = sorted(f"read {name}" for name in [*tables, *layers])
-    assert names["disk"] == (on_disk if "disk_fraction" in config else [])
+    on_disk = {f"{what} {name}" for name in [*tables, *layers] for what in ("read", "write")}
+    assert set(names["disk"]) == (on_disk if "disk_fraction" in config else set())
 
 
 def test_a_lane_does_one_thing_after_the_other(engine: Any) -> None:
-    """On the CPU each lane is one thread here, with no inputs to move; the disk is waited for within the updates."""
+    """On the CPU each lane is one thread here, with no inputs to move; the disk works at several transfers."""
     opened, _ = traced(engine, {"activations": "device", "disk_fraction": 0.5}, layers=5)
-    for lane in LANES:
+    for lane in (name for name in LANES if name != "disk"):
         times = sorted((start, end) for at, _, start, end, _ in opened.spans if at == lane)
         assert times
         assert all(start <= end for start, end in times)
         assert all(one[1] <= other[0] for one, other in pairwise(times)), lane
-    updates = {name: (start, end) for lane, name, start, end, _ in opened.spans if lane == "update"}
-    for lane, name, start, end, _ in opened.spans:
-        if lane == "disk":
-            within = updates[name.removeprefix("read ")]
-            assert within[0] <= start <= end <= within[1]
+
+
+@pytest.mark.parametrize("config", [{"disk_fraction": 1.0}, {"disk_fraction": 0.5, "activations": "disk"}], ids=str)
+def test_a_slow_disk_bounds_the_step(config: dict[str, Any], engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What waits for the disk is not computing: neither the head's span nor a layer's."""
+    move = drive.Drive.move
+
+    def slow(self: Any, chunk: Any, offset: int, *, write: bool) -> int:
+        time.sleep(0.02 if len(chunk) > drive.BLOCK_BYTES else 0.0)
+        return move(self, chunk, offset, write=write)
+
+    monkeypatch.setattr(drive.Drive, "move", slow)
+    opened, _ = traced(engine, config, layers=4, tied=False, intermediate=256)
+    assert opened.overlap.bound == "disk"
+    assert opened.overlap.forward_s + opened.overlap.backward_s < 0.5 * opened.overlap.wall_s
 
 
 def test_the_trace_is_json_with_every_lane(engine: Any, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def compiler(tmp_path, monkeypatch):
     sources.mkdir()
     (sources / "c_api.cpp").write_text('extern "C" __attribute__((visibility("default"))) int seven() { return 7; }\n')
     (sources / "generator.cpp").write_text("int unused;\n")
+    (sources / "layer_adam.cpp").write_text("int another;\n")
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "SOURCES", sources)
@@ -33,8 +34,9 @@ def compiler(tmp_path, monkeypatch):
 def test_compiles_once_and_leaves_nothing_else(compiler, tmp_path):
     path = build.build_library()
     calls = compiler()
-    assert [call.split("-c ")[1].split()[0].rsplit("/")[-1] for call in calls[:2]] == ["c_api.cpp", "generator.cpp"]
-    assert "-ffp-contract=off" in calls[1] and "-ffp-contract=off" not in calls[0]
+    names = [call.split("-c ")[1].split()[0].rsplit("/")[-1] for call in calls[:3]]
+    assert names == ["c_api.cpp", "generator.cpp", "layer_adam.cpp"]
+    assert ["-ffp-contract=off" in call for call in calls[:3]] == [False, True, True]
     assert ctypes.CDLL(str(path)).seven() == 7
     assert build.build_library() == path and len(compiler()) == len(calls)
     assert os.listdir(tmp_path / "cache") == [path.name]
@@ -42,7 +44,7 @@ def test_compiles_once_and_leaves_nothing_else(compiler, tmp_path):
 
 def test_the_key_follows_flags_sources_and_processor(compiler, monkeypatch):
     paths = {build.build_library(), build.build_library(portable=True)}
-    assert all("-march=native" not in call for call in compiler()[3:])
+    assert all("-march=native" not in call for call in compiler()[4:])
     monkeypatch.setattr(build, "_processor", lambda: "another")
     paths.add(build.build_library())
     (build.SOURCES / "header.h").write_text("// the key covers headers too\n")

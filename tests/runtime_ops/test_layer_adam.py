@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import platform
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -9,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ondevice.core.errors import DataError, MissingPackageError, ModelError
+from ondevice.runtime_ops import build, native
 from ondevice.runtime_ops import layer_adam as la
-from ondevice.runtime_ops import native
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, Moments
 
 FORMS = [(form, kind) for form in ("plain", "split") for kind in la.KINDS]
@@ -176,6 +179,39 @@ def test_the_number_of_threads_does_not_change_bits(form, kind):
             la.layer_adam(grad, state, replace(STEP, step=number), threads=threads)
     assert all(same_bits(states[0], state) for state in states[1:])
     assert not torch.equal(master_of(states[0]), master)
+
+
+@pytest.fixture(scope="module")
+def processors(tmp_path_factory) -> list[ctypes.CDLL]:
+    """The step for this very processor, and for ones without AVX-512 and without AVX."""
+    if not la.available() or platform.machine() != "x86_64":
+        pytest.skip("no C++ compiler for x86-64")
+    libraries, source = [], str(build.SOURCES / "layer_adam.cpp")
+    for machine in ("native", "x86-64-v3", "x86-64"):
+        target = str(tmp_path_factory.mktemp("libraries") / f"{machine}.so")
+        flags = [*build.OPTIMISE, f"-march={machine}", "-std=c++17", build.CONTRACTION["layer_adam.cpp"]]
+        subprocess.run([build.find_compiler(), *flags, "-shared", "-pthread", source, "-o", target], check=True)
+        libraries.append(ctypes.CDLL(target))
+    return libraries
+
+
+@pytest.mark.parametrize("form,kind", FORMS)
+def test_every_processor_gives_the_same_bits(processors, monkeypatch, form, kind):
+    """Gradients over 16 decades with zeros, a NaN and an infinity; several tiles and a part of one."""
+    states = []
+    for library in processors:
+        monkeypatch.setattr(native, "library", lambda library=library: library)
+        torch.manual_seed(0)
+        state = make(torch.randn(20_003), form, kind)
+        for number in range(1, 13):
+            grad = torch.randn(20_003) * 10 ** torch.empty(20_003).uniform_(-12, 4)
+            grad[torch.rand(20_003) < 0.3] = 0
+            if number == 9:
+                grad[5], grad[500] = float("nan"), float("inf")
+            la.layer_adam(grad.bfloat16(), state, replace(STEP, step=number))
+        states.append(state)
+    assert all(same_bits(states[0], state) for state in states[1:])
+    assert int(master_of(states[0]).isnan().sum()) >= 2
 
 
 @needs_compiler

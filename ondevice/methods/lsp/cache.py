@@ -63,7 +63,7 @@ class ProjectedWeightCache:
             return
         rate = now.adam.learning_rate
         decay = 1 - rate * now.adam.weight_decay
-        part.decay *= decay
+        part.decay_by(decay)
         if part.narrow:
             part.change.mul_(decay).add_(self.updates.arrivals[part.unit.index], alpha=rate)
             for older in part.older.values():
@@ -104,7 +104,7 @@ class ProjectedWeightCache:
         if base.stays and not part.older:
             factors = (matrix.gain for _, matrix, _ in part.matrices)
             flat = (x.data_ptr() for x in group.flat(self.dtype))
-            state = (*self.places(i, None), part.decay, *factors, *flat)
+            state = (*self.places(i, None), *factors, *flat)
         self.graphs.run(("make", i), state, (), make)
         group.plane.shown[self.dtype] = group
         return slot

@@ -171,7 +171,8 @@ class LspEngine(OffloadEngine):
         config, plane = self.config if self.config.project else None, self.plane
         numbers = {name: number for number, (name, _) in enumerate(self.family.model.named_parameters())}
         where = (self.device, self.where)
-        return [split(unit, config, self.seed, numbers, *where, plane) for unit in self.units.all]
+        decays = self.config.weight_decay > 0
+        return [split(unit, config, self.seed, numbers, *where, plane, decays) for unit in self.units.all]
 
     def _base(self) -> Base:
         layers, kind = self.units.layers, self.config.weight_dtype

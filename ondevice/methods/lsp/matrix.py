@@ -211,12 +211,13 @@ class Matrix:
         self._show(lambda: gradient.new_zeros(self.shape).index_add_(0, rows, gradient))
         self._add(self.left.rows_of(rows, gradient.dtype).T, self._narrow(1, gradient))
 
-    def effective(self, base: Tensor, change: Tensor, decay: float, out: Tensor) -> Tensor:
+    def effective(self, base: Tensor, change: Tensor, decay: float | Tensor, out: Tensor) -> Tensor:
         """Compute decay * base + gain * P change Q^T.
 
         Args:
             base: [m, n]; `out` may be the same memory.
             change: [s, s], both in the dtype of `out`.
+            decay: a number, or float32 [1] beside them, whose value a graph reads when it is replayed.
         """
         return add_change(base, change, self.dense_projectors(out.dtype), self.gain, decay, out)
 
@@ -272,10 +273,15 @@ class Matrix:
             gradient += left @ right
 
 
-def add_change(base: Tensor, change: Tensor, pair: DenseProjectors, gain: float, decay: float, out: Tensor) -> Tensor:
+def add_change(
+    base: Tensor, change: Tensor, pair: DenseProjectors, gain: float, decay: float | Tensor, out: Tensor
+) -> Tensor:
     """Compute decay * base + gain * P change Q^T into `out`, [m, n]; P and Q dense, or None for the identity."""
     left, right = pair
     wide = change if left is None else left @ change
+    if isinstance(decay, Tensor):  # of one element and one dimension: so the sum is rounded once, from float32
+        wide = wide * gain
+        return torch.addcmul(wide if right is None else wide @ right.T, base, decay, out=out)
     if right is None:
         return torch.add(base * decay, wide, alpha=gain, out=out)
     return torch.addmm(base, wide, right.T, beta=decay, alpha=gain, out=out)

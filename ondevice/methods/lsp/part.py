@@ -40,7 +40,8 @@ class Part:
         exact: the unit of the other parameters, one after the other; the whole unit where nothing is projected.
         narrow: numbers of all matrices together.
         change: float32 [narrow] on the accelerator, D of every matrix.
-        decay: factor of the base, of weight decay.
+        decay: factor of the base, of weight decay; set by `decay_by`.
+        factor: the same on the accelerator, float32 [1], which a graph reads anew; None without weight decay.
         older: by matrix number.
         folded: whether the base is no longer what was loaded.
         moments: AdamW's of the changes, on the host.
@@ -55,6 +56,13 @@ class Part:
     decay: float = 1.0
     older: dict[int, list[Older]] = field(default_factory=dict)
     folded: bool = False
+    factor: Tensor | None = None
+
+    def decay_by(self, by: float) -> None:
+        """Shrink the base once more; computations that follow see it."""
+        self.decay *= by
+        if self.factor is not None:
+            self.factor.fill_(self.decay)
 
     @property
     def numel(self) -> int:
@@ -67,7 +75,7 @@ class Part:
 
     def effective(self, matrix: Matrix, change: Tensor, base: Tensor, out: Tensor) -> Tensor:
         """Return the weight itself: base [m, n] and its change [s, s], into `out` [m, n], all of one dtype."""
-        matrix.effective(base, change, self.decay, out)
+        matrix.effective(base, change, self.decay if self.factor is None else self.factor, out)
         for old in self.older.get(matrix.number, ()):
             widen(old, out)
         return out
@@ -87,13 +95,14 @@ def is_projected(shape: tuple[int, ...], subspace: int) -> bool:
 
 def split(
     unit: Unit, config: ProjectorConfig | None, seed: int, numbers: dict[str, int], device: Device, where: torch.device,
-    plane: Plane,
+    plane: Plane, decays: bool = False,
 ) -> Part:  # fmt: skip
     """Decide what of a unit is projected: matrices with a side longer than the subspace, of layers and tables.
 
     Args:
         config: None projects nothing.
         numbers: of the model's parameters by name.
+        decays: there is weight decay.
     """
     matrices, rest, narrow, group = [], [], 0, Group(plane, where)
     for piece in unit.pieces:
@@ -105,7 +114,9 @@ def split(
         matrices.append((piece, matrix, narrow))
         narrow += matrix.numel
     exact = unit if not matrices else _packed(unit, rest)
-    return Part(unit, matrices, exact, narrow, device.empty(narrow, torch.float32), Moments.empty(narrow))
+    factor = device.empty(1, torch.float32).fill_(1.0) if decays and matrices else None
+    change = device.empty(narrow, torch.float32)
+    return Part(unit, matrices, exact, narrow, change, Moments.empty(narrow), factor=factor)
 
 
 def _packed(unit: Unit, pieces: list[Piece]) -> Unit:

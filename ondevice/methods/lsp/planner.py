@@ -19,7 +19,7 @@ from ondevice.methods.step_model import recomputed_flops
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.config import LspConfig
-    from ondevice.offload.calibrate import Rates
+    from ondevice.offload.rates import Rates
     from ondevice.planning.estimate import Plan, Request
 
 SIZES = (1024, 512, 256, 128)

@@ -144,7 +144,9 @@ def load_arrays(engine: LspEngine, saved: Arrays) -> None:
         part.change.copy_(_array(saved, f"change/{key}", part.change))
         part.moments.m.copy_(_array(saved, f"subspace_m/{key}", part.moments.m))
         part.moments.v.copy_(_array(saved, f"subspace_v/{key}", part.moments.v))
-        part.decay, folded = _array(saved, f"decay/{key}", torch.zeros(2, dtype=torch.float64)).tolist()
+        decay, folded = _array(saved, f"decay/{key}", torch.zeros(2, dtype=torch.float64)).tolist()
+        part.decay = 1.0
+        part.decay_by(decay)
         if folded:
             engine.put_base(part, _array(saved, f"base/{key}", engine.base_of(part)))
         elif part.folded:

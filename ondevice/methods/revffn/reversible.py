@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ondevice.core.errors import TrainingError
 from ondevice.methods.revffn.couplings import Step, make_coupling
 from ondevice.methods.revffn.fixed_point import Iteration, not_inverted, solve, token_norms
 from ondevice.methods.revffn.streams import (
@@ -53,6 +54,8 @@ class Saved:
         length_tokens: T.
         side: by step, the packed low bits that its sum does not hold; of a crossed step, its tokens' norms.
         stored: by step, its older input, where that was kept instead of rebuilt.
+        ids: int64 [B, T], which the streams began with.
+        sums: by step, the sum of the older stream that it reads, int64 []; where the backward pass rebuilds each bit.
     """
 
     u: Tensor
@@ -60,6 +63,8 @@ class Saved:
     length_tokens: int
     side: dict[int, Tensor] = field(default_factory=dict)
     stored: dict[int, Tensor] = field(default_factory=dict)
+    ids: Tensor | None = None
+    sums: list[Tensor] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -104,6 +109,11 @@ class Reversible:
         self.streams = FixedStreams(bits)
 
     @property
+    def exact(self) -> bool:
+        """True where the backward pass rebuilds every bit: integers, and no step that an iteration inverts."""
+        return isinstance(self.streams, FixedStreams) and not any(step.crossed for step in self.steps)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Compute dtype of the branches."""
         return self.family.embedding.weight.dtype
@@ -141,9 +151,12 @@ class Reversible:
         u, v = (self.streams.from_float(part) for part in self.coupling.split(self.family.embed(ids_BT)))
         side: dict[int, Tensor] = {}
         stored: dict[int, Tensor] = {}
+        sums: list[Tensor] = []
         for number, step in enumerate(self.steps):
             if on_step is not None:
                 on_step(u, v)
+            if self.exact:
+                sums.append(u.sum(dtype=torch.int64))
             branch = self._branch(step, position, v, u)
             w, bits = self.streams.step(u, v, branch, step.mix)
             peaks.append(self.streams.peaks(w, branch, step.mix))
@@ -156,7 +169,7 @@ class Reversible:
                 if not iteration.converged:
                     stored[number] = u
             u, v = v, w
-        return Saved(u, v, ids_BT.shape[1], side, stored)
+        return Saved(u, v, ids_BT.shape[1], side, stored, ids_BT, sums)
 
     def _check(self, peaks: list[Tensor]) -> None:
         """Refuse a forward pass whose fixed-point streams overflow; see `streams.check_overflow`."""
@@ -185,6 +198,9 @@ class Reversible:
 
         Returns:
             the gradient of the embedding's output, float32 [B, T, hidden].
+
+        Raises:
+            TrainingError: the streams that were rebuilt are not those of the forward pass; names the layer.
         """
         blocks = self.backward_by_block(saved, grad_BTD)
         while True:
@@ -201,6 +217,7 @@ class Reversible:
         v, w = saved.u, saved.v
         del saved.u, saved.v, grad_BTD  # the caller holds `saved` on: its tensors are to go as the streams go back
         gradients: Gradients = {}
+        sums: list[Tensor] = []
         for number in reversed(range(len(self.steps))):
             step, stored, side = self.steps[number], saved.stored.pop(number, None), saved.side.pop(number, None)
             side = None if side is None else side.to(v.device, non_blocking=True)
@@ -214,10 +231,33 @@ class Reversible:
             gradients |= of_step
             del of_step  # the consumer may free the gradients: no second reference here
             v, w = u, v
+            if self.exact:
+                sums.append(u.sum(dtype=torch.int64))
             if number == 0 or self.steps[number - 1].block != step.block:
                 yield step.block, gradients
                 gradients = {}
+        self._compare(saved, v, w, sums[::-1])
         return self.coupling.split_back(du, dv)
+
+    @torch.no_grad()
+    def _compare(self, saved: Saved, u: Tensor, v: Tensor, sums: list[Tensor]) -> None:
+        """Refuse streams that are not the embedding's again: their gradients were those of other activations. One
+        comparison of every bit, and sums that say where it began."""
+        if not self.exact or saved.ids is None:
+            return
+        first = (self.streams.from_float(part) for part in self.coupling.split(self.family.embed(saved.ids)))
+        differs = torch.stack([(one != other).sum() for one, other in zip((u, v), first, strict=True)]).sum()
+        wrong = torch.stack(sums) != torch.stack(saved.sums)
+        if not int(differs):
+            return
+        last = int(wrong.nonzero().max()) if bool(wrong.any()) else 0
+        raise TrainingError(
+            f"{self.steps[last].place}: the stream that the backward pass rebuilt is not the forward pass's",
+            expected="the embedding's own numbers again, in every bit",
+            received=f"{int(differs)} of {u.numel() + v.numel()} differ",
+            hint="a kernel of this layer gives other bits when it runs again: torch.use_deterministic_algorithms(True) "
+            "or another attention; method.recompute: stored trains without rebuilding",
+        )
 
     def _step_back(
         self, step: Step, position: tuple[Tensor, Tensor], v: Tensor, w: Tensor, du: Tensor | None, dv: Tensor,

@@ -20,4 +20,5 @@ METHOD = MethodSpec(
     precision="compute",
     ranks=True,
     lanes=".planner:lanes",
+    settle=".auto:settle_request",
 )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from ondevice.offload.config import EngineConfig
+
+WINDOW, BUFFERS = 3, 4
+"""What a run has whose sizes or machine are not known."""
 
 
 class SlideformerConfig(EngineConfig):
@@ -25,14 +28,19 @@ class SlideformerConfig(EngineConfig):
     moments: Literal["float32", "bfloat16", "int8"] = "float32"
     """AdamW's moments: 8, 4 or 2 bytes a parameter. Fewer bytes make a faster update, too."""
 
-    window: int = Field(default=3, ge=2)
-    """Layers on the accelerator at once."""
+    window: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
+    """Layers on the accelerator at once. Here and in the next three settings `auto` decides by the memory of both sides
+    and by how quickly this machine computes, copies and updates; `ondevice plan` shows the choice. No bit of the
+    result depends on it."""
 
-    resident_layers: int = Field(default=0, ge=0)
-    """The first so many layers keep their masters and moments on the accelerator and are updated there: 14 bytes a
-    parameter of its memory, for a shorter boundary between steps and less work on the host."""
+    resident_layers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """The first so many layers keep their masters and moments on the accelerator and are updated there: as many bytes a
+    parameter as on the host, for a shorter boundary between steps and less work on the host."""
 
-    gradient_buffers: int = Field(default=4, ge=2)
+    resident_tables: bool | Literal["auto"] = "auto"
+    """Embedding and output head keep theirs there, too; not with `max_grad_norm` or `loss_tiles`."""
+
+    gradient_buffers: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Layers whose gradients wait in host memory for their update. More of them hide a slow update behind the next
     forward pass, too."""
 
@@ -42,12 +50,40 @@ class SlideformerConfig(EngineConfig):
     disk_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the layers whose moments are kept in a file."""
 
+    disk_masters: bool = False
+    """Of those layers the masters are in a file, too, and are read a layer ahead; the tables' stay in memory."""
+
     disk_folder: Path | None = None
     """Folder of those files, on a local disk; None: a temporary folder."""
 
     loss_tiles: int = Field(default=1, ge=1)
     """Vocabulary tiles: ranges of the output head's rows that are on the accelerator one after the other; more than one
     computes the logits twice."""
+
+    @property
+    def is_auto(self) -> bool:
+        """True where something is left to decide."""
+        return "auto" in (self.window, self.resident_layers, self.resident_tables, self.gradient_buffers)
+
+    @property
+    def slots(self) -> int:
+        """See `window`; undecided, the number that always does."""
+        return WINDOW if self.window == "auto" else self.window
+
+    @property
+    def buffers(self) -> int:
+        """See `gradient_buffers`, likewise."""
+        return BUFFERS if self.gradient_buffers == "auto" else self.gradient_buffers
+
+    @property
+    def kept_layers(self) -> int:
+        """See `resident_layers`, likewise."""
+        return 0 if self.resident_layers == "auto" else self.resident_layers
+
+    @property
+    def keeps_tables(self) -> bool:
+        """See `resident_tables`, likewise."""
+        return self.resident_tables is True
 
     @property
     def moments_dtype(self) -> Literal["float32", "bfloat16", "int8"]:

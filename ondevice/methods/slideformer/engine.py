@@ -52,7 +52,7 @@ class SlideformerEngine(OffloadEngine):
         super().__init__(family, config, device)
         units = self.units
         self.last: Task | None = None
-        self.disk = open_disk(units, config, self.timeline, ranks)
+        self.disk = open_disk(units, config, self.device, self.timeline, ranks)
         self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
         try:
             self._allocate(family)
@@ -62,13 +62,13 @@ class SlideformerEngine(OffloadEngine):
 
     def _allocate(self, family: Family) -> None:
         config, ranks = self.config, self.ranks
-        self.store = TieredStore(self.units, config, self.device, self.disk.moments, ranks)
+        self.store = TieredStore(self.units, config, self.device, self.disk.states, ranks)
         if not ranks.single:
             for worker in (self.transfers, self.updates):
                 worker.submit("its device", self.device.enter)
         shared = (self.units, self.store, config, self.device, self.timeline)
         threads = config.threads or host_threads(self.device.type, ranks.world)
-        self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
+        self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.states)
         self.window = Window(*shared, self.transfers, self.updater)
         self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
         ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
@@ -135,9 +135,21 @@ class SlideformerEngine(OffloadEngine):
 def _check(config: SlideformerConfig, ranks: Ranks) -> None:
     """Settings that exclude each other."""
     exact = config.max_grad_norm is not None and config.clip == "global"
-    if config.resident_layers and (exact or not ranks.single):
+    if config.kept_layers and (exact or not ranks.single):
         raise ConfigError(
             "layers that stay on the accelerator are updated at once, before a global norm is known or summed",
             expected="resident_layers: 0, or clip: previous or layer in one process",
-            received=f"resident_layers: {config.resident_layers}",
+            received=f"resident_layers: {config.kept_layers}",
+        )
+    if config.disk_masters and not config.disk_fraction:
+        raise ConfigError(
+            "masters go to the disk with the moments of their layers, and none do",
+            expected="disk_fraction above 0, or disk_masters: false",
+            received="disk_masters: true, disk_fraction: 0",
+        )
+    if config.keeps_tables and (config.max_grad_norm is not None or config.loss_tiles > 1 or not ranks.single):
+        raise ConfigError(
+            "tables that stay on the accelerator are updated at once and whole",
+            expected="resident_tables: false, or no max_grad_norm, loss_tiles: 1 and one process",
+            received=f"max_grad_norm: {config.max_grad_norm}, loss_tiles: {config.loss_tiles}, {ranks.world} processes",
         )

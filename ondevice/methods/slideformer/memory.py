@@ -16,21 +16,34 @@ STATE_BYTES = {"float32": 12.0, "bfloat16": 8.0, "int8": 6.0625}
 GRADIENT_SLOTS = 2
 
 
+def resident_parameters(dims: ModelDims, config: SlideformerConfig) -> int:
+    """Return the parameters whose masters and moments are on the accelerator."""
+    tables = config.keeps_tables * dims.vocab * dims.hidden * (1 if dims.tied else 2)
+    return min(config.kept_layers, dims.layers) * dims.block_parameters + tables
+
+
+def _here_bytes(config: SlideformerConfig) -> float:
+    """Bytes of a parameter on the accelerator; without the C++ update there is a bfloat16 copy besides."""
+    copied = config.compute == "bfloat16" and config.optimizer == "torch"
+    return STATE_BYTES[config.moments] + 2 * copied
+
+
 def memory(
     dims: ModelDims, config: SlideformerConfig, batch_size: int, length_tokens: int, activation_bytes: int = 4
 ) -> dict[str, int]:
     """Return peak bytes by part on the accelerator: the window of layers, the head, and one layer's activations."""
     item = 2 if config.compute == "bfloat16" else 4
     tile = -(-dims.vocab // config.loss_tiles)
-    slots = min(config.window, dims.layers) + GRADIENT_SLOTS
+    slots = min(config.slots, max(1, dims.layers - config.kept_layers)) + GRADIENT_SLOTS
     tables = 2 * min(2, config.loss_tiles)
-    resident = min(config.resident_layers, dims.layers) * dims.block_parameters
+    if config.keeps_tables:  # the head is among the resident parts; an untied embedding's gradient is whole
+        tables = 1 if dims.tied else 2
     parts = {
         "window": slots * dims.block_parameters * item,
         "head": tables * tile * dims.hidden * item,
         "noise": 0,
         **passes_bytes(dims, config, config.activations, batch_size, length_tokens, tile),
-        "resident layers": resident * (12 + item),
+        "resident states": int(_here_bytes(config) * resident_parameters(dims, config)),
     }
     return {part: size for part, size in parts.items() if size or part == "noise"}
 
@@ -44,16 +57,21 @@ def host_memory(
     """
     item = 2 if config.compute == "bfloat16" else 4
     exact = config.clip == "global" and config.max_grad_norm is not None
-    waiting = dims.layers if exact else min(config.gradient_buffers, dims.layers)
+    left = max(0, dims.layers - config.kept_layers)
+    waiting = dims.layers if exact else min(config.buffers, left)
     table, layers = dims.vocab * dims.hidden, dims.layers * dims.block_parameters
-    resident = min(config.resident_layers, dims.layers) * dims.block_parameters
-    on_disk = config.disk_fraction * (STATE_BYTES[config.moments] - 4) * dims.parameters
+    resident = resident_parameters(dims, config)
+    tables = 0 if config.keeps_tables else 1 if dims.tied else 2
+    on_disk = config.disk_fraction * (STATE_BYTES[config.moments] - 4) * (dims.parameters - resident)
+    cold = config.disk_masters * config.disk_fraction * left * dims.block_parameters
+    widest = max(table, layers // dims.layers)
+    staging = 3 * (STATE_BYTES[config.moments] - 4) * widest
+    staging += config.disk_masters * 3 * (4 + item) * (layers // dims.layers)
     inputs = dims.layers * batch_size * length_tokens * dims.hidden * item
     parts = {
-        "masters and moments": int(STATE_BYTES[config.moments] * (dims.parameters - resident) - on_disk),
-        "disk staging": int(3 * (STATE_BYTES[config.moments] - 4) * max(table, layers // dims.layers))
-        * (config.disk_fraction > 0),
-        "gradients": (waiting * dims.block_parameters + (1 if dims.tied else 2) * table) * item,
+        "masters and moments": int(STATE_BYTES[config.moments] * (dims.parameters - resident) - on_disk - 4 * cold),
+        "disk staging": int(staging) * (config.disk_fraction > 0),
+        "gradients": (waiting * dims.block_parameters + tables * table) * item,
         "inputs on the host": {"host": inputs, "disk": 4 * inputs // dims.layers, "device": 0}[config.activations],
     }
     return {part: size for part, size in parts.items() if size}

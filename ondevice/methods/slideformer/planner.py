@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ondevice.offload.host import DTYPES, moments_bytes
+from ondevice.methods.slideformer.cost import step_cost
+from ondevice.methods.slideformer.memory import STATE_BYTES, resident_parameters
 
 if TYPE_CHECKING:
-    from ondevice.offload.calibrate import Rates
+    from ondevice.methods.slideformer.config import SlideformerConfig
+    from ondevice.models import ModelDims
+    from ondevice.offload.rates import Rates
     from ondevice.planning.estimate import Request
+
+DEVICE_PARAMETERS_S = 60e9
+"""AdamW on the accelerator, parameters a second: 26 bytes each at 1.6 TB/s."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Rows of a step and their length, tokens."""
+
+    rows: int
+    length_tokens: int
+
+
+def moved_bytes(config: SlideformerConfig) -> float:
+    """Return the bytes of host memory that the update of a parameter reads and writes, its gradient's among them."""
+    return 2 * STATE_BYTES[config.moments] + (2 if config.compute == "bfloat16" else 4)
 
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
     """Return seconds by lane of a step of that many rows, which takes `flops` operations; see `MethodSpec.lanes`."""
-    dims, method = request.dims, request.method
-    item = DTYPES[method.compute].itemsize
-    kept = dims.layers * rows * request.length_tokens * dims.hidden * item * (method.activations != "device")
-    moved = dims.parameters * item
-    on_disk = 2 * method.disk_fraction * moments_bytes(dims.parameters, method.moments)
-    on_disk += 2 * kept * (method.activations == "disk")
+    return _lanes(request.dims, request.method, Work(rows, request.length_tokens), rates, flops)
+
+
+def lanes_of(
+    dims: ModelDims, config: SlideformerConfig, work: Work, rates: Rates, efficiency: float
+) -> dict[str, float]:
+    """Return the same where layers reach the share `efficiency` of the rate of products."""
+    flops = step_cost(dims, config, work.rows, work.length_tokens, 0).flops
+    return _lanes(dims, config, work, rates, flops / efficiency)
+
+
+def _lanes(dims: ModelDims, config: SlideformerConfig, work: Work, rates: Rates, flops: float) -> dict[str, float]:
+    item, stored = 2 if config.compute == "bfloat16" else 4, STATE_BYTES[config.moments]
+    kept = dims.layers * work.rows * work.length_tokens * dims.hidden * item * (config.activations != "device")
+    here = resident_parameters(dims, config)
+    on_host = max(0, dims.parameters - here)
+    layers = max(0, dims.layers - config.kept_layers)
+    again = max(0, layers - min(config.slots, layers)) * dims.block_parameters  # fetched for the backward pass, too
+    entering, leaving = (on_host + again) * item + kept, on_host * item + kept
+    # A copy and an update share the host's memory: what one moves the other waits for.
+    memory = rates.parameters_s * moved_bytes(config)
+    on_disk = 2 * config.disk_fraction * (stored - 4) * on_host
+    cold = config.disk_masters * config.disk_fraction
+    on_disk += cold * (layers * dims.block_parameters * (8 + item) + again * item)
+    on_disk += 2 * kept * (config.activations == "disk")
     return {
-        "compute": flops / rates.flops_s,
-        "h2d": (2 * moved + kept) / rates.h2d_bytes_s if rates.h2d_bytes_s else 0.0,
-        "d2h": (moved + kept) / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0,
-        "update": dims.parameters / rates.parameters_s,
+        "compute": flops / rates.flops_s + here / DEVICE_PARAMETERS_S,
+        "h2d": entering / rates.h2d_bytes_s if rates.h2d_bytes_s else 0.0,
+        "d2h": leaving / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0,
+        "update": on_host / rates.parameters_s + ((entering + leaving) / memory if rates.h2d_bytes_s else 0.0),
         "disk": on_disk / rates.disk_bytes_s if rates.disk_bytes_s else 0.0,
     }

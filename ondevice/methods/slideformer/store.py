@@ -1,133 +1,72 @@
-"""SlideFormer's masters and moments: in host memory, some moments on a disk, and of the first layers all on
-the accelerator, which then updates them itself.
-
-The first layers are the ones: their gradients arrive last and they are needed first, so between two steps nothing has
-to come and go for them. Each also takes its share of the update off the host.
-"""
+"""SlideFormer's masters and moments: in host memory, some moments on a disk, and of some units all on the accelerator
+(`resident`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from ondevice.offload.host import DTYPES, HostStore, is_split, parameters, release
+from ondevice.methods.slideformer.resident import Resident, fields, resident_units
+from ondevice.offload.host import DTYPES, HostStore, native, parameters, release
 from ondevice.runtime_ops import rows as row_ops
-from ondevice.runtime_ops.layer_adam import HostState, Moments, merge, split_, torch_step
+from ondevice.runtime_ops.layer_adam import HostState, Moments
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.methods.slideformer.disk import DiskMoments
-    from ondevice.offload.device import Device
+    from ondevice.methods.slideformer.disk_states import DiskStates
+    from ondevice.offload.device import Device, Event
     from ondevice.offload.ranks import Arrays, Ranks
     from ondevice.offload.units import Unit, Units
-    from ondevice.runtime_ops.layer_adam import AdamStep
-
-CHUNK = 1 << 25
-"""Elements whose gradients are there in float32 at once."""
-
-
-@dataclass
-class _State:
-    """Flat, on the accelerator: what is computed with, float32 master and moments."""
-
-    memory: Tensor
-    master: Tensor
-    m: Tensor
-    v: Tensor
-
-
-class Resident:
-    """States of the first layers; 14 bytes a parameter of the accelerator's memory with bfloat16 compute."""
-
-    def __init__(self, units: tuple[Unit, ...], device: Device, dtype: torch.dtype, split: bool) -> None:
-        self.units, self.device, self.dtype, self.split = units, device, dtype, split
-        self.states: dict[int, _State] = {}
-
-    def adopt(self, unit: Unit) -> None:
-        """Fill a unit's state from its parameters."""
-        master = self.device.empty(unit.numel, torch.float32)
-        for piece in unit.pieces:
-            flat = master[piece.offset : piece.offset + piece.numel]
-            flat.copy_(piece.parameter.detach().reshape(-1))
-        memory = self.device.empty(unit.numel, self.dtype)
-        moments = (self.device.empty(unit.numel, torch.float32) for _ in range(2))
-        self.states[unit.index] = _State(memory.copy_(master), master, *moments)
-
-    @torch.no_grad()
-    def update(self, unit: Unit, gradient: Tensor, adam: AdamStep, scale: Tensor | None) -> None:
-        """Run AdamW on the compute lane. `gradient` [numel] in the compute dtype, multiplied by `scale` first."""
-        state = self.states[unit.index]
-        for low in range(0, unit.numel, CHUNK):
-            chunk = slice(low, min(low + CHUNK, unit.numel))
-            wide = gradient[chunk].float()
-            if scale is not None:
-                wide = wide * scale
-            torch_step(state.master[chunk], wide, state.m[chunk], state.v[chunk], adam)
-        state.memory.copy_(state.master)
-
-    def master(self, unit: Unit) -> Tensor:
-        """Return float32 [numel] on the host."""
-        return self.states[unit.index].master.cpu()
-
-    def flat(self, unit: Unit) -> dict[str, Tensor]:
-        """Return the tensor that holds the unit's weights, on the host, under the name that `arrays` has for it."""
-        return {"high": self.states[unit.index].memory.cpu()} if self.split else {"master": self.master(unit)}
-
-    def arrays(self, unit: Unit) -> dict[str, Tensor]:
-        """Return everything a resume needs, on the host, for the units whose states are there."""
-        state = self.states[unit.index]
-        master, moments = state.master.cpu(), Moments("float32", state.m.cpu(), state.v.cpu())
-        if not self.split:
-            return {"master": master, **moments.tensors()}
-        high, low = torch.empty(unit.numel, dtype=torch.bfloat16), torch.empty(unit.numel, dtype=torch.uint16)
-        split_(master, high, low, moments)
-        return {"high": high, "low": low, **moments.tensors()}
-
-    def load(self, unit: Unit, parts: dict[str, Tensor]) -> None:
-        """Take back what `arrays` gave; float32, bfloat16 and uint16 on the host."""
-        state, moments = self.states[unit.index], Moments("float32", parts["m"], parts["v"])
-        master = merge(parts["high"], parts["low"], moments) if self.split else parts["master"]
-        state.memory.copy_(state.master.copy_(master))
-        state.m.copy_(moments.m)
-        state.v.copy_(moments.v.abs())
 
 
 class TieredStore(HostStore):
     """Masters and moments of the units that this rank owns; those of `resident` stay on the accelerator."""
 
     def __init__(
-        self, units: Units, config: SlideformerConfig, device: Device, disk: DiskMoments | None, ranks: Ranks
+        self, units: Units, config: SlideformerConfig, device: Device, disk: DiskStates | None, ranks: Ranks
     ) -> None:
         self.units, self.disk, self.ranks = units, disk, ranks
-        kept = units.layers[: config.resident_layers]
-        self.resident = Resident(kept, device, DTYPES[config.compute], is_split(config))
-        for unit in kept:  # one after the other, so that no parameter is there twice for long
-            self.resident.adopt(unit)
-            release(unit, DTYPES[config.compute])
+        kept = resident_units(units, config)
+        self.resident = Resident(kept, device, DTYPES[config.compute], native(config))
         super().__init__([unit for unit in units.all if ranks.owns(unit) and unit not in kept], config, device)
+        for unit in kept:  # one after the other, so that no state is there twice for long
+            self.resident.adopt(unit, HostStore._host_state(self, unit, config.moments_dtype))
         for unit in units.all:
             release(unit, self.dtype)
 
     def _host_state(self, unit: Unit, moments: str) -> HostState:
         state = super()._host_state(unit, moments)
         if self.disk is not None and self.disk.holds(unit):
-            self.disk.put(unit, state.moments)
-            state.moments = Moments.empty(0, moments)
+            return self.disk.put(unit, state)
         return state
 
-    def moments(self, unit: Unit) -> Moments:
-        """Return a unit's moments, in memory or as a map of the file: views."""
+    def state(self, unit: Unit) -> HostState:
+        """Return a unit's state, in memory or as maps of the files: views."""
+        state = super().state(unit)
         if self.disk is not None and self.disk.holds(unit):
-            return self.disk.stored(unit)
-        return super().moments(unit)
+            return self.disk.stored(unit, state)
+        return state
+
+    def prefetch(self, unit: Unit) -> None:
+        """Begin to read weights that `outgoing` will be asked for; the unit's last update is done."""
+        if self.disk is not None:
+            self.disk.prefetch_weights(unit)
+
+    def _weights(self, unit: Unit) -> Tensor:
+        if self.disk is not None and self.disk.holds_master(unit):
+            return self.disk.weights(unit)
+        return super()._weights(unit)
+
+    def sent(self, event: Event) -> None:
+        """See `HostStore.sent`."""
+        super().sent(event)
+        if self.disk is not None:
+            self.disk.sent(event)
 
     def rows(self, unit: Unit, rows: Tensor, out: Tensor) -> None:
         """Read rows of a table in the compute dtype: int64 [R] into `out` [R, width]."""
-        state = self.states[unit.index]
-        table = self._master(state) if state.high is None else state.high
+        table = self._weights(unit)
         piece = unit.pieces[0]
         view = table[: piece.numel].view(piece.shape)
         if view.dtype == out.dtype:
@@ -138,8 +77,7 @@ class TieredStore(HostStore):
     def flats(self) -> dict[str, Tensor]:
         """Return those of `arrays` that `weights` is made of."""
         part = "high" if self.split else "master"
-        states = ((unit, self.states[unit.index]) for unit in self.owned)
-        flats = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
+        flats = {f"{part}/{unit.key}": fields(self.state(unit))[part] for unit in self.owned}
         for unit in self.resident.units:
             flats |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
         return flats
@@ -177,9 +115,11 @@ class TieredStore(HostStore):
 
     def _load(self, unit: Unit, arrays: Arrays) -> dict[str, Tensor]:
         parts = super()._load(unit, arrays)
-        if self.disk is not None and self.disk.holds(unit):  # `parts` is a private map of the file
-            fields = {name: tensor for name, tensor in parts.items() if name not in ("master", "high", "low")}
-            self.disk.put(unit, Moments(self.states[unit.index].moments.kind, **fields))
+        if self.disk is not None and unit.index in self.states and self.disk.holds(unit):  # private maps of the files
+            parts = dict(parts)
+            halves = [parts.pop(name, None) for name in ("master", "high", "low")]
+            state = self.states[unit.index]
+            self.disk.put(unit, HostState(*halves, Moments(state.moments.kind, **parts), state.seed))
         return parts
 
     @property

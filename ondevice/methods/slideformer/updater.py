@@ -22,7 +22,7 @@ from ondevice.runtime_ops.layer_adam import TILE, AdamStep, layer_adam, torch_ad
 
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
-    from ondevice.methods.slideformer.disk import DiskMoments
+    from ondevice.methods.slideformer.disk_states import DiskStates
     from ondevice.methods.slideformer.store import TieredStore
     from ondevice.offload.device import Device, Event
     from ondevice.offload.report import Timeline
@@ -46,14 +46,14 @@ class Updater:
         worker: Worker,
         watch: Watch,
         threads: int,
-        disk: DiskMoments | None,
+        disk: DiskStates | None,
     ) -> None:
         self.units, self.store, self.config, self.device = units, store, config, device
         self.worker, self.watch, self.timeline, self.threads, self.disk = worker, watch, timeline, threads, disk
         self.clipping = Clipping(config, units, store.ranks)
         self.ranks, largest = store.ranks, max(unit.numel for unit in units.layers)
         layers = sum(unit.kind == "layer" for unit in store.owned)
-        count = layers if self.clipping.exact else min(config.gradient_buffers, layers)
+        count = layers if self.clipping.exact else min(config.buffers, layers)
         self.buffers = [device.pinned(largest, store.dtype) for _ in range(count)]
         self.pool = Pool(list(self.buffers), watch)
         size = {unit.kind: unit.numel for unit in store.owned}
@@ -74,6 +74,11 @@ class Updater:
         task = self.pending.get(unit.index)
         if task is not None:
             task.wait()
+
+    def idle(self, unit: Unit) -> bool:
+        """Return True where the unit's last submitted update is done."""
+        task = self.pending.get(unit.index)
+        return task is None or task.finished.is_set()
 
     def submit(self, unit: Unit, gradient: Tensor, event: Event, square: Tensor | None, pooled: bool) -> None:
         """Update `unit` once its gradient is here at `event`; `square` is its squared norm, on the host by then."""
@@ -206,14 +211,14 @@ class Updater:
         kept = self.kept.get(unit.key)
         if kept is not None:
             self.watch.until(kept.wait, f"waiting for the checkpoint of {unit.name}")
-        started = time.perf_counter()
         state = self.store.states[unit.index]
         if self.disk is not None:
             state = self.disk.load(unit, state)
+        started = time.perf_counter()
         if self.scratch is not None:
             torch_adam(gradient, state, adam, self.scratch[: unit.numel])
         else:
             layer_adam(gradient, state, adam, rows=rows, width=width, threads=self.threads)
+        self.timeline.add("update", unit.name, started, time.perf_counter())
         if self.disk is not None:
             self.disk.save(unit)
-        self.timeline.add("update", unit.name, started, time.perf_counter())

@@ -55,17 +55,23 @@ class Window:
         self.dtype = dtype = store.dtype
         self.transfers = Transfers(device, timeline, store.ranks)
         largest = max(unit.numel for unit in units.layers)
-        self.layers = [Slot(device.empty(largest, dtype)) for _ in range(min(config.window, len(units.layers)))]
+        kept = store.resident
+        self.kept_layers = sum(unit.kind == "layer" for unit in kept.units)
+        slots = min(config.slots, max(1, len(units.layers) - self.kept_layers))
+        self.layers = [Slot(device.empty(largest, dtype)) for _ in range(slots)]
         self.gradients = [Slot(device.empty(largest, dtype)) for _ in range(2)]
-        self.resident = [Slot(store.resident.states[unit.index].memory) for unit in store.resident.units]
+        self.resident = {unit.index: Slot(kept.memory(unit)) for unit in kept.units}
         self.rest = Slot(device.empty(units.rest.numel, dtype))
         self.rest_gradient = Slot(device.empty(units.rest.numel, dtype))
         vocabulary, self.width = units.head.pieces[0].shape
         self.rows = -(-vocabulary // config.loss_tiles)
         self.tiles = [(low, min(low + self.rows, vocabulary)) for low in range(0, vocabulary, self.rows)]
-        count = min(2, len(self.tiles))
+        count = min(2, len(self.tiles)) if units.head not in kept else 0
         self.head = [Slot(device.empty(self.rows * self.width, dtype)) for _ in range(count)]
-        self.head_gradient = [Slot(device.empty(self.rows * self.width, dtype)) for _ in range(count)]
+        gradients = min(2, len(self.tiles))
+        self.head_gradient = [Slot(device.empty(self.rows * self.width, dtype)) for _ in range(gradients)]
+        scattered = units.embedding.numel if units.embedding in kept and not units.tied else 0
+        self.embedding_gradient = device.empty(scattered, dtype)
         self.loaded: list[int | None] = [None] * len(self.layers)
         self.norms = device.pinned(len(units.all) + len(self.tiles), torch.float32)
         self.clipping = config.max_grad_norm is not None
@@ -85,7 +91,7 @@ class Window:
     def fetch_layer(self, i: int) -> None:
         """Ask for layer `i`, unless its unit holds it."""
         at = i % len(self.layers)
-        if i >= len(self.resident) and self.loaded[at] != i:
+        if i >= self.kept_layers and self.loaded[at] != i:
             self.loaded[at] = i
             self._fetch(self.units.layers[i], self.layers[at], slice(0, self.units.layers[i].numel))
 
@@ -95,13 +101,16 @@ class Window:
 
     def layer(self, i: int) -> Slot:
         """Return the unit of layer `i`; computations that follow run once it is there."""
-        return self.resident[i] if i < len(self.resident) else self.arrive(self.layers[i % len(self.layers)])
+        unit = self.units.layers[i]
+        return self.resident.get(unit.index) or self.arrive(self.layers[i % len(self.layers)])
 
     def fetch_rest(self) -> None:
         self._fetch(self.units.rest, self.rest, slice(0, self.units.rest.numel))
 
     def fetch_head(self, tile: int) -> None:
         """Ask for a tile of the output head."""
+        if self.units.head.index in self.resident:
+            return
         low, high = self.tiles[tile]
         span = slice(low * self.width, high * self.width)
         self._fetch(self.units.head, self.head[tile % len(self.head)], span)
@@ -109,7 +118,7 @@ class Window:
     def head_tile(self, tile: int) -> tuple[Slot, Tensor]:
         """Return the unit of that tile, and its weight [rows, hidden]."""
         low, high = self.tiles[tile]
-        slot = self.arrive(self.head[tile % len(self.head)])
+        slot = self.resident.get(self.units.head.index) or self.arrive(self.head[tile % len(self.head)])
         return slot, slot.memory[: (high - low) * self.width].view(-1, self.width)
 
     def head_gradient_tile(self, tile: int) -> tuple[Slot, Tensor]:
@@ -135,7 +144,7 @@ class Window:
         """Let the gradients of layer `i` leave, then update it; or update it where it is."""
         unit = self.units.layers[i]
         norm = self._norm(unit.index, slot.memory[: unit.numel])
-        if i < len(self.resident):
+        if unit.index in self.resident:
             self._update_here(unit, slot, norm)
             return
         computed = self.device.record("compute")  # after the norm, which leaves with the gradients
@@ -154,7 +163,8 @@ class Window:
         started, scale = self.device.record("compute"), None
         if norm is not None and norm[0] is not None:
             scale = self.updater.clipping.scale(norm[0])
-        self.store.resident.update(unit, slot.memory[: unit.numel], self.updater.clipping.now.adam, scale)
+        adam, threads = self.updater.clipping.now.adam, self.updater.threads
+        self.store.resident.update(unit, slot.memory[: unit.numel], adam, scale, threads)
         computed = self.device.record("compute")
         self.transfers.timeline.span("backward", f"{unit.name} update", started, computed)
         if norm is None or norm[0] is None:
@@ -189,6 +199,10 @@ class Window:
     def send_head(self, tile: int, slot: Slot) -> None:
         """Send the same for a tile of the head; the update follows the last one, or for a tied head the embedding."""
         unit = self.units.head
+        if unit.index in self.resident:
+            if not self.units.tied:  # else once the embedding's rows are in it
+                self._update_here(unit, slot, None)
+            return
         low, high = (bound * self.width for bound in self.tiles[tile])
         memory = slot.memory[: high - low]
         norm = None if self.units.tied else self._norm(len(self.units.all) + tile, memory)
@@ -207,7 +221,10 @@ class Window:
         slot.task = self.worker.submit(unit.name, run)
 
     def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
-        """Let the embedding's gradient go to its owner: int64 [R], [R, hidden]."""
+        """Let the embedding's gradient go to its owner: int64 [R], [R, hidden]; or update it where it is."""
+        if self.units.embedding.index in self.resident:
+            self._update_embedding(rows, gradient)
+            return
         host = None
         if self.ranks.owns(self.units.embedding):
             if self.rows_out.numel() < gradient.numel():
@@ -224,8 +241,25 @@ class Window:
 
         self.leaving = self.worker.submit(unit.name, run)  # keeps the rows until they have left
 
+    def _update_embedding(self, rows: Tensor, gradient: Tensor) -> None:
+        unit, at = self.units.embedding, self._upload(rows)
+        memory = self.head_gradient[0].memory if self.units.tied else self.embedding_gradient
+        table = memory[: unit.numel].view(-1, self.width)
+        table.index_copy_(0, at, table[at] + gradient if self.units.tied else gradient)
+        self._update_here(unit, Slot(memory), None)
+        if not self.units.tied:
+            table.index_fill_(0, at, 0.0)
+
+    def _upload(self, rows: Tensor) -> Tensor:
+        """int64 [R] to the accelerator without waiting for what it computes."""
+        if self.device.type == "cpu":
+            return rows
+        return rows.pin_memory().to(self.head_gradient[0].memory.device, non_blocking=True)
+
     def _fetch(self, unit: Unit, slot: Slot, span: slice) -> None:
         used = slot.used
+        if self.updater.idle(unit):
+            self.store.prefetch(unit)
 
         def run() -> Event:
             source = None
@@ -243,6 +277,9 @@ class Window:
         """Return rows of the embedding for all ranks: int64 [R], at most `most`; its owner reads them once they are
         updated."""
         unit, width = self.units.embedding, self.units.embedding.pieces[0].shape[1]
+        if unit.index in self.resident:
+            table = self.resident[unit.index].memory[: unit.numel].view(-1, width)
+            return Slot(table[self._upload(rows)].view(-1))
         updated, host, size = self.updater.read_rows(rows), None, rows.numel() * width
         if self.ranks.owns(unit):
             if self.rows_in.numel() < size:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ondevice.core.errors import TrainingError
 from ondevice.methods.revffn.couplings import orthonormal
 from ondevice.methods.revffn.reversible import Reversible
 from ondevice.models import load_model, tiny_model
@@ -44,6 +45,27 @@ def test_int32_gradients_are_the_stored_networks_bit_for_bit(family: str, layers
     (hidden, actual), (reference, expected) = rebuilt(reversible, ids), stored(reversible, ids)
     assert torch.equal(hidden, reference) and same_bits(actual, expected)
     assert all(float(grad.abs().max()) > 0 for grad in actual.values())
+
+
+@pytest.mark.parametrize("block", [1, 3])
+@pytest.mark.parametrize("settings", COUPLINGS[:3], ids=str)
+def test_a_branch_with_other_bits_is_an_error_with_its_layer(
+    settings: dict, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number of one branch, by one unit, when it is computed again."""
+    reversible = network(sizes={"layers": 5}, **settings)
+    branch, unit = reversible.coupling.branch, 4 * 2.0 ** -(reversible.fraction_bits or 0)
+
+    def other(step: Any, position: Any, *inputs: Tensor) -> Tensor:
+        out = branch(step, position, *inputs)
+        return out + torch.zeros_like(out).index_fill_(1, torch.tensor([2]), unit) if step.block == block else out
+
+    ids = random_ids(reversible)
+    saved = reversible.forward(ids)
+    monkeypatch.setattr(reversible.coupling, "branch", other)
+    with pytest.raises(TrainingError, match=f"layer {block}: the stream") as error:
+        reversible.backward(saved, direction(reversible.hidden(saved)), lambda *_: None)
+    assert "differ" in str(error.value.received)
 
 
 @pytest.mark.parametrize("layers", DEPTHS)

@@ -4,9 +4,9 @@ Masters are float32 and held aside; a step copies them into the parameters in th
 part under autograd, and gives `torch.optim.AdamW(fused=True)` the gradients converted to float32. The head alone is
 `ChunkedLoss`, so that its rounding is the engine's; test_loss.py holds that against `cross_entropy`.
 
-Order of the roundings, which bits depend on: gradients of the micro-batches are added in the compute dtype, in order.
-Of a tied embedding the head's are summed over all micro-batches, the looked-up rows' too, and then the one is added to
-the other. (Plain autograd adds head, rows, head, rows.)
+Order of the roundings, which bits depend on: gradients of the micro-batches are rounded to the compute dtype, added in
+float32, in order, and rounded once more. Of a tied embedding the head's are summed over all micro-batches, the
+looked-up rows' too, and then the one is added to the other. (Plain autograd adds head, rows, head, rows.)
 """
 
 from __future__ import annotations
@@ -123,12 +123,19 @@ class InMemory:
             parameter.data, parameter.grad = self.masters[name].to(self.dtype), None
         count = int((labels[:, 1:] != -100).sum())
         losses, size = [], self.config.micro_batch_size or len(ids)
-        head = torch.zeros_like(self.parameters[self.head])
+        totals: dict[str, torch.Tensor] = {}
+        heads = torch.zeros_like(self.parameters[self.head], dtype=torch.float32)
         for low in range(0, len(ids), size):
-            part = slice(low, low + size)
+            part, head = slice(low, low + size), torch.zeros_like(self.parameters[self.head])
             losses.append(self._micro_batch(torch.from_numpy(ids[part]), labels[part], 1.0 / count, head))
+            heads += head
+            for name, parameter in self.parameters.items():
+                if parameter.grad is not None:
+                    totals[name] = totals.get(name, 0.0) + parameter.grad.float()
+                    parameter.grad = None
+        head = heads.to(self.dtype)
         by_name = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            name: totals[name].to(self.dtype) if name in totals else torch.zeros_like(parameter)
             for name, parameter in self.parameters.items()
         }
         by_name[self.head] = head + by_name[self.head]

@@ -152,23 +152,35 @@ except TrainingError as error:
     assert "update of " in ended.stdout
 
 
-def test_moments_that_change_on_the_disk_name_the_record(tmp_path: Path) -> None:
-    engine = open_engine({"disk_fraction": 1.0, "disk_folder": tmp_path}, layers=LAYERS)
+@pytest.mark.parametrize("damage", ["changed", "short"])
+@pytest.mark.parametrize(("name", "doing"), [("moments", "update of layer 2"), ("weights", "of layer 2")])
+def test_a_file_that_is_damaged_names_the_record(name: str, doing: str, damage: str, tmp_path: Path) -> None:
+    engine = open_engine({"disk_fraction": 1.0, "disk_masters": True, "disk_folder": tmp_path}, layers=LAYERS)
     run(engine, batches(2))
-    moments = engine.disk.moments
-    moments.flush()
-    (path,) = [file for file in tmp_path.rglob("*") if file.is_file()]
-    record = moments.records[2]
-    with open(path, "r+b") as file:
-        file.seek(moments.file._starts[record] + BLOCK_BYTES)
-        file.write(b"\x5a" * 64)
+    states = engine.disk.states
+    states.flush()
+    (path,) = [file for file in tmp_path.rglob(name) if file.is_file()]
+    number, records = (0, states.records) if name == "moments" else (1, states.weight_records)
+    record, start = records[2], states.files[number]._starts[records[2]]
+    if damage == "short":
+        os.truncate(path, start)
+        record, doing = record, ""  # whichever of the last layers comes first
+    else:
+        with open(path, "r+b") as file:
+            file.seek(start + BLOCK_BYTES * (name == "moments"))
+            file.write(b"\x5a" * 64)
     error = raises_soon(engine, StorageError, steps=3)
-    assert f"record {record} " in error.message and "update of layer 2" in error.message
+    assert doing in error.message and f"{path}: record " in error.message
+    assert damage == "short" or f"record {record} " in error.message
     closes_soon(engine)
     assert list(tmp_path.rglob("*")) == []
 
 
-@pytest.mark.parametrize("config", [{"disk_fraction": 1.0}, {"activations": "disk"}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{"disk_fraction": 1.0}, {"disk_fraction": 1.0, "disk_masters": True}, {"activations": "disk"}],
+    ids=str,
+)
 def test_a_disk_that_refuses_writes_during_training(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ondevice.methods.slideformer import disk, store, updater  # noqa: E402
+from ondevice.methods.slideformer import disk, disk_states, resident, store, updater  # noqa: E402
 from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
 from ondevice.methods.slideformer.engine import SlideformerEngine  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
@@ -28,6 +28,10 @@ CONFIGS: list[dict[str, Any]] = [
     {"activations": "device", "disk_fraction": 1.0, "moments": "int8"},
     {"max_grad_norm": 0.1, "clip": "previous", "resident_layers": 2},
     {"max_grad_norm": 0.1, "clip": "global", "loss_tiles": 2},
+    {"resident_layers": 2, "resident_tables": True, "micro_batch_size": 1},
+    {"resident_layers": 5, "resident_tables": True, "optimizer": "torch"},
+    {"disk_fraction": 1.0, "disk_masters": True, "window": 2},
+    {"disk_fraction": 0.5, "disk_masters": True, "optimizer": "torch", "resident_layers": 1},
 ]
 
 
@@ -66,11 +70,11 @@ def test_a_lane_that_does_not_wait_is_noticed(
 
 def races(config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the races of some steps, an evaluation and another step."""
-    with checking(monkeypatch, updater, store, disk) as (checker, device):
+    with checking(monkeypatch, updater, store, disk, disk_states, resident) as (checker, device):
         monkeypatch.setattr(offload_engine, "open_device", lambda name: device)
         ranks = CheckedRanks(checker) if ranked else SINGLE
         model = tiny_model("llama", layers=5, tied=tied).family
-        settings = SlideformerConfig(timeout_s=20.0, threads=1, **config)
+        settings = SlideformerConfig(**{"timeout_s": 20.0, "threads": 1, **config})
         with checker.quiet():
             engine = SlideformerEngine(model, settings, "cpu", ranks)
         names(checker, engine, "engine")

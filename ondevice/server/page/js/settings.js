@@ -68,11 +68,13 @@ function field(key, schema, value) {
   const optional = options.some((one) => one.type === "null");
   const kind = options.find((one) => one.type !== "null") ?? schema;
   const help = plain(schema.description);
+  const word = options.find((one) => one.const !== undefined)?.const; // "auto" beside numbers, or beside yes and no
+  if (word && kind.type === "boolean") return selected(key, { enum: [word, true, false] }, value, help, optional);
   if (kind.enum) return selected(key, kind, value, help, optional);
   if (kind.type === "boolean" && !optional) return switched(key, value, help);
   if (kind.type === "array" && kind.items?.enum) return several(key, kind, value, help);
   if (kind.type === "array") return listed(key, kind, value, help);
-  if (kind.type === "integer" || kind.type === "number") return numeric(key, kind, value, help, optional);
+  if (kind.type === "integer" || kind.type === "number") return numeric(key, kind, value, help, optional, word);
   return written(key, value, help);
 }
 
@@ -130,21 +132,21 @@ function listed(key, kind, value, help) {
   };
 }
 
-function numeric(key, kind, value, help, optional) {
+function numeric(key, kind, value, help, optional, word) {
   const control = h("input", {
     type: "number",
     step: kind.type === "integer" ? 1 : "any",
-    value: value ?? "",
+    value: value === word ? "" : (value ?? ""),
     min: kind.minimum,
     max: kind.maximum,
     inputmode: kind.type === "integer" ? "numeric" : "decimal",
-    required: !optional,
-    placeholder: optional ? "none" : null,
+    required: !optional && !word,
+    placeholder: word ?? (optional ? "none" : null),
   });
   return {
     control,
     element: labelled(title(key), control, help),
-    value: () => (control.value === "" ? null : Number(control.value)),
+    value: () => (control.value === "" ? (word ?? null) : Number(control.value)),
   };
 }
 

@@ -1,0 +1,168 @@
+"""What `auto` means: how many layers and whether the tables stay on the accelerator, how wide the window is, and how
+many gradients may wait, by the memory of both sides and the rates of the machine.
+
+Every choice gives the same bits, so the one with the least predicted time is taken, and of equals the smallest. A step
+takes as long as its longest lane, and what its boundary adds: the gradients of the first unit on the host are the last
+to arrive and the first to be needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ondevice.core.config import size_text
+from ondevice.methods.slideformer.config import BUFFERS, WINDOW
+from ondevice.methods.slideformer.memory import MEMORY
+from ondevice.methods.slideformer.planner import Work, lanes_of, moved_bytes
+from ondevice.offload.rates import Rates
+
+if TYPE_CHECKING:
+    from ondevice.methods.slideformer.config import SlideformerConfig
+    from ondevice.models import ModelDims
+
+SHARE = 0.92
+"""Of the accelerator's usable memory that is filled: the plan's parts are estimates."""
+HOST_SHARE = 0.9
+"""Of the host's."""
+EQUAL = 1.004
+"""Times that differ by less are equal."""
+SLACK = 1.25
+"""Of the update and the copies beside the computation: they wait for each other, and for the first gradient."""
+HIDDEN = 0.7
+"""Of the computation is the backward pass, under which an update hides without more buffers."""
+FITTED_MATRIX = 0.75
+"""What a model's layers reach of the rate of large matrix products."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that the run may take, bytes; `host_bytes` is None where it is not known."""
+
+    accelerator_bytes: int
+    host_bytes: int | None
+
+
+def settle(
+    config: SlideformerConfig, dims: ModelDims, work: Work, room: Room, rates: Rates
+) -> tuple[SlideformerConfig, str]:
+    """Return `config` with every `auto` decided, and why in a sentence.
+
+    Numbers that are set stay. What does not fit at all is decided as small as it can be: the plan then says so.
+    """
+    options = [change for change in _options(config, dims) if _fits(config, change, dims, work, room)]
+    if not options:
+        return _fixed(config), "nothing more fits: the smallest window, all states on the host"
+    timed = {index: _seconds(_with(config, change), dims, work, rates) for index, change in enumerate(options)}
+    quickest = min(timed.values())
+    best = min((index for index, value in timed.items() if value <= quickest * EQUAL), key=lambda i: _size(options[i]))
+    chosen = _with(config, options[best])
+    chosen = _replaced(chosen, _buffers(config, chosen, dims, work, room, rates))
+    return chosen, _why(chosen, dims, work, rates, timed[best])
+
+
+def settle_request(request: Any, rates: Rates | None, host_bytes: int | None) -> tuple[SlideformerConfig, str]:
+    """Return what `settle` does of a plan's request; see `MethodSpec.settle`."""
+    config = request.method
+    if not config.is_auto:
+        return config, ""
+    if request.device.torch_device == "cpu" or request.world > 1:
+        return _fixed(config), "" if request.world == 1 else "several processes: all states on the host"
+    room = Room(request.device.usable_bytes, host_bytes)
+    work = Work(request.batch_size, request.length_tokens)
+    return settle(config, request.dims, work, room, rates or assumed(request.device, config))
+
+
+def assumed(device: Any, config: SlideformerConfig) -> Rates:
+    """Return rates of a machine that nobody measured: the device's products, PCIe 5.0, host memory of 140 GB/s."""
+    from ondevice.offload.rates import Rates
+
+    flops = device.flops_s.get(config.compute) or device.flops_s.get("float32") or 100e12
+    return Rates(flops, 50e9, 50e9, 140e9 / moved_bytes(config), 3e9)
+
+
+def _fixed(config: SlideformerConfig) -> SlideformerConfig:
+    return _with(
+        config, {"window": WINDOW, "resident_layers": 0, "resident_tables": False, "gradient_buffers": BUFFERS}
+    )
+
+
+def _with(config: SlideformerConfig, change: dict[str, Any]) -> SlideformerConfig:
+    """`config` with those settings of `change` that it leaves open."""
+    return config.model_copy(update={name: to for name, to in change.items() if getattr(config, name) == "auto"})
+
+
+def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]:
+    """Every number of layers on the accelerator, with and without the tables, each with windows from small to whole."""
+    exact = config.max_grad_norm is not None
+    may = not (exact and config.clip == "global") and config.disk_fraction < 1
+    tables = (False, True) if may and not exact and config.loss_tiles == 1 else (False,)
+    options = []
+    for table in tables:
+        for layers in range(dims.layers + 1 if may else 1):
+            left = max(2, dims.layers - layers)
+            for window in sorted({min(WINDOW, left), min(2 * WINDOW, left), left // 2 + 1, left}):
+                option = {"resident_layers": layers, "resident_tables": table, "window": max(2, window)}
+                options.append(option | {"gradient_buffers": BUFFERS})
+    return options
+
+
+def _size(option: dict[str, Any]) -> tuple[int, int]:
+    """Of two that are equally quick: fewer layers on the accelerator, then the smaller window."""
+    return option["resident_layers"] + 2 * option["resident_tables"], option["window"]
+
+
+def _fits(config: SlideformerConfig, change: dict[str, Any], dims: ModelDims, work: Work, room: Room) -> bool:
+    settled = _with(config, change)
+    there = sum(MEMORY.step(dims, settled, work.rows, work.length_tokens, 4).values())
+    return there <= SHARE * room.accelerator_bytes and _host_fits(settled, dims, work, room)
+
+
+def _host_fits(settled: SlideformerConfig, dims: ModelDims, work: Work, room: Room) -> bool:
+    assert MEMORY.host is not None  # noqa: S101  this method's
+    needed = sum(MEMORY.host(dims, settled, work.rows, work.length_tokens, 4).values())
+    return room.host_bytes is None or needed <= HOST_SHARE * room.host_bytes
+
+
+def _seconds(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rates) -> float:
+    """The longest lane, and the boundary between two steps that nothing hides."""
+    lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
+    hidden = lanes["compute"] / dims.layers * min(config.kept_layers, dims.layers)
+    item = 2 if config.compute == "bfloat16" else 4
+    layer, moved = dims.block_parameters, dims.block_parameters * item
+    waits = 0.0 if config.keeps_tables else work.rows * work.length_tokens * dims.hidden / rates.parameters_s
+    if config.kept_layers < dims.layers:
+        copies = moved / (rates.d2h_bytes_s or 50e9) + moved / (rates.h2d_bytes_s or 50e9)
+        waits += max(0.0, layer / rates.parameters_s + copies - hidden)
+    return max(lane * (1.0 if name == "compute" else SLACK) for name, lane in lanes.items()) + waits
+
+
+def _buffers(
+    config: SlideformerConfig, chosen: SlideformerConfig, dims: ModelDims, work: Work, room: Room, rates: Rates
+) -> int:
+    """A few where the backward pass hides the update; else as many as the host holds of those that there are."""
+    if config.gradient_buffers != "auto":
+        return config.gradient_buffers
+    lanes, left = lanes_of(dims, chosen, work, rates, FITTED_MATRIX), max(2, dims.layers - chosen.kept_layers)
+    if SLACK * max(lanes["update"], lanes["disk"]) <= HIDDEN * lanes["compute"]:
+        return min(BUFFERS, left)
+    most = next((n for n in range(left, 2, -1) if _host_fits(_replaced(chosen, n), dims, work, room)), 2)
+    return max(2, most)
+
+
+def _replaced(config: SlideformerConfig, buffers: int) -> SlideformerConfig:
+    return config.model_copy(update={"gradient_buffers": buffers})
+
+
+def _why(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rates, seconds: float) -> str:
+    """The choice in a sentence, for the plan and for the log."""
+    lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
+    longest = max(lanes, key=lambda lane: lanes[lane])
+    need = sum(MEMORY.step(dims, config, work.rows, work.length_tokens, 4).values())
+    tables = "tables and " if config.keeps_tables else ""
+    return (
+        f"auto: {tables}{config.kept_layers} of {dims.layers} layers stay on the GPU, window {config.slots}, "
+        f"{config.buffers} gradient buffers ({size_text(need)} of GPU memory); about {seconds:.3g} s a step, "
+        f"bound by {longest} (compute {lanes['compute']:.3g}, update {lanes['update']:.3g}, "
+        f"copies {max(lanes['h2d'], lanes['d2h']):.3g} s)"
+    )

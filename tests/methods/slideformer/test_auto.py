@@ -1,0 +1,63 @@
+"""What `auto` decides: within the memory of both sides, never against a number that is set, and shown by the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ondevice.methods.slideformer.auto import HOST_SHARE, SHARE, Room, settle
+from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
+from ondevice.methods.slideformer.memory import MEMORY
+from ondevice.methods.slideformer.planner import Work
+from ondevice.models.base import ModelDims
+from ondevice.offload.rates import Rates
+
+DIMS = ModelDims(
+    family="qwen2", layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, head_dim=128, vocab=152064,
+    tied=False, qkv_bias=True, rope_theta=1e6, norm_eps=1e-6, max_positions=32768,
+)  # fmt: skip
+RATES = Rates(700e12, 54e9, 54e9, 5.2e9, 3e9)
+HOST = 120 * 10**9
+
+
+def chosen(gpu_gb: float, rows: int, host: int | None = HOST, **settings: Any) -> SlideformerConfig:
+    room = Room(int(gpu_gb * 1e9), host)
+    settled, why = settle(SlideformerConfig(**settings), DIMS, Work(rows, 1024), room, RATES)
+    assert not settled.is_auto and why
+    return settled
+
+
+@pytest.mark.parametrize("gpu_gb", [24, 48, 80, 200])
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_the_choice_fits_both_memories(gpu_gb: int, rows: int, moments: str) -> None:
+    settled = chosen(gpu_gb, rows, moments=moments)
+    assert sum(MEMORY.step(DIMS, settled, rows, 1024, 4).values()) <= SHARE * gpu_gb * 1e9
+    assert MEMORY.host is not None
+    assert sum(MEMORY.host(DIMS, settled, rows, 1024, 4).values()) <= HOST_SHARE * HOST
+
+
+def test_a_small_batch_leaves_more_on_the_accelerator_and_a_large_one_little() -> None:
+    small, large = chosen(80, 8), chosen(80, 32)
+    assert small.kept_layers >= 10 and small.keeps_tables and small.buffers > BUFFERS
+    assert large.kept_layers <= 2 and large.buffers == BUFFERS
+    assert chosen(24, 8).kept_layers < small.kept_layers
+
+
+def test_numbers_that_are_set_stay() -> None:
+    settled = chosen(80, 8, window=5, resident_layers=3)
+    assert (settled.window, settled.resident_layers) == (5, 3)
+    assert chosen(80, 8, gradient_buffers=9, resident_tables=False).gradient_buffers == 9
+
+
+def test_what_excludes_states_on_the_accelerator_is_kept_to() -> None:
+    exact = chosen(80, 8, max_grad_norm=1.0, clip="global", moments="int8")
+    assert exact.resident_layers == 0 and exact.resident_tables is False
+    assert chosen(80, 8, max_grad_norm=1.0).resident_tables is False
+    assert chosen(80, 8, loss_tiles=4).resident_tables is False
+
+
+def test_where_nothing_fits_it_is_as_small_as_it_can_be() -> None:
+    settled = chosen(4, 8)
+    assert (settled.window, settled.resident_layers, settled.gradient_buffers) == (WINDOW, 0, BUFFERS)
