@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from ondevice.core.session import Session
 
 
+Attack = Literal["flip", "random", "huge"]
+
+
 class SimulationConfig(StrictConfig):
     """Devices of a simulated fleet, and what goes wrong with them."""
 
@@ -36,7 +39,7 @@ class SimulationConfig(StrictConfig):
     hostile: float = Field(default=0.0, ge=0, le=1)
     """Share of the devices that lie: the same ones in every round."""
 
-    attack: Literal["flip", "random", "huge"] = "flip"
+    attack: Attack = "flip"
     """What hostile devices answer: their numbers negated and ten times as large, noise, or numbers and rows as large
     as a message holds."""
 

@@ -20,7 +20,7 @@ from ondevice.fleet.store import FILE_NAME, Store
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
-    from ondevice.fleet.config import FleetRun
+    from ondevice.fleet.config import Attack, FleetRun
     from ondevice.training.fit import RunRows
 
 
@@ -196,7 +196,9 @@ class Simulation:
                 if draw.random() < self.config.simulation.dropout:
                     continue
                 late = draw.random() < self.config.simulation.late
-                answer = self.attacked(self.members[device].answer(current.tasks[device]), draw)
+                answer = self.members[device].answer(current.tasks[device])
+                if device in self.hostile:
+                    answer = lie(answer, self.config.simulation.attack, draw)
                 if late:
                     self._late.append(answer)
                 else:
@@ -225,18 +227,6 @@ class Simulation:
         for answer in late:
             self._give(server, answer)
 
-    def attacked(self, answer: Answer, draw: np.random.Generator) -> Answer:
-        """Return what a device sends: a hostile one lies."""
-        if answer.device not in self.hostile:
-            return answer
-        values, attack = answer.numbers.values(), self.config.simulation.attack
-        if attack == "flip":
-            return replace(answer, numbers=pack([-10 * value for value in values]))
-        if attack == "random":
-            largest = max(abs(value) for value in values) or 1.0
-            return replace(answer, numbers=pack(draw.normal(0.0, 10 * largest, len(values)).tolist()))
-        return replace(answer, rows=(1 << 32) - 1, numbers=Numbers((LIMIT,) * len(values), 100))
-
     def _evaluate(self, flat: np.ndarray | None) -> Any:
         """Evaluate an adapter; None is the one that all begin from."""
         from ondevice.training.evaluate import evaluate_dataset
@@ -245,3 +235,14 @@ class Simulation:
         load_vector(self.session, first, self.members[0].name)
         dataset = self.rows.evaluation or self.rows.train
         return evaluate_dataset(self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows)
+
+
+def lie(answer: Answer, attack: Attack, draw: np.random.Generator) -> Answer:
+    """Return what a hostile device sends instead of its answer."""
+    values = answer.numbers.values()
+    if attack == "flip":
+        return replace(answer, numbers=pack([-10 * value for value in values]))
+    if attack == "random":
+        largest = max(abs(value) for value in values) or 1.0
+        return replace(answer, numbers=pack(draw.normal(0.0, 10 * largest, len(values)).tolist()))
+    return replace(answer, rows=(1 << 32) - 1, numbers=Numbers((LIMIT,) * len(values), 100))
