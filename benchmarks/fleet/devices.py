@@ -1,8 +1,8 @@
 """Many fleets' devices in one forward pass, for `benchmarks.fleet.sst2`: each device is a run of `racing.RacingModel`.
 
-What is said between them is the fleet's own: tasks, answers and outcomes are bytes, a server is `ondevice.fleet.rounds`,
-and the adapter is its state in whole numbers. First-order devices run FedAvg over LoRA: A and B by plain gradient steps,
-and the mean of what the devices end with.
+What is said between them is the fleet's own: tasks, answers and outcomes are bytes, a server is
+`ondevice.fleet.rounds`, and the adapter is its state in whole numbers. First-order devices run FedAvg over LoRA: A and
+B by plain gradient steps, and the mean of what the devices end with.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A fleet's accuracy on SST-2: 8 devices, rows split evenly and by label, against central training and FedAvg.
 
-Every fleet is run over its protocol: tasks, answers and outcomes as bytes, the adapter in whole numbers (`prge`, all of B
-behind a random A of rank 16 on q and v, loss over the answers, sign noise, q = 4). Settings, by name:
+Every fleet is run over its protocol: tasks, answers and outcomes as bytes, the adapter in whole numbers (`prge`, all of
+B behind a random A of rank 16 on q and v, loss over the answers, sign noise, q = 4). Settings, by name:
 
     central        one device with the rows of all: the same steps, the same rows a step
     iid            8 devices, rows dealt out evenly
@@ -15,9 +15,9 @@ behind a random A of rank 16 on q and v, loss over the answers, sign noise, q = 
     trimmed        iid, nobody lies, trimmed mean of 0.25
     private-M      iid, vectors of numbers clipped to --clip, Gaussian noise of M times that on each number
 
-The rate of all zeroth-order fleets is the one of --rates that central training likes best, the rate of FedAvg the one of
---fo-rates that fedavg-iid does: mean accuracy of --pilot-seeds seeds on the last --choose-rows training rows. Accuracy is
-reported on the validation rows, of the last round. Runs that --log already has are not run again.
+The rate of all zeroth-order fleets is the one of --rates that central training likes best, the rate of FedAvg the one
+of --fo-rates that fedavg-iid does: mean accuracy of --pilot-seeds seeds on the last --choose-rows training rows.
+Accuracy is reported on the validation rows, of the last round. Runs that --log already has are not run again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ from benchmarks.prge.race import MAX_TOKENS, read_log, read_sets
 
 NEEDS = ("cuda",)
 DEVICES = 8
-DEFAULT = "central,iid,dirichlet,fedavg-iid,fedavg-dirichlet,hostile,private-20,private-4,private-1,fedavg-bytes,trimmed,hostile-mean"  # fmt: skip
+DEFAULT = (
+    "central,iid,dirichlet,fedavg-iid,fedavg-dirichlet,hostile,private-20,private-4,private-1,fedavg-bytes,trimmed,"
+    "hostile-mean"
+)
 KEY = ("setting", "rate", "seed", "rounds", "local_steps", "rows", "queries", "clip")
 COLUMNS = [
     {"key": "setting", "title": "Setting"},
@@ -65,8 +68,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", default=DEFAULT, help="separated by commas; see above")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--pilot-seeds", type=int, default=2, help="seeds of which rates are chosen")
-    parser.add_argument("--rates", default="3e-3,1e-2,3e-2")
-    parser.add_argument("--fo-rates", default="3e-2,1e-1")
+    parser.add_argument("--rates", default="4e-3,8e-3,1.6e-2")
+    parser.add_argument("--fo-rates", default="4e-2,1.2e-1")
     parser.add_argument("--rounds", type=int, default=250)
     parser.add_argument("--local-steps", type=int, default=8)
     parser.add_argument(
@@ -192,7 +195,7 @@ class Bench:
         return time.perf_counter() - before
 
     def best_rate(self, name: str, rates: list[float]) -> float:
-        """Run the pilot and return the rate with the best mean accuracy, then the least loss, where rates are chosen."""
+        """Run the pilot and return the rate with the best accuracy, then the least loss, where rates are chosen."""
         chosen, seeds = setting(name, self.args), range(min(self.args.pilot_seeds, self.args.seeds))
         if len(rates) == 1:
             return rates[0]
@@ -276,11 +279,11 @@ def main() -> None:
     for each in chosen:  # one by one, so that little is lost where the time ends
         bench.run([(each, rates[each.first_order], seed) for seed in range(args.seeds)])
     note = (
-        f"Trained on all training rows but the last {args.choose_rows}, where rates were chosen; accuracies are of the "
-        f"last round on {args.eval_rows} validation rows of at most {MAX_TOKENS} tokens. Forward passes in float32 with "
-        "TF32 products. A backward pass counts as two forward passes. A device answers with the mean of its rows' "
-        "gradients, so every device counts alike. Seconds are a fleet's share of a pass that several went through "
-        "together, on one GPU, without evaluations."
+        f"Trained on all training rows but the last {args.choose_rows}, where rates were chosen; accuracies are of "
+        f"the last round on {args.eval_rows} validation rows of at most {MAX_TOKENS} tokens. Forward passes in float32 "
+        "with TF32 products on a GPU. A backward pass counts as two forward passes. Every device counts alike, however "
+        "many rows it has. Seconds are a fleet's share of a pass that several went through together, without "
+        "evaluations."
     )
     finish("fleet/sst2", summarize(bench.records, names), args, columns=COLUMNS, notes=[note],
            title="SST-2, SmolLM2-135M-Instruct, 8 devices")  # fmt: skip
