@@ -207,9 +207,18 @@ def begin(
     from ondevice.fleet.store import Store
 
     run, session, source = open_task(run)
-    charter = run.charter(session, source)
-    Store.create(run.train.out, charter).close()
-    values = {"fleet": f"{charter.id:08x}", "folder": str(run.train.out), "elements": charter.size}
+    if run.averages:
+        from ondevice.fleet.averaging.arrays import arrays_of
+        from ondevice.fleet.averaging.store import AdapterStore
+
+        charter, first = run.adapter_charter(source), arrays_of(session)
+        AdapterStore.create(run.train.out, charter, first).close()
+        elements = sum(value.size for value in first.values())
+    else:
+        charter = run.charter(session, source)
+        Store.create(run.train.out, charter).close()
+        elements = charter.size
+    values = {"fleet": f"{charter.id:08x}", "folder": str(run.train.out), "elements": elements}
     print_json({**values, "charter": charter.model_dump(mode="json")}) if json else table(values)
 
 

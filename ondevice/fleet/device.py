@@ -15,14 +15,22 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import OndeviceError
+from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
+from ondevice.fleet.averaging.charter import AdapterCharter
+from ondevice.fleet.averaging.member import AdapterMember
+from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.member import Member
 from ondevice.fleet.messages import Task, read_event
 from ondevice.fleet.store import Store
+
+if TYPE_CHECKING:
+    from ondevice.core.session import Session
+    from ondevice.data import Batches
 
 log = logging.getLogger("ondevice.fleet")
 SETTINGS_FILE = "device.json"
@@ -56,6 +64,7 @@ class Device:
     def __init__(self, settings: DeviceSettings) -> None:
         self.settings = settings
         self._member: Member | None = None
+        self._averaging: AdapterMember | None = None
 
     def reply(self, content: dict[str, Any], number: int) -> dict[str, Any]:
         """Answer one message; a mistake is a reply too.
@@ -76,6 +85,8 @@ class Device:
             OndeviceError: the message cannot be taken.
         """
         folder = Path(self.settings.folder)
+        if "adapter" in content:
+            return self._average(folder, content)
         if "charter" in content:
             with Store.create(folder, Charter.from_bytes(content["charter"])) as store:
                 return {"place": store.count()}
@@ -98,6 +109,18 @@ class Device:
             answer = member.answer(Task.from_bytes(content["task"]))
             return {"answer": answer.to_bytes()}
 
+    def _average(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Take an adapter of a first-order fleet: train from it, or keep it as the last one and say its hash."""
+        charter, arrays = AdapterCharter.from_bytes(content["charter"]), from_bytes(content["adapter"])
+        with AdapterStore.create(folder, charter, arrays) as store:
+            store.keep(arrays)
+            if content["last"]:
+                return {"digest": digest(store.tensors())}
+        if self._averaging is None or self._averaging.charter != charter:
+            self._averaging = open_adapter_member(charter, self.settings)
+        answer = self._averaging.answer(int(content["round"]), arrays)
+        return {"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss}
+
     @staticmethod
     def _last_round(store: Store) -> int:
         row = store.connection.execute("SELECT round FROM events ORDER BY place DESC LIMIT 1").fetchone()
@@ -116,6 +139,17 @@ def open_member(charter: Charter, settings: DeviceSettings, number: int) -> Memb
         DataError: no row can be used.
         ArtifactError: the model or the program is not the fleet's.
     """
+    session, batches = _open(charter, settings)
+    return Member(charter, session, batches, number)
+
+
+def open_adapter_member(charter: AdapterCharter, settings: DeviceSettings) -> AdapterMember:
+    """Open a device's session and rows for a first-order fleet; raises as `open_member`."""
+    session, batches = _open(charter, settings)
+    return AdapterMember(charter, session, batches)
+
+
+def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[Session, Batches]:
     from ondevice.data import Batches, pad_id_of, read_dataset
     from ondevice.fleet.open import open_for
 
@@ -133,8 +167,7 @@ def open_member(charter: Charter, settings: DeviceSettings, number: int) -> Memb
         columns=settings.columns,
     )
     size = session.batch_size or settings.batch_size
-    batches = Batches(rows, size, session.lengths_tokens, charter.seed, pad_id_of(tokenizer))
-    return Member(charter, session, batches, number)
+    return session, Batches(rows, size, session.lengths_tokens, charter.seed, pad_id_of(tokenizer))
 
 
 @contextmanager
