@@ -9,7 +9,7 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, out, overrides, print_json, table
-from ondevice.core.errors import INTERRUPTED_EXIT_CODE
+from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Many devices train one adapter and send only numbers."
@@ -87,7 +87,8 @@ def simulate(
     result = simulate_fleet(
         run, resume=resume, overwrite=overwrite, on_round=lambda done: None if json or quiet else _say(done)
     )
-    print_json(result.to_dict()) if json else table(result.to_dict())
+    values = result.to_dict()
+    print_json(values) if json else table({name: value for name, value in values.items() if name != "curve"})
     if result.interrupted:
         err.print(f"stopped after round {result.rounds}; everything is saved. To go on: --resume", markup=False)
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
@@ -156,6 +157,24 @@ def status(
     for row in values["rounds_table"][-10:]:
         loss = "no answers" if row["loss"] is None else f"loss {row['loss']:.4f}"
         out.print(f"round {row['round']}: {loss}, {row['answers']} answers, {row['bytes']} bytes", markup=False)
+
+
+@app.command()
+def plot(
+    fleets: Annotated[list[Path], typer.Argument(help="Folders of simulated fleets.")],
+    target: common.Out = None,
+    json: common.Json = False,
+) -> None:
+    """Draw accuracy by round and by bytes of simulated fleets: --out FILE.png, .svg or .pdf."""
+    from ondevice.fleet.plot import curve_of
+    from ondevice.fleet.plot import plot as draw
+
+    target = target or Path("fleet.png")
+    if target.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError("pictures of another kind", expected=".png, .svg or .pdf", received=target.name)
+    draw(fleets, target)
+    values = {"picture": str(target), "curves": {str(folder): curve_of(folder) for folder in fleets}}
+    print_json(values) if json else out.print(str(target), markup=False)
 
 
 Host = Annotated[str, typer.Option("--host", help="Address of the SuperLink.")]
@@ -386,7 +405,6 @@ def carry_answer(
 ) -> None:
     """Be the device: apply a round's files, do its task on rows that stay here, and write the answer."""
     from ondevice.artifact.files import atomic_write
-    from ondevice.core.errors import ConfigError
     from ondevice.data.records import check_source
     from ondevice.fleet.carry import Parcel, files_of, parcel_of
     from ondevice.fleet.device import Device, DeviceSettings

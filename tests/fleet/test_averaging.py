@@ -87,6 +87,20 @@ def test_weak_devices_send_numbers_and_the_rest_their_adapters(ondevice: Command
     assert "train B alone" in refused["message"]
 
 
+def test_curves_of_two_kinds_of_fleets_are_drawn_by_round_and_by_bytes(ondevice: CommandLine, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    simulate(ondevice, tmp_path, "--rounds", 1)
+    numbers = tmp_path / "numbers ü"
+    simulate(ondevice, tmp_path, "--rounds", 2, "--set", "simulation.eval_every=1", "--out", numbers, method="prge")
+    done = ondevice("fleet", "plot", tmp_path / "a fleet", numbers, "--out", tmp_path / "both.png", "--json").json
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert [point["round"] for point in done["curves"][str(numbers)]] == [0, 1, 2]
+    assert done["curves"][str(numbers)][2]["bytes"] == 2 * done["curves"][str(numbers)][1]["bytes"]
+    begun = ondevice("fleet", "begin", "--model", "tiny:llama", "--out", tmp_path / "begun")
+    assert begun.code == 0
+    assert "no evaluations" in ondevice("fleet", "plot", tmp_path / "begun", "--json").json["message"]
+
+
 def test_robust_strategies_keep_what_hostile_devices_would_ruin(ondevice: CommandLine, tmp_path: Path) -> None:
     """One device of four sends its change turned around, ten times as large: a mean walks away from the data."""
     hostile = ("--set", "simulation.hostile=0.25", "--set", "simulation.attack=flip")
