@@ -32,6 +32,9 @@ from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.runtime_ops import torch_ops
 
+EPSILON = 1e-2
+"""How far B is moved along a direction."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -41,6 +44,7 @@ class Setting:
         devices: 1 is central training, in whole numbers as a fleet is.
         rows: of a device's step.
         hostile: devices that lie (`flip`: their numbers negated, ten times as large).
+        weak: the last so many devices of a first-order fleet, which send numbers; they are away where `weak_rate` is 0.
         agreement: combination, clipping and noise, as keywords of `Agreement`.
     """
 
@@ -54,11 +58,14 @@ class Setting:
     rank: int = 16
     first_order: bool = False
     hostile: int = 0
+    weak: int = 0
+    weak_rate: float = 0.0
     agreement: tuple[tuple[str, Any], ...] = ()
 
     def group(self) -> tuple[Any, ...]:
         """Fleets of one value run in the same pass."""
-        return (self.first_order, self.devices, self.rows, self.rounds, self.local_steps, self.queries, self.rank)
+        return (self.first_order, self.devices, self.rows, self.rounds, self.local_steps, self.queries, self.rank,
+                self.weak, self.weak_rate)  # fmt: skip
 
     @property
     def row_forwards(self) -> int:
@@ -129,6 +136,44 @@ class Group:
         gold = self.table.gold[rows][:, None].expand(logits.shape[:3])
         return functional.cross_entropy(logits.flatten(0, 2), gold.flatten(), reduction="none").view(gold.shape).mean(2)
 
+    @torch.no_grad()
+    def _answers(
+        self, state_FP: Tensor, each_a: Tensor, jobs: np.ndarray, rates_F: Tensor
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Zeroth-order local steps from `state_FP`, the same directions on each device of a fleet.
+
+        Args:
+            each_a: A of every device, fleet by fleet.
+            jobs: rows of the local steps, int64 [steps, fleets * devices, rows].
+
+        Returns:
+            numbers, float64 [fleets, devices, steps * queries], and mean losses, float32 [fleets, devices].
+        """
+        q, size = self.shape.queries, self.layout.size
+        devices = len(each_a) // self.fleets
+        local = state_FP.repeat_interleave(devices, 0).view(self.fleets, devices, size)
+        numbers, losses = [], []
+        for place in range(self.shape.local_steps):
+            noise_FQP = self._noise(self.done * self.shape.local_steps + place)
+            moved = EPSILON * noise_FQP[:, None]
+            copies = torch.cat([local[:, :, None] + moved, local[:, :, None] - moved], 2).view(-1, size)
+            with self._fitted(each_a, copies):
+                loss = self._losses(jobs[place], 2 * q).view(self.fleets, devices, 2 * q)
+            slope = (loss[..., :q] - loss[..., q:]) / (2 * EPSILON)
+            local -= (rates_F / q)[:, None, None] * torch.einsum("fdq,fqp->fdp", slope, noise_FQP)
+            numbers.append(slope)
+            losses.append(loss.mean(2))
+        return torch.cat(numbers, 2).double().cpu().numpy(), torch.stack(losses).mean(0).cpu().numpy()
+
+    def _noise(self, step: int) -> Tensor:
+        """The directions of a step, float32 [fleets, queries, elements]: those that the servers apply."""
+        drawn: dict[int, Tensor] = {}
+        for _, _, seed in self.members:
+            if seed not in drawn:
+                keys = (torch.tensor([value], device=self.device) for value in (seed, step))
+                drawn[seed] = torch_ops.noise("rademacher")(*keys, 0, self.shape.queries, 0, self.layout.size)
+        return torch.stack([drawn[seed] for _, _, seed in self.members])
+
     @property
     def adapters(self) -> tuple[Tensor, Tensor]:
         """A and B of every fleet, float32 [fleets, elements] each."""
@@ -160,10 +205,8 @@ class Group:
 class ZerothOrder(Group):
     """Devices that answer with numbers; `servers` decide what comes of them."""
 
-    def __init__(self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]],
-                 epsilon: float = 1e-2) -> None:  # fmt: skip
+    def __init__(self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]) -> None:
         super().__init__(model, train, members)
-        self.epsilon = epsilon
         self.servers = [Rounds(self._charter(*member)) for member in members]
         self.draws = [np.random.default_rng([seed, 11]) for _, _, seed in members]
         self.state = torch.zeros(self.fleets, self.layout.size, device=self.device)
@@ -181,36 +224,12 @@ class ZerothOrder(Group):
     def adapters(self) -> tuple[Tensor, Tensor]:
         return self.a, self.state
 
-    @torch.no_grad()
     def round(self) -> None:
-        shape, (q, size) = self.shape, (self.shape.queries, self.layout.size)
-        local = self.state.repeat_interleave(self.devices, 0).view(self.fleets, self.devices, size)
-        numbers, losses = [], []
-        for place in range(shape.local_steps):
-            step = self.done * shape.local_steps + place
-            noise_FQP = self._noise(step)
-            moved = self.epsilon * noise_FQP[:, None]
-            copies = torch.cat([local[:, :, None] + moved, local[:, :, None] - moved], 2).view(-1, size)
-            with self._fitted(self.each_a, copies):
-                loss = self._losses(self.jobs[step], 2 * q).view(self.fleets, self.devices, 2 * q)
-            slope = (loss[..., :q] - loss[..., q:]) / (2 * self.epsilon)
-            local -= (self.rates / q)[:, None, None] * torch.einsum("fdq,fqp->fdp", slope, noise_FQP)
-            numbers.append(slope)
-            losses.append(loss.mean(2))
-        values = torch.cat(numbers, 2).double().cpu().numpy()
-        loss = torch.stack(losses).mean(0).cpu().numpy()
+        jobs = self.jobs[self.done * self.shape.local_steps :]
+        values, loss = self._answers(self.state, self.each_a, jobs, self.rates)
         states = list(self.threads.map(self._close, range(self.fleets), values, loss))
         self.state = torch.from_numpy(np.stack(states)).to(self.device)
         self.done += 1
-
-    def _noise(self, step: int) -> Tensor:
-        """The directions of a step, float32 [fleets, queries, elements]: those that the servers apply."""
-        drawn: dict[int, Tensor] = {}
-        for _, _, seed in self.members:
-            if seed not in drawn:
-                keys = (torch.tensor([value], device=self.device) for value in (seed, step))
-                drawn[seed] = torch_ops.noise("rademacher")(*keys, 0, self.shape.queries, 0, self.layout.size)
-        return torch.stack([drawn[seed] for _, _, seed in self.members])
 
     def _close(self, fleet: int, values_DN: np.ndarray, loss_D: np.ndarray) -> np.ndarray:
         """Give a fleet's server the answers of a round as bytes, and return its adapter."""
@@ -266,3 +285,53 @@ class FirstOrder(Group):
     def hashes(self) -> list[str]:
         """Return nothing to compare: the mean of floats is not the same on every machine."""
         return [""] * self.fleets
+
+
+class Mixed(FirstOrder):
+    """FedAvg over LoRA-FA: strong devices train B by gradient steps, weak ones send numbers that B is made of.
+
+    An answer counts by the rows that it read. A weak device reads one row a step.
+    """
+
+    WEAK_ROWS = 1
+
+    def __init__(self, model: RacingModel, train: Dataset, members: Sequence[tuple[Setting, float, int]]) -> None:
+        super().__init__(model, train, members)
+        self.strong = self.devices - self.shape.weak
+        self.weak_rates = torch.full_like(self.rates, self.shape.weak_rate)
+
+    def round(self) -> None:
+        steps, size, fleets = self.shape.local_steps, self.layout.size, self.fleets
+        jobs = self.jobs[self.done * steps : (self.done + 1) * steps]
+        by_device = jobs.reshape(steps, fleets, self.devices, -1)
+        strong_jobs = by_device[:, :, : self.strong].reshape(steps, fleets * self.strong, -1)
+        local, a = self.b.repeat_interleave(self.strong, 0), self.a.repeat_interleave(self.strong, 0)
+        rate = self.rates.repeat_interleave(self.strong)[:, None]
+        for place in range(steps):
+            leaf = local.detach().requires_grad_(True)
+            with torch.enable_grad(), self._fitted(a, leaf):
+                (gradient,) = torch.autograd.grad(self._losses(strong_jobs[place], 1).sum(), leaf)
+            local = (leaf - rate * gradient).detach()
+        total = self.shape.rows * local.view(fleets, self.strong, size).sum(1)
+        rows, weak_bytes = self.shape.rows * self.strong, 0
+        if self.shape.weak and self.shape.weak_rate:
+            total = total + self.WEAK_ROWS * self._weak(by_device).sum(1)
+            rows += self.WEAK_ROWS * self.shape.weak
+            weak_bytes = self.VALUE_BYTES * size + 38 + 2 * steps * self.shape.queries
+        self.b = total / rows
+        self.bytes += (2 * self.VALUE_BYTES * size * self.strong + weak_bytes * self.shape.weak) / self.devices
+        self.done += 1
+
+    def _weak(self, jobs: np.ndarray) -> Tensor:
+        """B that the weak devices' numbers make, as 16 bits hold them: float32 [fleets, weak, elements]."""
+        weak, steps, q = self.shape.weak, self.shape.local_steps, self.shape.queries
+        rows = jobs[:, :, self.strong :, : self.WEAK_ROWS].reshape(steps, self.fleets * weak, -1)
+        values, _ = self._answers(self.b, self.a.repeat_interleave(weak, 0), rows, self.weak_rates)
+        sent = [[pack(device.tolist()).values() for device in fleet] for fleet in values]
+        numbers = torch.tensor(sent, dtype=torch.float32, device=self.device)
+        found = self.b[:, None].repeat(1, weak, 1)
+        for place in range(steps):
+            part = numbers[..., place * q : (place + 1) * q]
+            noise = self._noise(self.done * steps + place)
+            found -= (self.weak_rates / q)[:, None, None] * torch.einsum("fdq,fqp->fdp", part, noise)
+        return found

@@ -1,9 +1,9 @@
 """A fleet whose server and devices are killed again and again (kill -9): does it end where an undisturbed one does?
 
 A server (`carry.Desk`) and three devices (`device.Device`, over a session that needs no model: half the squared
-distance to a target) are processes of their own. They pass rounds as files, and keep what they know in SQLite. The first
-run is left alone; in the second one process after the other is killed at a random moment and started again. Both must
-end with the same hash, on the server and on every device.
+distance to a target) are processes of their own. They pass rounds as files, and keep what they know in SQLite. The
+first run is left alone; in the second one process after the other is killed at a random moment and started again. Both
+must end with the same hash, on the server and on every device.
 """
 
 from __future__ import annotations

@@ -10,6 +10,9 @@ B behind a random A of rank 16 on q and v, loss over the answers, sign noise, q 
     fedavg-dirichlet
     fedavg-bytes   FedAvg over LoRA of rank 1, as many whole rounds as the fleets' bytes pay for, one at least; all the
                    steps of equal forwards
+    mixed          FedAvg over LoRA-FA (B alone): 4 strong devices by gradient steps, 4 weak ones send numbers; the rounds
+                   of fedavg-iid
+    strong         the same without the weak devices, nor their rows
     hostile        iid, 2 of 8 devices send their numbers negated and ten times as large; trimmed mean of 0.25
     hostile-mean   the same against a plain mean
     trimmed        iid, nobody lies, trimmed mean of 0.25
@@ -32,14 +35,14 @@ from typing import Any
 import torch
 
 from benchmarks.common import finish, parse_args
-from benchmarks.fleet.devices import FirstOrder, Setting, ZerothOrder
+from benchmarks.fleet.devices import FirstOrder, Mixed, Setting, ZerothOrder
 from benchmarks.prge.race import MAX_TOKENS, read_log, read_sets
 
 NEEDS = ("cuda",)
 DEVICES = 8
 DEFAULT = (
-    "central,iid,dirichlet,fedavg-iid,fedavg-dirichlet,hostile,private-20,private-4,private-1,fedavg-bytes,trimmed,"
-    "hostile-mean"
+    "central,iid,dirichlet,fedavg-iid,fedavg-dirichlet,hostile,private-20,private-4,private-1,mixed,strong,"
+    "fedavg-bytes,trimmed,hostile-mean"
 )
 KEY = ("setting", "rate", "seed", "rounds", "local_steps", "rows", "queries", "clip")
 COLUMNS = [
@@ -89,8 +92,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log", type=Path, help="file of finished runs, a line each; read first, then added to")
 
 
-def setting(name: str, args: argparse.Namespace) -> Setting:
-    """Return the setting of a name."""
+def setting(name: str, args: argparse.Namespace, weak_rate: float = 0.0) -> Setting:
+    """Return the setting of a name; `weak_rate` is the zeroth-order fleets', for the weak devices of a mixed one."""
     steps, q = args.local_steps, args.queries
     fleet = Setting(name, DEVICES, args.rows, args.rounds, steps, q)
     first_order = max(1, round(fleet.row_forwards / (3 * args.fo_rows)))  # steps of equal forwards
@@ -102,6 +105,12 @@ def setting(name: str, args: argparse.Namespace) -> Setting:
     if name in ("fedavg-iid", "fedavg-dirichlet"):
         rounds = max(1, round(first_order / steps))
         return Setting(name, DEVICES, args.fo_rows, rounds, steps, q, dirichlet, first_order=True)
+    if name in ("mixed", "strong"):
+        rate = weak_rate if name == "mixed" else 0.0
+        rounds = max(1, round(first_order / steps))
+        return Setting(
+            name, DEVICES, args.fo_rows, rounds, steps, q, first_order=True, weak=DEVICES // 2, weak_rate=rate
+        )
     if name == "fedavg-bytes":
         return Setting(name, DEVICES, args.fo_rows, 1, first_order, q, rank=1, first_order=True)
     robust = (("combine", "trimmed_mean"), ("trim", 0.25))
@@ -155,7 +164,8 @@ class Bench:
 
     def _pass(self, members: list[tuple[Setting, float, int]]) -> None:
         args, began = self.args, time.perf_counter()
-        kind = FirstOrder if members[0][0].first_order else ZerothOrder
+        shape = members[0][0]
+        kind = Mixed if shape.weak else FirstOrder if shape.first_order else ZerothOrder
         fleets = kind(self.model, self.train, members)
         curves: list[list[list[float]]] = [[] for _ in members]
         evaluating = self._evaluate(fleets, curves)
@@ -276,6 +286,7 @@ def main() -> None:
     rates = {False: bench.best_rate("central", [float(rate) for rate in args.rates.split(",")])}
     if any(each.first_order for each in chosen):
         rates[True] = bench.best_rate("fedavg-iid", [float(rate) for rate in args.fo_rates.split(",")])
+    chosen = [setting(name, args, rates[False]) for name in names]
     for each in chosen:  # one by one, so that little is lost where the time ends
         bench.run([(each, rates[each.first_order], seed) for seed in range(args.seeds)])
     note = (

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.fleet import sst2  # noqa: E402
-from benchmarks.fleet.devices import FirstOrder, Setting, ZerothOrder  # noqa: E402
+from benchmarks.fleet.devices import FirstOrder, Mixed, Setting, ZerothOrder  # noqa: E402
 from benchmarks.prge.racing import RacingModel  # noqa: E402
 from ondevice import read_dataset  # noqa: E402
 from ondevice.data.answers import answers_of_rows, with_answers  # noqa: E402
@@ -96,6 +96,26 @@ def test_fedavg_of_one_step_is_a_step_on_all_rows(rows: Any) -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
+def test_a_mixed_round_is_the_mean_of_gradient_steps_and_of_the_numbers_updates(rows: Any) -> None:
+    model = RacingModel(tiny_model())
+    shape = Setting("mixed", 2, 1, 1, 2, 2, rank=2, first_order=True, weak=1, weak_rate=RATE)
+    mixed, strong, weak = (
+        kind(model, rows, [(setting, rate, SEED)])
+        for kind, setting, rate in (
+            (Mixed, shape, 0.5),
+            (Mixed, replace(shape, weak_rate=0.0), 0.5),
+            (ZerothOrder, replace(shape, devices=1, weak=0), RATE),
+        )
+    )
+    weak.jobs = mixed.jobs[:, 1:]
+    for group in (mixed, strong, weak):
+        group.round()
+    assert strong.b.abs().max() > 1e-3
+    assert weak.state.abs().max() > 1e-3
+    torch.testing.assert_close(mixed.b, (strong.b + weak.state) / 2, rtol=0, atol=1e-5)
+    assert strong.bytes[0] < mixed.bytes[0] < 2 * strong.bytes[0]
+
+
 def test_epsilons_are_the_accountants() -> None:
     pytest.importorskip("dp_accounting")
     from ondevice.fleet.privacy import epsilon
@@ -111,8 +131,8 @@ def test_the_script_chooses_a_rate_and_goes_on_from_its_log(
     (tmp_path / "sst2").mkdir()
     for name in ("train", "valid"):
         (tmp_path / "sst2" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["sst2", "--model", "tiny:llama", "--data", tmp_path, "--settings", "central,iid,private-20",
-                 "--seeds", 1, "--rounds", 1, "--local-steps", 1, "--queries", 1, "--rates", "1e-2,1e-1",
+    arguments = ["sst2", "--model", "tiny:llama", "--data", tmp_path, "--settings", "central,iid,private-20,mixed",
+                 "--seeds", 1, "--rounds", 1, "--local-steps", 1, "--queries", 1, "--rates", "1e-2,1e-1", "--fo-rates", "0.1",
                  "--choose-rows", 4, "--eval-rows", 8, "--log", tmp_path / "log.jsonl", "--json"]  # fmt: skip
     monkeypatch.setattr("sys.argv", [str(word) for word in arguments])
     for said in (True, False):
@@ -120,6 +140,6 @@ def test_the_script_chooses_a_rate_and_goes_on_from_its_log(
         text = capsys.readouterr().out
         assert ("seed 0: accuracy" in text) is said
     done = {row["setting"]: row for row in json.loads(text.splitlines()[-1])["rows"]}
-    assert done.keys() == {"central", "iid", "private-20"}
+    assert done.keys() == {"central", "iid", "private-20", "mixed"}
     assert done["iid"]["bytes"] == done["central"]["bytes"]
     assert done["iid"]["against_central"] is not None
