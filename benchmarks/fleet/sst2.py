@@ -10,8 +10,8 @@ B behind a random A of rank 16 on q and v, loss over the answers, sign noise, q 
     fedavg-dirichlet
     fedavg-bytes   FedAvg over LoRA of rank 1, as many whole rounds as the fleets' bytes pay for, one at least; all the
                    steps of equal forwards
-    mixed          FedAvg over LoRA-FA (B alone): 4 strong devices by gradient steps, 4 weak ones send numbers; the rounds
-                   of fedavg-iid
+    mixed          FedAvg over LoRA-FA (B alone): 4 strong devices by gradient steps, 4 weak ones send numbers; rounds
+                   as fedavg-iid
     strong         the same without the weak devices, nor their rows
     hostile        iid, 2 of 8 devices send their numbers negated and ten times as large; trimmed mean of 0.25
     hostile-mean   the same against a plain mean
