@@ -133,7 +133,8 @@ def test_the_script_chooses_a_rate_and_goes_on_from_its_log(
         (tmp_path / "sst2" / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     arguments = ["sst2", "--model", "tiny:llama", "--data", tmp_path, "--settings", "central,iid,private-20,mixed",
                  "--seeds", 1, "--rounds", 1, "--local-steps", 1, "--queries", 1, "--rates", "1e-2,1e-1",
-                 "--fo-rates", "0.1",                 "--choose-rows", 4, "--eval-rows", 8, "--log", tmp_path / "log.jsonl", "--json"]  # fmt: skip
+                 "--fo-rates", 0.1,
+                 "--choose-rows", 4, "--eval-rows", 8, "--log", tmp_path / "log.jsonl", "--json"]  # fmt: skip
     monkeypatch.setattr("sys.argv", [str(word) for word in arguments])
     for said in (True, False):
         sst2.main()
