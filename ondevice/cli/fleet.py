@@ -41,6 +41,9 @@ def simulate(
     learning_rate: common.LearningRate = None,
     seed: common.Seed = None,
     target_dir: common.Out = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="`own`: in this process. `flower`: in Flower's engine, on Ray's actors.")
+    ] = "own",
     settings: common.Settings = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
@@ -81,6 +84,14 @@ def simulate(
         print_json({"config": run.model_dump(mode="json")}) if json else table(
             run.fleet.model_dump() | run.simulation.model_dump()
         )
+        return
+    if engine not in ("own", "flower"):
+        raise ConfigError("an engine that does not exist", expected="own or flower", received=engine)
+    if engine == "flower":
+        from ondevice.fleet.engine import simulate_with_flower
+
+        found = simulate_with_flower(run, resume=resume, overwrite=overwrite)
+        print_json(found) if json else table(found)
         return
     from ondevice.fleet.simulate import simulate as simulate_fleet
 
