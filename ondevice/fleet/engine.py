@@ -7,10 +7,12 @@ message may meet another actor.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
 import logging
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +83,11 @@ def simulate_with_flower(
                 raise
 
         resources = {"client_resources": {"num_cpus": processors, "num_gpus": 0.0}}
-        run_simulation(
-            server_app=server_app, client_app=_client_app(given, str(out)),
-            num_supernodes=config.simulation.devices, backend_config=resources,  # type: ignore[arg-type]
-        )  # fmt: skip
+        with contextlib.redirect_stdout(sys.stderr):  # a command's own output is its result
+            run_simulation(
+                server_app=server_app, client_app=_client_app(given, str(out)),
+                num_supernodes=config.simulation.devices, backend_config=resources,  # type: ignore[arg-type]
+            )  # fmt: skip
     if errors:
         raise errors[0] if isinstance(errors[0], FleetError) else FleetError("Flower's engine failed", received=errors)
     found = status(out)
