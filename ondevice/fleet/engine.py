@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import json
 import logging
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,9 @@ def simulate_with_flower(
     out, given = config.train.out.absolute(), config.model_dump_json()
     with RunLock(out):
         make_room(out, FILE_NAME, resume, overwrite)
+        if not (out / FILE_NAME).exists():  # devices of a fleet that was replaced
+            for file in out.glob(f"device-*/{FILE_NAME}"):
+                shutil.rmtree(file.parent)
         world = _world(given)
         Store.create(out, world.charter).close()
         server_app, errors = ServerApp(), []
@@ -84,10 +88,23 @@ def simulate_with_flower(
 
         resources = {"client_resources": {"num_cpus": processors, "num_gpus": 0.0}}
         with contextlib.redirect_stdout(sys.stderr):  # a command's own output is its result
-            run_simulation(
-                server_app=server_app, client_app=_client_app(given, str(out)),
-                num_supernodes=config.simulation.devices, backend_config=resources,  # type: ignore[arg-type]
-            )  # fmt: skip
+            try:
+                run_simulation(
+                    server_app=server_app,
+                    client_app=_client_app(given, str(out)),
+                    num_supernodes=config.simulation.devices,
+                    backend_config=resources,  # type: ignore[arg-type]
+                )
+            except RuntimeError as error:
+                if not errors:
+                    first: BaseException = error
+                    while first.__cause__ is not None:
+                        first = first.__cause__
+                    raise FleetError(
+                        "Flower's engine could not run",
+                        received=str(first)[:500],
+                        hint="--engine own needs no Ray; on a busy machine set RAY_raylet_start_wait_time_s=120",
+                    ) from None
     if errors:
         raise errors[0] if isinstance(errors[0], FleetError) else FleetError("Flower's engine failed", received=errors)
     found = status(out)
