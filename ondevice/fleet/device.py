@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ondevice.fleet")
 SETTINGS_FILE = "device.json"
+TRAFFIC = "bytes.txt"
+"""Bytes to and from this device, transport apart, so far."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,17 @@ class Device:
             return {"error": str(error)}
 
     def take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
-        """Take one message: the charter, or events and maybe a task; see `reply`.
+        """Take one message: the charter, or events and maybe a task; see `reply`. Its bytes and the answer's are kept.
 
         Raises:
             OndeviceError: the message cannot be taken.
         """
+        answer = self._take(content, number)
+        file = Path(self.settings.folder) / TRAFFIC
+        atomic_write(file, str(traffic_of(file.parent) + _size(content) + _size(answer)))
+        return answer
+
+    def _take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
         folder = Path(self.settings.folder)
         if "adapter" in content:
             return self._average(folder, content)
@@ -130,6 +138,20 @@ class Device:
         if self._member is None or self._member.charter != charter:
             self._member = open_member(charter, self.settings, number)
         return self._member
+
+
+def traffic_of(folder: Path) -> int:
+    """Return the bytes of all messages to and from a device, transport apart."""
+    try:
+        return int((folder / TRAFFIC).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _size(content: dict[str, Any]) -> int:
+    """Bytes of a message's own fields."""
+    found = [item for value in content.values() for item in (value if isinstance(value, list) else [value])]
+    return sum(len(value) for value in found if isinstance(value, bytes))
 
 
 def open_member(charter: Charter, settings: DeviceSettings, number: int) -> Member:
