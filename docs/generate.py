@@ -98,6 +98,13 @@ def fleet_charter() -> str:
     return _keys(Charter)
 
 
+def fleet_adapter_charter() -> str:
+    """The fields of a first-order fleet's charter."""
+    from ondevice.fleet.averaging.charter import AdapterCharter
+
+    return _keys(AdapterCharter)
+
+
 def fleet_settings() -> str:
     """The sections that a fleet's run file has beside an ordinary one's."""
     from ondevice.api.runfile import RunConfig
@@ -304,7 +311,8 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
-        commands, settings, methods, method_list, errors, events, manifest, interface, fleet_charter, fleet_settings,
+        commands, settings, methods, method_list, errors, events, manifest, interface, fleet_charter,
+        fleet_adapter_charter, fleet_settings,
     )
 }  # fmt: skip
 

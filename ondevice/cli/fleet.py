@@ -9,7 +9,7 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, out, overrides, print_json, table
-from ondevice.core.errors import INTERRUPTED_EXIT_CODE
+from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Many devices train one adapter and send only numbers."
@@ -41,6 +41,9 @@ def simulate(
     learning_rate: common.LearningRate = None,
     seed: common.Seed = None,
     target_dir: common.Out = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="`own`: in this process. `flower`: in Flower's engine, on Ray's actors.")
+    ] = "own",
     settings: common.Settings = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
@@ -82,12 +85,21 @@ def simulate(
             run.fleet.model_dump() | run.simulation.model_dump()
         )
         return
+    if engine not in ("own", "flower"):
+        raise ConfigError("an engine that does not exist", expected="own or flower", received=engine)
+    if engine == "flower":
+        from ondevice.fleet.engine import simulate_with_flower
+
+        found = simulate_with_flower(run, resume=resume, overwrite=overwrite)
+        print_json(found) if json else table(found)
+        return
     from ondevice.fleet.simulate import simulate as simulate_fleet
 
     result = simulate_fleet(
         run, resume=resume, overwrite=overwrite, on_round=lambda done: None if json or quiet else _say(done)
     )
-    print_json(result.to_dict()) if json else table(result.to_dict())
+    values = result.to_dict()
+    print_json(values) if json else table({name: value for name, value in values.items() if name != "curve"})
     if result.interrupted:
         err.print(f"stopped after round {result.rounds}; everything is saved. To go on: --resume", markup=False)
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
@@ -158,6 +170,24 @@ def status(
         out.print(f"round {row['round']}: {loss}, {row['answers']} answers, {row['bytes']} bytes", markup=False)
 
 
+@app.command()
+def plot(
+    fleets: Annotated[list[Path], typer.Argument(help="Folders of simulated fleets.")],
+    target: common.Out = None,
+    json: common.Json = False,
+) -> None:
+    """Draw accuracy by round and by bytes of simulated fleets: --out FILE.png, .svg or .pdf."""
+    from ondevice.fleet.plot import curve_of
+    from ondevice.fleet.plot import plot as draw
+
+    target = target or Path("fleet.png")
+    if target.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError("pictures of another kind", expected=".png, .svg or .pdf", received=target.name)
+    draw(fleets, target)
+    values = {"picture": str(target), "curves": {str(folder): curve_of(folder) for folder in fleets}}
+    print_json(values) if json else out.print(str(target), markup=False)
+
+
 Host = Annotated[str, typer.Option("--host", help="Address of the SuperLink.")]
 Port = Annotated[int, typer.Option("--port", help="Port of the SuperLink.")]
 Certificates = Annotated[
@@ -207,9 +237,18 @@ def begin(
     from ondevice.fleet.store import Store
 
     run, session, source = open_task(run)
-    charter = run.charter(session, source)
-    Store.create(run.train.out, charter).close()
-    values = {"fleet": f"{charter.id:08x}", "folder": str(run.train.out), "elements": charter.size}
+    if run.averages:
+        from ondevice.fleet.averaging.arrays import arrays_of
+        from ondevice.fleet.averaging.store import AdapterStore
+
+        charter, first = run.adapter_charter(source), arrays_of(session)
+        AdapterStore.create(run.train.out, charter, first).close()
+        elements = sum(value.size for value in first.values())
+    else:
+        charter = run.charter(session, source)
+        Store.create(run.train.out, charter).close()
+        elements = charter.size
+    values = {"fleet": f"{charter.id:08x}", "folder": str(run.train.out), "elements": elements}
     print_json({**values, "charter": charter.model_dump(mode="json")}) if json else table(values)
 
 
@@ -377,7 +416,6 @@ def carry_answer(
 ) -> None:
     """Be the device: apply a round's files, do its task on rows that stay here, and write the answer."""
     from ondevice.artifact.files import atomic_write
-    from ondevice.core.errors import ConfigError
     from ondevice.data.records import check_source
     from ondevice.fleet.carry import Parcel, files_of, parcel_of
     from ondevice.fleet.device import Device, DeviceSettings

@@ -76,6 +76,50 @@ def token(
 
 
 @app.command()
+def fleet(
+    name: Annotated[str, typer.Argument(help="A name for the fleet, on this machine.")],
+    store: Store = None,
+    data: Annotated[str | None, typer.Option("--data", "-d", help="This machine's rows; they stay here.")] = None,
+    host: Annotated[str, typer.Option("--host", help="The fleet's server.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port of the fleet's server.")] = 9092,
+    certificates: Annotated[Path | None, typer.Option("--certificates", help="Folder with ca.crt.")] = None,
+    key: Annotated[Path | None, typer.Option("--key", help="This device's private key.")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="No TLS: on one machine only.")] = False,
+    model: common.Model = None,
+    batch_size: common.BatchSize = None,
+    window: Annotated[str | None, typer.Option("--window", help="When it may train, as 22:00-06:00.")] = None,
+    memory_limit: Annotated[int | None, typer.Option("--memory-limit", help="Of its processes, bytes.")] = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Take part no more; its copy of the fleet stays.")] = False,
+    json: common.Json = False,
+) -> None:
+    """Let the daemon be a device of a fleet: in a window, and never beside a job. It sees this within a second."""
+    from ondevice.core.errors import ConfigError
+    from ondevice.data.records import check_source
+    from ondevice.server.fleets import Seat, write_seat
+    from ondevice.server.serve import default_store
+
+    root = store or default_store()
+    seat = None
+    if not remove:
+        if data is None:
+            raise ConfigError("no rows are named", expected="--data FILE, which stays on this machine")
+        if not insecure and (certificates is None or key is None):
+            raise ConfigError("a fleet's connections are encrypted", expected="--certificates and --key, or --insecure")
+        check_source(data)
+        times = window.split("-") if window else []
+        values = {
+            "data": str(Path(data).absolute()), "host": host, "port": port, "insecure": insecure, "model": model,
+            "certificates": certificates and str(certificates.absolute()), "key": key and str(key.absolute()),
+            "batch_size": batch_size or 4, "memory_bytes": memory_limit,
+            "window": {"start": times[0], "end": times[-1]} if window else None,
+        }  # fmt: skip
+        seat = Seat.parse(values, "flags")
+    path = write_seat(root, name, seat)
+    values = {"fleet": name, "file": str(path), "removed": remove}
+    print_json(values) if json else out.print(f"{path} is {'removed' if remove else 'written'}", markup=False)
+
+
+@app.command()
 def install(
     host: Host = "127.0.0.1",
     port: Port = 8765,

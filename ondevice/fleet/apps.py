@@ -18,6 +18,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from ondevice.core.errors import FleetError
+from ondevice.fleet.averaging.apps import AdapterServer, reply_of, request_of
+from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
+from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.device import ask
 from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.store import Store
@@ -38,6 +41,10 @@ server_app, client_app = ServerApp(), ClientApp()
 def serve(grid: Grid, context: Context) -> None:
     """Run the rounds of the fleet in `run_config["folder"]`."""
     settings = json.loads(str(context.run_config["settings"]))
+    if (Path(settings["folder"]) / ADAPTERS).is_file():
+        with AdapterStore.open(Path(settings["folder"])) as adapters:
+            AdapterServer(grid, adapters, settings).run()
+        return
     with Store.open(Path(settings["folder"])) as store:
         Server(grid, store, settings).run()
 
@@ -158,5 +165,9 @@ def train(message: Message, context: Context) -> Message:
 
     Flower starts a process for each message; it would load the model each time.
     """
-    reply = ask(Path(str(context.node_config["device"])), dict(message.content[RECORD]), context.node_id)
+    device = Path(str(context.node_config["device"]))
+    if RECORD not in message.content:
+        reply = ask(device, request_of(message.content), context.node_id)
+        return Message(content=reply_of(reply), reply_to=message)
+    reply = ask(device, dict(message.content[RECORD]), context.node_id)
     return Message(content=RecordDict({RECORD: ConfigRecord(reply)}), reply_to=message)

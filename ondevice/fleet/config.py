@@ -11,10 +11,14 @@ from ondevice.api.runfile import RunConfig
 from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, OndeviceError
 from ondevice.core.registry import method_config, methods, spec_of
+from ondevice.fleet.averaging.charter import AdapterCharter, Averaging
 from ondevice.fleet.charter import Charter, FleetConfig
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
+
+
+Attack = Literal["flip", "random", "huge"]
 
 
 class SimulationConfig(StrictConfig):
@@ -36,9 +40,19 @@ class SimulationConfig(StrictConfig):
     hostile: float = Field(default=0.0, ge=0, le=1)
     """Share of the devices that lie: the same ones in every round."""
 
-    attack: Literal["flip", "random", "huge"] = "flip"
+    attack: Attack = "flip"
     """What hostile devices answer: their numbers negated and ten times as large, noise, or numbers and rows as large
     as a message holds."""
+
+    weak: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the devices of a first-order fleet that are too weak for a backward pass: they answer with a
+    zeroth-order method's numbers, which the server makes an adapter of. For methods that freeze A."""
+
+    weak_rate: float = Field(default=1e-3, gt=0)
+    """Learning rate of the weak devices."""
+
+    eval_every: int | None = Field(default=None, ge=1)
+    """Rounds between two evaluations, for `curve` and plots; the first and the last round are always evaluated."""
 
     @model_validator(mode="after")
     def _somebody(self) -> SimulationConfig:
@@ -52,6 +66,9 @@ class FleetRun(RunConfig):
 
     fleet: FleetConfig = Field(default_factory=FleetConfig)
     """Rounds and combination."""
+
+    averaging: Averaging = Field(default_factory=Averaging)
+    """Of first-order methods' fleets."""
 
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
     """Of `ondevice fleet simulate`."""
@@ -81,20 +98,66 @@ class FleetRun(RunConfig):
         config.check_method()
         return config
 
+    @property
+    def averages(self) -> bool:
+        """Whether devices answer with adapters, which the server averages, rather than with numbers."""
+        return spec_of(self.method).order == "first"
+
     def check_method(self) -> None:
-        """Refuse a method whose steps are not numbers.
+        """Refuse a method that a fleet cannot share.
 
         Raises:
-            ConfigError: the method is a first-order one, or trains the whole model.
+            ConfigError: the method trains the whole model; or a setting is of the other kind of fleet.
         """
         spec = spec_of(self.method)
-        if not (spec.replayable and spec.trains == "adapter"):
-            capable = [other.name for other in methods() if other.replayable and other.trains == "adapter"]
+        if spec.trains != "adapter" or not (self.averages or spec.replayable):
+            capable = [
+                other.name
+                for other in methods()
+                if other.trains == "adapter" and (other.replayable or other.order == "first")
+            ]
             raise ConfigError(
-                f"method {spec.name} has no numbers that a fleet could share",
-                expected=f"a zeroth-order method that trains an adapter: {', '.join(capable)}",
+                f"method {spec.name} has nothing that a fleet could share",
+                expected=f"a method that trains an adapter: {', '.join(capable)}",
                 received=spec.name,
             )
+        if self.averages:
+            allowed = {"local_steps", "rounds", "sample", "least_devices", "wait_s"}
+            odd = sorted(name for name, value in self.fleet if name not in allowed and value != _default(name))
+            if odd:
+                raise ConfigError(
+                    f"fleet.{odd[0]} is about devices that answer with numbers, and {spec.name} answers with adapters",
+                    expected="averaging.strategy, such as fedtrimmedavg",
+                    received=", ".join(odd),
+                )
+        elif self.simulation.weak:
+            raise ConfigError(
+                "simulation.weak is the share of zeroth-order devices in a first-order fleet",
+                expected="a first-order method such as lora-fa",
+                received=spec.name,
+            )
+
+    def adapter_charter(self, model: Any) -> AdapterCharter:
+        """Return the charter of a first-order fleet of this run file.
+
+        Args:
+            model: names the base model, by `source` and `sha256`.
+        """
+        return AdapterCharter(
+            model_source=str(model.source),
+            model_sha256=model.sha256,
+            method=self.method.model_dump(mode="json"),
+            data=self.shared_data(),
+            seed=self.train.seed,
+            learning_rate=self.method.learning_rate,
+            local_steps=self.fleet.local_steps,
+            averaging=self.averaging,
+        )
+
+    def shared_data(self) -> dict[str, Any]:
+        """Return the settings of the data that all devices share: how rows become tokens, and no path."""
+        hidden = {"path", "eval_path", "validation_split", "columns"}
+        return self.data.model_dump(mode="json", exclude=hidden)
 
     def charter(self, session: Session, model: Any) -> Charter:
         """Return the charter of this run file's fleet.
@@ -109,12 +172,11 @@ class FleetRun(RunConfig):
         if len(vectors) != 1:
             raise ConfigError("the method's state is not one vector", received=f"{len(vectors)} float32 vectors")
         check_update(session, vectors[0], self.method, self.train.seed)
-        hidden = {"path", "eval_path", "validation_split", "columns"}
         return Charter(
             model_source=str(model.source),
             model_sha256=model.sha256,
             method=self.method.model_dump(mode="json"),
-            data=self.data.model_dump(mode="json", exclude=hidden),
+            data=self.shared_data(),
             seed=self.train.seed,
             size=vectors[0],
             noise=self.method.noise,
@@ -122,6 +184,10 @@ class FleetRun(RunConfig):
             learning_rate=self.method.learning_rate,
             fleet=self.fleet.agreement(),
         )
+
+
+def _default(name: str) -> Any:
+    return FleetConfig.model_fields[name].get_default(call_default_factory=True)
 
 
 def check_update(session: Session, size: int, method: Any, seed: int) -> None:

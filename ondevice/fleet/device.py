@@ -15,17 +15,27 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import OndeviceError
+from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
+from ondevice.fleet.averaging.charter import AdapterCharter
+from ondevice.fleet.averaging.member import AdapterMember
+from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.member import Member
 from ondevice.fleet.messages import Task, read_event
 from ondevice.fleet.store import Store
 
+if TYPE_CHECKING:
+    from ondevice.core.session import Session
+    from ondevice.data import Batches
+
 log = logging.getLogger("ondevice.fleet")
 SETTINGS_FILE = "device.json"
+TRAFFIC = "bytes.txt"
+"""Bytes to and from this device, transport apart, so far."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class Device:
     def __init__(self, settings: DeviceSettings) -> None:
         self.settings = settings
         self._member: Member | None = None
+        self._averaging: AdapterMember | None = None
 
     def reply(self, content: dict[str, Any], number: int) -> dict[str, Any]:
         """Answer one message; a mistake is a reply too.
@@ -70,12 +81,20 @@ class Device:
             return {"error": str(error)}
 
     def take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
-        """Take one message: the charter, or events and maybe a task; see `reply`.
+        """Take one message: the charter, or events and maybe a task; see `reply`. Its bytes and the answer's are kept.
 
         Raises:
             OndeviceError: the message cannot be taken.
         """
+        answer = self._take(content, number)
+        file = Path(self.settings.folder) / TRAFFIC
+        atomic_write(file, str(traffic_of(file.parent) + _size(content) + _size(answer)))
+        return answer
+
+    def _take(self, content: dict[str, Any], number: int) -> dict[str, Any]:
         folder = Path(self.settings.folder)
+        if "adapter" in content:
+            return self._average(folder, content)
         if "charter" in content:
             with Store.create(folder, Charter.from_bytes(content["charter"])) as store:
                 return {"place": store.count()}
@@ -98,6 +117,18 @@ class Device:
             answer = member.answer(Task.from_bytes(content["task"]))
             return {"answer": answer.to_bytes()}
 
+    def _average(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
+        """Take an adapter of a first-order fleet: train from it, or keep it as the last one and say its hash."""
+        charter, arrays = AdapterCharter.from_bytes(content["charter"]), from_bytes(content["adapter"])
+        with AdapterStore.create(folder, charter, arrays) as store:
+            store.keep(arrays)
+            if content["last"]:
+                return {"digest": digest(store.tensors())}
+        if self._averaging is None or self._averaging.charter != charter:
+            self._averaging = open_adapter_member(charter, self.settings)
+        answer = self._averaging.answer(int(content["round"]), arrays)
+        return {"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss}
+
     @staticmethod
     def _last_round(store: Store) -> int:
         row = store.connection.execute("SELECT round FROM events ORDER BY place DESC LIMIT 1").fetchone()
@@ -109,6 +140,20 @@ class Device:
         return self._member
 
 
+def traffic_of(folder: Path) -> int:
+    """Return the bytes of all messages to and from a device, transport apart."""
+    try:
+        return int((folder / TRAFFIC).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _size(content: dict[str, Any]) -> int:
+    """Bytes of a message's own fields."""
+    found = [item for value in content.values() for item in (value if isinstance(value, list) else [value])]
+    return sum(len(value) for value in found if isinstance(value, bytes))
+
+
 def open_member(charter: Charter, settings: DeviceSettings, number: int) -> Member:
     """Open a device's session and rows for a fleet.
 
@@ -116,6 +161,17 @@ def open_member(charter: Charter, settings: DeviceSettings, number: int) -> Memb
         DataError: no row can be used.
         ArtifactError: the model or the program is not the fleet's.
     """
+    session, batches = _open(charter, settings)
+    return Member(charter, session, batches, number)
+
+
+def open_adapter_member(charter: AdapterCharter, settings: DeviceSettings) -> AdapterMember:
+    """Open a device's session and rows for a first-order fleet; raises as `open_member`."""
+    session, batches = _open(charter, settings)
+    return AdapterMember(charter, session, batches)
+
+
+def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[Session, Batches]:
     from ondevice.data import Batches, pad_id_of, read_dataset
     from ondevice.fleet.open import open_for
 
@@ -133,8 +189,7 @@ def open_member(charter: Charter, settings: DeviceSettings, number: int) -> Memb
         columns=settings.columns,
     )
     size = session.batch_size or settings.batch_size
-    batches = Batches(rows, size, session.lengths_tokens, charter.seed, pad_id_of(tokenizer))
-    return Member(charter, session, batches, number)
+    return session, Batches(rows, size, session.lengths_tokens, charter.seed, pad_id_of(tokenizer))
 
 
 @contextmanager

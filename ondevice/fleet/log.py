@@ -128,10 +128,16 @@ def read_file(path: Path) -> FleetLog:
     Raises:
         FleetError: there is none, or it is damaged.
     """
+    from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
     from ondevice.fleet.store import FILE_NAME, Store
 
     path = Path(path)
     if path.is_dir():
+        if (path / ADAPTERS).is_file():
+            raise FleetError(
+                f"{path} is of first-order devices, whose rounds are whole adapters: there is no log to replay",
+                hint=f"`ondevice fleet status {path}` says its hash",
+            )
         path = path / FILE_NAME
     if not path.is_file():
         raise FleetError(f"{path}: there is no log", expected=f"a fleet's folder, its {FILE_NAME}, or a *{SUFFIX} file")

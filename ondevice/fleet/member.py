@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from ondevice.fleet.numbers import pack
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
-    from ondevice.fleet.charter import Charter
+    from ondevice.fleet.charter import Agreement, Charter
     from ondevice.fleet.state import State
     from ondevice.training.loop import BatchSource
 
@@ -42,6 +42,15 @@ def vector_name(session: Session, size: int) -> str:
 def load_vector(session: Session, flat: np.ndarray, name: str) -> None:
     """Put the adapter into a session; everything else of its state stays."""
     session.load_state({**session.state(), name: np.ascontiguousarray(flat, dtype=np.float32)})
+
+
+def private(numbers: Sequence[float], agreement: Agreement, draw: np.random.Generator) -> list[float]:
+    """Clip a device's numbers, and add noise where the charter says so: before anything leaves the device."""
+    clipped = clip(numbers, agreement.clip_norm)
+    if not agreement.noise_multiplier or agreement.clip_norm is None:
+        return clipped
+    noise = draw.normal(0.0, agreement.noise_multiplier * agreement.clip_norm, len(clipped))
+    return [value + float(extra) for value, extra in zip(clipped, noise)]
 
 
 class Member:
@@ -135,17 +144,8 @@ class Member:
                 expected=f"{self.charter.numbers}: one a query and step",
                 received=len(numbers),
             )
-        sent = self._private(numbers)
+        sent = private(numbers, self.charter.fleet, self.noise)
         return Answer(task.fleet, task.round, task.begin, self.device, rows, float(np.float32(loss)), pack(sent))
-
-    def _private(self, numbers: list[float]) -> list[float]:
-        """Clip, and add noise where the charter says so: before anything leaves the device."""
-        config = self.charter.fleet
-        clipped = clip(numbers, config.clip_norm)
-        if not config.noise_multiplier or config.clip_norm is None:
-            return clipped
-        noise = self.noise.normal(0.0, config.noise_multiplier * config.clip_norm, len(clipped))
-        return [value + float(extra) for value, extra in zip(clipped, noise)]
 
     def adapter(self) -> Any:
         """Return the adapter of the state, as the session writes it."""

@@ -12,6 +12,7 @@ from ondevice.training.fit import RunRows, read_rows_of
 if TYPE_CHECKING:
     from ondevice.core.method import Placement
     from ondevice.core.session import Session
+    from ondevice.fleet.averaging.charter import AdapterCharter
     from ondevice.fleet.charter import Charter
     from ondevice.fleet.config import FleetRun
 
@@ -69,7 +70,9 @@ def _session(config: FleetRun, loaded: Any, placement: Placement) -> Session:
     return placement.spec.open_session(loaded, config.method, seed, placement.device, placement.backend)
 
 
-def open_for(charter: Charter, model: str | None = None, artifact: Path | None = None) -> tuple[Session, Any]:
+def open_for(
+    charter: Charter | AdapterCharter, model: str | None = None, artifact: Path | None = None
+) -> tuple[Session, Any]:
     """Open a session for a fleet that is known by its charter alone; also the tokenizer.
 
     Args:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from ondevice.fleet.split import split
 from ondevice.fleet.store import FILE_NAME, Store
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ondevice.core.session import Session
-    from ondevice.fleet.config import FleetRun
+    from ondevice.fleet.config import Attack, FleetRun
     from ondevice.training.fit import RunRows
 
 
@@ -48,7 +51,9 @@ class Simulated:
             nats a token.
         accuracy_first, accuracy_last: the same; None where the rows have no candidates.
         refused: answers by the reason of their refusal.
+        log: the file that the folder keeps of all rounds.
         interrupted: stopped by a signal; the folder goes on.
+        curve: `round`, `loss`, `accuracy`, and `bytes` to and from a device until then, at each evaluation.
     """
 
     hashes_equal: bool
@@ -65,6 +70,7 @@ class Simulated:
     log: str
     adapter: str | None
     interrupted: bool = False
+    curve: list[dict[str, Any]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
@@ -88,11 +94,13 @@ def simulate(
     Raises:
         FleetError: the folder holds a fleet and neither flag is set, or another fleet.
     """
+    from ondevice.fleet.averaging.simulate import AveragingSimulation
     from ondevice.fleet.open import open_run
 
     config, session, rows, loaded = open_run(config)
+    kind = AveragingSimulation if config.averages else Simulation
     try:
-        return Simulation(config, session, rows, loaded).run(resume, overwrite, on_round)
+        return kind(config, session, rows, loaded).run(resume, overwrite, on_round)
     finally:
         session.close()
 
@@ -140,24 +148,20 @@ class Simulation:
 
         out, rounds = self.config.train.out, self.config.fleet.rounds
         with RunLock(out), StopRequest() as stop:
-            if (out / FILE_NAME).exists() and not resume:
-                if not overwrite:
-                    raise FleetError(
-                        f"{out} holds a fleet",
-                        hint="--resume goes on with it, --overwrite replaces it; or choose another --out",
-                    )
-                for name in (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"):
-                    (out / name).unlink(missing_ok=True)
+            make_room(out, FILE_NAME, resume, overwrite)
             with Store.create(out, self.charter) as store:
                 state = store.state()
-                first = self._evaluate(None)
+                curve = Curve(store, self.config.simulation.eval_every)
+                first = curve.add(0, self._evaluate(None))
                 server = Rounds(self.charter, state)
                 for member in self.members:  # what a device that was away does: it takes the log
                     member.follow(store.log().events)
                 while server.next < rounds and not stop:
                     self._round(server, store, on_round)
+                    if curve.due(store.count(), rounds):
+                        curve.add(store.count(), self._evaluate(server.state.flat()))
                 equal = all(member.state.digest() == server.state.digest() for member in self.members)
-                last = self._evaluate(server.state.flat())
+                last = curve.add(store.count(), self._evaluate(server.state.flat()))
                 log = out / f"fleet{SUFFIX}"
                 write_log(log, self.charter, store.events())
                 table = store.table()
@@ -180,6 +184,7 @@ class Simulation:
             str(log),
             None if adapter is None else str(out / "adapter"),
             interrupted=server.next < rounds,
+            curve=curve.points,
         )
 
     def _round(self, server: Rounds, store: Store, on_round: Callable[[Round], None]) -> None:
@@ -196,7 +201,9 @@ class Simulation:
                 if draw.random() < self.config.simulation.dropout:
                     continue
                 late = draw.random() < self.config.simulation.late
-                answer = self.attacked(self.members[device].answer(current.tasks[device]), draw)
+                answer = self.members[device].answer(current.tasks[device])
+                if device in self.hostile:
+                    answer = lie(answer, self.config.simulation.attack, draw)
                 if late:
                     self._late.append(answer)
                 else:
@@ -225,18 +232,6 @@ class Simulation:
         for answer in late:
             self._give(server, answer)
 
-    def attacked(self, answer: Answer, draw: np.random.Generator) -> Answer:
-        """Return what a device sends: a hostile one lies."""
-        if answer.device not in self.hostile:
-            return answer
-        values, attack = answer.numbers.values(), self.config.simulation.attack
-        if attack == "flip":
-            return replace(answer, numbers=pack([-10 * value for value in values]))
-        if attack == "random":
-            largest = max(abs(value) for value in values) or 1.0
-            return replace(answer, numbers=pack(draw.normal(0.0, 10 * largest, len(values)).tolist()))
-        return replace(answer, rows=(1 << 32) - 1, numbers=Numbers((LIMIT,) * len(values), 100))
-
     def _evaluate(self, flat: np.ndarray | None) -> Any:
         """Evaluate an adapter; None is the one that all begin from."""
         from ondevice.training.evaluate import evaluate_dataset
@@ -245,3 +240,56 @@ class Simulation:
         load_vector(self.session, first, self.members[0].name)
         dataset = self.rows.evaluation or self.rows.train
         return evaluate_dataset(self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows)
+
+
+def make_room(out: Path, name: str, resume: bool, overwrite: bool) -> None:
+    """Refuse a folder that holds a fleet in file `name`, unless it is gone on with or replaced.
+
+    Raises:
+        FleetError: it holds one, and neither flag is set.
+    """
+    if not (out / name).exists() or resume:
+        return
+    if not overwrite:
+        raise FleetError(
+            f"{out} holds a fleet", hint="--resume goes on with it, --overwrite replaces it; or choose another --out"
+        )
+    for file in (name, f"{name}-wal", f"{name}-shm"):
+        (out / file).unlink(missing_ok=True)
+
+
+class Curve:
+    """Evaluations by round and by bytes, kept in a fleet's folder.
+
+    Args:
+        store: with `fact`, `set_fact` and `table`.
+        every: rounds between two evaluations; None for the first and the last alone.
+    """
+
+    def __init__(self, store: Any, every: int | None) -> None:
+        self.store, self.every = store, every
+        self.points: list[dict[str, Any]] = json.loads(store.fact("curve") or "[]")
+
+    def due(self, done: int, rounds: int) -> bool:
+        """Whether a round is evaluated, beside the first and the last."""
+        return bool(self.every) and done % (self.every or 1) == 0 and done < rounds
+
+    def add(self, done: int, found: Any) -> Any:
+        """Add the evaluation after `done` rounds, and return it."""
+        table = self.store.table()[:done]
+        spent = sum(row["bytes"] / row["answers"] for row in table if row["answers"])
+        point = {"round": done, "bytes": round(spent), "loss": found.loss, "accuracy": found.accuracy}
+        self.points = [*(known for known in self.points if known["round"] < done), point]
+        self.store.set_fact("curve", json.dumps(self.points))
+        return found
+
+
+def lie(answer: Answer, attack: Attack, draw: np.random.Generator) -> Answer:
+    """Return what a hostile device sends instead of its answer."""
+    values = answer.numbers.values()
+    if attack == "flip":
+        return replace(answer, numbers=pack([-10 * value for value in values]))
+    if attack == "random":
+        largest = max(abs(value) for value in values) or 1.0
+        return replace(answer, numbers=pack(draw.normal(0.0, 10 * largest, len(values)).tolist()))
+    return replace(answer, rows=(1 << 32) - 1, numbers=Numbers((LIMIT,) * len(values), 100))

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.core.errors import MissingPackageError
+from ondevice.fleet.averaging.arrays import digest
+from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
+from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.log import read_file, replay
 from ondevice.fleet.privacy import DELTA, epsilon
@@ -23,6 +26,8 @@ def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
     """
     path = Path(path)
     folder = path if path.is_dir() else path.parent
+    if (path.is_dir() or path.name == ADAPTERS) and (folder / ADAPTERS).is_file():
+        return _adapters(folder)
     if (path.is_dir() or path.name == FILE_NAME) and (folder / FILE_NAME).is_file():
         with Store.open(folder) as store:
             state, charter, table = store.state(), store.charter, store.table()
@@ -43,6 +48,27 @@ def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
         "devices": len(devices) or None,
         "hashes_equal": all(devices.values()) if devices else None,
         **_privacy(charter, most, delta),
+        "charter": charter.model_dump(mode="json"),
+        "rounds_table": table,
+    }
+
+
+def _adapters(folder: Path) -> dict[str, Any]:
+    """The same of a first-order fleet."""
+    with AdapterStore.open(folder) as store:
+        charter, table, arrays = store.charter, store.table(), store.tensors()
+        devices = json.loads(store.fact("devices") or "{}")
+    answered = sum(row["answers"] for row in table)
+    return {
+        "fleet": f"{charter.id:08x}",
+        "model": charter.model_source,
+        "rounds": len(table),
+        "hash": digest(arrays),
+        "elements": sum(value.size for value in arrays.values()),
+        "loss": table[-1]["loss"] if table else None,
+        "bytes_per_device_round": sum(row["bytes"] for row in table) / answered if answered else None,
+        "devices": len(devices) or None,
+        "hashes_equal": all(devices.values()) if devices else None,
         "charter": charter.model_dump(mode="json"),
         "rounds_table": table,
     }

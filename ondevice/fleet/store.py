@@ -60,7 +60,7 @@ class Store:
         path = Path(folder) / FILE_NAME
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            connection = _connect(path)
+            connection = connect(path)
             with connection:  # one transaction: a fleet is whole or not there, whenever the process is killed
                 connection.execute("BEGIN IMMEDIATE")
                 if not connection.execute("PRAGMA user_version").fetchone()[0]:
@@ -70,7 +70,7 @@ class Store:
                     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             connection.close()
         except (OSError, sqlite3.Error) as error:
-            raise _error(path, error) from None
+            raise storage_error(path, error) from None
         store = cls.open(folder)
         if store.charter != charter:
             store.close()
@@ -96,7 +96,7 @@ class Store:
         if not path.is_file():
             raise FleetError(f"{folder} holds no fleet", expected=f"a folder with {FILE_NAME}")
         try:
-            connection = _connect(path)
+            connection = connect(path)
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version != SCHEMA_VERSION:
                 connection.close()
@@ -105,7 +105,7 @@ class Store:
                 )
             (head,) = connection.execute("SELECT json FROM charter").fetchone()
         except sqlite3.Error as error:
-            raise _error(path, error) from None
+            raise storage_error(path, error) from None
         return cls(Path(folder), connection, Charter.from_bytes(head))
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class Store:
                 if (place + 1) % SNAPSHOT_EVERY == 0:
                     self._snapshot(place + 1, state)
         except sqlite3.Error as error:
-            raise _error(self.folder, error) from None
+            raise storage_error(self.folder, error) from None
 
     def _snapshot(self, place: int, state: State) -> None:
         vector, velocity = (values.astype("<i8").tobytes() for values in (state.vector, state.velocity))
@@ -247,14 +247,14 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, timeout=30, check_same_thread=False)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     return connection
 
 
-def _error(path: Path, error: Exception) -> Exception:
+def storage_error(path: Path, error: Exception) -> Exception:
     if "locked" in str(error):
         return BusyError(f"{path}: another process is writing this fleet", hint="stop it first")
     return StorageError(f"{path}: the fleet's file cannot be used: {error}", hint="choose another folder with --out")

@@ -75,6 +75,10 @@ class Client:
         """Return figures of the daemon."""
         return self.ask("GET", "/v1/metrics")
 
+    def fleets(self) -> list[dict[str, Any]]:
+        """Return the fleets that the daemon's machine takes part in: rounds, bytes, hash."""
+        return self.ask("GET", "/v1/fleets")
+
     def models(self) -> list[dict[str, Any]]:
         """Return models that a job can name."""
         return [model for model in self.ask("GET", "/v1/models")["data"] if model["kind"] != "adapter"]

@@ -14,6 +14,7 @@ from ondevice.core.errors import BusyError
 from ondevice.server import uploads
 from ondevice.server.adapters import link_active
 from ondevice.server.events import Hub
+from ondevice.server.fleets import Fleets
 from ondevice.server.helper import Helper
 from ondevice.server.metrics import Metrics
 from ondevice.server.queue import Queue
@@ -45,6 +46,7 @@ class Daemon:
         self.model = Helper("model")
         # A model that somebody asked a minute ago shall not take the memory of the job that starts.
         self.supervisor = Supervisor(self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0))
+        self.fleets = Fleets(self.store.root, lambda: self.supervisor.running is not None)
         self.metrics = Metrics(self)
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="housekeeping", daemon=True)
@@ -56,11 +58,13 @@ class Daemon:
         sweep(self.store)
         link_active(self.store)
         self.supervisor.start()
+        self.fleets.start()
         self._keeper.start()
 
     def stop(self) -> None:
         """Let the worker save its state, then close everything."""
         self._closing.set()
+        self.fleets.stop()
         if self.supervisor.is_alive():
             self.supervisor.stop()
         for helper in (self.rows, self.model):

@@ -63,6 +63,26 @@ def test_three_devices_on_one_machine_end_with_one_adapter(root: Path, tmp_path:
     assert result["bytes_per_device_round"] <= 256
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_flowers_engine_gives_the_hash_of_our_own(tmp_path: Path) -> None:
+    """Devices in Ray's actors, and in this project's one process: the same answers, so the same adapter."""
+    python()
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed; try: make fleet-test")
+    found = {}
+    for engine in ("own", "flower"):
+        command = [sys.executable, "-m", "ondevice", "fleet", "simulate", "--engine", engine, "--model", "tiny:llama",
+                   "--data", str(rows(tmp_path / "r.jsonl")), "--task", "sst2", "--devices", "4", "--rounds", "2",
+                   "--batch-size", "2", "--queries", "2", "--out", str(tmp_path / engine), "--json"]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[engine] = json.loads(done.stdout)
+    assert found["flower"]["devices"] == 4
+    assert found["flower"]["hashes_equal"] is True
+    assert found["flower"]["final_hash"] == found["own"]["final_hash"]
+
+
 def test_epsilon_is_above_the_exact_one_of_the_gaussian_mechanism_and_near_it() -> None:
     """Answers compose to one Gaussian mechanism, whose delta is known in closed form (Balle and Wang, 2018)."""
     cases = [(20.0, 1), (20.0, 100), (3.0, 10)]

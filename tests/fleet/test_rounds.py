@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ondevice.core.errors import ConfigError, FleetError
 from ondevice.fleet.charter import Agreement
 from ondevice.fleet.combine import clip, coefficients_of, combined
+from ondevice.fleet.numbers import Numbers
 from ondevice.fleet.rounds import Rounds
 from tests.fleet.fleets import answer, charter, drawn
 
@@ -141,3 +144,51 @@ def test_agreements_that_contradict_themselves_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=r"needs|set clip_norm"):
             Agreement(**settings)
+
+
+@hypothesis_settings(max_examples=1000, deadline=None)
+@given(st.data())
+def test_a_malformed_answer_is_refused_with_a_reason_and_changes_nothing(data: st.DataObject) -> None:
+    """One thing is wrong in each of a thousand answers, or it is noise."""
+    server = Rounds(charter())
+    tasks = server.begin([3, 4]).tasks
+    server.receive(answer(tasks[3], 3, drawn(2)))
+    whole = answer(tasks[4], 4, drawn(2))
+    good = whole.to_bytes()
+    wrong = data.draw(st.sampled_from(["cut", "long", "noise", "fleet", "round", "begin", "device", "count", "version",
+                                       "rows", "loss", "exponent", "mantissa"]))  # fmt: skip
+    other = data.draw(st.integers(0, 2**32 - 1))
+    if wrong == "cut":
+        sent = good[: data.draw(st.integers(0, len(good) - 1))]
+    elif wrong == "long":
+        sent = good + data.draw(st.binary(min_size=1, max_size=99))
+    elif wrong == "noise":
+        sent = data.draw(st.binary(max_size=200))
+    elif wrong in ("fleet", "round"):
+        assume(other != getattr(whole, wrong))
+        sent = replace(whole, **{wrong: other}).to_bytes()
+    elif wrong == "begin":
+        begin = data.draw(st.binary(min_size=8, max_size=8))
+        assume(begin != whole.begin)
+        sent = replace(whole, begin=begin).to_bytes()
+    elif wrong == "device":
+        assume(other != 4)
+        sent = replace(whole, device=other).to_bytes()
+    elif wrong == "count":
+        count = data.draw(st.integers(0, 60).filter(lambda count: count != 2))
+        sent = replace(whole, numbers=Numbers((1,) * count, 0)).to_bytes()
+    elif wrong == "version":
+        sent = good[:1] + bytes([data.draw(st.integers(0, 255).filter(lambda version: version != 1))]) + good[2:]
+    elif wrong == "rows":
+        sent = replace(whole, rows=0).to_bytes()
+    elif wrong == "loss":
+        sent = replace(whole, loss=data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))).to_bytes()
+    elif wrong == "exponent":
+        sent = replace(whole, numbers=Numbers((1, 2), data.draw(st.sampled_from([-128, -127, 127])))).to_bytes()
+    else:
+        sent = good[:-2] + b"\x00\x80"  # -32768, which no number is
+    with pytest.raises(FleetError) as refused:
+        server.receive(sent, 4)
+    assert len(refused.value.message) > 10
+    assert list(server.open[0].answers) == [3]
+    server.receive(good, 4)

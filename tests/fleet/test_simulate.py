@@ -92,8 +92,9 @@ def test_a_run_that_goes_on_ends_where_an_uninterrupted_one_does(ondevice: Comma
 
 
 def test_mistakes_are_said(ondevice: CommandLine, tmp_path: Path) -> None:
-    first_order = ondevice("fleet", "simulate", "--model", "tiny:llama", "--method", "lora", "--json").json
-    assert "no numbers that a fleet" in first_order["message"]
+    whole = ondevice("fleet", "simulate", "--model", "tiny:llama", "--method", "mezo", "--json").json
+    assert "nothing that a fleet" in whole["message"]
+    assert "first-order fleet" in simulate(ondevice, tmp_path, "--set", "simulation.weak=0.5").json["message"]
     few = simulate(ondevice, tmp_path, "--devices", 40).json
     assert few["error"] == "DataError"
     assert "fewer rows than devices" in few["message"]

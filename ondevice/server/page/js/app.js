@@ -8,6 +8,7 @@ import { adaptersView } from "./adapters.js";
 import { chatView } from "./chat.js";
 import { compareView } from "./compare.js";
 import { dataView } from "./data.js";
+import { fleetsView } from "./fleets.js";
 import { jobView } from "./job.js";
 import { jobsView } from "./jobs.js";
 import { signInView } from "./signin.js";
@@ -22,6 +23,7 @@ const VIEWS = {
   adapters: adaptersView,
   chat: chatView,
   compare: compareView,
+  fleets: fleetsView,
 };
 const main = document.getElementById("main");
 const signOut = document.getElementById("sign-out");

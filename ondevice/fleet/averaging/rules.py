@@ -1,0 +1,130 @@
+"""What a server makes of adapters: FedAvg and FedOpt in numpy, bit for bit what Flower's strategies give.
+
+A simulation needs no Flower then. The order of the answers matters in the last bits of a sum of floats, so they are
+always taken in the order of the devices' numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from ondevice.core.errors import FleetError
+
+if TYPE_CHECKING:
+    from ondevice.fleet.averaging.charter import Averaging
+
+Arrays = dict[str, np.ndarray]
+Rule = Literal["fedavg", "fedadam", "fedyogi", "fedadagrad", "fedmedian", "fedtrimmedavg"]
+ADAPTIVE = ("fedadam", "fedyogi", "fedadagrad")
+
+
+class Combiner:
+    """A rule and its moments.
+
+    Args:
+        config: of the charter.
+        moments: first and second, as `moments` gave them; none before the first round.
+    """
+
+    def __init__(self, config: Averaging, moments: tuple[Arrays, Arrays] | None = None) -> None:
+        self.config = config
+        self.first, self.second = moments or ({}, {})
+
+    @property
+    def moments(self) -> tuple[Arrays, Arrays]:
+        """What a server that goes on needs; empty where the rule has none."""
+        return self.first, self.second
+
+    def combine(self, number: int, before: Arrays, answers: Sequence[tuple[Arrays, int]]) -> Arrays:
+        """Return the adapter after a round.
+
+        Args:
+            number: of the round, from 1.
+            before: the adapter that the devices began from, float32.
+            answers: the adapter that each device ended with and its rows, in the order of their numbers; one at least.
+
+        Raises:
+            FleetError: the answers have other tensors than each other or than `before`.
+        """
+        for arrays, _ in answers:
+            check_alike(arrays, before)
+        config = self.config
+        if config.strategy == "fedmedian":
+            return {name: np.median(np.stack([a[name] for a, _ in answers]), axis=0) for name in before}
+        if config.strategy == "fedtrimmedavg":
+            return {name: _trimmed(np.stack([a[name] for a, _ in answers]), config.trim) for name in before}
+        mean = _mean(answers)
+        return self._adapted(number, before, mean) if config.strategy in ADAPTIVE else mean
+
+    def _adapted(self, number: int, before: Arrays, mean: Arrays) -> Arrays:
+        """One step of the server's optimizer along the mean change (Reddi et al., 2021, Algorithm 2)."""
+        config = self.config
+        change = {name: value - before[name] for name, value in mean.items()}
+        first = self.first or {name: np.zeros_like(value) for name, value in mean.items()}
+        second = self.second or {name: np.zeros_like(value) for name, value in mean.items()}
+        beta = config.first_beta
+        self.first = {name: beta * value + (1 - beta) * change[name] for name, value in first.items()}
+        squares = {name: value**2 for name, value in change.items()}
+        rate = config.server_rate
+        if config.strategy == "fedadagrad":
+            self.second = {name: value + squares[name] for name, value in second.items()}
+        elif config.strategy == "fedyogi":
+            self.second = {
+                name: value - (1.0 - config.beta_2) * squares[name] * np.sign(value - squares[name])
+                for name, value in second.items()
+            }
+        else:
+            self.second = {
+                name: config.beta_2 * value + (1 - config.beta_2) * squares[name] for name, value in second.items()
+            }
+            age = number + 1.0
+            rate = rate * np.sqrt(1 - np.power(config.beta_2, age)) / (1 - np.power(beta, age))
+        moved = {
+            name: value + rate * self.first[name] / (np.sqrt(self.second[name]) + config.tau)
+            for name, value in before.items()
+        }
+        return {name: value.astype(np.float32) for name, value in moved.items()}
+
+
+def check_alike(arrays: Arrays, expected: Arrays) -> None:
+    """Refuse arrays of other names, shapes or types, and such as are not finite.
+
+    Raises:
+        FleetError: with the first difference.
+    """
+    if arrays.keys() != expected.keys():
+        odd = sorted(arrays.keys() ^ expected.keys())
+        raise FleetError("the answer has other tensors than the fleet", expected=len(expected), received=odd[:3])
+    for name, value in arrays.items():
+        want = expected[name]
+        if value.shape != want.shape or value.dtype != np.float32:
+            raise FleetError(
+                f"the answer's {name} has another form",
+                expected=f"float32 {list(want.shape)}",
+                received=f"{value.dtype} {list(value.shape)}",
+            )
+        if not np.isfinite(value).all():
+            raise FleetError(f"the answer's {name} is not finite", expected="finite numbers")
+
+
+def _mean(answers: Sequence[tuple[Arrays, int]]) -> Arrays:
+    total = sum(rows for _, rows in answers)
+    found: Arrays = {}
+    for arrays, rows in answers:
+        share = rows / total
+        for name, value in arrays.items():
+            if name in found:
+                found[name] += value * share
+            else:
+                found[name] = value * share
+    return found
+
+
+def _trimmed(stacked: np.ndarray, share: float) -> np.ndarray:
+    """The mean without the lowest and highest `share` of each element, by Flower's partition."""
+    count = len(stacked)
+    low = int(share * count)
+    return np.mean(np.partition(stacked, (low, count - low - 1), 0)[low : count - low], axis=0)

@@ -1,0 +1,248 @@
+"""The fleets that this machine takes part in: a device for each, in its window, and never beside a job.
+
+A seat is a file that the machine's owner writes (`ondevice serve fleet`), `STORE/fleets/NAME.json`; nobody can add one
+over the network. Its device is a process of its own, `ondevice fleet device`, with its copy of the fleet in
+`STORE/fleets/NAME/`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ondevice.artifact.files import atomic_write
+from ondevice.core.config import StrictConfig
+from ondevice.core.errors import ConfigError, OndeviceError
+from ondevice.server.jobs import Window
+from ondevice.server.queue import in_window
+from ondevice.server.service import own_bytes
+from ondevice.server.store import ID
+from ondevice.server.worker import child_environment
+
+_log = logging.getLogger(__name__)
+FOLDER = "fleets"
+POLL_S = 1.0
+AGAIN_S = 30.0
+"""A device that ended by itself is started again after so long."""
+STOP_S = 40.0
+LOG_BYTES = 1 << 20
+
+
+class Seat(StrictConfig):
+    """What a daemon needs to be a device of a fleet."""
+
+    data: str
+    """Its rows; they stay here."""
+
+    host: str = "127.0.0.1"
+    """The fleet's server."""
+
+    port: int = 9092
+    """Its port."""
+
+    certificates: str | None = None
+    """Folder with ca.crt."""
+
+    key: str | None = None
+    """This device's private key."""
+
+    insecure: bool = False
+    """No TLS: on one machine only."""
+
+    model: str | None = None
+    """The base model under this machine's name for it."""
+
+    batch_size: int = 4
+    """Rows a step."""
+
+    window: Window | None = None
+    """When it may train; None for always. A round that is open when it ends goes without this device."""
+
+    memory_bytes: int | None = None
+    """A device over it is ended, and starts again when its turn comes."""
+
+    def arguments(self, folder: Path) -> list[str]:
+        """Return the flags of `ondevice fleet device`."""
+        found = ["--data", self.data, "--out", str(folder), "--host", self.host, "--port", str(self.port),
+                 "--batch-size", str(self.batch_size)]  # fmt: skip
+        for name in ("certificates", "key", "model"):
+            value = getattr(self, name)
+            found += [f"--{name}", value] if value is not None else []
+        return [*found, "--insecure"] if self.insecure else found
+
+
+@dataclass
+class Running:
+    """A seat's device, or why there is none."""
+
+    process: subprocess.Popen[bytes] | None = None
+    why: str = "starts soon"
+    not_before: float = 0.0
+    stopping: float = field(default=0.0)
+
+
+def write_seat(root: Path, name: str, seat: Seat | None) -> Path:
+    """Write a seat, or remove it; the daemon of this store sees it within a second.
+
+    Raises:
+        ConfigError: the name is none of a thing in a store, or there is no such seat to remove.
+    """
+    path = root / FOLDER / f"{name}.json"
+    if not ID.fullmatch(name) or ".." in name:
+        raise ConfigError("no such name", expected="small letters, digits, '.', '_' and '-'", received=name)
+    if seat is not None:
+        atomic_write(path, seat.model_dump_json(indent=1) + "\n")
+    elif path.is_file():
+        path.unlink()
+    else:
+        raise ConfigError(f"this machine takes part in no fleet {name}", expected=str(path))
+    return path
+
+
+class Fleets(threading.Thread):
+    """Starts and stops the devices of a store's seats.
+
+    Args:
+        root: the store's folder.
+        busy: whether a job runs: jobs come first.
+        clock: local time, seconds.
+    """
+
+    def __init__(self, root: Path, busy: Callable[[], bool], clock: Callable[[], float] = time.time) -> None:
+        super().__init__(name="fleets", daemon=True)
+        self.folder, self.busy, self.clock = root / FOLDER, busy, clock
+        self.running: dict[str, Running] = {}
+        self._ending = threading.Event()
+
+    def run(self) -> None:
+        while not self._ending.wait(POLL_S):
+            try:
+                self.turn()
+            except Exception:
+                _log.exception("fleets are looked after again in %s s", POLL_S)
+
+    def stop(self) -> None:
+        """End every device; what a round gave so far is in its file."""
+        self._ending.set()
+        if self.is_alive():
+            self.join(STOP_S)
+        for running in self.running.values():
+            _end(running, time.monotonic(), wait=True)
+
+    def seats(self) -> dict[str, Seat]:
+        """Return the seats by name; one that cannot be read is left out, and said."""
+        found = {}
+        for path in sorted(self.folder.glob("*.json")):
+            try:
+                found[path.stem] = Seat.parse(json.loads(path.read_text(encoding="utf-8")), str(path))
+            except (OSError, ValueError, OndeviceError) as error:
+                self.running.setdefault(path.stem, Running()).why = f"the seat cannot be read: {error}"
+        return found
+
+    def turn(self) -> None:
+        """Look at every seat once: start what may run, stop what may not, say why."""
+        seats, now = self.seats(), time.monotonic()
+        for name in [name for name in self.running if name not in seats]:
+            if _end(self.running[name], now):
+                del self.running[name]
+        for name, seat in seats.items():
+            running = self.running.setdefault(name, Running())
+            process = running.process
+            if process is not None and process.poll() is not None:
+                if not running.stopping:
+                    running.not_before = now + AGAIN_S
+                    running.why = self._last_line(name) or f"it ended with status {process.returncode}"
+                running.process, running.stopping = None, 0.0
+            refusal = self._refusal(seat, running)
+            if refusal:
+                running.why = refusal
+                _end(running, now)
+            elif running.process is None and now >= running.not_before:
+                self._start(name, seat, running)
+
+    def _refusal(self, seat: Seat, running: Running) -> str:
+        if not in_window(seat.model_dump(), self.clock()):
+            return "outside its window"
+        if self.busy():
+            return "a job runs"
+        if running.process is not None and seat.memory_bytes and own_bytes(running.process.pid) > seat.memory_bytes:
+            running.not_before = time.monotonic() + AGAIN_S
+            return "it used more memory than its limit"
+        return ""
+
+    def _start(self, name: str, seat: Seat, running: Running) -> None:
+        own = self.folder / name
+        own.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = own / "device.log"
+        with open(path, "ab" if path.is_file() and path.stat().st_size < LOG_BYTES else "wb") as log:
+            running.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ondevice.server.fleet_child", str(os.getpid()), *seat.arguments(own)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=child_environment(),
+            )  # fmt: skip
+        running.why, running.stopping = "", 0.0
+
+    def _last_line(self, name: str) -> str:
+        path = self.folder / name / "device.log"
+        lines = path.read_text(errors="replace").strip().splitlines() if path.is_file() else []
+        said = [line for line in lines if line.startswith("error: ")]
+        return (said or lines or [""])[-1][:300]
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return what GET /v1/fleets answers: one entry a seat."""
+        seats, rows = self.seats(), []
+        for name in sorted({*seats, *self.running}):
+            running, seat = self.running.get(name, Running()), seats.get(name)
+            rows.append({
+                "name": name, "running": running.process is not None, "why": running.why,
+                "server": f"{seat.host}:{seat.port}" if seat else None,
+                "window": seat.window.model_dump() if seat and seat.window else None, **self._progress(name),
+            })  # fmt: skip
+        return rows
+
+    def _progress(self, name: str) -> dict[str, Any]:
+        from ondevice.fleet.device import traffic_of
+        from ondevice.fleet.status import status
+
+        own = self.folder / name
+        try:
+            found = status(own)
+        except OndeviceError:  # no server has given its charter yet
+            return {"fleet": None, "model": None, "rounds": 0, "hash": None, "bytes": 0}
+        kept = {key: found[key] for key in ("fleet", "model", "rounds", "hash")}
+        return kept | {"bytes": traffic_of(own)}
+
+
+def _end(running: Running, now: float, wait: bool = False) -> bool:
+    """Ask a device to stop, and kill it where it does not; True once it is gone."""
+    process = running.process
+    if process is None or process.poll() is not None:
+        running.process = None
+        return True
+    try:
+        if not running.stopping:
+            running.stopping = now
+            os.killpg(process.pid, signal.SIGTERM)
+        elif now - running.stopping > STOP_S:
+            os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    if wait:
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        running.process = None
+        return True
+    return False
