@@ -15,6 +15,8 @@ from ondevice.core.errors import TrainingError
 app = typer.Typer(help="The queue of a daemon; a token is read from ONDEVICE_TOKEN.", no_args_is_help=True)
 adapters = typer.Typer(help="Adapters of the daemon.", no_args_is_help=True)
 app.add_typer(adapters, name="adapters")
+thumbs = typer.Typer(help="Answers that were judged with thumbs up or down.", no_args_is_help=True)
+app.add_typer(thumbs, name="thumbs")
 Adapter = Annotated[str, typer.Argument(help="The adapter's id.")]
 
 
@@ -159,6 +161,46 @@ def delete_adapter(adapter: Adapter, url: Url = None, ca: Ca = None, json: commo
     """Delete an adapter that is not active and that no waiting or running job starts from."""
     open_client(url, ca).delete_adapter(adapter)
     print_json({"deleted": adapter}) if json else out.print(f"{adapter} is deleted", markup=False)
+
+
+@thumbs.command("list")
+def list_thumbs(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most so many, the newest first.")] = 100,
+    url: Url = None,
+    ca: Ca = None,
+    json: common.Json = False,
+) -> None:
+    """List judged answers, the newest first."""
+    rows = open_client(url, ca).thumbs(limit)
+    if json:
+        print_json({"thumbs": rows})
+        return
+    for row in rows:
+        by = f"{row['model']} with {row['adapter']}" if row["adapter"] else row["model"]
+        thumb, answer = "up" if row["liked"] else "down", " ".join(row["answer"].split())
+        out.print(f"{row['id']}  {thumb:4}  {by}  {answer[:60]}", markup=False)
+
+
+@thumbs.command()
+def export(
+    target: Annotated[Path | None, typer.Option("--out", "-o", help="File to write.")] = None,
+    url: Url = None,
+    ca: Ca = None,
+    json: common.Json = False,
+) -> None:
+    """Write all judged answers as JSON lines, which `ondevice data` reads; into thumbs.jsonl without --out."""
+    path = target or Path("thumbs.jsonl")
+    rows = open_client(url, ca).export_thumbs(path)
+    print_json({"file": str(path), "rows": rows}) if json else out.print(f"{rows} rows in {path}", markup=False)
+
+
+@thumbs.command("delete")
+def delete_thumb(
+    thumb: Annotated[str, typer.Argument(help="Its id.")], url: Url = None, ca: Ca = None, json: common.Json = False
+) -> None:
+    """Forget a judgement."""
+    open_client(url, ca).delete_thumb(thumb)
+    print_json({"deleted": thumb}) if json else out.print(f"{thumb} is deleted", markup=False)
 
 
 def _show_active(answer: dict[str, Any], json: bool) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from ondevice.artifact.files import sha256_file
+from ondevice.artifact.files import atomic_write, sha256_file
 from ondevice.core import errors
 from ondevice.core.errors import BusyError, ConfigError, DeviceError, OndeviceError
 
@@ -77,7 +77,7 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """Return models that a job can name."""
-        return [model for model in self.ask("GET", "/v1/models")["data"] if model["kind"] != "adapter"]
+        return [row for row in self.ask("GET", "/v1/models")["data"] if row["kind"] not in ("adapter", "artifact")]
 
     def artifacts(self) -> list[dict[str, Any]]:
         """Return exported programs that a job can name."""
@@ -238,6 +238,27 @@ class Client:
         """Answer a prompt: the base model's answer is under `base`, the adapter's under `adapted`; `model` is None
         where `artifact` is given."""
         return self.ask("POST", "/v1/generate", {"model": model, "prompt": prompt, **options})
+
+    def judge(
+        self, prompt: str | list[dict[str, str]], answer: str, liked: bool, *, model: str, adapter: str | None = None
+    ) -> dict[str, Any]:
+        """Keep a thumb, up or down, for an answer of a model; judged again, the same answer changes its thumb."""
+        values = {"prompt": prompt, "answer": answer, "liked": liked, "model": model, "adapter": adapter}
+        return self.ask("POST", "/v1/thumbs", values)
+
+    def thumbs(self, limit: int = 100) -> list[dict[str, Any]]:
+        """Return judged answers, the newest first."""
+        return self.ask("GET", "/v1/thumbs", query={"limit": limit})
+
+    def export_thumbs(self, path: str | Path) -> int:
+        """Write all judged answers into a file of JSON lines, as `ondevice data` reads them; return how many."""
+        content = self._send("GET", "/v1/thumbs/export")
+        atomic_write(Path(path), content)
+        return content.count(b"\n")
+
+    def delete_thumb(self, thumb: str) -> None:
+        """Forget a judgement."""
+        self.ask("DELETE", f"/v1/thumbs/{quote(thumb)}")
 
     def ask(self, method: str, path: str, body: Any = None, *, query: dict[str, Any] | None = None) -> Any:
         """Send one request; `body` is sent as JSON, or as it is if it is bytes. Return the JSON that comes back.

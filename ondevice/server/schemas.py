@@ -101,10 +101,10 @@ class MetricsAnswer(Answer):
 
 
 class Model(Answer):
-    """A model that a job can name, or an adapter that can be asked."""
+    """A model that a job can name, or an adapter or an artifact that can be asked."""
 
     id: str
-    kind: Literal["folder", "package", "random", "adapter"]
+    kind: Literal["folder", "package", "random", "adapter", "artifact"]
     bytes: int
     object: Literal["model"] = "model"
     created: int = 0
@@ -328,6 +328,34 @@ class GenerateAnswer(Answer):
     adapted: str | None
     """None where no adapter is named and none is active."""
     adapter: str | None
+
+
+class ThumbRequest(BaseModel):
+    """The body of POST /v1/thumbs."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    prompt: str | list[Message] = Field(min_length=1, max_length=100_000)
+    """What was asked: a text that was continued, or a conversation up to its last question."""
+    answer: str = Field(min_length=1, max_length=100_000)
+    liked: bool
+    """True is thumbs up."""
+    model: str = Field(min_length=1, max_length=200)
+    """The base model that answered."""
+    adapter: str | None = Field(default=None, max_length=64)
+    """The adapter it answered with; None for the base model alone."""
+
+
+class Thumb(Answer):
+    """A judged answer."""
+
+    id: str
+    prompt: str | list[Message]
+    answer: str
+    liked: bool
+    model: str
+    adapter: str | None
+    created_s: float
 
 
 class SessionRequest(BaseModel):

@@ -1,7 +1,7 @@
 """The daemon's data, in one folder: SQLite (WAL) for jobs, events and tokens, files for everything large.
 
     STORE/
-        ondevice.db      jobs, events, data sets, uploads, adapters, activations, tokens
+        ondevice.db      jobs, events, data sets, uploads, adapters, activations, thumbs, tokens
         serve.lock       held by the daemon that serves this store
         datasets/ID/     rows.jsonl (or .csv, .txt), as uploaded
         models/NAME/     models that were uploaded or put there by hand
@@ -82,6 +82,12 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE TABLE tokens (
         id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, sha256 TEXT NOT NULL, created_s REAL NOT NULL,
         expires_s REAL, parent TEXT
+    );
+    """,
+    """
+    CREATE TABLE thumbs (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, prompt TEXT NOT NULL, answer TEXT NOT NULL,
+        liked INTEGER NOT NULL, model TEXT NOT NULL, adapter TEXT, created_s REAL NOT NULL
     );
     """,
 )
