@@ -15,15 +15,16 @@ import http.client
 import io
 import json
 import os
+import shutil
 import ssl
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from ondevice.artifact.files import atomic_write, sha256_file
+from ondevice.artifact.files import atomic_file, atomic_write, sha256_file
 from ondevice.core import errors
 from ondevice.core.errors import BusyError, ConfigError, DeviceError, OndeviceError
 
@@ -221,6 +222,54 @@ class Client:
             for name in archive.namelist():
                 (folder / Path(name).name).write_bytes(archive.read(name))
         return folder
+
+    def forms(self) -> list[dict[str, Any]]:
+        """Return the forms that an adapter can be converted to."""
+        return self.ask("GET", "/v1/forms")
+
+    def convert(self, adapter: str, to: str, **options: Any) -> dict[str, Any]:
+        """Begin to convert an adapter; options: `model`, `dtype`. Return the conversion, with its id."""
+        return self.ask("POST", "/v1/conversions", {"adapter": adapter, "to": to, **options})
+
+    def conversions(self) -> list[dict[str, Any]]:
+        """Return all conversions, the newest first."""
+        return self.ask("GET", "/v1/conversions")
+
+    def wait_for_conversion(
+        self, conversion: str, told: Callable[[str], None] = lambda stage: None, poll_s: float = 0.2
+    ) -> dict[str, Any]:
+        """Wait for the end of a conversion, and return it; `told` is given each stage.
+
+        Raises:
+            RefusedError: it failed, with the reason.
+        """
+        stage = ""
+        while (row := self.ask("GET", f"/v1/conversions/{quote(conversion)}"))["state"] in ("waiting", "running"):
+            if row["stage"] != stage:
+                told(stage := row["stage"])
+            time.sleep(poll_s)
+        if row["state"] == "failed":
+            raise refusal(422, json.dumps(row["error"]).encode())
+        return row
+
+    def download_conversion(self, conversion: str, path: str | Path) -> Path:
+        """Write what a conversion made: one file, or a zip of the folder; nothing is left if it breaks off."""
+        connection = self._connect()
+        try:
+            response = self._request(connection, "GET", f"/v1/conversions/{quote(conversion)}/download", None, None)
+            with atomic_file(path) as partial, open(partial, "wb") as file:
+                shutil.copyfileobj(response, file, 1 << 20)
+                if response.length:  # a body that was cut off reads as its end
+                    raise OSError(f"{response.length} bytes are missing")
+        except (OSError, http.client.HTTPException) as error:
+            raise self._silent(error) from None
+        finally:
+            connection.close()
+        return Path(path)
+
+    def delete_conversion(self, conversion: str) -> None:
+        """Forget a conversion and its file; one that runs is ended."""
+        self.ask("DELETE", f"/v1/conversions/{quote(conversion)}")
 
     def delete_adapter(self, adapter: str) -> None:
         """Delete an adapter that is not in use."""

@@ -358,6 +358,43 @@ class Thumb(Answer):
     created_s: float
 
 
+class ExitForm(Answer):
+    """A form that an adapter can leave in."""
+
+    name: str
+    reader: str
+    """The program that reads it."""
+    dtypes: list[str]
+    """Of the written weights, the default first; empty where there is no choice."""
+    merged: bool
+    """The whole model leaves, not the adapter alone."""
+    needs_model: bool
+    folder: bool
+    """What is downloaded is a zip."""
+
+
+class Conversion(Answer):
+    """An adapter on its way to another program."""
+
+    id: str
+    adapter: str
+    to: str
+    """A form of GET /v1/forms."""
+    model: str | None
+    dtype: str | None
+    state: Literal["waiting", "running", "done", "failed"]
+    stage: str
+    """What it is doing, while it runs."""
+    error: ErrorAnswer | None
+    """Why it failed."""
+    report: dict[str, Any] | None
+    """What reading it back found, as `ondevice convert --json` prints it, without paths."""
+    file: str | None
+    """The name of what can be downloaded, once it is done."""
+    bytes: int | None
+    created_s: float
+
+
 class SessionRequest(BaseModel):
     """The body of POST /v1/session."""
 

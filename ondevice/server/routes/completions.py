@@ -12,11 +12,10 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from ondevice.core.errors import ConfigError, OndeviceError
-from ondevice.server.daemon import Daemon
+from ondevice.server.daemon import Daemon, running_job
 from ondevice.server.jobs import ARTIFACT, adapter_folder, artifact_folder, locate_model
 from ondevice.server.openai import Answer, ChatQuestion, RefusalAnswer, TextQuestion, error_body
 from ondevice.server.routes import Serving, json_answer
-from ondevice.server.routes.adapters import running_job
 from ondevice.server.schemas import ErrorAnswer
 from ondevice.server.store import MissingError
 

@@ -32,7 +32,7 @@ def list_thumbs(daemon: Serving, limit: Annotated[int, Query(ge=1, le=1000)] = 1
     responses={200: {"content": {"application/jsonl": {}}, "description": "Rows of the format `thumbs`."}},
 )
 def export_thumbs(daemon: Serving) -> Response:
-    """Download all judged answers as JSON lines that `ondevice data` reads: prompt, completion, label, model, adapter."""
+    """Download all judged answers as rows for `ondevice data`: prompt, completion, label, model, adapter."""
     headers = {"Content-Disposition": 'attachment; filename="thumbs.jsonl"'}
     return StreamingResponse(thumbs.lines(daemon.store), headers=headers, media_type="application/jsonl")
 
