@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ondevice.cli import common, submit
+from ondevice.cli.adapters import FORMS
 from ondevice.cli.common import err, out, print_json
 from ondevice.cli.daemon import Ca, Job, Url, open_client, show_job
 from ondevice.core.errors import TrainingError
@@ -142,6 +143,36 @@ def download(
     """Write an adapter's two files, as PEFT loads them; into a folder of its name without --out."""
     written = open_client(url, ca).download_adapter(adapter, folder or Path(adapter))
     print_json({"adapter": adapter, "folder": str(written)}) if json else out.print(str(written), markup=False)
+
+
+@adapters.command("convert")
+def convert_adapter(
+    adapter: Adapter,
+    to: Annotated[str, typer.Option("--to", help=FORMS)],
+    model: Annotated[str | None, typer.Option("--model", "-m", help="If not the adapter's own.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the weights: float16, q8_0, ...")] = None,
+    target: Annotated[Path | None, typer.Option("--out", "-o", help="File to write, a zip for a folder.")] = None,
+    url: Url = None,
+    ca: Ca = None,
+    quiet: common.Quiet = False,
+    json: common.Json = False,
+) -> None:
+    """Convert an adapter on the daemon's machine, as `ondevice convert` does, and download what was written."""
+    client = open_client(url, ca)
+    begun = client.convert(adapter, to, model=model, dtype=dtype)
+    try:
+        done = client.wait_for_conversion(
+            begun["id"], lambda stage: None if quiet or json else err.print(stage, markup=False)
+        )
+        path = client.download_conversion(done["id"], target or Path(done["file"]))
+    finally:
+        client.delete_conversion(begun["id"])
+    if json:
+        print_json(done["report"] | {"adapter": adapter, "file": str(path)})
+        return
+    out.print(str(path), markup=False)
+    for note in done["report"]["notes"]:
+        err.print(note, markup=False, soft_wrap=True)
 
 
 @adapters.command()

@@ -28,9 +28,8 @@ def write(request: Request, folder: Path) -> Checked:
     command = launch(base, request, request.out.resolve())
     # The folder may be moved, or sent to another machine: the script names its own place.
     script = launch(base, request, place=None)
-    atomic_write(
-        folder / COMMAND_NAME, f'#!/bin/sh\nhere=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)\nexec {script}\n'
-    )
+    here = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
+    atomic_write(folder / COMMAND_NAME, f"#!/bin/sh\n{here}\nexec {script}\n")
     (folder / COMMAND_NAME).chmod(0o755)
     return replace(checked, notes=(*checked.notes, command))
 

@@ -1,8 +1,8 @@
 """Adapters of the store on their way to other programs: `ondevice convert`, one at a time, in a helper of its own.
 
 A conversion is a row and a folder of the store, which holds the one file that can be downloaded: what the form wrote,
-as a zip where it is a folder. A conversion that failed, or that the daemon's end cut off, keeps its row, which says why,
-and has no folder.
+as a zip where it is a folder. A conversion that failed, or that the daemon's end cut off, keeps its row, which says
+why, and has no folder.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def convert(
     report: dict[str, Any] = ended[0]
     for field in ("out", "adapter", "model"):
         del report[field]
+    report["notes"] = [note.replace(f"{place.parent}{os.sep}", "") for note in report["notes"]]
     return report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -32,12 +33,14 @@ def test_a_conversion_is_what_the_command_line_writes(served, tmp_path) -> None:
     assert file.stat().st_size == done["bytes"] and file.read_bytes()[-4096:] == own.read_bytes()[-4096:]
     assert str(store) not in str(done)
 
-    packed = client.wait_for_conversion(client.convert(adapter, "peft")["id"])
-    zipfile.ZipFile(client.download_conversion(packed["id"], tmp_path / packed["file"])).extractall(tmp_path / "peft")
+    command = ["jobs", "adapters", "convert", adapter, "--to", "peft", "--out", str(tmp_path / "peft.zip"), "--json"]
+    command += ["--url", served.daemon.address]
+    shown = subprocess.run([sys.executable, "-m", "ondevice", *command], check=True, capture_output=True)
+    assert json.loads(shown.stdout)["reader"] == "PEFT"
+    zipfile.ZipFile(tmp_path / "peft.zip").extractall(tmp_path / "peft")
     written, trained = load_adapter(tmp_path / "peft"), load_adapter(store / "adapters" / adapter)
     assert all((written.tensors[name] == value).all() for name, value in trained.tensors.items())
-    for one in (done, packed):
-        client.delete_conversion(one["id"])
+    client.delete_conversion(done["id"])
     assert not client.conversions() and not list((store / "exits").iterdir())
 
 

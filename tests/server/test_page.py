@@ -133,8 +133,9 @@ def test_a_conversation_with_both_models(daemon: DaemonProcess, tmp_path: Path) 
     tensors = {f"{linear}.lora_{side}.weight": random.normal(size=shape).astype("f4") for side, shape in shapes.items()}
     save_adapter(Adapter(tensors, 4, 8.0, ("q_proj",), "tiny:llama"), tmp_path / "mine")
     adapter = daemon.client.upload("adapter", tmp_path / "mine")["id"]
-    file = play("conversation", ONDEVICE_URL=daemon.address, ADAPTER=adapter, OUT=str(tmp_path))["file"]
-    assert [row.label for row in read_rows(file).items] == ["down", "up"]
+    played = play("conversation", ONDEVICE_URL=daemon.address, ADAPTER=adapter, OUT=str(tmp_path))
+    assert [row.label for row in read_rows(played["file"]).items] == ["down", "up"]
+    assert set(zipfile.ZipFile(played["zip"]).namelist()) == {"adapter_config.json", "adapter_model.safetensors"}
 
 
 @needs_browser

@@ -1,4 +1,4 @@
-/** Several turns with the base model and an adapter side by side: streamed, judged, stopped, exported, begun anew. */
+/** Several turns with both models side by side: streamed, judged, stopped, exported, begun anew; then the adapter leaves. */
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
@@ -90,5 +90,23 @@ await scenario(async (page) => {
   await problem.waitFor({ timeout: WORKER_MS });
   assert.match(await problem.innerText(), /longer than the model takes\s+Expected\s+at most 512 tokens/);
   assert.equal(await page.locator("article.exchange").count(), 0);
-  return { file };
+
+  // The adapter leaves in another program's form; what cannot be written says why.
+  await view(page, "adapters");
+  const form = page.locator("form", { has: page.getByRole("heading", { name: "Convert to" }) });
+  await form.getByLabel("Adapter", { exact: true }).selectOption(ADAPTER);
+  await form.getByLabel("Form", { exact: true }).selectOption("gguf");
+  assert.equal(await form.getByLabel("Type of the weights").isVisible(), true);
+  await form.getByLabel("Form", { exact: true }).selectOption("peft");
+  assert.equal(await form.getByLabel("Type of the weights").isVisible(), false);
+  await form.getByRole("button", { name: "Convert", exact: true }).click();
+  const link = form.getByRole("link", { name: `Download ${ADAPTER}-peft.zip` });
+  await link.waitFor({ timeout: WORKER_MS });
+  const [zip] = await Promise.all([page.waitForEvent("download"), link.click()]);
+  await zip.saveAs(`${OUT}/peft.zip`);
+  await page.reload(); // it is still there
+  await link.waitFor();
+  await form.getByRole("button", { name: "Forget" }).click();
+  await until("it is gone", async () => (await link.count()) === 0);
+  return { file, zip: `${OUT}/peft.zip` };
 });
