@@ -135,10 +135,26 @@ def test_chat_with_an_artifact(opened, tmp_path: Path, capsys, monkeypatch) -> N
     assert fed[0] < first + 10
 
 
-def test_a_seed_draws_the_same_again(opened) -> None:
-    chat = open_chat(str(program("blocks")))
-    said = [chat.answer("a", max_new_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
-    assert said[0] == said[1] != said[2]
+def test_what_is_drawn_is_the_models_and_an_adapter_is_swapped_in_and_out(opened, tmp_path: Path) -> None:
+    """Seed, temperature, top-p and stop texts: a program draws what PyTorch does, adapter after adapter."""
+    adapter = random_adapter(opened)
+    save_adapter(adapter, tmp_path / "adapter")
+    chats = [open_chat(str(program("blocks"))), open_chat(source_of("blocks"))]
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 2.0, "top_p": 0.8}
+    told = []
+    for chat in chats:
+        said = {}
+        for name, used in (("base", None), ("adapted", tmp_path / "adapter"), ("again", None)):
+            chat.use(used)
+            said[name] = [list(chat.stream("a", seed=seed, **options)) for seed in (1, 1, 2)]
+            assert said[name][0] == said[name][1] != said[name][2] and len(said[name][0]) > 3
+        assert said["base"] == said["again"] != said["adapted"]
+        with pytest.raises(ArtifactError):
+            chat.use(tmp_path)
+        whole = "".join(said["again"][0])
+        assert chat.answer("a", seed=1, stop=[whole[2:4]], **options) == whole[: whole.index(whole[2:4])]
+        told.append(said)
+    assert told[0] == told[1]
 
 
 def test_what_ends_an_answer_is_found_in_the_template() -> None:
