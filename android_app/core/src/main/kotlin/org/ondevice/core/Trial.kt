@@ -111,10 +111,10 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
         val random = Random(sampling.seed)
         val reader = session.reader(tokenizer.padId, flat)
         val answer = IntList()
-        // A prompt beyond the context loses its begin, and keeps some room for the answer.
-        val room = reader.contextTokens?.let { maxOf(1, it - minOf(sampling.maxTokens, it / 2)) } ?: prompt.size
-        var next = if (prompt.size > room) prompt.copyOfRange(prompt.size - room, prompt.size) else prompt
+        // A prompt that fills the context loses its begin: a quarter is for the answer.
         var left = reader.contextTokens ?: Int.MAX_VALUE
+        val kept = if (prompt.size < left) prompt.size else left * 3 / 4
+        var next = prompt.copyOfRange(prompt.size - kept, prompt.size)
         while (answer.size < sampling.maxTokens && next.size <= left && !shouldStop()) {
             left -= next.size
             val token = sampling.pick(reader.feed(next), random)
