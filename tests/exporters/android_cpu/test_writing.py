@@ -91,7 +91,18 @@ def test_the_context_is_kept_to() -> None:
     assert writer.read == writer.context_tokens == 40
 
 
-@pytest.mark.parametrize("name", ["blocks", "blocks, q4"])
+@pytest.mark.parametrize(("name", "limit"), [("blocks, int8", 0.02), ("blocks, q4", 0.2)])
+def test_rounded_weights_answer_nearly_as_the_model_does(name: str, limit: float) -> None:
+    """Against the float32 model, not the rounded one: as a part of the largest logit."""
+    ids, writer = PROMPT[:37], Writer(open_artifact(program(name)))
+    with torch.no_grad():
+        expected = load_model(source_of(name)).model(torch.tensor([ids])).logits[0, -3:].numpy()
+    found = np.stack([writer.feed(ids[:-2]), *(writer.feed([token]) for token in ids[-2:])])
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert limit / 50 < error < limit
+
+
+@pytest.mark.parametrize("name", ["blocks", "blocks, int8", "blocks, q4"])
 def test_every_export_was_checked(name: str) -> None:
     assert 0 < read_manifest(program(name)).check["max_rel_logit_error"] < 1e-5
 
