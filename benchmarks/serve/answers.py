@@ -40,6 +40,7 @@ COLUMNS = [
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=MODEL)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--answer", type=int, default=32, help="tokens")
@@ -48,8 +49,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make(folder: Path) -> None:
-    """Export the programs and write the GGUF files, unless they are there."""
+def make(folder: Path, model: str) -> int:
+    """Export the programs and write the GGUF files, unless they are there; return the size of the vocabulary."""
     import numpy as np
 
     from ondevice.api.export import export
@@ -58,20 +59,21 @@ def make(folder: Path) -> None:
     from ondevice.exits import convert
     from ondevice.models import read_dims
 
-    dims, random = read_dims(MODEL), np.random.default_rng(0)
+    dims, random = read_dims(model), np.random.default_rng(0)
     shape, tensors = dims.linear_shapes["q_proj"], {}
     for layer in range(dims.layers):  # base plus adapter: what a user would convert
         name = f"model.layers.{layer}.self_attn.q_proj"
         tensors[f"{name}.lora_A.weight"] = random.normal(size=(4, shape[1]), scale=shape[1] ** -0.5).astype("f4")
         tensors[f"{name}.lora_B.weight"] = random.normal(size=(shape[0], 4), scale=0.05).astype("f4")
-    save_adapter(Adapter(tensors, 4, 8.0, ("q_proj",), MODEL), folder / "adapter")
+    save_adapter(Adapter(tensors, 4, 8.0, ("q_proj",), model), folder / "adapter")
     for quantize, dtype in PAIRS.items():
         if not (folder / quantize / "manifest.json").is_file():
-            values = {"method.name": "mesp", "model.source": MODEL, "export.target": "android-cpu"}
+            values = {"method.name": "mesp", "model.source": model, "export.target": "android-cpu"}
             values |= {"export.quantize": quantize, "export.context_tokens": CONTEXT, "export.batch_size": 1}
             export(RunConfig.load(None, values | {"export.lengths_tokens": [64]}), folder / quantize)
         if not (folder / f"{dtype}.gguf").is_file():
-            convert(folder / "adapter", "gguf", folder / f"{dtype}.gguf", model=MODEL, dtype=dtype)
+            convert(folder / "adapter", "gguf", folder / f"{dtype}.gguf", model=model, dtype=dtype)
+    return dims.vocab
 
 
 class Program:
@@ -157,7 +159,7 @@ def child(words: list[str]) -> None:
         answers.flush()
 
 
-def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(folder: Path, vocab: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Ask all engines in turns; a row each."""
     engines = [(kind, name) for pair in PAIRS.items() for kind, name in zip(("ondevice", "llama.cpp"), pair)]
     places = {one: folder / (one[1] if one[0] == "ondevice" else f"{one[1]}.gguf") for one in engines}
@@ -169,7 +171,7 @@ def measure(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for one in engines
     }  # fmt: skip
-    prompt = [1000 + 37 * place % 20_000 for place in range(args.prompt)]
+    prompt = [(40 + 37 * place) % vocab for place in range(args.prompt)]
     found: dict[Any, list[dict[str, Any]]] = {one: [] for one in engines}
     try:
         for turn in range(-1, args.repeats):
@@ -212,11 +214,11 @@ def main() -> None:
     args = parse_args(__doc__, arguments)
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.programs or Path(scratch)
-        make(folder)
+        vocab = make(folder, args.model)
         before = os.getloadavg()[0]
-        rows = measure(folder, args)
+        rows = measure(folder, vocab, args)
     title = (
-        f"Answers of SmolLM2-135M, {args.prompt} tokens of prompt and {args.answer} of answer, {args.threads} thread(s)"
+        f"Answers of {args.model}, {args.prompt} tokens of prompt and {args.answer} of answer, {args.threads} thread(s)"
     )
     load = f"Load average {before:.1f} before and {os.getloadavg()[0]:.1f} behind, of which the benchmark's own is "
     load += (
