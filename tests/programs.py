@@ -112,7 +112,10 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.loss_tiles": 3,
         },
     ),
-    "blocks, int8": ("two layers", {"export.quantize": "int8", "export.batch_size": 2, "export.next_token": True}),
+    "blocks, int8": (
+        "two layers",
+        {"export.quantize": "int8", "export.batch_size": 2, "export.next_token": True, "export.context_tokens": 40},
+    ),
     "blocks, 8da8w": (
         "two layers",
         {"export.quantize": "8da8w", "export.batch_size": 2, "method.optimizer": "sgd"},

@@ -2,33 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.manifest import MANIFEST_NAME
-from ondevice.core.errors import ArtifactError
+from ondevice.core.errors import ArtifactError, ConfigError
+from ondevice.models.sample import draw, sample
+from ondevice.models.text import Ending, pieces
 from ondevice.planning.devices import resolve_device
 
 if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.models import LoadedModel
     from ondevice.models.generate import Messages
+    from ondevice.models.sample import Token
+
+STOPS = 4
+"""Most texts that end an answer, as in the daemon's API."""
 
 
-@dataclass(frozen=True)
 class Chat:
-    """Something that answers.
+    """Something that answers: a model in PyTorch, or a program in its runtime.
 
     Attributes:
         templated: it takes the messages of a conversation; else a text to continue.
-        answer: takes messages or a text, `max_new_tokens`, `temperature` and `seed`, and gives the new text.
+        ending: of the last answer.
     """
 
-    templated: bool
-    answer: Callable[..., str]
+    tokenizer: Any
+    ending: Ending
+
+    @property
+    def templated(self) -> bool:
+        """True where the tokenizer has a chat template."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def use(self, adapter: Path | None) -> None:
+        """Answer with another adapter from now on, or without one; nothing is loaded or exported again.
+
+        Raises:
+            ArtifactError: it is damaged, or of another model; the one before stays.
+        """
+        raise NotImplementedError
+
+    def stream(
+        self, prompt: str | Messages, *, max_new_tokens: int = 64, temperature: float = 0.0, top_p: float = 1.0,
+        seed: int | None = 0, stop: Sequence[str] = (),
+    ) -> Iterator[str]:  # fmt: skip
+        """Yield the answer as it is written: whole characters, and nothing of a text in `stop`, which ends it.
+
+        Args:
+            prompt: messages for the chat template, or a text to continue.
+            temperature, top_p, seed: as `models.sample.draw` takes them.
+
+        Raises:
+            ConfigError: a number is out of range, or the conversation is longer than what answers takes.
+        """
+        if len(stop) > STOPS or not all(stop):
+            raise ConfigError("stop", expected=f"at most {STOPS} texts, none empty", received=list(stop))
+        self.ending = Ending()
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        yield from pieces(self._tokens(prompt, options), self.tokenizer, stop, self.ending)
+
+    def answer(self, prompt: str | Messages, **options: Any) -> str:
+        """Return the whole answer; arguments as for `stream`."""
+        return "".join(self.stream(prompt, **options))
+
+    def _tokens(self, prompt: str | Messages, options: dict[str, Any]) -> Iterator[Token]:
+        raise NotImplementedError
 
 
 def open_chat(source: str, adapter: Path | None = None) -> Chat:
@@ -39,66 +84,104 @@ def open_chat(source: str, adapter: Path | None = None) -> Chat:
         ModelError: the model cannot be read.
     """
     if (Path(source) / MANIFEST_NAME).is_file():
-        return _open_program(Path(source), adapter)
-    from ondevice.models import load_model
-    from ondevice.models.generate import generate
-    from ondevice.training.fuse import apply_adapter
+        chat: Chat = _ProgramChat(Path(source))
+    else:
+        from ondevice.models import load_model
 
-    loaded = load_model(source, device=resolve_device("auto"))
+        chat = _ModelChat(load_model(source, device=resolve_device("auto")))
     if adapter is not None:
-        apply_adapter(loaded, load_adapter(adapter))
-    return Chat(getattr(loaded.tokenizer, "chat_template", None) is not None, partial(generate, loaded))
+        chat.use(adapter)
+    return chat
 
 
-def _open_program(folder: Path, adapter: Path | None) -> Chat:
-    from ondevice.exporters.executorch.writer import Writer
-    from ondevice.models.load import artifact_tokenizer
+class _ModelChat(Chat):
+    """A model, with an adapter beside its layers."""
 
-    session = open_artifact(folder)
-    if not hasattr(session, "head"):
-        raise ArtifactError(
-            f"{folder}: the program cannot write",
-            expected="a program of functions of one block, with --set export.context_tokens=512",
-            received=f"one for {session.manifest.target}",
-            hint=f"chat with the model that it was made of: {session.manifest.model.source}",
-        )
-    if adapter is not None:
-        session.load_adapter(load_adapter(adapter))
-    tokenizer = artifact_tokenizer(folder)
-    told = _Conversation(Writer(session), tokenizer, str(folder))
-    return Chat(bool(tokenizer.chat_template), told.answer)
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded, self.tokenizer, self.ending = loaded, loaded.tokenizer, Ending()
+        self._adapted = ExitStack()
+        self._adapter: Adapter | None = None
+
+    def use(self, adapter: Path | None) -> None:
+        new, before = None if adapter is None else load_adapter(adapter), self._adapter
+        try:
+            self._put(new)
+        except ArtifactError:
+            self._put(before)
+            raise
+
+    def _put(self, adapter: Adapter | None) -> None:
+        from ondevice.training.fuse import adapted
+
+        self._adapted.close()
+        if adapter is not None:
+            self._adapted.enter_context(adapted(self.loaded, adapter))
+        self._adapter = adapter
+
+    def _tokens(self, prompt: str | Messages, options: dict[str, Any]) -> Iterator[Token]:
+        from ondevice.models.generate import prompt_ids
+
+        ids, most = list(prompt_ids(self.loaded, prompt)), self.loaded.dims.max_positions
+        if most:
+            options = options | {"max_new_tokens": _room(len(ids), most, options["max_new_tokens"])}
+        return sample(self.loaded, ids, **options)
 
 
-class _Conversation:
-    """Answers of a writer; what a prompt begins with and was read already is not read again."""
+class _ProgramChat(Chat):
+    """A block program; what a prompt begins with and was read already is not read again."""
 
-    def __init__(self, writer: Any, tokenizer: Any, where: str) -> None:
-        self.writer, self.tokenizer, self.where = writer, tokenizer, where
-        self.ends = end_tokens(tokenizer)
+    def __init__(self, folder: Path) -> None:
+        from ondevice.exporters.executorch.writer import Writer
+        from ondevice.models.load import artifact_tokenizer
+
+        session: Any = open_artifact(folder)
+        if not hasattr(session, "head"):
+            raise ArtifactError(
+                f"{folder}: the program cannot write",
+                expected="a program of functions of one block, with --set export.context_tokens=512",
+                received=f"one for {session.manifest.target}",
+                hint=f"chat with the model that it was made of: {session.manifest.model.source}",
+            )
+        self.session, self.writer, self.where = session, Writer(session), str(folder)
+        self.tokenizer, self.ending = artifact_tokenizer(folder), Ending()
+        self.ends = end_tokens(self.tokenizer)
         self.known: list[int] = []
 
-    def answer(
-        self, prompt: str | Messages, max_new_tokens: int = 64, temperature: float = 0.0, *, seed: int = 0
-    ) -> str:
+    def use(self, adapter: Path | None) -> None:
+        new: Adapter | None = None if adapter is None else load_adapter(adapter)
+        if new is None:
+            self.session.restart()
+        else:
+            self.session.load_adapter(new)
+        self.known = []  # keys and values are those of the adapter that read
+
+    def _tokens(self, prompt: str | Messages, options: dict[str, Any]) -> Iterator[Token]:
         from ondevice.models.generate import tokenize
-        from ondevice.models.sample import draw
 
         ids = list(tokenize(self.tokenizer, prompt, self.where))
         same = next((n for n, pair in enumerate(zip(ids, self.known)) if pair[0] != pair[1]), len(self.known))
         same = min(same, len(ids) - 1)
+        room = _room(len(ids), self.writer.context_tokens, options["max_new_tokens"])
         self.writer.read, self.known = same, ids[:same]
-        room = self.writer.context_tokens - len(ids)
-        answered = []
-        options = {"max_new_tokens": max(1, min(max_new_tokens, room)), "temperature": temperature, "seed": seed}
-        for token in draw(self._feed, ids[same:], self.ends, **options):
-            if not token.ends:
-                answered.append(token.id)
-        return str(self.tokenizer.decode(answered, skip_special_tokens=True))
+        options = options | {"max_new_tokens": room}
+        return draw(self._feed, ids[same:], self.ends, **options)
 
     def _feed(self, ids: Sequence[int]) -> Any:
         logits = self.writer.feed(ids)
         self.known += ids
         return logits
+
+
+def _room(prompt: int, most: int, wanted: int) -> int:
+    """Return how many tokens an answer may have, at least one: the last that is drawn is not read."""
+    if prompt > most:
+        raise ConfigError(
+            "the conversation is longer than what answers takes",
+            expected=f"at most {most} tokens",
+            received=f"{prompt} tokens",
+            hint="begin a new one, or export with a larger export.context_tokens",
+        )
+    return min(wanted, most - prompt + 1)
 
 
 def end_tokens(tokenizer: Any) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""`ondevice fuse`, `ondevice convert` and `ondevice chat`."""
+"""`ondevice fuse` and `ondevice convert`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ondevice.cli import common
-from ondevice.cli.common import err, out, print_json, table
+from ondevice.cli.common import err, print_json, table
 from ondevice.core.errors import ConfigError
 
 FORMS = "gguf, gguf-lora, mlx, ollama, peft, safetensors or vllm."
@@ -61,45 +61,3 @@ def convert(
     table(values | {"bytes": common.mebibytes(report.bytes)})
     for note in notes:
         err.print(note, markup=False, soft_wrap=True)
-
-
-def chat(
-    first: common.FirstModel = None,
-    model: common.Model = None,
-    adapter: common.AdapterPath = None,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn, above temperature 0.")] = 0,
-    json: common.Json = False,
-) -> None:
-    """Talk to a model, or to an artifact in its runtime, with or without an adapter."""
-    from ondevice.api.chat import open_chat
-
-    source = common.model_of(first, model)
-    if source is None:
-        raise ConfigError("no model is given", expected="--model, or a model as the first word")
-    talk = open_chat(source, adapter)
-    # With a chat template the model sees the whole conversation; without, each line is a text to continue.
-    messages: list[dict[str, str]] = []
-
-    def answer(text: str) -> str:
-        messages.append({"role": "user", "content": text})
-        reply = talk.answer(
-            messages if talk.templated else text, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
-        )
-        messages.append({"role": "assistant", "content": reply})
-        return reply
-
-    if prompt is not None:
-        reply = answer(prompt)
-        print_json({"prompt": prompt, "answer": reply}) if json else out.print(reply, markup=False)
-        return
-    err.print("Ctrl-D ends the conversation.")
-    while True:
-        try:
-            text = input("> ")
-        except EOFError:
-            return
-        if text.strip():
-            out.print(answer(text), markup=False)

@@ -12,6 +12,7 @@ import typer
 
 from ondevice.cli import (
     adapters,
+    chat,
     common,
     configs,
     data,
@@ -75,7 +76,7 @@ app.command("export")(export.export)
 app.command("verify")(export.verify)
 app.command("fuse")(adapters.fuse)
 app.command("convert")(adapters.convert)
-app.command("chat")(adapters.chat)
+app.command("chat")(chat.chat)
 app.command("data")(data.data)
 app.command("models")(models.models)
 app.command("push")(phone.push)

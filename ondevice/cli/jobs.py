@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ondevice.cli import common, submit
+from ondevice.cli.adapters import FORMS
 from ondevice.cli.common import err, out, print_json
 from ondevice.cli.daemon import Ca, Job, Url, open_client, show_job
 from ondevice.core.errors import TrainingError
@@ -15,6 +16,8 @@ from ondevice.core.errors import TrainingError
 app = typer.Typer(help="The queue of a daemon; a token is read from ONDEVICE_TOKEN.", no_args_is_help=True)
 adapters = typer.Typer(help="Adapters of the daemon.", no_args_is_help=True)
 app.add_typer(adapters, name="adapters")
+thumbs = typer.Typer(help="Answers that were judged with thumbs up or down.", no_args_is_help=True)
+app.add_typer(thumbs, name="thumbs")
 Adapter = Annotated[str, typer.Argument(help="The adapter's id.")]
 
 
@@ -142,6 +145,36 @@ def download(
     print_json({"adapter": adapter, "folder": str(written)}) if json else out.print(str(written), markup=False)
 
 
+@adapters.command("convert")
+def convert_adapter(
+    adapter: Adapter,
+    to: Annotated[str, typer.Option("--to", help=FORMS)],
+    model: Annotated[str | None, typer.Option("--model", "-m", help="If not the adapter's own.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Of the weights: float16, q8_0, ...")] = None,
+    target: Annotated[Path | None, typer.Option("--out", "-o", help="File to write, a zip for a folder.")] = None,
+    url: Url = None,
+    ca: Ca = None,
+    quiet: common.Quiet = False,
+    json: common.Json = False,
+) -> None:
+    """Convert an adapter on the daemon's machine, as `ondevice convert` does, and download what was written."""
+    client = open_client(url, ca)
+    begun = client.convert(adapter, to, model=model, dtype=dtype)
+    try:
+        done = client.wait_for_conversion(
+            begun["id"], lambda stage: None if quiet or json else err.print(stage, markup=False)
+        )
+        path = client.download_conversion(done["id"], target or Path(done["file"]))
+    finally:
+        client.delete_conversion(begun["id"])
+    if json:
+        print_json(done["report"] | {"adapter": adapter, "file": str(path)})
+        return
+    out.print(str(path), markup=False)
+    for note in done["report"]["notes"]:
+        err.print(note, markup=False, soft_wrap=True)
+
+
 @adapters.command()
 def activate(adapter: Adapter, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
     """Use an adapter: the store's link `active` points to it."""
@@ -159,6 +192,46 @@ def delete_adapter(adapter: Adapter, url: Url = None, ca: Ca = None, json: commo
     """Delete an adapter that is not active and that no waiting or running job starts from."""
     open_client(url, ca).delete_adapter(adapter)
     print_json({"deleted": adapter}) if json else out.print(f"{adapter} is deleted", markup=False)
+
+
+@thumbs.command("list")
+def list_thumbs(
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most so many, the newest first.")] = 100,
+    url: Url = None,
+    ca: Ca = None,
+    json: common.Json = False,
+) -> None:
+    """List judged answers, the newest first."""
+    rows = open_client(url, ca).thumbs(limit)
+    if json:
+        print_json({"thumbs": rows})
+        return
+    for row in rows:
+        by = f"{row['model']} with {row['adapter']}" if row["adapter"] else row["model"]
+        thumb, answer = "up" if row["liked"] else "down", " ".join(row["answer"].split())
+        out.print(f"{row['id']}  {thumb:4}  {by}  {answer[:60]}", markup=False)
+
+
+@thumbs.command()
+def export(
+    target: Annotated[Path | None, typer.Option("--out", "-o", help="File to write.")] = None,
+    url: Url = None,
+    ca: Ca = None,
+    json: common.Json = False,
+) -> None:
+    """Write all judged answers as JSON lines, which `ondevice data` reads; into thumbs.jsonl without --out."""
+    path = target or Path("thumbs.jsonl")
+    rows = open_client(url, ca).export_thumbs(path)
+    print_json({"file": str(path), "rows": rows}) if json else out.print(f"{rows} rows in {path}", markup=False)
+
+
+@thumbs.command("delete")
+def delete_thumb(
+    thumb: Annotated[str, typer.Argument(help="Its id.")], url: Url = None, ca: Ca = None, json: common.Json = False
+) -> None:
+    """Forget a judgement."""
+    open_client(url, ca).delete_thumb(thumb)
+    print_json({"deleted": thumb}) if json else out.print(f"{thumb} is deleted", markup=False)
 
 
 def _show_active(answer: dict[str, Any], json: bool) -> None:

@@ -16,7 +16,7 @@ from ondevice.data.templates import TASKS, Task, column
 
 FIELDS = (
     "messages", "conversations", "tools", "prompt", "completion", "instruction", "input", "context", "output",
-    "response", "text", "sentence", "label", "question", "choices", "answer", "chosen", "rejected", "thumbs",
+    "response", "text", "sentence", "label", "question", "choices", "answer", "chosen", "rejected", "thumbs", "liked",
 )  # fmt: skip
 """What formats call their columns."""
 

@@ -82,8 +82,11 @@ def preference_row(line: int, record: dict[str, Any], file: str = "") -> Row:
 
 
 def thumbs_row(line: int, record: dict[str, Any], file: str = "") -> Row:
-    """Read a `completion` of a `prompt` with what a person thought of it: `label` or `thumbs`."""
-    name = "label" if "label" in record else "thumbs"
+    """Read a `completion` of a `prompt` with what a person thought of it: `label` or `thumbs`; or an `answer` that was
+    `liked`, as the phone app keeps them."""
+    name = next((name for name in ("label", "liked") if name in record), "thumbs")
+    if name == "liked":
+        record = {**record, "completion": record.get("answer")}
     value = record.get(name)
     text = str(value).strip().lower()
     if text not in THUMBS:

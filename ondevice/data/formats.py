@@ -4,7 +4,7 @@
 |-----------------|--------------------------------------------------------------------------------------|
 | chat            | messages: [{role, content}, ...] or conversations: [{from, value}, ...]              |
 | preference      | chosen, rejected, and maybe prompt                                                   |
-| thumbs          | prompt, completion, and label: true or false                                         |
+| thumbs          | prompt, completion, and label: true or false; or prompt, answer and liked            |
 | instruct        | instruction, output, and maybe input (or context, response); prompt, response; or    |
 |                 | question, answer                                                                     |
 | completion      | prompt, completion                                                                   |
@@ -150,6 +150,8 @@ def format_of(record: dict[str, Any], named: frozenset[str] = frozenset()) -> Fo
         return "chat"
     if ("instruction" in keys and keys & {"output", "response"}) or {"prompt", "response"} <= keys:
         return "instruct"
+    if {"prompt", "answer", "liked"} <= keys:
+        return "thumbs"
     if {"prompt", "completion"} <= keys:
         if "thumbs" in keys or str(record.get("label")).strip().lower() in ("true", "false"):
             return "thumbs"

@@ -7,6 +7,7 @@ name.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
     from ondevice.models import LoadedModel
 
+_log = logging.getLogger(__name__)
 SCALE_ERROR = 1e-6
 """Largest relative difference of alpha / rank: a form may keep it in float32."""
 LOGIT_ERROR = {"float32": 1e-5, "float16": 1e-2}
@@ -51,6 +53,7 @@ def check_adapter(request: Request, written: Adapter) -> Checked:
     if request.model is None:
         return Checked(None, None, None)
     loaded = open_base(request)
+    _log.info("comparing its answers")
     base = prompt_logits(loaded, PROMPTS)
     with adapted(loaded, wanted):
         expected = prompt_logits(loaded, PROMPTS)
@@ -80,6 +83,7 @@ def open_base(request: Request) -> LoadedModel:
     from ondevice.models import load_model
 
     assert request.model is not None  # noqa: S101 - `convert` refuses a form that needs one without
+    _log.info("loading %s", request.model)
     return load_model(request.model, revision=request.revision, dtype="float32")
 
 
@@ -108,6 +112,7 @@ def check_merged(
     """
     import torch
 
+    _log.info("reading it back")
     weights = {name: weight for name, weight in merged.loaded.model.state_dict().items() if name in limits}
     for name, value in written:
         weight = weights.pop(name)

@@ -25,18 +25,22 @@ def write(request: Request, folder: Path) -> Checked:
     save_adapter(replace(request.adapter, base_model=base), folder)
     checked = check_adapter(request, load_adapter(folder))
     _check_rules(folder)
-    command = launch(base, request)
-    atomic_write(folder / COMMAND_NAME, f"#!/bin/sh\nexec {command}\n")
+    command = launch(base, request, request.out.resolve())
+    # The folder may be moved, or sent to another machine: the script names its own place.
+    script = launch(base, request, place=None)
+    here = 'here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)'
+    atomic_write(folder / COMMAND_NAME, f"#!/bin/sh\n{here}\nexec {script}\n")
     (folder / COMMAND_NAME).chmod(0o755)
     return replace(checked, notes=(*checked.notes, command))
 
 
-def launch(base: str, request: Request) -> str:
-    """Return the command that serves base and adapter, the adapter under the name of its folder."""
+def launch(base: str, request: Request, place: Path | None) -> str:
+    """Return the command that serves base and adapter, the adapter under the name of its folder; without a place, that
+    is the shell's variable `here`."""
     rank = next(value for value in RANKS if value >= request.adapter.rank)
-    place = f"{request.out.name}={request.out.resolve()}"
-    words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", place]
-    return shlex.join(words)
+    words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank), "--lora-modules"]
+    module = f"{request.out.name}={place or ''}"
+    return shlex.join([*words, module]) + ("" if place else '"$here"')
 
 
 def _served(request: Request) -> str:

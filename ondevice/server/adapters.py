@@ -151,6 +151,7 @@ def zipped(folder: Path, place: Path) -> Path:
         for path in sorted(folder.iterdir()):
             entry = zipfile.ZipInfo(path.name, _EARLIEST)  # a fixed date: the same bytes
             entry.file_size = path.stat().st_size
+            entry.external_attr = (0o100755 if os.access(path, os.X_OK) else 0o100644) << 16
             with archive.open(entry, "w") as target, path.open("rb") as source:
                 shutil.copyfileobj(source, target)  # a piece at a time: an adapter may be larger than a board's memory
     return Path(name)

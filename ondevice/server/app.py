@@ -33,7 +33,19 @@ from ondevice.core.version import own_version
 from ondevice.server import security
 from ondevice.server.daemon import Daemon
 from ondevice.server.openai import error_body
-from ondevice.server.routes import adapters, completions, data, fleets, jobs, json_answer, refused, system, uploads
+from ondevice.server.routes import (
+    adapters,
+    completions,
+    conversions,
+    data,
+    fleets,
+    jobs,
+    json_answer,
+    refused,
+    system,
+    thumbs,
+    uploads,
+)
 from ondevice.server.schemas import ErrorAnswer
 from ondevice.server.store import MissingError
 from ondevice.server.uploads import PART_BYTES
@@ -99,7 +111,7 @@ def create_app(daemon: Daemon | None = None, life: Any = None) -> FastAPI:
 
     app.openapi = document
     app.state.daemon = daemon
-    for module in (system, uploads, data, jobs, adapters, fleets, completions):
+    for module in (system, uploads, data, jobs, adapters, fleets, completions, thumbs, conversions):
         app.include_router(module.router)
     app.add_exception_handler(OndeviceError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)

@@ -15,15 +15,16 @@ import http.client
 import io
 import json
 import os
+import shutil
 import ssl
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from ondevice.artifact.files import sha256_file
+from ondevice.artifact.files import atomic_file, atomic_write, sha256_file
 from ondevice.core import errors
 from ondevice.core.errors import BusyError, ConfigError, DeviceError, OndeviceError
 
@@ -81,7 +82,7 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """Return models that a job can name."""
-        return [model for model in self.ask("GET", "/v1/models")["data"] if model["kind"] != "adapter"]
+        return [row for row in self.ask("GET", "/v1/models")["data"] if row["kind"] not in ("adapter", "artifact")]
 
     def artifacts(self) -> list[dict[str, Any]]:
         """Return exported programs that a job can name."""
@@ -226,6 +227,54 @@ class Client:
                 (folder / Path(name).name).write_bytes(archive.read(name))
         return folder
 
+    def forms(self) -> list[dict[str, Any]]:
+        """Return the forms that an adapter can be converted to."""
+        return self.ask("GET", "/v1/forms")
+
+    def convert(self, adapter: str, to: str, **options: Any) -> dict[str, Any]:
+        """Begin to convert an adapter; options: `model`, `dtype`. Return the conversion, with its id."""
+        return self.ask("POST", "/v1/conversions", {"adapter": adapter, "to": to, **options})
+
+    def conversions(self) -> list[dict[str, Any]]:
+        """Return all conversions, the newest first."""
+        return self.ask("GET", "/v1/conversions")
+
+    def wait_for_conversion(
+        self, conversion: str, told: Callable[[str], None] = lambda stage: None, poll_s: float = 0.2
+    ) -> dict[str, Any]:
+        """Wait for the end of a conversion, and return it; `told` is given each stage.
+
+        Raises:
+            RefusedError: it failed, with the reason.
+        """
+        stage = ""
+        while (row := self.ask("GET", f"/v1/conversions/{quote(conversion)}"))["state"] in ("waiting", "running"):
+            if row["stage"] != stage:
+                told(stage := row["stage"])
+            time.sleep(poll_s)
+        if row["state"] == "failed":
+            raise refusal(422, json.dumps(row["error"]).encode())
+        return row
+
+    def download_conversion(self, conversion: str, path: str | Path) -> Path:
+        """Write what a conversion made: one file, or a zip of the folder; nothing is left if it breaks off."""
+        connection = self._connect()
+        try:
+            response = self._request(connection, "GET", f"/v1/conversions/{quote(conversion)}/download", None, None)
+            with atomic_file(path) as partial, open(partial, "wb") as file:
+                shutil.copyfileobj(response, file, 1 << 20)
+                if response.length:  # a body that was cut off reads as its end
+                    raise OSError(f"{response.length} bytes are missing")
+        except (OSError, http.client.HTTPException) as error:
+            raise self._silent(error) from None
+        finally:
+            connection.close()
+        return Path(path)
+
+    def delete_conversion(self, conversion: str) -> None:
+        """Forget a conversion and its file; one that runs is ended."""
+        self.ask("DELETE", f"/v1/conversions/{quote(conversion)}")
+
     def delete_adapter(self, adapter: str) -> None:
         """Delete an adapter that is not in use."""
         self.ask("DELETE", f"/v1/adapters/{quote(adapter)}")
@@ -242,6 +291,27 @@ class Client:
         """Answer a prompt: the base model's answer is under `base`, the adapter's under `adapted`; `model` is None
         where `artifact` is given."""
         return self.ask("POST", "/v1/generate", {"model": model, "prompt": prompt, **options})
+
+    def judge(
+        self, prompt: str | list[dict[str, str]], answer: str, liked: bool, *, model: str, adapter: str | None = None
+    ) -> dict[str, Any]:
+        """Keep a thumb, up or down, for an answer of a model; judged again, the same answer changes its thumb."""
+        values = {"prompt": prompt, "answer": answer, "liked": liked, "model": model, "adapter": adapter}
+        return self.ask("POST", "/v1/thumbs", values)
+
+    def thumbs(self, limit: int = 100) -> list[dict[str, Any]]:
+        """Return judged answers, the newest first."""
+        return self.ask("GET", "/v1/thumbs", query={"limit": limit})
+
+    def export_thumbs(self, path: str | Path) -> int:
+        """Write all judged answers into a file of JSON lines, as `ondevice data` reads them; return how many."""
+        content = self._send("GET", "/v1/thumbs/export")
+        atomic_write(Path(path), content)
+        return content.count(b"\n")
+
+    def delete_thumb(self, thumb: str) -> None:
+        """Forget a judgement."""
+        self.ask("DELETE", f"/v1/thumbs/{quote(thumb)}")
 
     def ask(self, method: str, path: str, body: Any = None, *, query: dict[str, Any] | None = None) -> Any:
         """Send one request; `body` is sent as JSON, or as it is if it is bytes. Return the JSON that comes back.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError
+from ondevice.models.text import Text
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
@@ -29,8 +30,6 @@ def listen_for_stop() -> None:
 
 
 STOP = signal.SIGUSR1
-_HALF = "\ufffd"
-"""What a tokenizer gives for bytes that are no character yet."""
 
 
 def complete(
@@ -83,7 +82,7 @@ def complete(
             hint="ask less, or lower max_tokens",
         )
     yield {"prompt_tokens": len(ids)}
-    text, count = _Text(loaded, stop, top is not None), 0
+    parts, count = _Parts(loaded, stop, top is not None), 0
     with nullcontext() if adapter is None else adapted(loaded, load_adapter(Path(adapter))):
         for token in sample(
             loaded, ids, max_new_tokens=max_new_tokens or room, temperature=temperature, top_p=top_p, seed=seed,
@@ -92,17 +91,17 @@ def complete(
             count += 1
             if token.ends or _stopped:
                 break
-            if part := text.add(token):
+            if part := parts.add(token):
                 yield part
-            if text.stopped:
+            if parts.text.stopped:
                 break
         else:
-            yield text.rest()
+            yield parts.rest()
             return {"finish": "length", "completion_tokens": count}
     if _stopped:
         return {"finish": "cancelled", "completion_tokens": count}
-    if not text.stopped:
-        yield text.rest()
+    if not parts.text.stopped:
+        yield parts.rest()
     return {"finish": "stop", "completion_tokens": count}
 
 
@@ -113,41 +112,27 @@ def _checked(loaded: LoadedModel, ids: Any) -> list[int]:
     return list(ids)
 
 
-class _Text:
-    """The text of the tokens so far: what is whole and cannot become a stop word is given out."""
+class _Parts:
+    """The parts of an answer: its text as it becomes certain, and the tokens that end in it."""
 
     def __init__(self, loaded: LoadedModel, stop: Sequence[str], probabilities: bool) -> None:
-        self.tokenizer, self.stop, self.probabilities = loaded.tokenizer, stop, probabilities
-        self.ids: list[int] = []
-        self.given = 0
+        self.tokenizer, self.text, self.probabilities = loaded.tokenizer, Text(loaded.tokenizer, stop), probabilities
         self.waiting: list[tuple[int, dict[str, Any]]] = []
-        self.stopped = False
 
     def add(self, token: Token) -> dict[str, Any] | None:
         """Take a token; return a part to send, or None while nothing is certain."""
-        self.ids.append(token.id)
-        whole = self._decode()
+        new = self.text.add(token.id)
         if self.probabilities:
-            self.waiting.append((len(whole), self._entry(token)))
-        ends = [place for word in self.stop if (place := whole.find(word)) >= 0]
-        if ends:
-            self.stopped = True
-            return self._part(whole[: min(ends)])
-        certain = whole.rstrip(_HALF)
-        held = max((_overlap(certain, word) for word in self.stop), default=0)
-        return self._part(certain[: len(certain) - held])
+            self.waiting.append((len(self.text.decode()), self._entry(token)))
+        part = self._part(new)
+        return part if part["text"] or part["tokens"] else None
 
     def rest(self) -> dict[str, Any]:
         """Return what was held back."""
-        return self._part(self._decode(), every=True)
+        return self._part(self.text.rest(), every=True)
 
-    def _decode(self) -> str:
-        return str(self.tokenizer.decode(self.ids, skip_special_tokens=True))
-
-    def _part(self, text: str, every: bool = False) -> dict[str, Any]:
-        """Return the text behind what was given, and the tokens that end in it."""
-        new, self.given = text[self.given :], max(self.given, len(text))
-        tokens = [entry for end, entry in self.waiting if every or end <= self.given]
+    def _part(self, new: str, every: bool = False) -> dict[str, Any]:
+        tokens = [entry for end, entry in self.waiting if every or end <= self.text.given]
         self.waiting = self.waiting[len(tokens) :]
         return {"text": new, "tokens": tokens}
 
@@ -159,8 +144,3 @@ class _Text:
     def _named(self, number: int, value: float) -> dict[str, Any]:
         text = str(self.tokenizer.decode([number]))
         return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
-
-
-def _overlap(text: str, word: str) -> int:
-    """Return how many letters at the end of `text` begin `word`."""
-    return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0)

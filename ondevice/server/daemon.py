@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
-from ondevice.core.errors import BusyError
+from ondevice.core.errors import BusyError, OndeviceError
 from ondevice.server import uploads
 from ondevice.server.adapters import link_active
+from ondevice.server.conversions import Conversions
 from ondevice.server.events import Hub
 from ondevice.server.fleets import Fleets
 from ondevice.server.helper import Helper
@@ -20,6 +23,7 @@ from ondevice.server.metrics import Metrics
 from ondevice.server.queue import Queue
 from ondevice.server.store import Store
 from ondevice.server.supervisor import Supervisor
+from ondevice.server.worker import JOB
 
 _log = logging.getLogger(__name__)
 LOCK = "serve.lock"
@@ -47,6 +51,7 @@ class Daemon:
         # A model that somebody asked a minute ago shall not take the memory of the job that starts.
         self.supervisor = Supervisor(self.store, self.queue, make_room=lambda: self.model.end_if_idle(0.0))
         self.fleets = Fleets(self.store.root, lambda: self.supervisor.running is not None)
+        self.conversions = Conversions(self.store, lambda: running_job(self))
         self.metrics = Metrics(self)
         self._closing = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="housekeeping", daemon=True)
@@ -59,6 +64,7 @@ class Daemon:
         link_active(self.store)
         self.supervisor.start()
         self.fleets.start()
+        self.conversions.start()
         self._keeper.start()
 
     def stop(self) -> None:
@@ -67,6 +73,7 @@ class Daemon:
         self.fleets.stop()
         if self.supervisor.is_alive():
             self.supervisor.stop()
+        self.conversions.stop()
         for helper in (self.rows, self.model):
             helper.close()
         self.store.close()
@@ -87,8 +94,27 @@ class Daemon:
                 helper.end_if_idle()
             try:
                 uploads.expire(self.store, time.time())
+                self.conversions.tidy(time.time())
             except Exception:
                 _log.exception("housekeeping failed, and is tried again")
+
+
+def running_job(daemon: Daemon) -> dict[str, Any] | None:
+    """Return the job that runs, where it computes, and the bytes that it will still take by its plan."""
+    running = daemon.supervisor.running
+    if running is None:
+        return None
+    try:
+        job = json.loads((daemon.store.path("jobs", running.job) / JOB).read_text())
+        plan = daemon.model("plan", config=job["config"], artifact=job["artifact"])
+        progress = daemon.queue.get(running.job).progress
+    except (OndeviceError, OSError):
+        return {"id": running.job, "device": "cpu", "wants_bytes": 0}
+    device = plan["device"]
+    taken = progress.get("peak_device_bytes") or 0
+    taken += 0 if device["kind"] == "gpu" else running.memory_bytes
+    wants = max(0, plan["total_bytes"] - taken)
+    return {"id": running.job, "device": device["torch_device"], "wants_bytes": wants}
 
 
 def sweep(store: Store, now_s: float | None = None) -> None:

@@ -125,6 +125,15 @@ class Helper:
             finally:
                 self._lock.release()
 
+    def interrupt(self) -> None:
+        """End the process under a call, which then raises TrainingError; the pipes are that call's to close."""
+        process = self._process
+        if process is not None:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
     def close(self) -> None:
         """End the process, whatever it does."""
         self._kill()
@@ -291,6 +300,13 @@ def complete(**arguments: Any) -> Generator[dict[str, Any], None, dict[str, Any]
     return answer(**arguments)
 
 
+def convert(**arguments: Any) -> Generator[dict[str, str], None, dict[str, Any]]:
+    """Convert an adapter, and say each stage: see `server.convert`."""
+    from ondevice.server.convert import convert as write
+
+    return write(**arguments)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "plan": plan,
     "validate": validate,
@@ -298,6 +314,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "check_model": check_model,
     "generate": generate,
     "complete": complete,
+    "convert": convert,
 }
 
 

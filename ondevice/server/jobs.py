@@ -17,6 +17,8 @@ from ondevice.server.store import ID, MissingError, Store
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
 
+ARTIFACT = "artifact:"
+"""Before an artifact's id where a model is asked for."""
 Clock = Annotated[str, Field(pattern=r"^([01][0-9]|2[0-3]):[0-5][0-9]$", examples=["22:30"])]
 _SECTIONS = ("method", "train", "data", "model")
 _OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out", "memory_limit_bytes")}

@@ -46,7 +46,9 @@ class Question(BaseModel):
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 
     model: str = Field(min_length=1, max_length=200)
-    """A model or an adapter of GET /v1/models. An adapter answers over the model that it was trained on."""
+    """A model, adapter or artifact of GET /v1/models. An adapter answers over the model that it was trained on."""
+    adapter: str | None = Field(default=None, max_length=64)
+    """An adapter over a `model` that is none; not in OpenAI's API."""
     max_tokens: int | None = Field(default=None, ge=1, le=1 << 20)
     temperature: float | None = Field(default=None, ge=0, le=2)
     """0 takes the likeliest token each time; None is 1."""

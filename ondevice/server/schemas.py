@@ -101,10 +101,10 @@ class MetricsAnswer(Answer):
 
 
 class Model(Answer):
-    """A model that a job can name, or an adapter that can be asked."""
+    """A model that a job can name, or an adapter or an artifact that can be asked."""
 
     id: str
-    kind: Literal["folder", "package", "random", "adapter"]
+    kind: Literal["folder", "package", "random", "adapter", "artifact"]
     bytes: int
     object: Literal["model"] = "model"
     created: int = 0
@@ -328,6 +328,71 @@ class GenerateAnswer(Answer):
     adapted: str | None
     """None where no adapter is named and none is active."""
     adapter: str | None
+
+
+class ThumbRequest(BaseModel):
+    """The body of POST /v1/thumbs."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    prompt: str | list[Message] = Field(min_length=1, max_length=100_000)
+    """What was asked: a text that was continued, or a conversation up to its last question."""
+    answer: str = Field(min_length=1, max_length=100_000)
+    liked: bool
+    """True is thumbs up."""
+    model: str = Field(min_length=1, max_length=200)
+    """The base model that answered."""
+    adapter: str | None = Field(default=None, max_length=64)
+    """The adapter it answered with; None for the base model alone."""
+
+
+class Thumb(Answer):
+    """A judged answer."""
+
+    id: str
+    prompt: str | list[Message]
+    answer: str
+    liked: bool
+    model: str
+    adapter: str | None
+    created_s: float
+
+
+class ExitForm(Answer):
+    """A form that an adapter can leave in."""
+
+    name: str
+    reader: str
+    """The program that reads it."""
+    dtypes: list[str]
+    """Of the written weights, the default first; empty where there is no choice."""
+    merged: bool
+    """The whole model leaves, not the adapter alone."""
+    needs_model: bool
+    folder: bool
+    """What is downloaded is a zip."""
+
+
+class Conversion(Answer):
+    """An adapter on its way to another program."""
+
+    id: str
+    adapter: str
+    to: str
+    """A form of GET /v1/forms."""
+    model: str | None
+    dtype: str | None
+    state: Literal["waiting", "running", "done", "failed"]
+    stage: str
+    """What it is doing, while it runs."""
+    error: ErrorAnswer | None
+    """Why it failed."""
+    report: dict[str, Any] | None
+    """What reading it back found, as `ondevice convert --json` prints it, without paths."""
+    file: str | None
+    """The name of what can be downloaded, once it is done."""
+    bytes: int | None
+    created_s: float
 
 
 class SessionRequest(BaseModel):

@@ -1,7 +1,8 @@
 """The daemon's data, in one folder: SQLite (WAL) for jobs, events and tokens, files for everything large.
 
     STORE/
-        ondevice.db      jobs, events, data sets, uploads, adapters, activations, tokens
+        ondevice.db      jobs, events, data sets, uploads, adapters, activations, thumbs,
+                         conversions, tokens
         serve.lock       held by the daemon that serves this store
         datasets/ID/     rows.jsonl (or .csv, .txt), as uploaded
         models/NAME/     models that were uploaded or put there by hand
@@ -10,6 +11,7 @@
         adapters/ID/     adapters of finished jobs and uploaded ones, in PEFT's layout
         active           a link to the adapter that is in use
         uploads/ID/      what has arrived of an upload
+        exits/ID/        an adapter as another program reads it, for a day
         logs/            the daemon's own log, rotated
         lost/            what the database does not know, such as after its loss; kept for thirty days
 
@@ -32,7 +34,7 @@ from typing import Any
 
 from ondevice.core.errors import ConfigError, StorageError
 
-FOLDERS = ("datasets", "models", "artifacts", "jobs", "adapters", "uploads", "logs")
+FOLDERS = ("datasets", "models", "artifacts", "jobs", "adapters", "uploads", "exits", "logs")
 ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 """Ids and names of everything in a store: nothing that a path could be made of."""
 
@@ -82,6 +84,17 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE TABLE tokens (
         id TEXT PRIMARY KEY, kind TEXT NOT NULL, name TEXT NOT NULL, sha256 TEXT NOT NULL, created_s REAL NOT NULL,
         expires_s REAL, parent TEXT
+    );
+    """,
+    """
+    CREATE TABLE thumbs (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, prompt TEXT NOT NULL, answer TEXT NOT NULL,
+        liked INTEGER NOT NULL, model TEXT NOT NULL, adapter TEXT, created_s REAL NOT NULL
+    );
+    CREATE TABLE conversions (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, adapter TEXT NOT NULL, form TEXT NOT NULL,
+        model TEXT, dtype TEXT, state TEXT NOT NULL, stage TEXT NOT NULL DEFAULT '', error TEXT, report TEXT, file TEXT,
+        bytes INTEGER, created_s REAL NOT NULL
     );
     """,
 )

@@ -160,6 +160,7 @@ def fuse(
         )
     dtype = dtype or _stored_dtype(source, revision)
     # The base is rounded as it will be written, then computed in float32: what remains is the adapter.
+    _log.info("loading %s", source)
     loaded = load_model(source, revision=revision, dtype=dtype)
     if loaded.source.path is not None and os.path.realpath(out) == os.path.realpath(loaded.source.path):
         raise StorageError(f"{out} is the base model itself", expected="another folder", hint="choose another name")
@@ -180,6 +181,7 @@ def fuse(
     # What is checked is the written folder, loaded again: a fault of saving would not show in the model in memory.
     with atomic_directory(out, marker="config.json") as partial:
         _save(loaded, dtype, partial)
+        _log.info("reading it back")
         fused = prompt_logits(load_model(str(partial), dtype="float32"), prompts)
         return _check(Path(out), dtype, base, adapted, fused)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.cli.command import classes, tiny
@@ -25,16 +27,60 @@ def keyboard(monkeypatch):
 
 
 def test_a_conversation_remembers_and_ends_with_ctrl_d(ondevice, keyboard, monkeypatch) -> None:
-    from ondevice.models import generate
+    from ondevice.api.chat import Chat
+
+    asked, used = [], []
+    monkeypatch.setattr(
+        Chat, "stream", lambda self, prompt, **options: asked.append(list(prompt)) or iter(["[b]", "so", "[/b]"])
+    )
+    monkeypatch.setattr("ondevice.api.chat._ModelChat.use", lambda self, adapter: used.append(adapter))
+    keyboard("hello", "", "and now?", "/what", "/adapter a b", "again", "/adapter", "/new")
+    done = ondevice("chat", "tiny:llama", "--system", "Be brief.")
+    assert done.code == 0 and done.out.splitlines() == ["[b]so[/b]"] * 3 and done.err.count("Ctrl-D") == 2
+    roles = [[turn["role"][0] for turn in prompt] for prompt in asked]
+    assert roles == [list("su"), list("suau"), list("su")] and used == [Path("a b"), None]
+
+
+def test_a_stopped_answer_is_a_turn_and_an_error_ends_nothing(ondevice, keyboard, monkeypatch, tmp_path) -> None:
+    from ondevice.api.chat import Chat
+    from ondevice.core.errors import ConfigError
 
     asked = []
-    monkeypatch.setattr(
-        generate, "generate", lambda loaded, prompt, **options: asked.append(list(prompt)) or "[b]so[/b]"
-    )
-    keyboard("hello", "", "and now?")
+
+    def stream(self, prompt, **options):
+        asked.append([turn["content"] for turn in prompt])
+        if len(asked) == 2:
+            raise ConfigError("too long")
+        yield "half"
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Chat, "stream", stream)
+    keyboard("one", "two", f"/adapter {tmp_path}", "three")
     done = ondevice("chat", "tiny:llama")
-    assert done.code == 0 and done.out.splitlines() == ["[b]so[/b]", "[b]so[/b]"] and "Ctrl-D" in done.err
-    assert [[turn["role"] for turn in prompt] for prompt in asked] == [["user"], ["user", "assistant", "user"]]
+    assert done.code == 0 and done.err.count("error:") == 2
+    assert asked == [["one"], ["one", "half", "two"], ["one", "half", "three"]]
+
+
+def test_what_is_drawn_is_the_daemons(ondevice) -> None:
+    """The same seed, temperature, top-p and stop text give what the API's model server says."""
+    from ondevice.server import complete, generate
+
+    asked = {"max_new_tokens": 24, "temperature": 1.2, "top_p": 0.9, "seed": 7}
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a0"}]
+    try:
+        parts = list(complete.complete("tiny:llama", None, messages, stop=[], top=None, **asked))[1:]
+    finally:
+        generate._forget()
+    whole = "".join(part["text"] for part in parts)
+    flags = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value)]
+    ask = ("chat", "tiny:llama", "-p", "a0", "--system", "Be brief.", *flags)
+    assert ondevice(*ask, "--json").json["answer"] == whole == ondevice(*ask).out.removesuffix("\n")
+    word = whole[3:5]
+    stopped = ondevice(*ask, "--stop", "never there", "--stop", word, "--json").json
+    assert (stopped["answer"], stopped["finish"]) == (whole[: whole.index(word)], "stop")
+    for wrong in (("--top-p", 0), ("--stop", "")):
+        assert ondevice("chat", "tiny:llama", "-p", "a", *wrong).code == 2
 
 
 def test_an_adapter_takes_part(ondevice, tmp_path) -> None:

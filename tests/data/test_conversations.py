@@ -138,8 +138,10 @@ def test_pairs_that_are_one_text_are_cut_at_their_last_answer(write: Write) -> N
 
 @pytest.mark.parametrize(("value", "label"), [(True, "up"), ("false", "down"), (False, "down")])
 def test_thumbs(value: Any, label: str, write: Write) -> None:
-    rows = read_rows(write([{"prompt": "a", "completion": "b", "label": value}]))
-    assert (rows.format, rows.items[0].label) == ("thumbs", label)
+    told = {"prompt": "a", "completion": "b", "label": value}, {"prompt": "a", "answer": "b", "liked": value}
+    for row in told:  # as the daemon exports it, and as the phone app keeps it
+        rows = read_rows(write([row]))
+        assert (rows.format, rows.items[0].label, rows.items[0].messages[1][1]) == ("thumbs", label, "b")
 
 
 def test_preferences_are_not_trained_on_and_the_way_out_works(write: Write, tokenizer: Any) -> None:

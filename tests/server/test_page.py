@@ -121,6 +121,24 @@ def test_an_exported_program_from_its_zip_to_a_finished_job(daemon: DaemonProces
 
 
 @needs_browser
+def test_a_conversation_with_both_models(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Turns, streaming, stop, thumbs, export: what was downloaded is read as rows."""
+    import numpy as np
+
+    from ondevice.artifact.adapter import Adapter, save_adapter
+    from ondevice.data import read_rows
+
+    linear, random = "model.layers.0.self_attn.q_proj", np.random.default_rng(0)
+    shapes = {"A": (4, 64), "B": (64, 4)}
+    tensors = {f"{linear}.lora_{side}.weight": random.normal(size=shape).astype("f4") for side, shape in shapes.items()}
+    save_adapter(Adapter(tensors, 4, 8.0, ("q_proj",), "tiny:llama"), tmp_path / "mine")
+    adapter = daemon.client.upload("adapter", tmp_path / "mine")["id"]
+    played = play("conversation", ONDEVICE_URL=daemon.address, ADAPTER=adapter, OUT=str(tmp_path))
+    assert [row.label for row in read_rows(played["file"]).items] == ["down", "up"]
+    assert set(zipfile.ZipFile(played["zip"]).namelist()) == {"adapter_config.json", "adapter_model.safetensors"}
+
+
+@needs_browser
 def test_signing_in_with_a_token(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     token = create_token(store)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import FileResponse, Response
 from starlette.background import BackgroundTask
 
-from ondevice.core.errors import BusyError, ConfigError, OndeviceError
+from ondevice.core.errors import BusyError, ConfigError
 from ondevice.server import adapters, schemas
-from ondevice.server.daemon import Daemon
+from ondevice.server.daemon import running_job
 from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
 from ondevice.server.queue import ENDED
 from ondevice.server.routes import Id, Serving
-from ondevice.server.worker import JOB
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 
@@ -87,21 +85,3 @@ def generate(daemon: Serving, body: schemas.GenerateRequest) -> dict[str, Any]:
         job=running_job(daemon),
     )
     return answers | {"adapter": adapter}
-
-
-def running_job(daemon: Daemon) -> dict[str, Any] | None:
-    """Return the job that runs, where it computes, and the bytes that it will still take by its plan."""
-    running = daemon.supervisor.running
-    if running is None:
-        return None
-    try:
-        job = json.loads((daemon.store.path("jobs", running.job) / JOB).read_text())
-        plan = daemon.model("plan", config=job["config"], artifact=job["artifact"])
-        progress = daemon.queue.get(running.job).progress
-    except (OndeviceError, OSError):
-        return {"id": running.job, "device": "cpu", "wants_bytes": 0}
-    device = plan["device"]
-    taken = progress.get("peak_device_bytes") or 0
-    taken += 0 if device["kind"] == "gpu" else running.memory_bytes
-    wants = max(0, plan["total_bytes"] - taken)
-    return {"id": running.job, "device": device["torch_device"], "wants_bytes": wants}

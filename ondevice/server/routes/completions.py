@@ -11,12 +11,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
-from ondevice.core.errors import OndeviceError
-from ondevice.server.daemon import Daemon
-from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
+from ondevice.core.errors import ConfigError, OndeviceError
+from ondevice.server.daemon import Daemon, running_job
+from ondevice.server.jobs import ARTIFACT, adapter_folder, artifact_folder, locate_model
 from ondevice.server.openai import Answer, ChatQuestion, RefusalAnswer, TextQuestion, error_body
 from ondevice.server.routes import Serving, json_answer
-from ondevice.server.routes.adapters import running_job
 from ondevice.server.schemas import ErrorAnswer
 from ondevice.server.store import MissingError
 
@@ -45,15 +44,26 @@ def complete(daemon: Serving, body: TextQuestion, request: Request) -> Response:
     return _answer(daemon, body, request, chat=False, probabilities=body.logprobs is not None)
 
 
-def locate(daemon: Daemon, name: str) -> dict[str, str | None]:
-    """Return `model` or `artifact`, and `adapter`, of a name: a base model's, or an adapter's over its own.
+def locate(daemon: Daemon, name: str, over: str | None = None) -> dict[str, str | None]:
+    """Return `model` or `artifact`, and `adapter`, of a name: a base model's, an artifact's, or an adapter's over its
+    own model.
+
+    Args:
+        over: an adapter over the model, where `name` is no adapter's.
 
     Raises:
-        MissingError: there is neither.
+        ConfigError: two adapters.
+        MissingError: there is nothing of that name.
     """
     row = daemon.store.row("SELECT job, base_model FROM adapters WHERE id = ?", name)
     if row is None:
-        return {"model": locate_model(daemon.store, name), "artifact": None, "adapter": None}
+        adapter = None if over is None else str(adapter_folder(daemon.store, over))
+        if name.startswith(ARTIFACT):
+            folder = artifact_folder(daemon.store, name.removeprefix(ARTIFACT))
+            return {"model": None, "artifact": str(folder), "adapter": adapter}
+        return {"model": locate_model(daemon.store, name), "artifact": None, "adapter": adapter}
+    if over is not None:
+        raise ConfigError("two adapters are named", expected="one", received=f"model {name}, adapter {over}")
     adapter = str(adapter_folder(daemon.store, name))
     try:
         spec = daemon.queue.get(row["job"]).spec if row["job"] else {}
@@ -68,7 +78,7 @@ def locate(daemon: Daemon, name: str) -> dict[str, str | None]:
 def _answer(
     daemon: Daemon, body: ChatQuestion | TextQuestion, request: Request, *, chat: bool, probabilities: bool
 ) -> Response:
-    asked = body.asked() | locate(daemon, body.model)
+    asked = body.asked() | locate(daemon, body.model, body.adapter)
     parts = daemon.model.stream("complete", **asked, job=running_job(daemon))
     # The first part says that the model is there and the prompt fits: what is refused has a status of its own.
     begun = next(parts)

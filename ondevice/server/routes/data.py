@@ -29,12 +29,17 @@ Task = Annotated[
 @router.get("/models", response_model=schemas.ModelList)
 def list_models(daemon: Serving) -> dict[str, Any]:
     """Return what can be asked, in the form that OpenAI's clients read: models at hand (folders of the store, the
-    packaged one where it is cached, random tiny ones for trying), and adapters, each over its own model."""
+    packaged one where it is cached, random tiny ones for trying), adapters, each over its own model, and the weights of
+    artifacts that PyTorch runs."""
     owned = {"object": "model", "owned_by": "ondevice"}
     models = [{**model, **owned, "created": 0} for model in jobs.list_models(daemon.store)]
     for row in adapters.list_adapters(daemon.store):
         about = {"id": row["id"], "kind": "adapter", "bytes": row["bytes"], "created": int(row["created_s"])}
         models.append({**about, **owned, "base_model": row["base_model"]})
+    for one in jobs.list_artifacts(daemon.store):
+        if one["runtime"].startswith("torch "):
+            about = {"id": f"{jobs.ARTIFACT}{one['id']}", "kind": "artifact", "bytes": one["bytes"], "created": 0}
+            models.append({**about, **owned, "base_model": one["model"]})
     return {"object": "list", "data": models}
 
 

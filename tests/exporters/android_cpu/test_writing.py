@@ -91,7 +91,18 @@ def test_the_context_is_kept_to() -> None:
     assert writer.read == writer.context_tokens == 40
 
 
-@pytest.mark.parametrize("name", ["blocks", "blocks, q4"])
+@pytest.mark.parametrize(("name", "limit"), [("blocks, int8", 0.05), ("blocks, q4", 0.5)])
+def test_rounded_weights_answer_nearly_as_the_model_does(name: str, limit: float) -> None:
+    """Against the float32 model, not the rounded one: as a part of the largest logit."""
+    ids, writer = PROMPT[:37], Writer(open_artifact(program(name)))
+    with torch.no_grad():
+        expected = load_model(source_of(name)).model(torch.tensor([ids])).logits[0, -3:].numpy()
+    found = np.stack([writer.feed(ids[:-2]), *(writer.feed([token]) for token in ids[-2:])])
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert limit / 50 < error < limit
+
+
+@pytest.mark.parametrize("name", ["blocks", "blocks, int8", "blocks, q4"])
 def test_every_export_was_checked(name: str) -> None:
     assert 0 < read_manifest(program(name)).check["max_rel_logit_error"] < 1e-5
 
@@ -135,10 +146,26 @@ def test_chat_with_an_artifact(opened, tmp_path: Path, capsys, monkeypatch) -> N
     assert fed[0] < first + 10
 
 
-def test_a_seed_draws_the_same_again(opened) -> None:
-    chat = open_chat(str(program("blocks")))
-    said = [chat.answer("a", max_new_tokens=12, temperature=2.0, seed=seed) for seed in (1, 1, 2)]
-    assert said[0] == said[1] != said[2]
+def test_what_is_drawn_is_the_models_and_an_adapter_is_swapped_in_and_out(opened, tmp_path: Path) -> None:
+    """Seed, temperature, top-p and stop texts: a program draws what PyTorch does, adapter after adapter."""
+    adapter = random_adapter(opened)
+    save_adapter(adapter, tmp_path / "adapter")
+    chats = [open_chat(str(program("blocks"))), open_chat(source_of("blocks"))]
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 2.0, "top_p": 0.8}
+    told = []
+    for chat in chats:
+        said = {}
+        for name, used in (("base", None), ("adapted", tmp_path / "adapter"), ("again", None)):
+            chat.use(used)
+            said[name] = [list(chat.stream("a", seed=seed, **options)) for seed in (1, 1, 2)]
+            assert said[name][0] == said[name][1] != said[name][2] and len(said[name][0]) > 3
+        assert said["base"] == said["again"] != said["adapted"]
+        with pytest.raises(ArtifactError):
+            chat.use(tmp_path)
+        whole = "".join(said["again"][0])
+        assert chat.answer("a", seed=1, stop=[whole[2:4]], **options) == whole[: whole.index(whole[2:4])]
+        told.append(said)
+    assert told[0] == told[1]
 
 
 def test_what_ends_an_answer_is_found_in_the_template() -> None:

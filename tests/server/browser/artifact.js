@@ -45,7 +45,7 @@ await scenario(async (page) => {
   assert.match(settings, /0\.02/);
 
   await page.getByRole("link", { name: "Try it" }).click();
-  assert.equal(await page.getByLabel("Base model", { exact: true }).inputValue(), "program program");
+  assert.equal(await page.getByLabel("Base model", { exact: true }).inputValue(), "artifact:program");
   await page.getByLabel("Text", { exact: true }).fill("schön");
   await page.getByRole("button", { name: "Ask both" }).click();
   await page.locator("article.exchange .answer").nth(1).waitFor({ timeout: WORKER_MS });

@@ -39,6 +39,7 @@ await scenario(
     await take(page, "compare");
     await page.setViewportSize({ ...WIDE, height: 640 });
     await view(page, `chat?adapter=${first}`);
+    await page.getByLabel("How", { exact: true }).selectOption("text");
     await page.getByText("Length, temperature, seed").click();
     await page.getByLabel("At most so many tokens").fill("6");
     await page.getByText("Length, temperature, seed").click();

@@ -1,6 +1,7 @@
 /** Adapters: download, use, roll back, upload, delete. */
 
 import { ask, at, get, post } from "./api.js";
+import { converter } from "./convert.js";
 import { announce, h, sure, table } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { bytes, moment, number } from "./format.js";
@@ -9,6 +10,7 @@ import { uploader } from "./uploader.js";
 /** The view `#/adapters`. */
 export async function adaptersView(main, { signal }) {
   const [place, list, inUse] = [problemPlace(), h("div"), h("p", { class: "in-use", dir: "auto" })];
+  const exit = converter(signal);
   const back = h("button", { type: "button" }, "Roll back");
   const load = async () => {
     const adapters = await get("/v1/adapters", signal);
@@ -19,6 +21,7 @@ export async function adaptersView(main, { signal }) {
         : ["In use: the base model, without an adapter."]),
     );
     back.hidden = !active;
+    await exit.update(adapters);
     const focused = document.activeElement?.dataset?.key;
     list.replaceChildren(
       adapters.length
@@ -40,6 +43,7 @@ export async function adaptersView(main, { signal }) {
     place.element,
     h("div", { class: "title panel" }, inUse, back),
     list,
+    exit.element,
     h("details", { class: "panel" }, h("summary", {}, "Upload an adapter"), uploader("adapter", load, signal)),
   );
 }

@@ -26,8 +26,8 @@ export class UnreachableError extends Error {
   }
 }
 
-/** One request; the answer as JSON, or as text where it is text. */
-export async function ask(method, path, body = undefined, signal = undefined) {
+/** One request; its response, or the ApiError that it was refused with. */
+async function request(method, path, body, signal) {
   const options = { method, signal, credentials: "same-origin", headers: {} };
   if (body instanceof Blob) {
     options.headers["Content-Type"] = "application/octet-stream";
@@ -45,20 +45,60 @@ export async function ask(method, path, body = undefined, signal = undefined) {
     throw new UnreachableError();
   }
   document.dispatchEvent(new Event("reachable"));
-  const kind = response.headers.get("Content-Type") ?? "";
-  const answer = kind.startsWith("application/json") ? await response.json() : await response.text();
-  if (response.ok) return answer;
-  const error = new ApiError(response.status, typeof answer === "object" ? answer : {});
+  if (response.ok) return response;
+  const answer = await content(response);
+  const error = new ApiError(response.status, typeof answer === "object" ? plain(answer) : {});
   if (error.status === 401 && path !== "/v1/session") document.dispatchEvent(new Event("signed-out"));
   throw error;
+}
+
+const content = (response) => {
+  const kind = response.headers.get("Content-Type") ?? "";
+  return kind.startsWith("application/json") ? response.json() : response.text();
+};
+
+/** A refusal in the form of OpenAI's, whose message repeats the other fields, as ours. */
+const plain = (answer) =>
+  answer.error?.message
+    ? { ...answer.error, message: answer.error.message.split(/; (?:expected|received|try): /)[0] }
+    : answer;
+
+/** One request; the answer as JSON, or as text where it is text. */
+export const ask = async (method, path, body = undefined, signal = undefined) =>
+  content(await request(method, path, body, signal));
+
+/** The pieces of a streamed answer, in OpenAI's form, as they come; aborting ends the answer. */
+export async function* streamed(path, body, signal) {
+  const response = await request("POST", path, body, signal);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  try {
+    while (true) {
+      const { value, done } = await reader.read().catch((error) => {
+        throw error.name === "AbortError" ? error : new UnreachableError();
+      });
+      if (done) throw new UnreachableError(); // the end is said with a piece of its own
+      const pieces = (held + value).split("\n\n");
+      held = pieces.pop();
+      for (const piece of pieces) {
+        const data = piece.slice("data: ".length);
+        if (data === "[DONE]") return;
+        const values = JSON.parse(data);
+        if (values.error) throw new ApiError(500, plain(values));
+        yield values;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
 }
 
 export const get = (path, signal) => ask("GET", path, undefined, signal);
 export const post = (path, body, signal) => ask("POST", path, body, signal);
 
-/** The models that a job can name; the answer has adapters too, for OpenAI's clients. */
+/** The models that a job can name; the answer has adapters and artifacts too, for OpenAI's clients. */
 export const listModels = async (signal) =>
-  (await get("/v1/models", signal)).data.filter((model) => model.kind !== "adapter");
+  (await get("/v1/models", signal)).data.filter((model) => !["adapter", "artifact"].includes(model.kind));
 
 /** A path with an id in it that may hold anything. */
 export const at = (base, id, rest = "") => `${base}/${encodeURIComponent(id)}${rest}`;

@@ -1,19 +1,17 @@
-/** The base model and the same model with an adapter, asked the same. */
+/** A conversation with the base model and, side by side, with the same model and an adapter. */
 
-import { get, listModels, post } from "./api.js";
-import { choice, h, labelled } from "./dom.js";
+import { get, streamed } from "./api.js";
+import { announce, choice, h, labelled, setText } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
-
-/** Before an artifact's id in the list of what can answer; no model's id holds a space. */
-const PROGRAM = "program ";
+import { number } from "./format.js";
+import { thumbButtons, thumbsPanel } from "./thumbs.js";
 
 /** The view `#/chat`; `?adapter=ID` chooses one. */
 export async function chatView(main, { query, signal }) {
-  const [models, artifacts, adapters, jobs] = await Promise.all([
-    listModels(signal),
-    ...["/v1/artifacts", "/v1/adapters", "/v1/jobs"].map((path) => get(path, signal)),
-  ]);
-  const programs = artifacts.filter((one) => one.runtime.startsWith("torch "));
+  const [listed, adapters, jobs] = await Promise.all(
+    ["/v1/models", "/v1/adapters", "/v1/jobs"].map((path) => get(path, signal)),
+  );
+  const models = listed.data.filter((one) => one.kind !== "adapter");
   const active = adapters.find((one) => one.active);
   const wanted = query.get("adapter") ?? "";
   const adapter = choice(
@@ -24,120 +22,185 @@ export async function chatView(main, { query, signal }) {
     adapters.some((one) => one.id === wanted) ? wanted : "",
   );
   const model = choice(
-    [
-      ...models.map((one) => [one.id, one.id]),
-      ...programs.map((one) => [PROGRAM + one.id, `${one.id}, the exported program's own weights`]),
-    ],
+    models.map((one) => [one.id, one.kind === "artifact" ? `${one.id}, the program's own weights` : one.id]),
     models[0]?.id,
   );
-  const mode = choice(
-    [
-      ["chat", "Ask, as in a chat"],
-      ["text", "Let it go on with a text"],
-    ],
-    "text",
-  );
-  const prompt = h("textarea", { rows: 3, required: true, maxlength: 100000, dir: "auto" });
+  const mode = choice([
+    ["chat", "A conversation"],
+    ["text", "Let it go on with a text"],
+  ]);
+  const text = h("textarea", { rows: 3, required: true, maxlength: 100000, dir: "auto" });
   const system = h("input", { type: "text", maxlength: 10000, dir: "auto" });
   const systemField = labelled("What the model is told first", system, "May be empty.");
-  const tokens = h("input", { type: "number", min: 1, max: 1024, value: 64, required: true });
-  const heat = h("input", { type: "number", min: 0, max: 10, step: "any", value: 0, required: true });
-  const seed = h("input", { type: "number", min: 0, max: 2 ** 31 - 1, value: 0, required: true });
+  const options = {
+    max_tokens: h("input", { type: "number", min: 1, max: 4096, value: 64, required: true }),
+    temperature: h("input", { type: "number", min: 0, max: 2, step: "any", value: 0, required: true }),
+    top_p: h("input", { type: "number", min: 0.01, max: 1, step: "any", value: 1, required: true }),
+    seed: h("input", { type: "number", min: 0, max: 2 ** 31 - 1, value: 0, required: true }),
+  };
   const button = h("button", { class: "main" }, "Ask both");
-  const [place, answers] = [problemPlace(), h("div", { class: "answers", "aria-live": "polite" })];
-  const names = new Map(adapters.map((one) => [one.id, one.name]));
+  const stop = h("button", { type: "button", hidden: true }, "Stop");
+  const again = h("button", { type: "button" }, "New conversation");
+  const [place, log] = [problemPlace(), h("div", { class: "answers" })];
+  const judged = thumbsPanel(signal);
 
+  let sides = [];
+  let running = null;
+  const chosen = () => adapters.find((one) => one.id === (adapter.value || active?.id));
+  /** Forget what was said: another model has not said it. */
+  const fresh = () => {
+    running?.abort();
+    const one = chosen();
+    sides = [{ title: "Base model", model: model.value, adapter: null, turns: [] }];
+    if (one) sides.push({ title: `With ${one.name || one.id}`, model: model.value, adapter: one.id, turns: [] });
+    setText(button, sides.length > 1 ? "Ask both" : "Ask");
+    systemField.hidden = mode.value !== "chat";
+    log.replaceChildren();
+  };
   /** An adapter made by a job of this daemon says which model or program it belongs to. */
   const follow = () => {
-    const chosen = adapters.find((one) => one.id === (adapter.value || active?.id));
-    const job = jobs.find((one) => one.id === chosen?.job);
-    const base = job?.artifact ? PROGRAM + job.artifact : (job?.model ?? chosen?.base_model);
+    const job = jobs.find((one) => one.id === chosen()?.job);
+    const base = job?.artifact ? `artifact:${job.artifact}` : (job?.model ?? chosen()?.base_model);
     if (base && [...model.options].some((option) => option.value === base)) model.value = base;
-  };
-  const showSystem = () => {
-    systemField.hidden = mode.value !== "chat";
+    fresh();
   };
   adapter.addEventListener("change", follow);
-  mode.addEventListener("change", showSystem);
+  for (const control of [model, mode, system]) control.addEventListener("change", fresh);
+  again.addEventListener("click", () => {
+    fresh();
+    text.focus();
+  });
+  stop.addEventListener("click", () => running?.abort());
+  signal.addEventListener("abort", () => running?.abort());
+  text.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || mode.value !== "chat") return;
+    event.preventDefault();
+    text.form.requestSubmit();
+  });
   follow();
-  showSystem();
 
   const send = async () => {
-    const text = prompt.value;
-    const turns = [
-      ...(system.value ? [{ role: "system", content: system.value }] : []),
-      { role: "user", content: text },
-    ];
-    const found = await post(
-      "/v1/generate",
-      {
-        ...(model.value.startsWith(PROGRAM) ? { artifact: model.value.slice(PROGRAM.length) } : { model: model.value }),
-        adapter: adapter.value || null,
-        prompt: mode.value === "chat" ? turns : text,
-        max_new_tokens: Number(tokens.value),
-        temperature: Number(heat.value),
-        seed: Number(seed.value),
-      },
-      signal,
-    );
-    answers.prepend(exchange(text, found, names.get(found.adapter)));
-    prompt.select();
+    const asked = { text: text.value, chat: mode.value === "chat", system: system.value };
+    const said = Object.fromEntries(Object.entries(options).map(([name, field]) => [name, Number(field.value)]));
+    const answers = sides.map((side) => answerOf(side, judged));
+    running = new AbortController();
+    const here = running;
+    stop.hidden = false;
+    log.append(exchange(asked.text, answers));
+    log.lastChild.scrollIntoView({ block: "nearest" });
+    try {
+      // One after the other: one model is in memory, and it answers one question at a time.
+      for (const answer of answers) if (!here.signal.aborted) await answer.ask(asked, said, here.signal);
+      if (!here.signal.aborted) text.value = "";
+      announce(here.signal.aborted ? "Stopped" : "Answered");
+    } catch (error) {
+      if (!answers.some((answer) => answer.begun)) log.lastChild?.remove();
+      throw error;
+    } finally {
+      for (const answer of answers) answer.end();
+      stop.hidden = true;
+      running = null;
+      text.focus();
+    }
   };
-  main.append(
-    h("h1", {}, "Try it: before and after"),
-    h("p", {}, "The same question to the base model and to the model with an adapter. Each question is asked afresh."),
-    h(
-      "form",
-      {
-        class: "panel",
-        onsubmit: (event) => {
-          event.preventDefault();
-          attempt(button, place, send);
-        },
+  const form = h(
+    "form",
+    {
+      class: "panel",
+      onsubmit: (event) => {
+        event.preventDefault();
+        attempt(button, place, send);
       },
+    },
+    labelled("Text", text, "In a conversation Enter asks, and Shift with Enter begins a line.", "field wide"),
+    h(
+      "details",
+      { class: "inner" },
+      h("summary", {}, "Length, temperature, seed"),
       h(
         "div",
         { class: "fields" },
-        labelled("Adapter", adapter),
-        labelled("Base model", model),
-        labelled("How", mode),
-        systemField,
+        labelled("At most so many tokens", options.max_tokens),
+        labelled("Temperature", options.temperature, "0 takes the most likely token."),
+        labelled("Top-p", options.top_p, "Share of the likeliest tokens that are drawn from."),
+        labelled("Seed", options.seed),
       ),
-      labelled("Text", prompt, null, "field wide"),
-      h(
-        "details",
-        { class: "inner" },
-        h("summary", {}, "Length, temperature, seed"),
-        h(
-          "div",
-          { class: "fields" },
-          labelled("At most so many tokens", tokens),
-          labelled("Temperature", heat, "0 takes the most likely token."),
-          labelled("Seed", seed),
-        ),
-      ),
-      h("div", { class: "buttons" }, button),
-      place.element,
     ),
-    answers,
+    h("div", { class: "buttons" }, button, stop, again),
+    place.element,
+  );
+  main.append(
+    h("h1", {}, "Try it: before and after"),
+    h("p", {}, "The same conversation with the base model and with an adapter; each goes on from its own answers."),
+    h(
+      "div",
+      { class: "panel fields" },
+      labelled("Adapter", adapter),
+      labelled("Base model", model),
+      labelled("How", mode),
+      systemField,
+    ),
+    log,
+    form,
+    judged.element,
   );
 }
 
-function exchange(prompt, { base, adapted, adapter }, name) {
-  const answer = (title, text) =>
-    h("div", {}, h("h3", { dir: "auto" }, title), h("p", { class: "answer", dir: "auto" }, text || "(nothing)"));
+/** The place of a side's answer, and what fills it. */
+function answerOf(side, judged) {
+  const text = h("p", { class: "answer", dir: "auto", "aria-busy": "true" });
+  const about = h("div", { class: "about" });
+  const element = h("div", {}, h("h3", { dir: "auto" }, side.title), text, about);
+  const answer = { element, begun: false };
+  answer.end = () => {
+    text.removeAttribute("aria-busy");
+    if (!answer.begun) setText(text, "(not asked)");
+  };
+  answer.ask = async (asked, said, signal) => {
+    const system = asked.system ? [{ role: "system", content: asked.system }] : [];
+    const turns = [...side.turns, { role: "user", content: asked.text }];
+    const prompt = asked.chat ? [...system, ...turns] : asked.text;
+    const body = { model: side.model, ...said, stream: true, stream_options: { include_usage: true } };
+    if (side.adapter) body.adapter = side.adapter;
+    body[asked.chat ? "messages" : "prompt"] = prompt;
+    let [whole, tokens, begun] = ["", 0, performance.now()];
+    try {
+      for await (const { choices, usage } of streamed(
+        asked.chat ? "/v1/chat/completions" : "/v1/completions",
+        body,
+        signal,
+      )) {
+        answer.begun = true;
+        whole += choices[0]?.delta?.content ?? choices[0]?.text ?? "";
+        tokens = usage?.completion_tokens ?? tokens;
+        setText(text, whole);
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") throw error;
+    }
+    answer.end();
+    const seconds = (performance.now() - begun) / 1000;
+    const figures = tokens ? `${number(tokens)} tokens, ${number(Math.round(tokens / seconds))} a second` : "stopped";
+    about.append(h("small", {}, figures));
+    if (!whole) return setText(text, "(nothing)"); // no turn: a model that said nothing is asked again
+    if (asked.chat) side.turns = [...turns, { role: "assistant", content: whole }];
+    const row = { prompt, answer: whole, model: side.model, adapter: side.adapter };
+    return about.append(thumbButtons(row, side.title, judged.changed));
+  };
+  return answer;
+}
+
+function exchange(asked, answers) {
   return h(
     "article",
     { class: "panel exchange" },
     h("h2", { class: "unseen" }, "Answers"),
-    h("blockquote", { dir: "auto" }, prompt),
+    h("blockquote", { dir: "auto" }, asked),
     h(
       "div",
       { class: "pair" },
-      answer("Base model", base),
-      adapter
-        ? answer(`With ${name || adapter}`, adapted)
-        : h("p", { class: "soft" }, "No adapter is active; choose one to compare."),
+      answers.map((answer) => answer.element),
+      answers.length > 1 ? null : h("p", { class: "soft" }, "No adapter is active; choose one to compare."),
     ),
   );
 }

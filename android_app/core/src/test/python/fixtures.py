@@ -77,6 +77,7 @@ def export(out: Path) -> None:
     make_artifact(out / ARTIFACT, "android-cpu", f"--method prge --queries 4 {more}")
     make_artifact(out / BLOCKS, "android-cpu", f"--method mesp {more}")
     writer = "--method mesp --length 64 --batch-size 1 --set method.loss_tiles=2 --set export.next_token=true"
+    writer += " --set export.context_tokens=60"
     make_artifact(out / WRITER, "android-cpu", writer)
     for artifact, run in ((ARTIFACT, "run"), (BLOCKS, "blocks run")):
         make_run(out, artifact, run, "--steps 12 --set train.checkpoint_every=5 --set train.eval_every=6")

@@ -11,6 +11,7 @@ import org.ondevice.core.ArtifactInfo
 import org.ondevice.core.Format
 import org.ondevice.core.JudgedAnswer
 import org.ondevice.core.OndeviceException
+import org.ondevice.core.Sampling
 import org.ondevice.core.Session
 import org.ondevice.core.Task
 import org.ondevice.core.Tasks
@@ -59,6 +60,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
         root.findViewById<Spinner>(R.id.adapter)?.let { draft.putString("adapter", it.selectedItem?.toString()) }
         root.findViewById<Spinner>(R.id.other)?.let { draft.putString("other", it.selectedItem?.toString()) }
         root.findViewById<Switch>(R.id.as_chat)?.let { draft.putBoolean("as_chat", it.isChecked) }
+        for ((id, name) in NUMBERS) root.findViewById<EditText>(id)?.let { draft.putString(name, it.text.toString()) }
         root.findViewById<Spinner>(R.id.model)?.let { draft.putString("model", it.selectedItem?.toString()) }
     }
 
@@ -98,6 +100,8 @@ class TryScreen(host: MainActivity) : Screen(host) {
             form += ui.labelled(R.string.answers, answers)
         } else {
             form += ui.toggle(R.id.as_chat, R.string.as_chat, draft.getBoolean("as_chat"), {})
+            form += ui.row(number(R.id.longest, R.string.longest_answer, "32", whole = true), number(R.id.heat, R.string.sampling_temperature, "0"), gap = 10)
+            form += ui.row(number(R.id.top_p, R.string.top_p, "1"), number(R.id.sampling_seed, R.string.seed, "0", whole = true), gap = 10)
         }
         parts += ui.card(*form.toTypedArray(), gap = 10)
         blocked = app.runs.isWorking
@@ -115,6 +119,20 @@ class TryScreen(host: MainActivity) : Screen(host) {
         shown.clear()
         app.lastTrial?.let { parts += sides(it, busy == null) }
         return ui.page(R.id.page_try, *parts.toTypedArray())
+    }
+
+    private fun number(id: Int, label: Int, first: String, whole: Boolean = false): View {
+        val kind = InputType.TYPE_CLASS_NUMBER or if (whole) 0 else InputType.TYPE_NUMBER_FLAG_DECIMAL
+        return ui.labelled(label, ui.field(id, label, kind).apply { setText(draft.getString(NUMBERS.getValue(id)) ?: first) })
+    }
+
+    /** What stands in the fields; what is no number is refused as one that is out of range. */
+    private fun sampling(): Sampling {
+        fun text(id: Int, first: String) = draft.getString(NUMBERS.getValue(id))?.trim()?.replace(',', '.') ?: first
+        return Sampling(
+            text(R.id.longest, "32").toIntOrNull() ?: 0, text(R.id.heat, "0").toFloatOrNull() ?: -1f,
+            text(R.id.top_p, "1").toFloatOrNull() ?: 0f, text(R.id.sampling_seed, "0").toLongOrNull() ?: 0L,
+        )
     }
 
     /** Another model has other adapters and may ask otherwise. */
@@ -148,7 +166,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
             app.openProgram(artifact).use { program ->
                 val trial = Trial(Session(artifact, program), artifact.tokenizer())
                 if (trial.canGenerate && task == null) {
-                    trial.generate(prompt, vector, left, asChat, shouldStop = { stopping }) { soFar ->
+                    trial.generate(prompt, vector, left, asChat, sampling(), shouldStop = { stopping }) { soFar ->
                         app.jobs.onMain {
                             keep(soFar)
                             written()
@@ -236,5 +254,8 @@ class TryScreen(host: MainActivity) : Screen(host) {
 
     companion object {
         const val PLACE = "try"
+
+        /** Fields of numbers, and their names in the draft. */
+        private val NUMBERS = mapOf(R.id.longest to "longest", R.id.heat to "heat", R.id.top_p to "top_p", R.id.sampling_seed to "seed")
     }
 }

@@ -113,7 +113,7 @@ class TryAndAdaptersTest : AppTest() {
         open(3)
         find<Spinner>(R.id.other).setSelection(1)
         find<android.widget.Switch>(R.id.as_chat).isChecked = true
-        find<EditText>(R.id.prompt).setText("Was the film good?")
+        find<EditText>(R.id.prompt).setText("Good?")
         click(R.id.compare)
         gate.release(3)
         until("three tokens") { app.lastTrial?.result?.before?.text?.isNotEmpty() == true && gate.availablePermits() == 0 }
@@ -133,7 +133,20 @@ class TryAndAdaptersTest : AppTest() {
         assertTrue("32 tokens were not written", gate.availablePermits() > 940)
         click(R.id.compare)
         until("both answers") { app.jobs.words(TryScreen.PLACE) == null }
-        assertEquals(app.lastTrial!!.result.before.text, app.lastTrial!!.result.after!!.text)
+        val whole = app.lastTrial!!.result.before.text!!
+        assertEquals(whole, app.lastTrial!!.result.after!!.text)
+        // Another length, and drawing: what stands in the fields holds, and is refused where it cannot be.
+        find<EditText>(R.id.longest).setText("3")
+        find<EditText>(R.id.heat).setText("0,5")
+        find<EditText>(R.id.top_p).setText("0.000001")
+        click(R.id.compare)
+        until("short answers") { app.jobs.words(TryScreen.PLACE) == null }
+        val short = app.lastTrial!!.result.after!!.text!!
+        assertTrue("$short begins $whole", whole.startsWith(short) && short.length < whole.length)
+        find<EditText>(R.id.top_p).setText("2")
+        click(R.id.compare)
+        until("the refusal") { app.jobs.error(TryScreen.PLACE) != null }
+        assertTrue(texts(), "top-p 2.0" in texts())
     }
 
     @Test

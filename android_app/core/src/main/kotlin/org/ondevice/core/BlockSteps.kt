@@ -69,8 +69,15 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
     override val nextTokenColumns: Int get() = manifest.longestTokens
 
     override fun nextToken(state: State, ids: LongArray, length: Int): FloatArray {
-        val last = forward(state, ids, size(1, 1, ids.size), null).floats()
-        val hidden = vector(last.copyOfRange((length - 1) * width, length * width))
+        return logits(forward(state, ids, size(1, 1, ids.size), null).floats(), length - 1)
+    }
+
+    override fun reader(state: State, padId: Int): TokenReader =
+        if (CachedReader.BLOCK_DECODE in spec.methods) CachedReader(this, spec, state) else super.reader(state, padId)
+
+    /** Logits [vocabulary] behind the token at [place] of hidden states [N, D]. */
+    fun logits(states: FloatArray, place: Int): FloatArray {
+        val hidden = vector(states.copyOfRange(place * width, (place + 1) * width))
         val logits = FloatArray(info.vocab)
         for (tile in tiles) {
             val values = block(HEAD_LOGITS, mapOf(Key(Role.HIDDEN) to hidden), emptyMap(), firstRow = tile.firstRow).getValue(Key(Role.LOGITS))
@@ -146,7 +153,7 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
      * @param layer whose weights and ranges of the state go in.
      * @param firstRow of a table at which the tile begins.
      */
-    private fun block(name: String, given: Map<Key, Tensor>, state: State, layer: Int = 0, firstRow: Int = 0): Map<Key, Tensor> =
+    fun block(name: String, given: Map<Key, Tensor>, state: State, layer: Int = 0, firstRow: Int = 0): Map<Key, Tensor> =
         methods.call(name) { port ->
             when (port.role) {
                 Role.FROZEN -> weights.tensor(port, nameOf(port, layer), firstRow)

@@ -45,13 +45,36 @@ internal object BlocksCheck {
             method(BlockSteps.HEAD_SUMS, head, null, *places, gives = setOf(Role.TILE_SUMS))
             method(BlockSteps.HEAD_GRADIENT, head, null, *places, Role.TOKEN_SCALE to 1, Role.GRADIENT to 1, gives = setOf(Role.GRADIENT))
             if (writes) method(BlockSteps.HEAD_LOGITS, listOf(1, width), null, Role.HIDDEN to 1, gives = setOf(Role.LOGITS))
+            if (CachedReader.BLOCK_DECODE in spec.methods) cached()
+        }
+
+        /** The functions that keep keys [heads, width, context] and values [heads, context, width]. */
+        private fun cached() {
+            val where = "program_spec.methods.${CachedReader.BLOCK_DECODE}.inputs"
+            val inputs = ManifestCheck.method(spec, CachedReader.BLOCK_DECODE).inputs
+            val (heads, wide, context) = inputs.firstOrNull { it.role == Role.KEYS }?.shape?.takeIf { it.size == 3 }
+                ?: throw ManifestCheck.wrong(where, "keys of three dimensions", inputs)
+            val chunk = ManifestCheck.method(spec, CachedReader.EMBED_PREFILL).inputs.firstOrNull { it.role == Role.IDS }?.shape?.last() ?: 0
+            if (chunk < 2 || !writes) throw ManifestCheck.wrong("program_spec.methods", "${BlockSteps.HEAD_LOGITS}, and ids of several tokens", spec.methods.keys)
+            val places = arrayOf(Role.HIDDEN to 1, Role.POSITION to 1, Role.KEYS to 1, Role.VALUES to 1, Role.STATE to 1)
+            for ((embed, block, tokens) in listOf(
+                Triple(CachedReader.EMBED_PREFILL, CachedReader.BLOCK_PREFILL, chunk), Triple(CachedReader.EMBED_DECODE, CachedReader.BLOCK_DECODE, 1),
+            )) {
+                val hidden = listOf(tokens, width)
+                method(embed, hidden, listOf(1, tokens), Role.IDS to 1, gives = setOf(Role.HIDDEN))
+                val kept = { length: Int -> mapOf(Role.KEYS to listOf(heads, wide, length), Role.VALUES to listOf(heads, length, wide)) }
+                method(block, hidden, null, *places, gives = setOf(Role.HIDDEN, Role.KEYS, Role.VALUES), kept = listOf(kept(context), kept(tokens)))
+            }
         }
 
         /** The method takes these roles as often as said, gives those, and all have the shapes that the host has. */
-        private fun method(name: String, hidden: List<Int>, ids: List<Int>?, vararg takes: Pair<Role, Int>, gives: Set<Role>) {
+        private fun method(
+            name: String, hidden: List<Int>, ids: List<Int>?, vararg takes: Pair<Role, Int>, gives: Set<Role>,
+            kept: List<Map<Role, List<Int>>> = listOf(emptyMap(), emptyMap()),
+        ) {
             val method = ManifestCheck.method(spec, name)
-            for ((where, ports) in listOf("inputs" to method.inputs, "outputs" to method.outputs)) {
-                for (port in ports) if (port.role != Role.FROZEN) shape("program_spec.methods.$name.$where", port, hidden, ids)
+            for ((where, ports, own) in listOf(Triple("inputs", method.inputs, kept[0]), Triple("outputs", method.outputs, kept[1]))) {
+                for (port in ports) if (port.role != Role.FROZEN) shape("program_spec.methods.$name.$where", port, hidden, ids, own)
             }
             for ((role, count) in takes) {
                 val received = method.inputs.count { it.role == role }
@@ -65,7 +88,7 @@ internal object BlocksCheck {
             }
         }
 
-        private fun shape(where: String, port: Port, hidden: List<Int>, ids: List<Int>?) {
+        private fun shape(where: String, port: Port, hidden: List<Int>, ids: List<Int>?, kept: Map<Role, List<Int>>) {
             val positions = listOf(head[0])
             val expected = when (port.role) {
                 Role.IDS -> ids?.let { DType.INT64 to it }
@@ -76,7 +99,8 @@ internal object BlocksCheck {
                 Role.TARGETS -> DType.INT64 to positions
                 Role.TOKEN_SCALE -> DType.FLOAT32 to positions
                 Role.TILE_SUMS -> if (port.name in BlockSteps.SUMS) DType.FLOAT32 to positions else null
-                Role.TILE_FIRST, Role.TILE_SKIP, Role.SEED -> DType.INT64 to ONE
+                Role.KEYS, Role.VALUES -> kept[port.role]?.let { DType.FLOAT32 to it }
+                Role.TILE_FIRST, Role.TILE_SKIP, Role.SEED, Role.POSITION -> DType.INT64 to ONE
                 Role.LEARNING_RATE -> DType.FLOAT32 to ONE
                 Role.LOGITS -> DType.FLOAT32 to listOf(1, tileRows)
                 else -> null

@@ -41,7 +41,8 @@ class ChatTemplate private constructor(val defaultSystem: String?) {
 
     companion object {
         private const val START = "<|im_start|>"
-        private const val END = "<|im_end|>"
+        /** Behind every turn. */
+        internal const val END = "<|im_end|>"
         private const val BREAK = """(?:\n|\\n)"""
         private const val HEAD = """\{\{-? '<\|im_start\|>system$BREAK([^'\\\{\}]*)<\|im_end\|>$BREAK' \}\}"""
         private const val TURN = """\{\{'<\|im_start\|>' \+ message\['role'\] \+ '$BREAK' \+ message\['content'\] \+ '<\|im_end\|>' \+ '$BREAK'\}\}"""

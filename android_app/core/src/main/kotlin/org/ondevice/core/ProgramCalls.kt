@@ -28,6 +28,9 @@ internal interface ProgramCalls {
 
     /** Logits [vocabulary] of the token behind the first [length] of [ids]. */
     fun nextToken(state: State, ids: LongArray, length: Int): FloatArray
+
+    /** A text that begins now; only where the program can say which token comes next. */
+    fun reader(state: State, padId: Int): TokenReader = WholeRowReader(nextTokenColumns, padId) { ids, length -> nextToken(state, ids, length) }
 }
 
 /** Calls the methods of a program with inputs bound by role, and holds what comes out against the manifest. */

@@ -99,6 +99,9 @@ class Session(val artifact: Artifact, val program: Program) {
     /** Columns of the ids that [nextToken] takes; only where [generates]. */
     val nextTokenColumns: Int get() = calls.nextTokenColumns
 
+    /** A text that begins now, read with this session's adapter or [flat]; only where [generates]. */
+    fun reader(padId: Int, flat: FloatArray = adapter): TokenReader = calls.reader(with(flat), padId)
+
     /** Logits [vocabulary] of the token behind the first [length] of [ids]; only where [generates]. */
     fun nextToken(ids: LongArray, length: Int, flat: FloatArray = adapter): FloatArray = calls.nextToken(with(flat), ids, length)
 

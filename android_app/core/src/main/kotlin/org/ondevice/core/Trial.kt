@@ -68,8 +68,7 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
      *
      * @param asChat put the prompt as a user's turn; only where [canChat].
      * @param onText told of what is written so far after every token, on the calling thread.
-     * @param maxTokens longest answer.
-     * @param temperature 0 takes the most likely token; above, tokens are drawn with [seed].
+     * @param sampling how tokens are drawn, and what ends the answer.
      * @param shouldStop asked before every token; what is written by then is the answer.
      */
     fun generate(
@@ -77,9 +76,7 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
         adapter: FloatArray,
         other: FloatArray = untrained,
         asChat: Boolean = false,
-        maxTokens: Int = 32,
-        temperature: Float = 0f,
-        seed: Long = 0,
+        sampling: Sampling = Sampling(),
         shouldStop: () -> Boolean = { false },
         onText: (TrialResult) -> Unit = {},
     ): TrialResult {
@@ -88,8 +85,9 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
             throw artifactError("the program cannot write text", "a program exported with export.next_token", methods, "score answers instead")
         }
         val ids = ids(prompt, asChat)
+        val ends = setOfNotNull(tokenizer.eosId, chatEnd.takeIf { asChat })
         val writer = { flat: FloatArray, told: (TrialSide) -> Unit ->
-            TrialSide(emptyList(), write(ids, flat, maxTokens, temperature, Random(seed), shouldStop) { told(TrialSide(emptyList(), it)) })
+            TrialSide(emptyList(), write(ids, flat, sampling, ends, shouldStop) { told(TrialSide(emptyList(), it)) })
         }
         val before = writer(other) { onText(TrialResult(it, null)) }
         return TrialResult(before, writer(adapter) { onText(TrialResult(before, it)) })
@@ -104,38 +102,34 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
         return ids
     }
 
+    /** The token that a chat puts behind an answer; null where that is not one token. */
+    private val chatEnd: Int? by lazy { tokenizer.encode(ChatTemplate.END, addSpecialTokens = false).singleOrNull() }
+
     private fun write(
-        prompt: IntArray, flat: FloatArray, maxTokens: Int, temperature: Float, random: Random, shouldStop: () -> Boolean, onText: (String) -> Unit,
+        prompt: IntArray, flat: FloatArray, sampling: Sampling, ends: Set<Int>, shouldStop: () -> Boolean, onText: (String) -> Unit,
     ): String {
-        val columns = session.nextTokenColumns
-        var ids = prompt
+        val random = Random(sampling.seed)
+        val reader = session.reader(tokenizer.padId, flat)
         val answer = IntList()
-        while (answer.size < maxTokens && !shouldStop()) {
-            if (ids.size > columns) ids = ids.copyOfRange(ids.size - columns, ids.size)
-            val padded = LongArray(columns) { if (it < ids.size) ids[it].toLong() else tokenizer.padId.toLong() }
-            val next = pick(session.nextToken(padded, ids.size, flat), temperature, random)
-            if (next == tokenizer.eosId) break
-            answer.add(next)
-            ids += next
-            onText(tokenizer.decode(answer.toArray()))
+        // A prompt that fills the context loses its begin: a quarter is for the answer.
+        var left = reader.contextTokens ?: Int.MAX_VALUE
+        val kept = if (prompt.size < left) prompt.size else left * 3 / 4
+        var next = prompt.copyOfRange(prompt.size - kept, prompt.size)
+        while (answer.size < sampling.maxTokens && next.size <= left && !shouldStop()) {
+            left -= next.size
+            val token = sampling.pick(reader.feed(next), random)
+            if (token in ends) break
+            answer.add(token)
+            val text = tokenizer.decode(answer.toArray())
+            val end = sampling.end(text)
+            onText(if (end < 0) text else text.substring(0, end))
+            if (end >= 0) return text.substring(0, end)
+            next = intArrayOf(token)
         }
         return tokenizer.decode(answer.toArray())
     }
 
     companion object {
-        /** Index of the next token: the highest logit, or one drawn from the softmax of `logits / temperature`. */
-        internal fun pick(logits: FloatArray, temperature: Float, random: Random): Int {
-            val best = logits.indices.maxByOrNull { if (logits[it].isNaN()) Float.NEGATIVE_INFINITY else logits[it] } ?: 0
-            if (temperature <= 0f) return best
-            val weights = DoubleArray(logits.size) { if (logits[it].isNaN()) 0.0 else exp((logits[it] - logits[best]).toDouble() / temperature) }
-            var left = random.nextDouble() * weights.sum()
-            for (index in weights.indices) {
-                left -= weights[index]
-                if (left < 0) return index
-            }
-            return best
-        }
-
         private fun ranked(candidates: List<String>, scores: List<Double>): List<RankedAnswer> {
             val top = scores.max()
             val weights = scores.map { if (it.isFinite()) exp(it - top) else 0.0 }

@@ -48,7 +48,7 @@ class TrialTest {
         val trial = Trial(exported.session(), Runs.tokenizer)
         assertTrue(trial.canGenerate)
         val expected = Fixtures.json(exported.answers) as Map<*, *>
-        val result = trial.generate(expected["prompt"] as String, trained, maxTokens = (expected["tokens"] as Long).toInt())
+        val result = trial.generate(expected["prompt"] as String, trained, sampling = Sampling((expected["tokens"] as Long).toInt()))
         assertEquals(expected["before"] to expected["after"], result.before.text to result.after!!.text)
     }
 
@@ -59,7 +59,7 @@ class TrialTest {
         val trained = PeftAdapter(exported.artifact).read(exported.file("adapter"))
         val trial = Trial(exported.session(), Runs.tokenizer)
         val told = ArrayList<TrialResult>()
-        val whole = trial.generate("A warm film. It was", trained, other = trained, maxTokens = 6) { told.add(it) }
+        val whole = trial.generate("A warm film. It was", trained, other = trained, sampling = Sampling(6)) { told.add(it) }
         assertEquals(whole.before.text, whole.after!!.text)
         val (first, second) = told.partition { it.after == null }
         assertTrue(first.size == 6 && second.size == 6, "${told.size}")
@@ -67,7 +67,7 @@ class TrialTest {
         assertEquals(first.map { it.before.text!!.length }.sorted(), first.map { it.before.text!!.length })
         assertEquals(whole.after!!.text, told.last().after!!.text)
         var tokens = 0
-        val stopped = trial.generate("A warm film. It was", trained, maxTokens = 6, shouldStop = { tokens >= 2 }) { tokens++ }
+        val stopped = trial.generate("A warm film. It was", trained, sampling = Sampling(6), shouldStop = { tokens >= 2 }) { tokens++ }
         assertEquals(2, tokens)
         assertEquals("", stopped.after!!.text)
         assertTrue(stopped.before.text!!.isNotEmpty())
@@ -81,9 +81,9 @@ class TrialTest {
         assertTrue(trial.canChat, "${Runs.tokenizer.chatTemplate}")
         val flat = exported.artifact.first(exported.manifest.spec.adapter).floats()
         val text = ChatTemplate.of(Runs.tokenizer.chatTemplate!!).render(listOf(Turn("user", "Hi")), ask = true)
-        val plain = trial.generate(text, flat, maxTokens = 4).after!!.text
-        assertEquals(plain, trial.generate("Hi", flat, asChat = true, maxTokens = 4).after!!.text)
-        assertNotEquals(plain, trial.generate("Hi", flat, maxTokens = 4).after!!.text)
+        val plain = trial.generate(text, flat, sampling = Sampling(4)).after!!.text
+        assertEquals(plain, trial.generate("Hi", flat, asChat = true, sampling = Sampling(4)).after!!.text)
+        assertNotEquals(plain, trial.generate("Hi", flat, sampling = Sampling(4)).after!!.text)
         assertThrows(OndeviceException::class.java) { trial.generate(" ", flat, asChat = true) }
     }
 
@@ -132,7 +132,7 @@ class TrialTest {
         val trial = Trial(session, Runs.tokenizer)
         val result = trial.generate("0123456789a", FloatArray(size) { 1f })
         assertEquals("bcde" to "bcdefgh", result.before.text to result.after!!.text)
-        assertEquals("bc", trial.generate("a", FloatArray(size), maxTokens = 2).before.text)
+        assertEquals("bc", trial.generate("a", FloatArray(size), sampling = Sampling(2)).before.text)
     }
 
     private fun changed(exported: Exported, methods: Map<String, ProgramMethod>) =
@@ -141,10 +141,10 @@ class TrialTest {
     @Test
     fun temperatureDrawsByProbability() {
         val logits = floatArrayOf(0f, 1f, 2f, Float.NaN)
-        assertEquals(2, Trial.pick(logits, 0f, Random(0)))
+        assertEquals(2, Sampling(temperature = 0f).pick(logits, Random(0)))
         val random = Random(0)
         val counts = IntArray(4)
-        repeat(30_000) { counts[Trial.pick(logits, 1f, random)]++ }
+        repeat(30_000) { counts[Sampling(temperature = 1f).pick(logits, random)]++ }
         val expected = listOf(0.0900, 0.2447, 0.6652, 0.0)
         for (index in 0..3) assertTrue(abs(counts[index] / 30_000.0 - expected[index]) < 0.01, counts.toList().toString())
     }

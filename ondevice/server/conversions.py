@@ -1,0 +1,235 @@
+"""Adapters of the store on their way to other programs: `ondevice convert`, one at a time, in a helper of its own.
+
+A conversion is a row and a folder of the store, which holds the one file that can be downloaded: what the form wrote,
+as a zip where it is a folder. A conversion that failed, or that the daemon's end cut off, keeps its row, which says
+why, and has no folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from ondevice.core.config import StrictConfig
+from ondevice.core.errors import BusyError, ConfigError, OndeviceError, TrainingError
+from ondevice.exits.base import Form, form_names, form_of
+from ondevice.server.adapters import get_adapter, zipped
+from ondevice.server.helper import Helper
+from ondevice.server.jobs import adapter_folder, locate_model
+from ondevice.server.store import MissingError, Store, new_id
+
+_log = logging.getLogger(__name__)
+STAGE_S = 3600.0
+"""Longest silence of a conversion: a large model is read or written in one stage."""
+KEPT_S = 24 * 3600.0
+WAITING, RUNNING, DONE, FAILED = "waiting", "running", "done", "failed"
+
+
+class ConversionRequest(StrictConfig):
+    """The body of POST /v1/conversions."""
+
+    adapter: str = Field(max_length=64)
+    """An adapter of GET /v1/adapters."""
+
+    to: str = Field(max_length=40)
+    """A form of GET /v1/forms."""
+
+    model: str | None = Field(default=None, min_length=1, max_length=200)
+    """The base model, of GET /v1/models; None for the one that the adapter was trained on."""
+
+    dtype: str | None = Field(default=None, max_length=20)
+    """Of the written weights; None for the form's first."""
+
+
+def forms() -> list[dict[str, Any]]:
+    """List the ways out, as `ondevice convert --to` takes them."""
+    found = [form_of(name) for name in form_names()]
+    return [
+        {"name": form.name, "reader": form.reader, "dtypes": [one for one in form.dtypes if one],
+         "merged": form.merged, "needs_model": form.needs_model, "folder": form.marker is not None}
+        for form in found
+    ]  # fmt: skip
+
+
+class Conversions:
+    """The conversions of a store, and the thread that works on them.
+
+    Args:
+        running_job: asked before each for the job beside which it must fit; as `server.generate.answer` takes it.
+    """
+
+    def __init__(self, store: Store, running_job: Callable[[], dict[str, Any] | None]) -> None:
+        self.store, self.running_job = store, running_job
+        self.helper = Helper("conversion", timeout_s=STAGE_S)
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._present: str | None = None
+        self._thread = threading.Thread(target=self._run, name="conversions", daemon=True)
+
+    def start(self) -> None:
+        """Tidy up after the daemon before, and work."""
+        cut = TrainingError("the daemon ended during the conversion", hint="convert again").to_dict()
+        with self.store.transaction() as db:
+            db.execute(
+                "UPDATE conversions SET state = ?, error = ? WHERE state = ?", (FAILED, json.dumps(cut), RUNNING)
+            )
+        self.tidy(time.time())
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the present conversion, with what it has written."""
+        self._closing.set()
+        self._wake.set()
+        self.helper.interrupt()
+        if self._thread.is_alive():
+            self._thread.join(10)
+        self.helper.close()
+
+    def create(self, request: ConversionRequest) -> dict[str, Any]:
+        """Queue a conversion; return its row.
+
+        Raises:
+            ConfigError: no such form, a dtype it has not, or no model where it needs one.
+            MissingError: no such adapter or model.
+        """
+        form, adapter = form_of(request.to), get_adapter(self.store, request.adapter)
+        if request.dtype is not None and request.dtype not in filter(None, form.dtypes):
+            expected = ", ".join(filter(None, form.dtypes)) or "none: the numbers stay as they are"
+            raise ConfigError(f"dtype for {form.name}", expected=expected, received=request.dtype)
+        model = request.model or adapter["base_model"] or None
+        if model is None and form.needs_model:
+            raise ConfigError("the adapter does not name its model", expected="a model of GET /v1/models")
+        if model is not None:
+            locate_model(self.store, model)
+        name = new_id("exit")
+        with self.store.transaction() as db:
+            query = "INSERT INTO conversions (id, adapter, form, model, dtype, state, created_s) VALUES (?,?,?,?,?,?,?)"
+            db.execute(query, (name, request.adapter, form.name, model, request.dtype, WAITING, time.time()))
+        self._wake.set()
+        return self.get(name)
+
+    def list(self) -> list[dict[str, Any]]:
+        """List all conversions, the newest first."""
+        return [_public(row) for row in self.store.rows("SELECT * FROM conversions ORDER BY number DESC")]
+
+    def get(self, name: str) -> dict[str, Any]:
+        """Return one; MissingError if there is none."""
+        row = self.store.row("SELECT * FROM conversions WHERE id = ?", name)
+        if row is None:
+            raise MissingError(f"there is no conversion {name}", hint="GET /v1/conversions lists them")
+        return _public(row)
+
+    def file(self, name: str) -> Path:
+        """Return the file to download; BusyError where there is none yet, or none any more."""
+        conversion = self.get(name)
+        if conversion["state"] != DONE:
+            raise BusyError(f"conversion {name} is {conversion['state']}", expected="one that is done")
+        return self.store.path("exits", name) / conversion["file"]
+
+    def remove(self, name: str) -> None:
+        """Forget a conversion and what it wrote; one that runs is ended first."""
+        self.get(name)
+        with self.store.transaction() as db:
+            db.execute("DELETE FROM conversions WHERE id = ?", (name,))
+        if self._present == name:
+            self.helper.interrupt()  # its thread takes the folder away
+        else:
+            self.store.discard("exits", name)
+
+    def tidy(self, now_s: float) -> None:
+        """Forget what was made long ago, and folders that no finished conversion has."""
+        with self.store.transaction() as db:
+            query = "DELETE FROM conversions WHERE state IN (?, ?) AND created_s < ?"
+            db.execute(query, (DONE, FAILED, now_s - KEPT_S))
+        known = {
+            row["id"] for row in self.store.rows("SELECT id FROM conversions WHERE state IN (?, ?)", DONE, RUNNING)
+        }
+        for folder in (self.store.root / "exits").iterdir():
+            if folder.name not in known and folder.name != self._present:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            row = self.store.row("SELECT * FROM conversions WHERE state = ? ORDER BY number LIMIT 1", WAITING)
+            if row is None:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            self._present = row["id"]
+            try:
+                self._convert(dict(row))
+            except Exception as error:
+                _log.exception("conversion %s failed", row["id"])
+                self._fail(row["id"], TrainingError(f"the conversion failed: {type(error).__name__}: {error}"))
+            finally:
+                self._present = None
+                self.helper.end_if_idle(0.0)  # its model is of no use to the next one
+
+    def _convert(self, row: dict[str, Any]) -> None:
+        name, form = row["id"], form_of(row["form"])
+        if not self._set(name, state=RUNNING, stage="starting"):
+            return
+        folder = self.store.path("exits", name)
+        try:
+            folder.mkdir(mode=0o700)
+            source = str(adapter_folder(self.store, row["adapter"]))
+            model = None if row["model"] is None else locate_model(self.store, row["model"])
+            written = folder / file_name(row["adapter"], form)
+            parts = self.helper.stream(
+                "convert", source=source, to=form.name, out=str(written), model=model, dtype=row["dtype"],
+                job=self.running_job(),
+            )  # fmt: skip
+            while True:
+                try:
+                    self._set(name, stage=next(parts)["stage"])
+                except StopIteration as end:
+                    report = end.value
+                    break
+            if form.marker is not None:
+                self._set(name, stage="packing")
+                packed = zipped(written, folder)
+                shutil.rmtree(written)
+                os.replace(packed, written := written.with_name(f"{written.name}.zip"))
+            values = {"report": json.dumps(report), "file": written.name, "bytes": written.stat().st_size}
+            if not self._set(name, state=DONE, stage="", **values):
+                self.store.discard("exits", name)  # it was forgotten meanwhile
+        except (OndeviceError, OSError) as error:
+            self._fail(name, error if isinstance(error, OndeviceError) else TrainingError(str(error)))
+
+    def _fail(self, name: str, error: OndeviceError) -> None:
+        """Leave the reason, and nothing else. What waits stays so when the daemon stops; what ran is noted at its
+        start."""
+        self.store.discard("exits", name)
+        if not self._closing.is_set():
+            self._set(name, state=FAILED, stage="", error=json.dumps(error.to_dict()))
+
+    def _set(self, name: str, **values: Any) -> bool:
+        """Change a row; return False if it is gone."""
+        fields = ", ".join(f"{field} = ?" for field in values)
+        with self.store.transaction(durable="state" in values) as db:
+            return bool(db.execute(f"UPDATE conversions SET {fields} WHERE id = ?", (*values.values(), name)).rowcount)
+
+
+def file_name(adapter: str, form: Form) -> str:
+    """Return the name of what a form writes of an adapter; the file of a folder has `.zip` behind it."""
+    return f"{adapter}-{form.name}" + ("" if form.marker is not None else ".gguf")
+
+
+def _public(row: Any) -> dict[str, Any]:
+    values = dict(row)
+    del values["number"]
+    values["to"] = values.pop("form")
+    for field in ("report", "error"):
+        values[field] = json.loads(values[field]) if values[field] else None
+    if values["error"]:
+        values["error"]["hint"] = values["error"].pop("try", None)
+        values["error"].pop("exit_code", None)
+    return values

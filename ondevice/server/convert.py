@@ -1,0 +1,112 @@
+"""An adapter converted in a helper of the daemon: the stages as they come, and what reading it back found."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import shutil
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from ondevice.core.errors import OndeviceError, StorageError
+
+SPARE_BYTES = 256 << 20
+"""What a conversion leaves free on the disk: jobs and the database must be able to go on."""
+_BYTES = {"float32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
+"""Bytes of an element; every other type has two."""
+
+
+def convert(
+    source: str, to: str, out: str, model: str | None, dtype: str | None, job: dict[str, Any] | None
+) -> Generator[dict[str, str], None, dict[str, Any]]:
+    """Convert; yield `{"stage": text}`, and return the report without paths.
+
+    Args:
+        source: the adapter's folder.
+        to, dtype, model: as `ondevice.exits.convert` takes them; a model is a source string.
+        out: the file or folder to write; its parent is the working folder meanwhile, so that texts name no other path.
+        job: as `server.generate.answer` takes it.
+
+    Raises:
+        BusyError: it does not fit beside the job.
+        StorageError: the disk has not enough room.
+        OndeviceError: what `ondevice.exits.convert` raises.
+    """
+    from ondevice.exits import convert as write
+    from ondevice.exits.base import form_of
+
+    place, form = Path(out), form_of(to)
+    if model is not None:
+        _check_room(model, dtype or next(iter(form.dtypes), ""), form.merged, place.parent, job)
+    told: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
+    ended: list[Any] = []
+
+    def work() -> None:
+        try:
+            ended.append(write(source, to, place.name, model=model, dtype=dtype).to_dict())
+        except BaseException as error:  # raised again below, in the thread that answers
+            ended.append(error)
+        told.put(None)
+
+    handler, logger = _Stages(told), logging.getLogger("ondevice")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    before = os.getcwd()
+    os.chdir(place.parent)
+    try:
+        thread = threading.Thread(target=work)
+        thread.start()
+        while (stage := told.get()) is not None:
+            yield stage
+        thread.join()
+    finally:
+        os.chdir(before)
+        logger.removeHandler(handler)
+    if isinstance(ended[0], OndeviceError):
+        raise _without(ended[0], source, Path(source).name)
+    if isinstance(ended[0], BaseException):
+        raise ended[0]
+    report: dict[str, Any] = ended[0]
+    for field in ("out", "adapter", "model"):
+        del report[field]
+    report["notes"] = [note.replace(f"{place.parent}{os.sep}", "") for note in report["notes"]]
+    return report
+
+
+class _Stages(logging.Handler):
+    """Puts what the exits say into a queue."""
+
+    def __init__(self, told: queue.SimpleQueue[dict[str, str] | None]) -> None:
+        super().__init__(logging.INFO)
+        self.told = told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.INFO:
+            self.told.put({"stage": record.getMessage()})
+
+
+def _without(error: OndeviceError, path: str, name: str) -> OndeviceError:
+    """Name the adapter, not its folder on this machine."""
+    error.message = error.message.replace(path, name)
+    return error
+
+
+def _check_room(model: str, dtype: str, merged: bool, place: Path, job: dict[str, Any] | None) -> None:
+    """Refuse what does not fit into memory beside the job, or onto the disk."""
+    from ondevice.exits.check import PROMPTS
+    from ondevice.models import read_dims
+    from ondevice.planning.estimate import weight_bytes
+    from ondevice.server.generate import _check, needs
+
+    dims = read_dims(model)
+    weights = sum(weight_bytes(dims, "float32"))
+    if job is not None:
+        parts = needs(dims, weights, "float32", max(map(len, PROMPTS)), "cpu")
+        _check(parts | ({"weights, read back": weights} if merged else {}), "cpu", job)
+    need = int(weights / 4 * _BYTES.get(dtype, 2.0)) if merged else 0
+    free = shutil.disk_usage(place).free
+    if need + SPARE_BYTES > free:
+        raise StorageError("the disk has not enough room", expected=f"{need} bytes", received=f"{free} free")

@@ -1,0 +1,78 @@
+/** Thumbs up and down for an answer, and the list of what was judged. */
+
+import { ask, at, get, post } from "./api.js";
+import { announce, h, table } from "./dom.js";
+import { attempt, problemPlace } from "./errors.js";
+
+const UP = "\u{1F44D}";
+const DOWN = "\u{1F44E}";
+const WORDS = { true: "Thumbs up", false: "Thumbs down" };
+
+/**
+ * Two buttons for an answer; the pressed one pressed again takes the thumb back.
+ * @param row prompt, answer, model and adapter, as POST /v1/thumbs takes them
+ * @param whose said with the buttons to a screen reader
+ */
+export function thumbButtons(row, whose, changed) {
+  const place = problemPlace();
+  let kept = null;
+  const buttons = [true, false].map((liked) => {
+    const button = h(
+      "button",
+      { type: "button", class: "thumb", "aria-pressed": "false" },
+      h("span", { "aria-hidden": "true" }, liked ? UP : DOWN),
+      h("span", { class: "unseen" }, `${WORDS[liked]}: ${whose}`),
+    );
+    const toggle = async () => {
+      if (kept?.liked === liked) {
+        await ask("DELETE", at("/v1/thumbs", kept.id));
+        kept = null;
+      } else kept = await post("/v1/thumbs", { ...row, liked });
+      buttons.forEach((one, index) => one.setAttribute("aria-pressed", String(kept?.liked === (index === 0))));
+      announce(kept ? `${WORDS[liked]} is kept` : "The thumb is taken back");
+      await changed();
+    };
+    button.addEventListener("click", () => attempt(button, place, toggle));
+    return button;
+  });
+  return h("div", { class: "buttons" }, buttons, place.element);
+}
+
+/** What was judged: how many, the newest, and all of it as a file. */
+export function thumbsPanel(signal) {
+  const [list, place] = [h("div"), problemPlace()];
+  const changed = async () => {
+    const rows = await get("/v1/thumbs?limit=20", signal);
+    list.replaceChildren(
+      ...(rows.length
+        ? [
+            h("a", { class: "button", href: "/v1/thumbs/export", download: "thumbs.jsonl" }, "Download as JSON lines"),
+            table(
+              "The newest",
+              ["Answer", "Question", "Thumb", "By", "Actions"],
+              rows.map((row) => [
+                h("span", { class: "answer" }, row.answer),
+                typeof row.prompt === "string" ? row.prompt : row.prompt.at(-1).content,
+                h("span", { title: WORDS[row.liked] }, row.liked ? UP : DOWN),
+                row.adapter ? `${row.model} with ${row.adapter}` : row.model,
+                remove(row),
+              ]),
+            ),
+          ]
+        : [h("p", {}, "No answer has been judged yet.")]),
+    );
+  };
+  const remove = (row) => {
+    const button = h("button", { type: "button" }, "Forget", h("span", { class: "unseen" }, ` ${row.answer}`));
+    button.addEventListener("click", () =>
+      attempt(button, place, async () => {
+        await ask("DELETE", at("/v1/thumbs", row.id));
+        await changed();
+      }),
+    );
+    return button;
+  };
+  const element = h("details", { class: "panel" }, h("summary", {}, "Judged answers"), place.element, list);
+  element.addEventListener("toggle", () => element.open && attempt(element, place, changed));
+  return { element, changed: () => (element.open ? changed() : undefined) };
+}

@@ -1,0 +1,57 @@
+"""Adapters in the forms that other programs read: converted beside the daemon, then downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import FileResponse, Response
+
+from ondevice.server import conversions, schemas
+from ondevice.server.conversions import ConversionRequest
+from ondevice.server.routes import Id, Serving
+
+router = APIRouter(prefix="/v1", tags=["conversions"])
+
+
+@router.get("/forms", response_model=list[schemas.ExitForm])
+def list_forms() -> list[dict[str, Any]]:
+    """Return the forms that an adapter can be converted to."""
+    return conversions.forms()
+
+
+@router.post("/conversions", status_code=202, response_model=schemas.Conversion)
+def convert_adapter(daemon: Serving, body: ConversionRequest) -> dict[str, Any]:
+    """Begin to convert an adapter; GET says how far it is. One runs at a time, and fails where it does not fit beside a
+    job."""
+    return daemon.conversions.create(body)
+
+
+@router.get("/conversions", response_model=list[schemas.Conversion])
+def list_conversions(daemon: Serving) -> list[dict[str, Any]]:
+    """Return all conversions, the newest first. They are kept for a day."""
+    return daemon.conversions.list()
+
+
+@router.get("/conversions/{conversion}", response_model=schemas.Conversion)
+def get_conversion(daemon: Serving, conversion: Id) -> dict[str, Any]:
+    """Return one conversion."""
+    return daemon.conversions.get(conversion)
+
+
+@router.get(
+    "/conversions/{conversion}/download",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}}, "description": "The file, or a zip of the folder."}},
+)
+def download_conversion(daemon: Serving, conversion: Id) -> Response:
+    """Download what was written: one file, or a zip of the folder. 409 until it is done."""
+    path = daemon.conversions.file(conversion)
+    return FileResponse(path, media_type="application/octet-stream", filename=path.name)
+
+
+@router.delete("/conversions/{conversion}", response_model=schemas.Done)
+def delete_conversion(daemon: Serving, conversion: Id) -> dict[str, bool]:
+    """Forget a conversion and its file; one that runs is ended."""
+    daemon.conversions.remove(conversion)
+    return {"ok": True}

@@ -1,0 +1,44 @@
+"""Thumbs up and down for answers: kept, listed, exported as rows."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi.responses import Response, StreamingResponse
+
+from ondevice.server import schemas, thumbs
+from ondevice.server.routes import Id, Serving
+
+router = APIRouter(prefix="/v1", tags=["thumbs"])
+
+
+@router.post("/thumbs", response_model=schemas.Thumb)
+def judge_answer(daemon: Serving, body: schemas.ThumbRequest) -> dict[str, Any]:
+    """Keep what somebody thought of an answer. The same answer judged again keeps its id and changes its thumb."""
+    prompt = body.prompt if isinstance(body.prompt, str) else [turn.model_dump() for turn in body.prompt]
+    return thumbs.judge(daemon.store, prompt, body.answer, body.liked, body.model, body.adapter)
+
+
+@router.get("/thumbs", response_model=list[schemas.Thumb])
+def list_thumbs(daemon: Serving, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:
+    """Return judged answers, the newest first."""
+    return thumbs.list_thumbs(daemon.store, limit)
+
+
+@router.get(
+    "/thumbs/export",
+    response_class=Response,
+    responses={200: {"content": {"application/jsonl": {}}, "description": "Rows of the format `thumbs`."}},
+)
+def export_thumbs(daemon: Serving) -> Response:
+    """Download all judged answers as rows for `ondevice data`: prompt, completion, label, model, adapter."""
+    headers = {"Content-Disposition": 'attachment; filename="thumbs.jsonl"'}
+    return StreamingResponse(thumbs.lines(daemon.store), headers=headers, media_type="application/jsonl")
+
+
+@router.delete("/thumbs/{thumb}", response_model=schemas.Done)
+def delete_thumb(daemon: Serving, thumb: Id) -> dict[str, bool]:
+    """Forget one judgement."""
+    thumbs.remove(daemon.store, thumb)
+    return {"ok": True}

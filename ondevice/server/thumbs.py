@@ -1,0 +1,71 @@
+"""Answers that somebody judged with thumbs up or down, kept in the store: the ground for learning from feedback.
+
+A line of the export is a row of the format `thumbs` of `ondevice.data`, with the model and the adapter besides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ondevice.server.store import MissingError, Store
+
+PAGE_ROWS = 500
+"""Rows that are read from the store at once."""
+
+
+def judge(
+    store: Store, prompt: str | list[dict[str, str]], answer: str, liked: bool, model: str, adapter: str | None
+) -> dict[str, Any]:
+    """Keep a judgement; return its row. The same answer judged again is the same row, with the newer thumb."""
+    kept = _whole(json.dumps(prompt, ensure_ascii=False))
+    answer, model = _whole(answer), _whole(model)
+    adapter = None if adapter is None else _whole(adapter)
+    same = json.dumps([kept, answer, model, adapter]).encode()
+    name = f"thumb-{hashlib.sha256(same).hexdigest()[:16]}"
+    with store.transaction() as db:
+        db.execute(
+            "INSERT INTO thumbs (id, prompt, answer, liked, model, adapter, created_s) VALUES (?, ?, ?, ?, ?, ?, ?) "
+            "ON CONFLICT (id) DO UPDATE SET liked = excluded.liked, created_s = excluded.created_s",
+            (name, kept, answer, liked, model, adapter, time.time()),
+        )
+    return _row(store.row("SELECT * FROM thumbs WHERE id = ?", name))
+
+
+def list_thumbs(store: Store, limit: int) -> list[dict[str, Any]]:
+    """List at most `limit` judged answers, the newest first."""
+    rows = store.rows("SELECT * FROM thumbs ORDER BY created_s DESC, number DESC LIMIT ?", limit)
+    return [_row(row) for row in rows]
+
+
+def remove(store: Store, name: str) -> None:
+    """Forget a judgement; MissingError if there is none."""
+    with store.transaction() as db:
+        if not db.execute("DELETE FROM thumbs WHERE id = ?", (name,)).rowcount:
+            raise MissingError(f"there is no thumb {name}", hint="GET /v1/thumbs lists them")
+
+
+def lines(store: Store) -> Iterator[bytes]:
+    """Yield all judged answers as JSON lines, in the order they were first judged: `prompt` (text, or turns with
+    role and content), `completion`, `label` (true for thumbs up), `model`, `adapter`."""
+    last = 0
+    while rows := store.rows("SELECT * FROM thumbs WHERE number > ? ORDER BY number LIMIT ?", last, PAGE_ROWS):
+        for row in rows:
+            values = {"prompt": json.loads(row["prompt"]), "completion": row["answer"], "label": bool(row["liked"])}
+            values |= {"model": row["model"], "adapter": row["adapter"]}
+            yield json.dumps(values, ensure_ascii=False).encode() + b"\n"
+        last = rows[-1]["number"]
+
+
+def _row(row: Any) -> dict[str, Any]:
+    values = dict(row) | {"prompt": json.loads(row["prompt"]), "liked": bool(row["liked"])}
+    del values["number"]
+    return values
+
+
+def _whole(text: str) -> str:
+    """Return it with a question mark for half a surrogate pair, which no file can hold."""
+    return text.encode("utf-8", "replace").decode()

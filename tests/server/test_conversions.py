@@ -1,0 +1,103 @@
+"""An adapter of the store converted over the API, downloaded, and read by the program it is for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import zipfile
+
+import pytest
+
+from ondevice.artifact.adapter import load_adapter
+from ondevice.server.client import RefusedError
+from tests.server.running import wait_for
+
+MODEL = "tiny:llama"
+
+
+def test_a_conversion_is_what_the_command_line_writes(served, tmp_path) -> None:
+    """One file and a zip of a folder; stages are told, the store keeps it until it is forgotten."""
+    client, adapter, store = served.client, served.job["id"], served.daemon.store
+    stages: list[str] = []
+    begun = client.convert(adapter, "gguf-lora")
+    assert begun["state"] in ("waiting", "running") and begun["model"] == MODEL
+    done = client.wait_for_conversion(begun["id"], stages.append)
+    assert f"loading {MODEL}" in stages and done["report"]["max_abs_difference_from_base"] > 0
+    file = client.download_conversion(done["id"], tmp_path / "a b" / done["file"])
+    own = tmp_path / "own.gguf"
+    command = ["convert", str(store / "adapters" / adapter), "--to", "gguf-lora", "--model", MODEL, "--out", str(own)]
+    subprocess.run([sys.executable, "-m", "ondevice", *command], check=True, capture_output=True)
+    # Names in the metadata are of the file; the tensors lie behind them.
+    assert file.stat().st_size == done["bytes"] and file.read_bytes()[-4096:] == own.read_bytes()[-4096:]
+    assert str(store) not in str(done)
+
+    command = ["jobs", "adapters", "convert", adapter, "--to", "peft", "--out", str(tmp_path / "peft.zip"), "--json"]
+    command += ["--url", served.daemon.address]
+    shown = subprocess.run([sys.executable, "-m", "ondevice", *command], check=True, capture_output=True)
+    assert json.loads(shown.stdout)["reader"] == "PEFT"
+    zipfile.ZipFile(tmp_path / "peft.zip").extractall(tmp_path / "peft")
+    written, trained = load_adapter(tmp_path / "peft"), load_adapter(store / "adapters" / adapter)
+    assert all((written.tensors[name] == value).all() for name, value in trained.tensors.items())
+    client.delete_conversion(done["id"])
+    assert not client.conversions() and not list((store / "exits").iterdir())
+
+
+def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) -> None:
+    client, adapter, store = served.client, served.job["id"], served.daemon.store
+    with pytest.raises(RefusedError, match="unknown form"):
+        client.convert(adapter, "exe")
+    with pytest.raises(RefusedError, match="dtype for gguf"):
+        client.convert(adapter, "gguf", dtype="int3")
+    with pytest.raises(RefusedError, match="no adapter"):
+        client.convert("none", "gguf")
+    other = client.convert(adapter, "gguf-lora", model="tiny:qwen3")
+    with pytest.raises(RefusedError, match="is not of tiny:qwen3") as caught:
+        client.wait_for_conversion(other["id"])
+    assert caught.value.expected and str(store) not in str(caught.value)
+    with pytest.raises(RefusedError, match="is failed"):
+        client.download_conversion(other["id"], tmp_path / "none")
+    running = client.convert(adapter, "safetensors")
+    wait_for(lambda: client.conversions()[0]["state"] == "running", "the conversion's start")
+    began = time.monotonic()
+    client.delete_conversion(running["id"])
+    assert client.health()["status"] == "ok" and time.monotonic() - began < 5
+    wait_for(lambda: not list((store / "exits").iterdir()), "its folder's end")
+    assert [row["id"] for row in client.conversions()] == [other["id"]]
+    client.delete_conversion(other["id"])
+
+
+def test_a_daemon_that_ended_leaves_no_folder(store, tmp_path) -> None:
+    """What ran is noted as failed, what is done stays for a day."""
+    from ondevice.server.conversions import KEPT_S, Conversions
+
+    now = time.time()
+    for name, state, created in (("exit-1", "running", now), ("exit-2", "done", now), ("exit-3", "done", now - KEPT_S)):
+        store.connection.execute(
+            "INSERT INTO conversions (id, adapter, form, state, created_s) VALUES (?, 'a', 'peft', ?, ?)",
+            (name, state, created - 1),
+        )
+        store.path("exits", name).mkdir()
+    conversions = Conversions(store, lambda: None)
+    conversions.start()
+    try:
+        assert [row["state"] for row in conversions.list()] == ["done", "failed"]
+        assert "the daemon ended" in conversions.get("exit-1")["error"]["message"]
+        assert [folder.name for folder in (store.root / "exits").iterdir()] == ["exit-2"]
+    finally:
+        conversions.stop()
+
+
+def test_beside_a_job_it_must_fit(tmp_path, monkeypatch) -> None:
+    from dataclasses import replace
+
+    from ondevice.core.errors import BusyError
+    from ondevice.planning.devices import find_device
+    from ondevice.server.convert import convert
+
+    small = replace(find_device("this-cpu"), usable_bytes=3 << 20)
+    monkeypatch.setattr("ondevice.planning.devices.find_device", lambda name: small)
+    job = {"id": "job-1", "device": "cpu", "wants_bytes": 3 << 20}
+    with pytest.raises(BusyError, match="does not fit beside job job-1"):
+        next(convert(str(tmp_path), "gguf", str(tmp_path / "a.gguf"), MODEL, None, job))
