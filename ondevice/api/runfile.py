@@ -23,6 +23,10 @@ else:
     """Any method's settings; `name` says which."""
 
 
+LATER = ("columns", "validation_split", "packing")
+"""Settings of the rows that are named in a run's identity only where they are set: older logs do not have them."""
+
+
 class RunConfig(StrictConfig):
     """One run: everything that `ondevice train`, `export` and `plan` read."""
 
@@ -152,7 +156,7 @@ class RunConfig(StrictConfig):
         from ondevice.data.templates import is_template
 
         data = self.data
-        hidden = {"path", "eval_path"} | {name for name in ("columns", "validation_split") if not getattr(data, name)}
+        hidden = {"path", "eval_path"} | {name for name in LATER if not getattr(data, name)}
         digest = sha256_file(data.path) if data.path is not None and data.path.is_file() else None
         if data.path is not None and not data.path.is_file() and check_source(data.path) == "folder":
             from ondevice.data.folders import hash_files

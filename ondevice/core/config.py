@@ -186,6 +186,11 @@ class DataConfig(StrictConfig):
     """Longer prompts lose tokens at their front, conversations whole turns, answers nothing. None takes the length that
     holds 99% of the rows, and says it."""
 
+    packing: bool = False
+    """Put the rows of a step into as few sequences of `max_length_tokens` as hold them, each row with its own attention
+    and positions: the same gradient with less padding. `train.batch_size` still counts rows,
+    `method.micro_batch_size` then sequences."""
+
     train_on_prompt: bool = False
     """Also train on the tokens of the prompt (user turns)."""
 

@@ -235,7 +235,8 @@ def fit(
     """
     # An exported program fixes the rows of a step; any other session takes what the run file says.
     size = session.batch_size or config.train.batch_size
-    batches = Batches(rows.train, size, session.lengths_tokens, config.train.seed, rows.pad)
+    packing = config.data.packing
+    batches = Batches(rows.train, size, session.lengths_tokens, config.train.seed, rows.pad, packing=packing)
     config = in_steps(config, batches.steps_per_epoch)
     settings = config.train
     if settings.objective != "loss":
