@@ -42,12 +42,14 @@ class Option:
         key: the setting that it sets, such as `queries` for `method.queries`.
         type: of the value; `bool` is a flag without one.
         help: one sentence; the names of the methods that have the flag are added.
+        also: other spellings, such as `-d`.
     """
 
     flag: str
     key: str
     type: type
     help: str
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
