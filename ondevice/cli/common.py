@@ -78,6 +78,7 @@ RUN_OPTIONS = (
     Option("--task", "data.task", str, TASK),
     Option("--column", "data.columns", dict, "The file's column of a field: --column prompt=Question (repeat)"),
     Option("--packing", "data.packing", bool, "Several rows in one sequence, kept apart: less padding"),
+    Option("--streaming", "data.streaming", bool, "Read the file as it is trained on: for files larger than memory"),
     Option("--steps", "train.steps", int, "Optimizer steps", ("-n",)),
     Option("--batch-size", "train.batch_size", int, "Rows of data a step"),
     Option("--max-length", "data.max_length_tokens", int, "Tokens a row, at most; else what the rows need"),

@@ -22,7 +22,7 @@ Log = Annotated[Path, typer.Argument(help="A fleet's folder, its fleet.db, or a 
 
 
 @app.command()
-@common.with_run_options(without=("--packing", "--steps", "--backend", "--memory-limit"), loop=False)
+@common.with_run_options(without=("--packing", "--streaming", "--steps", "--backend", "--memory-limit"), loop=False)
 @common.with_method_options
 def simulate(
     config: common.Config = None,

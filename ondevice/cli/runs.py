@@ -232,6 +232,8 @@ def _dry_run(config: Any, placement: Any, json: bool) -> None:
 
 
 def _finish(trained: Any, json: bool) -> None:
+    from ondevice.training.progress import describe_data
+
     values = trained.to_dict()
     if json:
         print_json(values)
@@ -249,6 +251,8 @@ def _finish(trained: Any, json: bool) -> None:
                 if values["evaluation"].get(key) is not None
             }
         table(shown)
+    if values["data"].get("train", {}).get("streamed"):  # at the start these were known of the first window alone
+        err.print("\n".join(describe_data("train", values["data"]["train"])), markup=False)
     if values["unused_rows"]:
         err.print(f"warning: {values['unused_rows']} rows were not used; `ondevice data FILE` lists them", markup=False)
     if trained.result.interrupted:

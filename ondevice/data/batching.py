@@ -111,14 +111,7 @@ class Batches:
     def at(self, step: int) -> Batch:
         """Return the batch of a step, counted from 0: int64 [batch_size, length], or fewer sequences of more rows."""
         examples = [self._examples[row] for row in self.rows_at(step)]
-        if self.packing:
-            return pack_examples(examples, self._room, self.pad_id)
-        longest = max(len(example) for example in examples)
-        if self.lengths_tokens is None:
-            length = round_up(longest)
-        else:
-            length = next(length for length in self.lengths_tokens if length >= longest)
-        return pad_examples(examples, length, self.pad_id)
+        return collate(examples, self.lengths_tokens, self.pad_id, self._room if self.packing else None)
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
@@ -134,6 +127,19 @@ class Batches:
 def round_up(length_tokens: int, multiple: int = ROUND_TO_TOKENS) -> int:
     """Round up to the next multiple of `multiple`."""
     return -(-length_tokens // multiple) * multiple
+
+
+def collate(
+    examples: Sequence[Example], lengths_tokens: Sequence[int] | None, pad_id: int, room_tokens: int | None = None
+) -> Batch:
+    """Make a batch of examples: packed where `room_tokens` says how long a sequence may be, else padded to the smallest
+    of `lengths_tokens`, ascending, or to a multiple of 8."""
+    if room_tokens is not None:
+        return pack_examples(examples, room_tokens, pad_id)
+    longest = max(len(example) for example in examples)
+    if lengths_tokens is None:
+        return pad_examples(examples, round_up(longest), pad_id)
+    return pad_examples(examples, next(length for length in lengths_tokens if length >= longest), pad_id)
 
 
 def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -> Batch:

@@ -16,7 +16,7 @@ def imported(*words: str) -> set[str]:
     """All modules that a fresh interpreter holds after the command has printed its help."""
     program = (
         "import sys, io, contextlib\nfrom ondevice.cli.app import run\n"
-        f"with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit): run({list(words)!r})\n"
+        f"with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit): run({[*words]})\n"
         "assert 'Usage:' in said.getvalue()\nprint(*sorted(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)

@@ -1,6 +1,6 @@
 """Rows that share a sequence, taken apart for attention and put together again.
 
-All of a block but attention works on tokens alone. So each row of a packed batch becomes a row of its own for attention,
+All of a block but attention works on tokens alone. So each row of a packed batch is a row of its own for attention,
 padded to the longest, and any algorithm of `attention` computes it as if it had never been packed.
 """
 
