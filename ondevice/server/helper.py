@@ -277,6 +277,13 @@ def check_model(folder: str) -> dict[str, Any]:
     return {"layers": dims.layers, "hidden": dims.hidden, "vocab": dims.vocab}
 
 
+def choose(source: str) -> str:
+    """Choose the method of a job that names none; whether a block is known may take a framework to find out."""
+    from ondevice.models.choice import choose_method
+
+    return choose_method(source)[0]
+
+
 def generate(**arguments: Any) -> dict[str, Any]:
     """Answer a prompt: see `server.generate.answer`."""
     from ondevice.server.generate import answer
@@ -296,6 +303,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "validate": validate,
     "preview": preview,
     "check_model": check_model,
+    "choose": choose,
     "generate": generate,
     "complete": complete,
 }

@@ -84,6 +84,9 @@ MIGRATIONS: tuple[str, ...] = (
         expires_s REAL, parent TEXT
     );
     """,
+    """
+    CREATE TABLE keys (key TEXT PRIMARY KEY, digest TEXT NOT NULL, job TEXT NOT NULL, created_s REAL NOT NULL);
+    """,
 )
 """One script a schema version; `PRAGMA user_version` counts those that have run."""
 

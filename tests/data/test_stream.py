@@ -36,11 +36,10 @@ def table(path: Path, records: list[dict[str, Any]]) -> Path:
     return path
 
 
-def parquet(path: Path, records: list[dict[str, Any]]) -> Path:
+def columnar(path: Path, records: list[dict[str, Any]]) -> Path:
     pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(records), path)
     return path
 
 
@@ -51,7 +50,7 @@ def stream(path: Path, tokenizer: Any, window: int = 8, seed: int = 3) -> Stream
     return Stream(path, encoded, task=None, columns=None, window_records=window, seed=seed)
 
 
-KINDS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {"jsonl": lines, "csv": table, "parquet": parquet}
+KINDS: dict[str, Callable[[Path, list[dict[str, Any]]], Path]] = {"jsonl": lines, "csv": table, "parquet": columnar}
 
 
 @pytest.mark.parametrize("kind", KINDS)

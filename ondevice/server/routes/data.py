@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request, Response
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.data.templates import TASKS
@@ -15,7 +15,7 @@ from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file
 from ondevice.server.queue import ENDED
-from ondevice.server.routes import Id, Serving
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
 from ondevice.server.store import MissingError, new_id
 
 router = APIRouter(prefix="/v1", tags=["data"])
@@ -65,9 +65,12 @@ def run_settings() -> dict[str, Any]:
 
 
 @router.get("/datasets", response_model=list[schemas.Dataset])
-def list_datasets(daemon: Serving) -> list[dict[str, Any]]:
-    """Return all data sets, the newest first."""
-    return [_dataset(daemon, row) for row in daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")]
+def list_datasets(
+    daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
+) -> list[dict[str, Any]]:
+    """Return data sets, the newest first."""
+    rows = daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")
+    return [_dataset(daemon, row) for row in page_of(rows, limit, after, request, response)]
 
 
 @router.get("/datasets/{dataset}", response_model=schemas.Dataset)
