@@ -277,11 +277,12 @@ def check_model(folder: str) -> dict[str, Any]:
     return {"layers": dims.layers, "hidden": dims.hidden, "vocab": dims.vocab}
 
 
-def choose(source: str) -> str:
+def choose(source: str) -> dict[str, str]:
     """Choose the method of a job that names none; whether a block is known may take a framework to find out."""
     from ondevice.models.choice import choose_method
 
-    return choose_method(source)[0]
+    name, said = choose_method(source)
+    return {"method": name, "said": said}
 
 
 def generate(**arguments: Any) -> dict[str, Any]:

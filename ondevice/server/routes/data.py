@@ -38,6 +38,19 @@ def list_models(daemon: Serving) -> dict[str, Any]:
     return {"object": "list", "data": models}
 
 
+def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
+    """Return the method of a job of this model that names none, and the sentence that says so."""
+    return daemon.rows("choose", source=jobs.locate_model(daemon.store, model))
+
+
+@router.get("/method", response_model=schemas.Chosen)
+def choose_method(
+    daemon: Serving, model: Annotated[str, Query(max_length=200, description="A model of GET /v1/models, or a hub id.")]
+) -> dict[str, str]:
+    """Return the method that a job takes where it names none: the first by preference that takes the model."""
+    return chosen_method(daemon, model)
+
+
 @router.get("/artifacts", response_model=list[schemas.Artifact])
 def list_artifacts(daemon: Serving) -> list[dict[str, Any]]:
     """Return exported programs of the store."""

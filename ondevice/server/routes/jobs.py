@@ -11,9 +11,10 @@ from sse_starlette import EventSourceResponse
 
 from ondevice.server import schemas
 from ondevice.server.events import curve
-from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, locate_model, method_name, resolve, with_method
+from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, method_name, resolve, with_method
 from ondevice.server.queue import Job, State
 from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
+from ondevice.server.routes.data import chosen_method
 from ondevice.server.service import tail
 from ondevice.server.supervisor import remove_job
 
@@ -56,7 +57,7 @@ def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
     if key is not None and not body.dry_run and (made := daemon.queue.made(key, digest)) is not None:
         return _answer(daemon, made)
     spec = JobSpec.model_validate(body.model_dump(exclude={"priority", "dry_run"}))
-    spec = with_method(spec, lambda: daemon.rows("choose", source=locate_model(daemon.store, str(spec.model))))
+    spec = with_method(spec, lambda: chosen_method(daemon, str(spec.model))["method"])
     config = resolve(spec, daemon.store, daemon.store.root / "jobs" / "new" / "run")
     if body.dry_run:
         artifact = str(artifact_folder(daemon.store, spec.artifact)) if spec.artifact else None

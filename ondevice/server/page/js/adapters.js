@@ -76,7 +76,7 @@ function adaptersTable(adapters, place, changed) {
       ),
       one.active
         ? null
-        : button(one, "Activate", () => post(at("/v1/adapters", one.id, "/activate")), `${one.name} is in use`),
+        : button(one, "Use it", () => post(at("/v1/adapters", one.id, "/activate")), `${one.name} is in use`),
       h(
         "a",
         { class: "button", href: `#/chat?adapter=${encodeURIComponent(one.id)}` },

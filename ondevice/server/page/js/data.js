@@ -91,6 +91,10 @@ export async function dataView(main, { signal }) {
   );
 }
 
+/** A data set in a list: names may be the same, ids are not. */
+export const setName = (one) =>
+  `${one.name}, ${number(one.rows)} rows (${one.task ? `task ${one.task}` : one.format}), ${one.id}`;
+
 /** A model's sizes on one line. */
 export function architecture(model) {
   const sizes = [
@@ -135,8 +139,8 @@ function setsTable(found, place, changed, look) {
     "Data sets, the newest first",
     ["Name", "Format", "Rows", "Left out", "Size", "Uploaded", "Actions"],
     found.map((one) => [
-      one.name,
-      one.format,
+      [h("span", {}, one.name), h("small", {}, one.id)],
+      one.task ? `${one.format}, task ${one.task}` : one.format,
       number(one.rows),
       left(one),
       bytes(one.bytes),
@@ -205,7 +209,7 @@ function previewPanel(models, tasks, signal) {
     fill: (found) => {
       const kept = dataset.value;
       dataset.replaceChildren(
-        ...found.map((one) => h("option", { value: one.id }, `${one.name}, ${number(one.rows)} rows`)),
+        ...found.map((one) => h("option", { value: one.id }, setName(one))),
       );
       if (found.some((one) => one.id === kept)) dataset.value = kept;
     },
