@@ -1,7 +1,7 @@
 /** Adapters: download, use, roll back, upload, delete. */
 
 import { ask, at, get, post } from "./api.js";
-import { announce, h, sure, table } from "./dom.js";
+import { announce, h, sure, listing } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { bytes, moment, number } from "./format.js";
 import { uploader } from "./uploader.js";
@@ -104,7 +104,7 @@ function adaptersTable(adapters, place, changed) {
     one.job
       ? h("a", { href: `#/jobs/${encodeURIComponent(one.job)}` }, moment(one.created_s))
       : `${moment(one.created_s)}, uploaded`;
-  return table(
+  return listing(
     "All adapters, the newest first",
     ["Name", "Base model", "Rank", "Size", "Made", "Actions"],
     adapters.map((one) => [name(one), one.base_model, number(one.rank), bytes(one.bytes), made(one), buttons(one)]),

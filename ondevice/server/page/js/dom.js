@@ -100,10 +100,9 @@ export function terms(pairs, kind = "terms") {
   );
 }
 
-/** A table that becomes a list of cards on a narrow screen. `rows` hold strings or elements. */
-export function table(caption, heads, rows) {
-  const made = plainTable(caption, heads, rows);
-  return rows.length > SHOWN ? folded(made).element : made;
+/** A table of a list that grows: its first rows, and a button for all. */
+export function listing(caption, heads, rows) {
+  return folded(table(caption, heads, rows)).element;
 }
 
 const SHOWN = 8;
@@ -126,7 +125,8 @@ export function folded(made) {
   return { element: h("div", { class: "list" }, made, button), update };
 }
 
-function plainTable(caption, heads, rows) {
+/** A table that becomes a list of cards on a narrow screen. `rows` hold strings or elements. */
+export function table(caption, heads, rows) {
   const cell = (value, index) =>
     index === 0
       ? h("th", { scope: "row", dir: "auto" }, value)
