@@ -135,6 +135,7 @@ class MethodSpec:
         offloads: it keeps the model in host memory and brings parts of it to the device that computes.
         ranks: several processes can train together, under `torchrun`.
         replayable: a run can be rebuilt from its log: the seed and one number a query.
+        knows_block: (dims) whether its passes know the model's blocks, for the choice of a method.
         packs: backends whose sessions compute several rows in one sequence (`Session.packed_step`).
         packs_not: why others do not, in half a sentence.
         any_decoder: it takes models whose blocks are not known, because it computes no block itself.
@@ -167,6 +168,7 @@ class MethodSpec:
     offloads: bool = False
     ranks: bool = False
     replayable: bool = False
+    knows_block: Callable[[Any], bool] = lambda dims: True
     packs: tuple[str, ...] = ()
     packs_not: str = "its passes have no mask between the rows of a sequence"
     any_decoder: bool = False

@@ -218,12 +218,14 @@ class ModelDims:
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return the `target_modules` of a method's settings as this model has them.
 
-        A method's own default gives way to `default_targets` where the model lacks one of its names.
+        A method's own default gives way to `default_targets` where the model lacks one of its names; one without such
+        a setting has none.
 
         Raises:
             ModelError: the model has no linear layer of a name.
         """
-        targets, names = tuple(config.target_modules), [linear.target for linear in self.linear_list]
+        targets = tuple(getattr(config, "target_modules", ()))
+        names = [linear.target for linear in self.linear_list]
         missing = [target for target in targets if not any(named(name, target) for name in names)]
         if not missing:
             return targets

@@ -67,7 +67,7 @@ def test_a_key_is_forgotten_after_a_day(store: Store) -> None:
 
 def test_a_method_that_is_not_named_is_chosen_by_the_model(served) -> None:
     short = {"train": {"steps": 1}, "data": {"max_length_tokens": 32}}
-    for model, method in (("tiny:llama", "mesp"), ("tiny:gpt2", "full")):
+    for model, method in (("tiny:llama", "mesp"), ("tiny:gpt2", "lora")):
         job = {"model": model, "dataset": served.dataset, "config": short}
         assert served.client.plan(**job)["config"]["method"]["name"] == method
         made = served.client.create_job(**job, window=NEVER)

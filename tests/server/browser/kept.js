@@ -40,8 +40,8 @@ await scenario(async (page) => {
   assert.equal(await page.getByLabel("Max length tokens", { exact: true }).inputValue(), "48");
   assert.equal(await train.locator("option:checked").innerText(), words);
   await page.getByRole("button", { name: "Next" }).click();
-  await until("the method of the model", async () => (await page.getByLabel("Method", { exact: true }).inputValue()) === "full");
-  await page.getByText("method full:").waitFor();
+  await until("the method of the model", async () => (await page.getByLabel("Method", { exact: true }).inputValue()) === "lora");
+  await page.getByText("method lora:").waitFor();
 
   // A reload in the middle of an upload: the same file goes on where the daemon stands.
   const offsets = [];
