@@ -70,6 +70,15 @@ await scenario(async (page) => {
   assert.deepEqual(offsets.slice(0, 3), [0, 4194304, 4194304], `parts at ${offsets}`);
   assert.ok(!(await page.evaluate(() => Object.keys(sessionStorage).some((key) => key.startsWith("upload ")))));
 
+  // On a phone a list of a dozen cards is folded.
+  await page.setViewportSize({ width: 390, height: 800 });
+  const models = page.getByRole("table", { name: "Models at hand" }).locator("tbody tr");
+  const all = await models.count();
+  assert.ok(all > 8);
+  assert.equal(await models.filter({ visible: true }).count(), 8);
+  await page.getByRole("button", { name: `Show all ${all}` }).click();
+  assert.equal(await models.filter({ visible: true }).count(), all);
+
   await page.goto(`${page.url().split("#")[0]}#/jobs/%`);
   await page.getByRole("heading", { name: "This cannot be shown" }).waitFor();
   return {};
