@@ -22,8 +22,8 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
     if spec.perturbation_scale is not None and "perturbation_scale" in type(method).model_fields:
         if "perturbation_scale" not in method.model_fields_set:
             method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
-    if getattr(method, "loss", "vocabulary") != "vocabulary" and not method.answers:
-        method = with_answers(method, _answers(config))
+    if not getattr(method, "answers", ()):
+        method = with_answers(method, lambda: _answers(config))
     if socs := spec.socs:
         chosen = list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
         sections = [config.export.model_copy(update={"soc": (soc,)}) for soc in chosen]

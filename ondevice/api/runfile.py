@@ -23,6 +23,10 @@ else:
     """Any method's settings; `name` says which."""
 
 
+LATER = ("columns", "validation_split", "packing", "streaming")
+"""Settings of the rows that are named in a run's identity only where they are set: older logs do not have them."""
+
+
 class RunConfig(StrictConfig):
     """One run: everything that `ondevice train`, `export` and `plan` read."""
 
@@ -119,8 +123,25 @@ class RunConfig(StrictConfig):
         self.check_loop(evaluates=bool(evaluates or self.data.eval_path or self.data.validation_split))
         for path in filter(None, (self.data.path, self.data.eval_path)):
             check_source(path)
+        if self.data.streaming:
+            self._check_streaming(given)
         if self.data.task is not None:
             named_task(self.data.task, self.data.path or "")
+
+    def _check_streaming(self, given: bool) -> None:
+        """Refuse with ConfigError what needs to know all rows, and with DataError a file that is read whole."""
+        from ondevice.data.stream import check_stream
+
+        train = self.train
+        wrong = ("rows from Python are in memory, or come as they are asked for", "data.path") if given else None
+        if train.epochs is not None:
+            wrong = "how many steps an epoch has is known at its end", "train.steps"
+        if train.objective != "loss":
+            wrong = f"train.objective {train.objective} chooses rows by their number", "train.objective loss"
+        if wrong is not None:
+            raise ConfigError(f"data.streaming: {wrong[0]}", expected=wrong[1], hint="or leave --streaming out")
+        assert self.data.path is not None  # noqa: S101  checked by the caller
+        check_stream(self.data.path)
 
     def check_loop(self, evaluates: bool) -> None:
         """Check what needs rows to evaluate or another package, before anything is loaded.
@@ -152,7 +173,8 @@ class RunConfig(StrictConfig):
         from ondevice.data.templates import is_template
 
         data = self.data
-        hidden = {"path", "eval_path"} | {name for name in ("columns", "validation_split") if not getattr(data, name)}
+        hidden = {"path", "eval_path"} | {name for name in LATER if not getattr(data, name)}
+        hidden |= set() if data.streaming else {"shuffle_records"}
         digest = sha256_file(data.path) if data.path is not None and data.path.is_file() else None
         if data.path is not None and not data.path.is_file() and check_source(data.path) == "folder":
             from ondevice.data.folders import hash_files

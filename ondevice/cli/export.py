@@ -12,6 +12,7 @@ from ondevice.cli.common import err, mebibytes, out, overrides, print_json, stag
 from ondevice.core.errors import ConfigError, VerificationError
 
 
+@common.with_run_options("--method", "--task", "--learning-rate", "--memory-limit", "--seed", loop=False)
 @common.with_method_options
 def export(
     first: common.FirstModel = None,
@@ -20,9 +21,7 @@ def export(
         str | None, typer.Option("--target", help="Where the program will run; --list names them.")
     ] = None,
     model: common.Model = None,
-    method: common.Method = None,
     target_dir: common.Out = None,
-    task: common.Task = None,
     length: Annotated[list[int] | None, typer.Option("--length", help="Length bucket in tokens (repeat).")] = None,
     batch_size: common.BatchSize = None,
     quantize: Annotated[
@@ -34,9 +33,6 @@ def export(
         typer.Option("--soc", help="Qualcomm chip of an NPU program, such as SM8650 (repeat), or all."),
     ] = None,
     form: Annotated[str | None, typer.Option("--form", help="functional or stateful.")] = None,
-    learning_rate: common.LearningRate = None,
-    memory_limit: common.MemoryLimit = None,
-    seed: common.Seed = None,
     settings: common.Settings = None,
     overwrite: common.Overwrite = False,
     dry_run: common.DryRun = False,
@@ -45,6 +41,7 @@ def export(
     json: common.Json = False,
     *,
     method_options: dict[str, Any],
+    run_options: dict[str, Any],
 ) -> None:
     """Export the whole training step as a program for another device."""
     from ondevice.api import export as artifacts
@@ -60,19 +57,14 @@ def export(
     flags = overrides(
         settings,
         model__source=common.model_of(first, model),
-        method__name=method,
         export__target=target,
-        data__task=task,
         export__lengths_tokens=length or None,
         export__batch_size=batch_size,
         export__quantize=quantize,
         export__form=form,
         export__soc=soc or None,
-        method__learning_rate=learning_rate,
-        train__memory_limit_bytes=memory_limit,
-        train__seed=seed,
     )
-    run_config = RunConfig.load(config, flags | method_options)
+    run_config = RunConfig.load(config, flags | method_options | run_options)
     if dry_run:
         problems = [
             problem
@@ -165,7 +157,7 @@ def verify(
         list[float] | None,
         typer.Option("--perturbation-scale", help="Compare an NPU's program at this scale (repeat)."),
     ] = None,
-    data: common.Data = None,
+    data: Annotated[str | None, typer.Option("--data", "-d", help=f"Rows to step on: {common.ROWS}.")] = None,
     model: common.Model = None,
     json: common.Json = False,
 ) -> None:

@@ -22,25 +22,15 @@ Log = Annotated[Path, typer.Argument(help="A fleet's folder, its fleet.db, or a 
 
 
 @app.command()
+@common.with_run_options(without=("--packing", "--streaming", "--steps", "--backend", "--memory-limit"), loop=False)
 @common.with_method_options
 def simulate(
     config: common.Config = None,
     model: common.Model = None,
-    method: common.Method = None,
-    data: common.Data = None,
-    eval_data: common.EvalData = None,
-    validation_split: common.Split = None,
-    task: common.Task = None,
-    columns: common.Columns = None,
     devices: Devices = None,
     rounds: RoundCount = None,
     local_steps: LocalSteps = None,
     dirichlet: Dirichlet = None,
-    batch_size: common.BatchSize = None,
-    max_length: common.MaxLength = None,
-    learning_rate: common.LearningRate = None,
-    seed: common.Seed = None,
-    target_dir: common.Out = None,
     engine: Annotated[
         str, typer.Option("--engine", help="`own`: in this process. `flower`: in Flower's engine, on Ray's actors.")
     ] = "own",
@@ -52,33 +42,20 @@ def simulate(
     json: common.Json = False,
     *,
     method_options: dict[str, Any],
+    run_options: dict[str, Any],
 ) -> None:
     """Run a fleet of simulated devices in one process, with splits, dropouts, late and hostile devices."""
     from ondevice.fleet.config import FleetRun
 
-    run = FleetRun.load(
-        config,
-        overrides(
-            settings,
-            model__source=model,
-            method__name=method,
-            data__path=data,
-            data__eval_path=eval_data,
-            data__validation_split=validation_split,
-            data__task=task,
-            data__columns=common.columns_of(columns),
-            data__max_length_tokens=max_length,
-            simulation__devices=devices,
-            simulation__dirichlet=dirichlet,
-            fleet__rounds=rounds,
-            fleet__local_steps=local_steps,
-            train__batch_size=batch_size,
-            train__seed=seed,
-            train__out=target_dir,
-            method__learning_rate=learning_rate,
-        )
-        | method_options,
+    flags = overrides(
+        settings,
+        model__source=model,
+        simulation__devices=devices,
+        simulation__dirichlet=dirichlet,
+        fleet__rounds=rounds,
+        fleet__local_steps=local_steps,
     )
+    run = FleetRun.load(config, flags | method_options | run_options)
     run.check_data()
     if dry_run:
         print_json({"config": run.model_dump(mode="json")}) if json else table(
@@ -199,40 +176,23 @@ Folder = Annotated[Path, typer.Argument(help="The fleet's folder, from `ondevice
 
 
 @app.command()
+@common.with_run_options("--method", "--task", "--max-length", "--learning-rate", "--seed", "--out", loop=False)
 @common.with_method_options
 def begin(
     config: common.Config = None,
     model: common.Model = None,
-    method: common.Method = None,
-    task: common.Task = None,
     local_steps: LocalSteps = None,
-    max_length: common.MaxLength = None,
-    learning_rate: common.LearningRate = None,
-    seed: common.Seed = None,
-    target_dir: common.Out = None,
     settings: common.Settings = None,
     json: common.Json = False,
     *,
     method_options: dict[str, Any],
+    run_options: dict[str, Any],
 ) -> None:
     """Begin a fleet: write its charter, which every device will check. Needs the model, and no data."""
     from ondevice.fleet.config import FleetRun
 
-    run = FleetRun.load(
-        config,
-        overrides(
-            settings,
-            model__source=model,
-            method__name=method,
-            data__task=task,
-            data__max_length_tokens=max_length,
-            fleet__local_steps=local_steps,
-            train__seed=seed,
-            train__out=target_dir,
-            method__learning_rate=learning_rate,
-        )
-        | method_options,
-    )
+    flags = overrides(settings, model__source=model, fleet__local_steps=local_steps)
+    run = FleetRun.load(config, flags | method_options | run_options)
     from ondevice.fleet.open import open_task
     from ondevice.fleet.store import Store
 

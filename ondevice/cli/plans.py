@@ -15,31 +15,18 @@ from ondevice.core.errors import DoesNotFitError
 from ondevice.core.registry import target
 
 
-@common.with_loop_options
+@common.with_run_options(without=("--out",))
 @common.with_method_options
 def plan(
     first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
-    method: common.Method = None,
     device: Annotated[str, typer.Option("--device", help="oneplus-12, orin-nano-8gb, h200 or this.")] = "this",
     device_file: Annotated[Path | None, typer.Option("--device-file", help="YAML file with more devices.")] = None,
     exported: Annotated[bool, typer.Option("--exported", help="Plan the exported program, not eager PyTorch.")] = False,
-    data: common.Data = None,
-    eval_data: common.EvalData = None,
-    validation_split: common.Split = None,
-    task: common.Task = None,
-    columns: common.Columns = None,
-    steps: common.Steps = None,
-    learning_rate: common.LearningRate = None,
-    seed: common.Seed = None,
-    batch_size: common.BatchSize = None,
-    max_length: common.MaxLength = None,
     quantize: Annotated[
         str | None, typer.Option("--quantize", help="none, int8, q4, 8da4w, 8da8w, nf4 (with --exported).")
     ] = None,
-    backend: common.Backend = None,
-    memory_limit: common.MemoryLimit = None,
     settings: common.Settings = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine for ten seconds (methods that offload).")
@@ -48,7 +35,7 @@ def plan(
     json: common.Json = False,
     *,
     method_options: dict[str, Any],
-    loop_options: dict[str, Any],
+    run_options: dict[str, Any],
 ) -> None:
     """Show memory by part before anything is loaded, and if it fits the device."""
     from ondevice.api.runfile import RunConfig
@@ -60,31 +47,15 @@ def plan(
     from ondevice.planning.precision import with_precision
     from ondevice.planning.render import render
 
-    run_config = RunConfig.load(
-        config,
-        overrides(
-            settings,
-            model__source=common.model_of(first, model),
-            method__name=method,
-            train__backend=backend,
-            train__batch_size=batch_size,
-            train__steps=steps,
-            train__seed=seed,
-            train__memory_limit_bytes=memory_limit,
-            method__learning_rate=learning_rate,
-            data__path=data,
-            data__eval_path=eval_data,
-            data__validation_split=validation_split,
-            data__task=task,
-            data__columns=common.columns_of(columns),
-            data__max_length_tokens=max_length,
-            export__batch_size=batch_size,
-            export__lengths_tokens=None if max_length is None else [max_length],
-            export__quantize=quantize,
-        )
-        | method_options
-        | common.loop_overrides(loop_options, steps),
+    length = run_options.get("data.max_length_tokens")
+    flags = overrides(
+        settings,
+        model__source=common.model_of(first, model),
+        export__batch_size=run_options.get("train.batch_size"),
+        export__lengths_tokens=None if length is None else [length],
+        export__quantize=quantize,
     )
+    run_config = RunConfig.load(config, flags | method_options | run_options)
     if run_config.chosen and not json:
         err.print(run_config.chosen, markup=False)
     method_spec = spec_of(run_config.method)

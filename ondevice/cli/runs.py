@@ -12,27 +12,13 @@ from ondevice.cli.common import err, mebibytes, out, overrides, print_json, shar
 from ondevice.core.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 
-@common.with_loop_options
+@common.with_run_options()
 @common.with_method_options
 def train(
     first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
-    method: common.Method = None,
-    data: common.Data = None,
-    eval_data: common.EvalData = None,
-    validation_split: common.Split = None,
-    task: common.Task = None,
-    columns: common.Columns = None,
-    steps: common.Steps = None,
-    batch_size: common.BatchSize = None,
-    max_length: common.MaxLength = None,
-    learning_rate: common.LearningRate = None,
-    backend: common.Backend = None,
-    memory_limit: common.MemoryLimit = None,
-    seed: common.Seed = None,
     adapter: common.AdapterPath = None,
-    target_dir: common.Out = None,
     settings: common.Settings = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
@@ -42,34 +28,13 @@ def train(
     json: common.Json = False,
     *,
     method_options: dict[str, Any],
-    loop_options: dict[str, Any],
+    run_options: dict[str, Any],
 ) -> None:
     """Fine-tune in eager PyTorch, or in MLX: any of the methods."""
     from ondevice.api.runfile import RunConfig
 
-    run_config = RunConfig.load(
-        config,
-        overrides(
-            settings,
-            model__source=common.model_of(first, model),
-            method__name=method,
-            data__path=data,
-            data__eval_path=eval_data,
-            data__validation_split=validation_split,
-            data__task=task,
-            data__columns=common.columns_of(columns),
-            train__steps=steps,
-            train__batch_size=batch_size,
-            data__max_length_tokens=max_length,
-            method__learning_rate=learning_rate,
-            train__backend=backend,
-            train__memory_limit_bytes=memory_limit,
-            train__seed=seed,
-            train__out=target_dir,
-        )
-        | method_options
-        | common.loop_overrides(loop_options, steps),
-    )
+    flags = overrides(settings, model__source=common.model_of(first, model)) | method_options | run_options
+    run_config = RunConfig.load(config, flags)
     run_config.check_data()  # before the frameworks, which take seconds to import
     from ondevice.api.train import train as train_run
     from ondevice.planning.devices import place
@@ -85,44 +50,23 @@ def train(
         _finish(trained, json)
 
 
-@common.with_loop_options
+@common.with_run_options(without=("--method", "--packing", "--batch-size", "--max-length", "--backend", "--seed"))
 def run(
     artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
     config: common.Config = None,
-    data: common.Data = None,
-    eval_data: common.EvalData = None,
-    validation_split: common.Split = None,
-    task: common.Task = None,
-    columns: common.Columns = None,
-    steps: common.Steps = None,
-    learning_rate: common.LearningRate = None,
-    memory_limit: common.MemoryLimit = None,
     adapter: common.AdapterPath = None,
-    target_dir: common.Out = None,
     settings: common.Settings = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
     *,
-    loop_options: dict[str, Any],
+    run_options: dict[str, Any],
 ) -> None:
     """Fine-tune with an exported program in its own runtime, on this machine."""
     from ondevice.api.export import run_config as resolve
 
-    flags = overrides(
-        settings,
-        data__path=data,
-        data__eval_path=eval_data,
-        data__validation_split=validation_split,
-        data__task=task,
-        data__columns=common.columns_of(columns),
-        train__steps=steps,
-        train__memory_limit_bytes=memory_limit,
-        train__out=target_dir,
-        method__learning_rate=learning_rate,
-    ) | common.loop_overrides(loop_options, steps)
-    run_config = resolve(artifact, config, flags)
+    run_config = resolve(artifact, config, overrides(settings) | run_options)
     run_config.check_data()
     from ondevice.api.train import run_artifact
 
@@ -288,6 +232,8 @@ def _dry_run(config: Any, placement: Any, json: bool) -> None:
 
 
 def _finish(trained: Any, json: bool) -> None:
+    from ondevice.training.progress import describe_data
+
     values = trained.to_dict()
     if json:
         print_json(values)
@@ -305,6 +251,8 @@ def _finish(trained: Any, json: bool) -> None:
                 if values["evaluation"].get(key) is not None
             }
         table(shown)
+    if values["data"].get("train", {}).get("streamed"):  # at the start these were known of the first window alone
+        err.print("\n".join(describe_data("train", values["data"]["train"])), markup=False)
     if values["unused_rows"]:
         err.print(f"warning: {values['unused_rows']} rows were not used; `ondevice data FILE` lists them", markup=False)
     if trained.result.interrupted:

@@ -18,30 +18,22 @@ if TYPE_CHECKING:
     from ondevice.server.client import Client
 
 
-@common.with_loop_options
+@common.with_run_options(without=("--data", "--eval-data", "--memory-limit", "--out"))
 @common.with_method_options
 def create(
     config: common.Config = None,
     model: common.Model = None,
     artifact: Annotated[str | None, typer.Option("--artifact", help="An artifact of the daemon, not a model.")] = None,
-    method: common.Method = None,
     data: Annotated[str | None, typer.Option("--data", "-d", help="A file to upload, or a data set's id.")] = None,
     eval_data: Annotated[str | None, typer.Option("--eval-data", help="Likewise, only evaluated.")] = None,
     adapter: Annotated[str | None, typer.Option("--adapter", "-a", help="An adapter's id to start from.")] = None,
-    validation_split: common.Split = None,
-    task: common.Task = None,
-    columns: common.Columns = None,
-    steps: common.Steps = None,
-    batch_size: common.BatchSize = None,
-    max_length: common.MaxLength = None,
-    learning_rate: common.LearningRate = None,
-    backend: common.Backend = None,
-    seed: common.Seed = None,
     settings: common.Settings = None,
     name: Annotated[str, typer.Option("--name", help="For people.")] = "",
     priority: Annotated[int, typer.Option("--priority", help="Higher runs first.")] = 0,
     window: Annotated[str | None, typer.Option("--window", help="Only between these times: 22:00-06:00.")] = None,
-    memory_limit: common.MemoryLimit = None,
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", help="Memory that the job may take: 6GiB.")
+    ] = None,
     time_limit: Annotated[float | None, typer.Option("--time-limit", help="Seconds of running, in all.")] = None,
     retries: Annotated[int | None, typer.Option("--retries", help="Crashes in a row before it fails.")] = None,
     force: common.Force = False,
@@ -51,27 +43,14 @@ def create(
     json: common.Json = False,
     *,
     method_options: dict[str, Any],
-    loop_options: dict[str, Any],
+    run_options: dict[str, Any],
 ) -> None:
     """Queue a job; a data file is uploaded first, unless the daemon has it, and deleted again if the job is refused."""
     from ondevice.api.runfile import read_yaml
 
     client = open_client(url, ca)
     values = read_yaml(config) if config is not None else {}
-    flags = overrides(
-        settings,
-        method__name=method,
-        data__validation_split=validation_split,
-        data__task=task,
-        data__columns=common.columns_of(columns),
-        train__steps=steps,
-        train__batch_size=batch_size,
-        data__max_length_tokens=max_length,
-        method__learning_rate=learning_rate,
-        train__backend=backend,
-        train__seed=seed,
-    )
-    flags |= method_options | common.loop_overrides(loop_options, steps)
+    flags = overrides(settings) | method_options | run_options
     sections = _sections(values, flags)
     source = sections.get("model", {}).pop("source", None)
     # A run file works here as it is: paths become uploads, and what only the daemon can say is left out.

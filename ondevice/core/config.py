@@ -186,6 +186,18 @@ class DataConfig(StrictConfig):
     """Longer prompts lose tokens at their front, conversations whole turns, answers nothing. None takes the length that
     holds 99% of the rows, and says it."""
 
+    packing: bool = False
+    """Put the rows of a step into as few sequences of `max_length_tokens` as hold them, each row with its own attention
+    and positions: the same gradient with less padding. `train.batch_size` still counts rows,
+    `method.micro_batch_size` then sequences."""
+
+    streaming: bool = False
+    """Read the file as it is trained on, for files larger than memory: JSON lines, CSV, Parquet or Arrow. Rows are
+    shuffled within windows of `shuffle_records`."""
+
+    shuffle_records: int = Field(default=4096, ge=1)
+    """Records of a streamed file that are in memory and shuffled at once; two windows of them are kept."""
+
     train_on_prompt: bool = False
     """Also train on the tokens of the prompt (user turns)."""
 
@@ -193,6 +205,8 @@ class DataConfig(StrictConfig):
     def _one_validation(self) -> DataConfig:
         if self.validation_split and self.eval_path is not None:
             raise ValueError("validation_split and eval_path both name rows to evaluate: give one of them")
+        if self.streaming and self.validation_split:
+            raise ValueError("a streamed file is not split, its rows are not all known: name rows with eval_path")
         return self
 
 

@@ -42,12 +42,14 @@ class Option:
         key: the setting that it sets, such as `queries` for `method.queries`.
         type: of the value; `bool` is a flag without one.
         help: one sentence; the names of the methods that have the flag are added.
+        also: other spellings, such as `-d`.
     """
 
     flag: str
     key: str
     type: type
     help: str
+    also: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,9 @@ class MethodSpec:
         offloads: it keeps the model in host memory and brings parts of it to the device that computes.
         ranks: several processes can train together, under `torchrun`.
         replayable: a run can be rebuilt from its log: the seed and one number a query.
+        knows_block: (dims) whether its passes know the model's blocks, for the choice of a method.
+        packs: backends whose sessions compute several rows in one sequence (`Session.packed_step`).
+        packs_not: why others do not, in half a sentence.
         any_decoder: it takes models whose blocks are not known, because it computes no block itself.
         quantises: (config) whether it packs the model's weights itself, which are then loaded on the host.
         for_training: (config) its settings for training in eager PyTorch, with `auto` decided.
@@ -166,6 +171,9 @@ class MethodSpec:
     offloads: bool = False
     ranks: bool = False
     replayable: bool = False
+    knows_block: Callable[[Any], bool] = lambda dims: True
+    packs: tuple[str, ...] = ()
+    packs_not: str = "its passes have no mask between the rows of a sequence"
     any_decoder: bool = False
     quantises: Callable[[Any], bool] = lambda config: False
     for_training: Callable[[Any], Any] = lambda config: config
@@ -239,6 +247,29 @@ class MethodSpec:
         """
         if dims.whole and not self.any_decoder:
             raise dims.unknown(f"method {self.name}")
+
+    def check_packing(self, backend: str, whole: bool) -> None:
+        """Refuse several rows in one sequence where their attention would not be kept apart.
+
+        Args:
+            whole: the model runs only as a whole (`ModelDims.whole`).
+
+        Raises:
+            ConfigError: saying why, and which methods do.
+        """
+        if backend in self.packs and not whole:
+            return
+        from ondevice.core.registry import methods
+
+        why = self.packs_not if not self.packs else f"it does so in {' and '.join(self.packs)}, not in {backend}"
+        if whole and backend in self.packs:
+            why = "the blocks of this model are not known, and each would need the mask"
+        raise ConfigError(
+            f"method {self.name} does not pack rows here: {why}",
+            expected=", ".join(f"{spec.name} ({', '.join(spec.packs)})" for spec in methods() if spec.packs),
+            received=f"data.packing with method {self.name}, backend {backend}",
+            hint="leave --packing out: the rows of a step are then padded to the longest",
+        )
 
     def open_network(self, folder: Path, device: str) -> OpenedNetwork:
         """Open a network that this method trained and saved."""

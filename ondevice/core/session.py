@@ -102,6 +102,20 @@ class Session(ABC):
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run optimizer step number `step` (from 0; it keys the noise)."""
 
+    def packed_step(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run optimizer step number `step` on sequences of several rows, as if each row were alone.
+
+        Args:
+            position_ids: int64 [sequences, tokens], each token's place in its row; a row begins at 0, and the label
+                there is -100.
+
+        Raises:
+            ConfigError: this session does not keep rows of a sequence apart (`MethodSpec.packs`).
+        """
+        raise ConfigError(f"this form of method {self.config.name} computes one row a sequence")
+
     @abstractmethod
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each row's negative log likelihood over labelled tokens, float32 [rows], and their count,

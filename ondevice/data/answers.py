@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ondevice.core.errors import ConfigError
@@ -42,18 +43,20 @@ def answers_of_task(name: str, tokenizer: Any) -> tuple[tuple[int, ...], str]:
     return answers_of_rows(encode(rows, tokenizer, max_length_tokens=LONGEST))
 
 
-def with_answers(method: Any, found: tuple[tuple[int, ...], str]) -> Any:
+def with_answers(method: Any, find: Callable[[], tuple[tuple[int, ...], str]]) -> Any:
     """Return a method's settings with the answers that its loss is over.
 
     Args:
         method: any method's settings; without a key `loss`, or with `loss: vocabulary`, they are returned as they are.
-        found: of `answers_of_rows` or `answers_of_task`.
+        find: `answers_of_rows` or `answers_of_task`, called where the settings ask for answers.
 
     Raises:
         ConfigError: `loss` is `answers` and the rows have none that fit.
     """
     wanted = getattr(method, "loss", "vocabulary")
-    answers, reason = found
+    if wanted == "vocabulary":
+        return method
+    answers, reason = find()
     if wanted == "answers" and not answers:
         raise ConfigError(
             f"a loss over the answers does not go with this data: {reason}",
@@ -61,4 +64,4 @@ def with_answers(method: Any, found: tuple[tuple[int, ...], str]) -> Any:
             received="method.loss answers",
             hint="leave method.loss out, or set it to vocabulary",
         )
-    return method if wanted == "vocabulary" or not answers else method.model_copy(update={"answers": answers})
+    return method if not answers else method.model_copy(update={"answers": answers})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,28 @@ ROUND_TO_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`ids` and `labels`, int64 [B, T], padded on the right; labels are -100 where nothing is trained."""
+    """`ids` and `labels`, int64 [B, T], padded on the right; labels are -100 where nothing is trained.
+
+    Attributes:
+        position_ids: int64 [B, T] where a sequence has several rows: each token's place in its own, which begins at 0,
+            as every padding token does. None where a sequence is a row.
+    """
 
     ids: np.ndarray
     labels: np.ndarray
+    position_ids: np.ndarray | None = None
+
+    def rows(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield ids and labels of each row that is trained on, int64 [length]; a row that is not packed has its
+        padding."""
+        for number, (ids, labels) in enumerate(zip(self.ids, self.labels, strict=True)):
+            if self.position_ids is None:
+                yield ids, labels
+                continue
+            begins = np.flatnonzero(self.position_ids[number] == 0).tolist()
+            for first, end in zip(begins, [*begins[1:], len(ids)], strict=True):
+                if (labels[first:end] != IGNORE).any():
+                    yield ids[first:end], labels[first:end]
 
 
 class Batches:
@@ -38,6 +56,7 @@ class Batches:
             multiple of 8.
         seed: seeds the order, 0 or above.
         pad_id: the id on padded positions.
+        packing: put the rows of a step into as few sequences as hold them; which rows a step has does not change.
 
     Raises:
         ConfigError: a size that is not positive, a negative seed, or a row longer than the largest length.
@@ -45,24 +64,35 @@ class Batches:
     """
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, lengths_tokens: Sequence[int] | None, seed: int, pad_id: int
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        lengths_tokens: Sequence[int] | None,
+        seed: int,
+        pad_id: int,
+        packing: bool = False,
     ) -> None:
         self._examples = [item.example for item in dataset.items]
         self.batch_size = batch_size
         self.lengths_tokens = tuple(sorted(lengths_tokens)) if lengths_tokens is not None else None
         self.seed = seed
         self.pad_id = pad_id
+        self.packing = packing
         self._orders: dict[int, np.ndarray] = {}
         if not self._examples:
             raise DataError("there are no rows to make batches of", expected="one row or more", received="none")
         if batch_size < 1 or seed < 0:
             raise ConfigError("batch_size or seed is out of range", expected="batch_size >= 1, seed >= 0",
                               received=f"batch_size={batch_size}, seed={seed}")  # fmt: skip
+        if packing and lengths_tokens is not None:
+            raise ConfigError("an exported program takes one row a sequence", expected="data.packing: false",
+                              received="data.packing: true", hint="leave --packing out")  # fmt: skip
         longest = max(len(example) for example in self._examples)
         if self.lengths_tokens is not None and longest > max(self.lengths_tokens, default=0):
             hint = f"encode the data with max_length_tokens={max(self.lengths_tokens, default=0)}"
             raise ConfigError("a row is longer than the program's largest length", hint=hint,
                               expected=f"a length among {self.lengths_tokens}", received=longest)  # fmt: skip
+        self._room = max(dataset.max_length_tokens, longest)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -79,14 +109,9 @@ class Batches:
         return tuple(int(self._order(epoch)[index]) for epoch, index in positions)
 
     def at(self, step: int) -> Batch:
-        """Return the batch of a step, counted from 0: int64 [batch_size, length]."""
+        """Return the batch of a step, counted from 0: int64 [batch_size, length], or fewer sequences of more rows."""
         examples = [self._examples[row] for row in self.rows_at(step)]
-        longest = max(len(example) for example in examples)
-        if self.lengths_tokens is None:
-            length = round_up(longest)
-        else:
-            length = next(length for length in self.lengths_tokens if length >= longest)
-        return pad_examples(examples, length, self.pad_id)
+        return collate(examples, self.lengths_tokens, self.pad_id, self._room if self.packing else None)
 
     def _order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
@@ -102,6 +127,19 @@ class Batches:
 def round_up(length_tokens: int, multiple: int = ROUND_TO_TOKENS) -> int:
     """Round up to the next multiple of `multiple`."""
     return -(-length_tokens // multiple) * multiple
+
+
+def collate(
+    examples: Sequence[Example], lengths_tokens: Sequence[int] | None, pad_id: int, room_tokens: int | None = None
+) -> Batch:
+    """Make a batch of examples: packed where `room_tokens` says how long a sequence may be, else padded to the smallest
+    of `lengths_tokens`, ascending, or to a multiple of 8."""
+    if room_tokens is not None:
+        return pack_examples(examples, room_tokens, pad_id)
+    longest = max(len(example) for example in examples)
+    if lengths_tokens is None:
+        return pad_examples(examples, round_up(longest), pad_id)
+    return pad_examples(examples, next(length for length in lengths_tokens if length >= longest), pad_id)
 
 
 def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -> Batch:
@@ -120,6 +158,34 @@ def pad_examples(examples: Sequence[Example], length_tokens: int, pad_id: int) -
         ids[row, : len(example)] = example.ids
         labels[row, : len(example)] = example.labels
     return Batch(ids, labels)
+
+
+def pack_examples(examples: Sequence[Example], room_tokens: int, pad_id: int) -> Batch:
+    """Put rows into as few sequences as first-fit decreasing needs, each of at most `room_tokens` or one row long.
+
+    The label at a row's first token becomes -100: the token before it is another row's.
+    """
+    sequences: list[tuple[int, list[Example]]] = []
+    for example in sorted(examples, key=len, reverse=True):  # stable: equal rows stay in order
+        for number, (used, packed) in enumerate(sequences):
+            if used + len(example) <= room_tokens:
+                sequences[number] = used + len(example), [*packed, example]
+                break
+        else:
+            sequences.append((len(example), [example]))
+    length = round_up(max(used for used, _ in sequences))
+    ids = np.full((len(sequences), length), pad_id, dtype=np.int64)
+    labels = np.full((len(sequences), length), IGNORE, dtype=np.int64)
+    position_ids = np.zeros((len(sequences), length), dtype=np.int64)
+    for number, (_, packed) in enumerate(sequences):
+        first = 0
+        for example in packed:
+            end = first + len(example)
+            ids[number, first:end] = example.ids
+            labels[number, first + 1 : end] = example.labels[1:]
+            position_ids[number, first:end] = np.arange(end - first)
+            first = end
+    return Batch(ids, labels, position_ids)
 
 
 def split_rows(dataset: Dataset, share: float, seed: int) -> tuple[Dataset, Dataset]:

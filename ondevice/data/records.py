@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,7 +132,7 @@ def read_file(path: Path, kind: str) -> Source:
         found = read_list(path, content)
         if found is not None:
             return Source(kind, found)
-    return Source(kind, _jsonl(content))
+    return Source(kind, json_lines(content.split(b"\n")))
 
 
 def read_content(path: Path) -> bytes:
@@ -141,23 +141,30 @@ def read_content(path: Path) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", hint="check the file's permissions") from None
-    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise DataError(f"{path} is UTF-16", expected="UTF-8", received="UTF-16", hint="save it as UTF-8")
-    for magic, what, suffix in (
-        (b"PK\x03\x04", "an Excel file or another zip", ".xlsx"),
-        (b"PAR1", "Parquet", ".parquet"),
-    ):
-        if content.startswith(magic):
-            raise DataError(f"{path} is {what}", expected="text in UTF-8", hint=f"a name that ends with {suffix}")
+    check_text_file(path, content)
     content = content.removeprefix(b"\xef\xbb\xbf")  # the byte-order mark of Windows' editors
     if not content.strip():
         raise DataError(f"{path} is empty", expected="at least one row", received=f"{len(content)} bytes")
     return content
 
 
-def _jsonl(content: bytes) -> Iterator[Record]:
-    for number, line in enumerate(content.split(b"\n"), 1):
-        if line.strip():
+def check_text_file(path: Path, begin: bytes) -> None:
+    """Refuse with DataError a file whose first bytes are not those of a text in UTF-8."""
+    if begin[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise DataError(f"{path} is UTF-16", expected="UTF-8", received="UTF-16", hint="save it as UTF-8")
+    for magic, (what, suffix) in _BINARY.items():
+        if begin.startswith(magic):
+            raise DataError(f"{path} is {what}", expected="text in UTF-8", hint=f"a name that ends with {suffix}")
+
+
+def json_lines(lines: Iterable[bytes], skip: int = 0) -> Iterator[Record]:
+    """Read a record a line, behind the first `skip` records; a line with nothing on it is none."""
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if skip:
+            skip -= 1
+        else:
             try:
                 yield Record(number, _json_object(line))
             except BadRow as problem:

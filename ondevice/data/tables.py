@@ -8,7 +8,7 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from ondevice.core.errors import DataError
 from ondevice.data.records import Record, Source, describe, missing_package
@@ -36,6 +36,16 @@ def read_table(path: Path, content: bytes) -> Source:
     usual = "," if path.suffix.lower() == ".csv" else "\t"
     separator = find_separator(text, usual)
     notes = [] if separator == usual else [f"columns are separated by a {SEPARATORS[separator]}"]
+    return Source("table", _records(_csv(io.StringIO(text, newline=""), separator), separator), notes)
+
+
+def stream_table(path: Path, file: BinaryIO, begin: bytes) -> Source:
+    """Read CSV as `read_table` does, from an open file; the rows in `begin`, its first bytes, find the separator."""
+    usual = "," if path.suffix.lower() == ".csv" else "\t"
+    whole = begin[: begin.rfind(b"\n") + 1] or begin  # not a row that ends in the middle
+    separator = find_separator(whole.decode("utf-8-sig", "surrogateescape"), usual)
+    notes = [] if separator == usual else [f"columns are separated by a {SEPARATORS[separator]}"]
+    text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
     return Source("table", _records(_csv(text, separator), separator), notes)
 
 
@@ -58,8 +68,8 @@ def find_separator(text: str, usual: str) -> str:
     return best
 
 
-def _csv(text: str, separator: str) -> Iterator[Cells]:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+def _csv(text: TextIO, separator: str) -> Iterator[Cells]:
+    reader = csv.reader(text, delimiter=separator, strict=True)
     while True:
         line = reader.line_num + 1
         try:

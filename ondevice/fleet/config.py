@@ -73,6 +73,13 @@ class FleetRun(RunConfig):
     simulation: SimulationConfig = Field(default_factory=SimulationConfig)
     """Of `ondevice fleet simulate`."""
 
+    @model_validator(mode="after")
+    def _own_batches(self) -> FleetRun:
+        asked = [name for name in ("packing", "streaming") if getattr(self.data, name)]
+        if asked:
+            raise ValueError(f"data.{asked[0]}: a fleet's devices take their own rows, padded and in memory")
+        return self
+
     @classmethod
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
         """Read a run file with `overrides` on top; see `RunConfig.load`.

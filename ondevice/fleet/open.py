@@ -36,7 +36,7 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     assert config.data.max_length_tokens is not None  # noqa: S101  `with_length` has taken it from the rows
     loaded, placement = _load(config)
     rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens)
-    config = config.model_copy(update={"method": with_answers(config.method, answers_of_rows(rows.train))})
+    config = config.model_copy(update={"method": with_answers(config.method, lambda: answers_of_rows(rows.train))})
     return config, _session(config, loaded, placement), rows, loaded.source
 
 
@@ -48,8 +48,11 @@ def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
     """
     loaded, placement = _load(config)
     task = config.data.task
-    found = ((), "no task is named") if task is None else answers_of_task(task, loaded.tokenizer)
-    config = config.model_copy(update={"method": with_answers(config.method, found)})
+
+    def answers() -> tuple[tuple[int, ...], str]:
+        return ((), "no task is named") if task is None else answers_of_task(task, loaded.tokenizer)
+
+    config = config.model_copy(update={"method": with_answers(config.method, answers)})
     return config, _session(config, loaded, placement), loaded.source
 
 

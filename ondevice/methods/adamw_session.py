@@ -33,7 +33,19 @@ class AdamWSession(Session):
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Forward, backward, AdamW, `micro_batch_size` rows at once; see `Session.step`."""
+        return self._step(ids, labels, None, learning_rate)
+
+    def packed_step(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run the same step on `micro_batch_size` sequences at once; see `Session.packed_step`."""
+        return self._step(ids, labels, position_ids, learning_rate)
+
+    def _step(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, learning_rate: float
+    ) -> StepResult:
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
+        places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         rows, limit = self.config.micro_batch_size or len(ids_BT), self.config.max_grad_norm
@@ -41,9 +53,9 @@ class AdamWSession(Session):
         count, value = (labels_BT[:, 1:] >= 0).sum().float(), torch.zeros((), device=self.device)
         for part in range(0, len(ids_BT), rows):
             some = slice(part, part + rows)
-            nll, _ = model_loss.row_nll(
-                self.family, ids_BT[some], labels_BT[some], self.config.loss_tiles, self.config.answers
-            )
+            settings = self.config.loss_tiles, self.config.answers
+            places = None if places_BT is None else places_BT[some]
+            nll, _ = model_loss.row_nll(self.family, ids_BT[some], labels_BT[some], *settings, places)
             loss = nll.sum() / count
             loss.backward()
             value += loss.detach()

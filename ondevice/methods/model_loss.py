@@ -40,19 +40,30 @@ def method_token_nll(
 
 
 def row_nll(
-    family: Family, ids_RT: Tensor, labels_RT: Tensor, tiles: int, answers: tuple[int, ...] = ()
+    family: Family,
+    ids_RT: Tensor,
+    labels_RT: Tensor,
+    tiles: int,
+    answers: tuple[int, ...] = (),
+    position_ids_RT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return negative log likelihood of each row's labelled tokens and their count, float32 [rows] each; among
-    `answers` alone where there are some."""
-    return evaluate_hidden(family, ids_RT, labels_RT, lambda h, y: method_token_nll(family, h, y, tiles, answers))
+    `answers` alone where there are some. With `position_ids_RT` a row is a sequence of several."""
+    return evaluate_hidden(
+        family, ids_RT, labels_RT, lambda h, y: method_token_nll(family, h, y, tiles, answers), position_ids_RT
+    )
 
 
 def evaluate_hidden(
-    family: Family, ids_RT: Tensor, labels_RT: Tensor, token_loss: Callable[[Tensor, Tensor], Tensor]
+    family: Family,
+    ids_RT: Tensor,
+    labels_RT: Tensor,
+    token_loss: Callable[[Tensor, Tensor], Tensor],
+    position_ids_RT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `row_nll` with any loss of hidden states and labels, such as one of fixed shapes."""
     rows = ids_RT.shape[0]
-    hidden_ND, labels_N = shift(forward_hidden(family, ids_RT), labels_RT)
+    hidden_ND, labels_N = shift(forward_hidden(family, ids_RT, position_ids=position_ids_RT), labels_RT)
     nll = token_loss(hidden_ND, labels_N).reshape(rows, -1).sum(1)
     return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
 

@@ -172,13 +172,13 @@ class AnyDecoder(Family):
         """Refuse, as `block` does."""
         raise self.dims.unknown("computing one block alone")
 
-    def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
         """Run the model: [B, T, hidden] before the head, or the logits [B, T, vocab] where the head is more than that.
 
         Raises:
-            ModelError: `mask` is given; or the model is no causal decoder.
+            ModelError: `mask` or `position_ids` is given; or the model is no causal decoder.
         """
-        if mask is not None:
+        if mask is not None or position_ids is not None:
             raise self.dims.unknown("a mask of one's own")
         if self._head_is_plain:
             return self.model.base_model(input_ids=ids, use_cache=False)[0]

@@ -218,12 +218,14 @@ class ModelDims:
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return the `target_modules` of a method's settings as this model has them.
 
-        A method's own default gives way to `default_targets` where the model lacks one of its names.
+        A method's own default gives way to `default_targets` where the model lacks one of its names; one without such
+        a setting has none.
 
         Raises:
             ModelError: the model has no linear layer of a name.
         """
-        targets, names = tuple(config.target_modules), [linear.target for linear in self.linear_list]
+        targets = tuple(getattr(config, "target_modules", ()))
+        names = [linear.target for linear in self.linear_list]
         missing = [target for target in targets if not any(named(name, target) for name in names)]
         if not missing:
             return targets
@@ -392,11 +394,11 @@ class Family:
         """Return transformers' own module of block `i`."""
         return self.model.model.layers[i]
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Embed token ids: int64 [B, T] -> [B, T, hidden]."""
-        return self.place(self.embedding(ids))
+    def embed(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Embed token ids: int64 [B, T] -> [B, T, hidden]; for `position_ids` see `hidden`."""
+        return self.place(self.embedding(ids), position_ids)
 
-    def place(self, rows: Tensor) -> Tensor:
+    def place(self, rows: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return the first block's input [B, T, hidden]: embedding rows, with positions where those are learned."""
         return rows
 
@@ -416,7 +418,7 @@ class Family:
 
         Args:
             position: from `positions`, which refuses a length that the family does not do.
-            mask: additive float [1, 1, T, T], or None for the causal mask.
+            mask: additive float [1 or B, 1, T, T], or None for the causal mask.
         """
         h = h + self.attention_branch(i, h, position, mask)
         return h + self.mlp_branch(i, h)
@@ -462,14 +464,31 @@ class Family:
     def check_adapted(self, names: list[str]) -> None:
         """Check that an adapter beside each of these layers takes part in the forward pass; ModelError if not."""
 
-    def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def packed(self, h: Tensor, position_ids: Tensor) -> tuple[Any, Tensor]:
+        """Return what blocks take for several rows in one sequence: positions of each row, and the mask between rows.
+
+        Args:
+            h: the first block's input, [B, T, hidden].
+            position_ids: int64 [B, T], each token's place in its row.
+        """
+        from ondevice.nn.row_mask import of_rows, row_mask
+
+        tables: Any = self.positions(h.shape[1], h.device, h.dtype)
+        return tuple(of_rows(table, position_ids) for table in tables), row_mask(position_ids, h.dtype)
+
+    def hidden(self, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None) -> Tensor:
         """Compute embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden].
 
         Args:
             mask: additive float [1, 1, T, T], or None for the causal mask.
+            position_ids: int64 [B, T], where a sequence has several rows: each token's place in its row, and the
+                mask keeps the rows apart.
         """
-        h = self.embed(ids)
-        position = self.positions(ids.shape[1], h.device, h.dtype)
+        h = self.embed(ids, position_ids)
+        if position_ids is None:
+            position = self.positions(ids.shape[1], h.device, h.dtype)
+        else:
+            position, mask = self.packed(h, position_ids)
         for i in range(self.dims.layers):
             h = self.block(i, h, position, mask)
         return self.final_norm(h)
@@ -492,6 +511,8 @@ class Family:
         return self.linear_parents[target]
 
 
-def forward_hidden(family: Family, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+def forward_hidden(
+    family: Family, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> Tensor:
     """Compute embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden]; logits are this @ head^T."""
-    return family.hidden(ids, mask)
+    return family.hidden(ids, mask, position_ids)

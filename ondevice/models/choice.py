@@ -39,4 +39,10 @@ def takes(spec: MethodSpec, dims: ModelDims) -> bool:
     """True if the blocks of a model have what the method's default settings ask for."""
     if getattr(dims, "whole", False):  # blocks of which nothing is known
         return bool(getattr(spec, "any_decoder", False))
-    return all(name in dims.linear_shapes for name in getattr(spec.config(), "target_modules", ()))
+    if not spec.knows_block(dims):
+        return False
+    try:
+        dims.resolve_targets(spec.config())  # fused layers take the place of a default's names
+    except OndeviceError:
+        return False
+    return True

@@ -132,7 +132,7 @@ class Gpt2(Family):
         """Return transformers' own module of block `i`."""
         return self.model.transformer.h[i]
 
-    def place(self, rows: Tensor) -> Tensor:
+    def place(self, rows: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Return rows of the token embedding and their positions: [B, T, hidden].
 
         Raises:
@@ -140,7 +140,7 @@ class Gpt2(Family):
         """
         import torch
 
-        length = rows.shape[1]
+        length = rows.shape[1] if position_ids is None else int(position_ids.max()) + 1
         if length > self.dims.max_positions:
             raise ModelError(
                 "the sequence is longer than the model's table of positions",
@@ -148,7 +148,8 @@ class Gpt2(Family):
                 received=f"{length} tokens",
                 hint=f"set data.max_length_tokens to {self.dims.max_positions} or less",
             )
-        return rows + self.model.transformer.wpe(torch.arange(length, device=rows.device))
+        at = torch.arange(length, device=rows.device) if position_ids is None else position_ids
+        return rows + self.model.transformer.wpe(at)
 
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return blocks take no positions: two tensors [1, length, 0]."""

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 class TraitFamily(Family):
     """A block as transformers computes it, under the mask of its window; embedding and head with their factors."""
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if self.dims.traits.embedding_scale == 1.0:
-            return super().embed(ids)
+            return super().embed(ids, position_ids)
         from torch.nn.functional import embedding  # a module may multiply by itself
 
         return self.place(embedding(ids, self.embedding.weight))
 
-    def place(self, rows: Tensor) -> Tensor:
+    def place(self, rows: Tensor, position_ids: Tensor | None = None) -> Tensor:
         scale = self.dims.traits.embedding_scale
         return rows if scale == 1.0 else rows * rows.new_tensor(scale)
 

@@ -292,7 +292,7 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
     working = memory.step(dims, method, rows, length, item)
     host: dict[str, int] = {}
     host_usable, notes = None, [*dims.notes, *([request.why] if request.why else [])]
-    if hasattr(method, "target_modules") and (targets := dims.resolve_targets(method)) != tuple(method.target_modules):
+    if (targets := dims.resolve_targets(method)) and targets != tuple(method.target_modules):
         notes.append(f"method.target_modules: {', '.join(targets)}, as this model names its layers")
     # Where the weights are, and the process around them: by runtime.
     if request.runtime == "executorch" and export is not None:

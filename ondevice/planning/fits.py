@@ -52,8 +52,7 @@ def _forward_only(request: Request) -> Request | None:
             config = spec.config()
             try:
                 spec.check_model(request.dims)
-                if hasattr(config, "target_modules"):
-                    request.dims.resolve_targets(config)
+                request.dims.resolve_targets(config)
             except OndeviceError:
                 continue
             return replace(request, method=config)

@@ -10,9 +10,11 @@ from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anyio import CancelScope
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
@@ -74,6 +76,8 @@ SCHEMES = {
     "token": {"type": "http", "scheme": "bearer", "description": "A token of `ondevice serve token`."},
     "session": {"type": "apiKey", "in": "cookie", "name": security.COOKIE, "description": "The page's, for a token."},
 }
+RECHECK_S = 1.0
+"""How often the token of an answer that goes on is checked again, at most; at least with each of its pings."""
 MESSAGES = {404: "there is nothing here", 405: "this cannot be done here", 413: "the body is too large"}
 
 
@@ -228,13 +232,41 @@ class Guard:
             if refusal is not None:
                 await refused(*refusal)(scope, receive, answer)
             else:
-                await self.app(scope, _limited(receive, _limit(scope)), answer)
+                await self._pass(scope, receive, answer)
         finally:
             route = scope.get("route")
             path = getattr(route, "path", "") or ("/v1/..." if scope["path"].startswith("/v1") else "/")
             self.daemon.metrics.request(scope["method"], path, status)
             seconds = time.perf_counter() - began
             _access_log.info("%s %s %d %.0f ms", scope["method"][:10], path, status, seconds * 1e3)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on. An answer that goes on, such as a job's events, ends once its token is revoked."""
+        checked = time.monotonic()
+        with CancelScope() as work:
+
+            async def guarded(message: Message) -> None:
+                nonlocal checked
+                goes_on = message["type"] == "http.response.body" and message.get("more_body")
+                if goes_on and time.monotonic() - checked > RECHECK_S:
+                    if await run_in_threadpool(self._lost_its_token, scope):
+                        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                        work.cancel()
+                        return
+                    checked = time.monotonic()
+                await send(message)
+
+            await self.app(scope, _limited(receive, _limit(scope)), guarded)
+
+    def _lost_its_token(self, scope: Scope) -> bool:
+        return security.needs_token(self.daemon.store, self.host) and not self._has_token(Headers(scope=scope))
+
+    def _has_token(self, headers: Headers) -> bool:
+        kind, _, secret = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and security.check(self.daemon.store, secret.strip()):
+            return True
+        session = session_of(headers)
+        return bool(session and security.check(self.daemon.store, session, "session"))
 
     def _refuse(self, scope: Scope) -> tuple[Any, ...] | None:
         """Return the refusal of a request (the arguments of `refused`); None for one that may pass."""
@@ -261,13 +293,10 @@ class Guard:
         return None
 
     def _check_token(self, scope: Scope, headers: Headers) -> tuple[Any, ...] | None:
+        if self._has_token(headers):
+            return None
         address = (scope.get("client") or ("unknown", 0))[0]
-        kind, _, secret = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and security.check(self.daemon.store, secret.strip()):
-            return None
-        session = session_of(headers)
-        if session and security.check(self.daemon.store, session, "session"):
-            return None
+        secret, session = headers.get("authorization", "").partition(" ")[2], session_of(headers)
         # Behind a proxy all clients have one address: wrong tokens of one must not lock out the right one of another.
         if refusal := self.tries.refusal(address):
             return refusal

@@ -15,6 +15,7 @@ import http.client
 import io
 import json
 import os
+import secrets
 import shutil
 import ssl
 import time
@@ -30,6 +31,8 @@ from ondevice.core.errors import BusyError, ConfigError, DeviceError, OndeviceEr
 
 DEFAULT_URL = "http://127.0.0.1:8765"
 PART_BYTES = 4 << 20
+PAGE = 1000
+"""Entries of a list that are asked for at once."""
 TIMEOUT_S = 330.0
 ENDED = ("done", "failed", "cancelled")
 
@@ -98,7 +101,7 @@ class Client:
 
     def datasets(self) -> list[dict[str, Any]]:
         """Return data sets in the store."""
-        return self.ask("GET", "/v1/datasets")
+        return self._all("/v1/datasets")
 
     def delete_dataset(self, dataset: str) -> None:
         """Delete rows that no waiting or running job names."""
@@ -144,11 +147,15 @@ class Client:
     def create_job(self, **job: Any) -> dict[str, Any]:
         """Queue a job: model or artifact, dataset, and maybe eval_dataset, adapter, config, name, priority, window,
         limits, force."""
-        return self.ask("POST", "/v1/jobs", job)
+        headers = {"Idempotency-Key": secrets.token_hex(16)}
+        try:
+            return self.ask("POST", "/v1/jobs", job, headers=headers)
+        except DeviceError:  # its answer may be lost, and the job made: with the same key it is made once
+            return self.ask("POST", "/v1/jobs", job, headers=headers)
 
     def jobs(self, *states: str) -> list[dict[str, Any]]:
         """Return all jobs, or those in `states`."""
-        return self.ask("GET", "/v1/jobs", query={"state": list(states)})
+        return self._all("/v1/jobs", {"state": list(states)})
 
     def job(self, job: str) -> dict[str, Any]:
         """Return one job."""
@@ -215,7 +222,7 @@ class Client:
 
     def adapters(self) -> list[dict[str, Any]]:
         """Return adapters in the store."""
-        return self.ask("GET", "/v1/adapters")
+        return self._all("/v1/adapters")
 
     def download_adapter(self, adapter: str, folder: str | Path) -> Path:
         """Write an adapter's two files into `folder`, as PEFT loads them."""
@@ -313,19 +320,44 @@ class Client:
         """Forget a judgement."""
         self.ask("DELETE", f"/v1/thumbs/{quote(thumb)}")
 
-    def ask(self, method: str, path: str, body: Any = None, *, query: dict[str, Any] | None = None) -> Any:
+    def _all(self, path: str, query: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return a whole list, page by page."""
+        found: list[dict[str, Any]] = []
+        while True:
+            after = found[-1]["id"] if found else None
+            part = self.ask("GET", path, query={**(query or {}), "limit": PAGE, "after": after})
+            found += part
+            if len(part) < PAGE:
+                return found
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Any:
         """Send one request; `body` is sent as JSON, or as it is if it is bytes. Return the JSON that comes back.
 
         Raises:
             RefusedError: the daemon refuses it.
             DeviceError: the daemon does not answer.
         """
-        return json.loads(self._send(method, path, body, query))
+        return json.loads(self._send(method, path, body, query, headers))
 
-    def _send(self, method: str, path: str, body: Any = None, query: dict[str, Any] | None = None) -> bytes:
+    def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        query: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> bytes:
         connection = self._connect()
         try:
-            response = self._request(connection, method, path, body, query)
+            response = self._request(connection, method, path, body, query, headers)
             return response.read()
         except (OSError, http.client.HTTPException) as error:
             raise self._silent(error) from None
@@ -356,9 +388,15 @@ class Client:
         return http.client.HTTPConnection(self._host, self._port, timeout=self.timeout_s)
 
     def _request(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: Any, query: dict[str, Any] | None
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: Any,
+        query: dict[str, Any] | None,
+        more: dict[str, str] | None = None,
     ) -> http.client.HTTPResponse:
-        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        headers = {**(more or {}), **({"Authorization": f"Bearer {self._token}"} if self._token else {})}
         if isinstance(body, bytes):
             headers["Content-Type"] = "application/octet-stream"
         elif body is not None:

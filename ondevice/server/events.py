@@ -100,6 +100,7 @@ def note(progress: dict[str, Any], event: dict[str, Any]) -> None:
         case "checkpoint":
             progress["checkpoint_step"] = event.get("step", 0)
         case "finish":
+            progress |= {key: event[key] for key in ("tokens_per_s", "step_time_s") if event.get(key) is not None}
             progress |= {"final_loss": event.get("final_loss"), "eta_s": 0.0}
 
 

@@ -286,6 +286,14 @@ def check_model(folder: str) -> dict[str, Any]:
     return {"layers": dims.layers, "hidden": dims.hidden, "vocab": dims.vocab}
 
 
+def choose(source: str) -> dict[str, str]:
+    """Choose the method of a job that names none; whether a block is known may take a framework to find out."""
+    from ondevice.models.choice import choose_method
+
+    name, said = choose_method(source)
+    return {"method": name, "said": said}
+
+
 def generate(**arguments: Any) -> dict[str, Any]:
     """Answer a prompt: see `server.generate.answer`."""
     from ondevice.server.generate import answer
@@ -312,6 +320,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "validate": validate,
     "preview": preview,
     "check_model": check_model,
+    "choose": choose,
     "generate": generate,
     "complete": complete,
     "convert": convert,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -141,8 +142,16 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
     return RunConfig.load(None, _sections(config))
 
 
+def with_method(spec: JobSpec, choose: Callable[[], str]) -> JobSpec:
+    """Return a job of a model with its method named: `choose` asks which takes the model, in another process."""
+    method = spec.config.get("method", {})
+    if spec.model is None or spec.artifact is not None or not isinstance(method, dict) or "name" in method:
+        return spec
+    return spec.model_copy(update={"config": {**spec.config, "method": {"name": choose(), **method}}})
+
+
 def method_name(config: dict[str, Any]) -> str:
-    """Return the name of the method that a job's `config` asks for; the default where it names none."""
+    """Return the name of the method of a job's `config`; that of older versions where it names none."""
     from ondevice.core.registry import DEFAULT_METHOD
 
     method = config.get("method", {})

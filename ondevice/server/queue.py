@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ondevice.core.errors import BusyError
+from ondevice.core.errors import BusyError, ConfigError
 from ondevice.server.store import MissingError, Store, new_id
 
 State = Literal["queued", "running", "pausing", "paused", "cancelling", "cancelled", "failed", "done"]
@@ -47,6 +47,8 @@ AFTER: dict[Outcome, dict[str, State]] = {
     "refused": {"running": "failed", "pausing": "failed", "cancelling": "cancelled"},
 }
 RETRIES = 3
+KEY_S = 24 * 3600.0
+"""How long a request's key is remembered."""
 LONGEST_PAUSE_S = 300.0
 
 
@@ -107,10 +109,22 @@ class Queue:
     ) -> None:
         self.store, self.changed, self.clock = store, changed, clock
 
-    def create(self, spec: dict[str, Any], priority: int = 0) -> Job:
-        """Create a job at the end of the jobs of its priority."""
+    def create(self, spec: dict[str, Any], priority: int = 0, key: tuple[str, str] | None = None) -> Job:
+        """Create a job at the end of the jobs of its priority.
+
+        Args:
+            key: a request's key, and the hash of what it asks for; one that has made a job gives that job.
+
+        Raises:
+            ConfigError: the key has made a job of something else.
+        """
         name, now = new_id("job"), self.clock()
         with self.store.transaction() as db:
+            if key is not None:
+                if (made := self.made(*key)) is not None:
+                    return made
+                db.execute("DELETE FROM keys WHERE created_s < ? OR key = ?", (now - KEY_S, key[0]))
+                db.execute("INSERT INTO keys VALUES (?, ?, ?, ?)", (*key, name, now))
             db.execute(
                 "INSERT INTO jobs (id, state, priority, spec, created_s) VALUES (?, 'queued', ?, ?, ?)",
                 (name, priority, json.dumps(spec), now),
@@ -118,6 +132,21 @@ class Queue:
             self._say(name, "queued", "created", now)
         self.changed(name)
         return self.get(name)
+
+    def made(self, key: str, digest: str) -> Job | None:
+        """Return the job that a request of this key has made; None where there is none, or no longer.
+
+        Raises:
+            ConfigError: the key has made a job of something else.
+        """
+        row = self.store.row("SELECT * FROM keys WHERE key = ?", key)
+        job = None if row is None else self.store.row("SELECT * FROM jobs WHERE id = ?", row["job"])
+        if row is None or job is None:
+            return None
+        if row["digest"] != digest:
+            raise ConfigError("the Idempotency-Key was used for another job", expected="a new key for each job",
+                              received=key, hint=f"it made {row['job']}")  # fmt: skip
+        return Job.of(job)
 
     def get(self, job: str) -> Job:
         """Return one job.

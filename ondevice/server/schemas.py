@@ -295,6 +295,13 @@ class Active(Answer):
     active: str | None
 
 
+class Chosen(Answer):
+    """The method of a job that names none, and why."""
+
+    method: str
+    said: str
+
+
 class Message(BaseModel):
     """One turn of a chat."""
 

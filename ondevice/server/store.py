@@ -97,6 +97,9 @@ MIGRATIONS: tuple[str, ...] = (
         bytes INTEGER, created_s REAL NOT NULL
     );
     """,
+    """
+    CREATE TABLE keys (key TEXT PRIMARY KEY, digest TEXT NOT NULL, job TEXT NOT NULL, created_s REAL NOT NULL);
+    """,
 )
 """One script a schema version; `PRAGMA user_version` counts those that have run."""
 

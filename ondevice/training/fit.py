@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ondevice.artifact.adapter import (
     MLX_LM_WEIGHTS_NAME,
@@ -39,11 +39,14 @@ if TYPE_CHECKING:
     from ondevice.core.session import Session
     from ondevice.data import Dataset
     from ondevice.data.objects import Given
+    from ondevice.data.stream import Stream, StreamBatches
     from ondevice.models import LoadedModel
 
 Sink = Callable[[events.Event], None]
 ADAPTER, BEST_ADAPTER, MODEL, ORDINARY = "adapter", "adapter-best", "model", "model-ordinary"
 """Folders of a run for what it trained."""
+WINDOWS_FILE = "stream.json"
+"""File of a run for the counts of a streamed file's windows."""
 ORDINARY_ROWS = 64
 """Rows on which a network and its conversion to the ordinary architecture are compared."""
 
@@ -110,7 +113,8 @@ class Trained:
             path = getattr(self, name)
             values[name] = str(path) if path else None
         values |= {} if self.ordinary is None else self.ordinary.to_dict()
-        return {**values, "unused_rows": len(self.problems), "data": self.data}
+        left_out = self.data.get("train", {}).get("left_out", {})
+        return {**values, "unused_rows": sum(left_out.values()), "data": self.data}
 
 
 @dataclass(frozen=True)
@@ -170,8 +174,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens, options=options)
-    if getattr(config.method, "loss", "vocabulary") != "vocabulary":
-        config = config.model_copy(update={"method": with_answers(config.method, answers_of_rows(rows.train))})
+    config = config.model_copy(update={"method": with_answers(config.method, lambda: _answers(rows))})
     session = open_session(options.settled or config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
     trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
@@ -180,13 +183,27 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     return trained
 
 
+def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
+    if rows.stream is not None and not rows.train.template:
+        return (), "the labels of a streamed file are not all known"
+    return answers_of_rows(rows.train)
+
+
 @dataclass(frozen=True)
 class RunRows:
-    """The rows of a run, encoded: those to train on, those to evaluate on (or None), and the padding token."""
+    """The rows of a run, encoded: those to train on, those to evaluate on (or None), and the padding token.
+
+    Where the file is streamed, `train` is its first window and `stream` all of it.
+    """
 
     train: Dataset
     evaluation: Dataset | None
     pad: int
+    stream: Stream | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is known of the rows to train on."""
+        return self.train.figures() if self.stream is None else self.stream.figures()
 
 
 def read_rows_of(
@@ -211,10 +228,40 @@ def read_rows_of(
             train_on_prompt=data.train_on_prompt,
         )
 
+    if data.streaming and not options.rows:
+        stream = _open_stream(config, tokenizer, max_length_tokens, task)
+        return RunRows(stream.first, read(eval_path) if eval_path else None, pad_id_of(tokenizer), stream)
     train = read(path)
     if data.validation_split:
         return RunRows(*split_rows(train, data.validation_split, config.train.seed), pad_id_of(tokenizer))
     return RunRows(train, read(eval_path) if eval_path else None, pad_id_of(tokenizer))
+
+
+def _open_stream(config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None) -> Stream:
+    from ondevice.data.encode import encode
+    from ondevice.data.stream import Stream
+
+    data = config.data
+    assert data.path is not None  # noqa: S101  checked by `check_data`
+    settings: dict[str, Any] = {"max_length_tokens": max_length_tokens, "train_on_prompt": data.train_on_prompt}
+    return Stream(
+        data.path,
+        lambda rows: encode(rows, tokenizer, allow_empty=True, **settings),
+        task=data.task or task,
+        columns=data.columns,
+        window_records=data.shuffle_records,
+        seed=config.train.seed,
+    )
+
+
+def _batches(session: Session, rows: RunRows, config: RunConfig) -> Batches | StreamBatches:
+    # An exported program fixes the rows of a step; any other session takes what the run file says.
+    size, packing = session.batch_size or config.train.batch_size, config.data.packing
+    if rows.stream is None:
+        return Batches(rows.train, size, session.lengths_tokens, config.train.seed, rows.pad, packing=packing)
+    from ondevice.data.stream import StreamBatches
+
+    return StreamBatches(rows.stream, size, session.lengths_tokens, rows.pad, packing=packing)
 
 
 def fit(
@@ -236,9 +283,7 @@ def fit(
         seed: of the log's head; the run file's unless given.
         saves_model: a model was loaded whole, so a method that trains all of it can write it.
     """
-    # An exported program fixes the rows of a step; any other session takes what the run file says.
-    size = session.batch_size or config.train.batch_size
-    batches = Batches(rows.train, size, session.lengths_tokens, config.train.seed, rows.pad)
+    batches = _batches(session, rows, config)
     config = in_steps(config, batches.steps_per_epoch)
     settings = config.train
     if settings.objective != "loss":
@@ -246,7 +291,7 @@ def fit(
     # The head of the log names all that a resume must have in common with the run.
     if options.adapter is not None:
         session.load_adapter(load_adapter(options.adapter))
-    figures = {"train": rows.train.figures()}
+    figures = {"train": rows.figures()}
     figures["train"]["notes"] += options.notes
     if rows.evaluation is not None:
         figures["evaluation"] = rows.evaluation.figures()
@@ -261,6 +306,8 @@ def fit(
         said=list(options.said),
         data=figures,
     )
+    if rows.stream is not None:
+        rows.stream.keep(settings.out / WINDOWS_FILE, start.identity["data"], recall=options.resume)
     evaluated = rows.evaluation or rows.train
 
     reports = open_reports(settings.report_to, settings.out, start.config) if settings.report_to else None
@@ -288,8 +335,11 @@ def fit(
         sinks=[*options.sinks, *(() if reports is None else (reports,))],
         patience=settings.patience,
         callbacks=options.callbacks,
-        score=None if objective is None else lambda step: objective(batches.rows_at(step)),
+        score=None if objective is None else lambda step: objective(cast(Batches, batches).rows_at(step)),
     )
+    if rows.stream is not None:
+        figures["train"] = rows.figures()
+        figures["train"]["notes"] += options.notes
     restored = False
     if settings.restore_best and not result.interrupted and result.best_checkpoint not in (None, result.checkpoint):
         session.load_state(read_tensors(result.best_checkpoint / STATE_FILE))

@@ -10,8 +10,19 @@ from ondevice.models import load_tokenizer, read_dims
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
+    from ondevice.core.config import DataConfig
     from ondevice.data.rows import Rows
     from ondevice.models import LoadedModel
+
+
+def _rows_of(data: DataConfig) -> Rows:
+    """Read the rows that are measured: all, or of a streamed file the first."""
+    assert data.path is not None  # noqa: S101  checked by the caller
+    if not data.streaming:
+        return read_rows(data.path, task=data.task, columns=data.columns)
+    from ondevice.data.stream import first_rows
+
+    return first_rows(data.path, data.shuffle_records, task=data.task, columns=data.columns)
 
 
 def with_length(
@@ -33,7 +44,7 @@ def with_length(
     most = (loaded.dims if loaded else read_dims(model.source, model.revision)).max_positions
     if rows is None:
         assert data.path is not None  # noqa: S101  checked above
-        rows = read_rows(data.path, task=data.task, columns=data.columns)
+        rows = _rows_of(data)
     refuse_preferences(rows)
     tokenizer = loaded.tokenizer if loaded else load_tokenizer(model.source, model.revision)
     length = length_of(rows, tokenizer, most_tokens=most)

@@ -255,7 +255,9 @@ class Run:
 
     def _step(self, step: int, batch: Batch, learning_rate: float) -> None:
         began = time.perf_counter()
-        if self.score is None:
+        if self.score is None and batch.position_ids is not None:
+            result = self.session.packed_step(batch.ids, batch.labels, batch.position_ids, step, learning_rate)
+        elif self.score is None:
             result = self.session.step(batch.ids, batch.labels, step, learning_rate)
         else:
             result = self.session.score_step(partial(self.score, step), step, learning_rate)

@@ -147,6 +147,19 @@ def test_signing_in_with_a_token(tmp_path: Path) -> None:
         play("signin", ONDEVICE_URL=daemon.address, TOKEN=token)
 
 
+@needs_browser
+def test_what_was_filled_in_and_sent_stays(tmp_path: Path) -> None:
+    rows, bad, large = write_rows(tmp_path / "rows.jsonl"), tmp_path / "bad.jsonl", tmp_path / "large.jsonl"
+    bad.write_text('{"text": "a", "label": "b"}\n{"text": 1}\n')
+    large.write_text("".join(json.dumps({"text": f"{n} " + "x" * 60_000}) + "\n" for n in range(150)))
+    store = Store(tmp_path / "store")
+    token = create_token(store)
+    store.close()
+    files = {"ROWS": str(rows), "BAD_ROWS": str(bad), "LARGE": str(large)}
+    with DaemonProcess(tmp_path / "store", token=token) as daemon:
+        play("kept", ONDEVICE_URL=daemon.address, TOKEN=token, **files)
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node; try: make browser")
 def test_the_curve_is_cut_where_a_run_is_resumed() -> None:
     play("curve")

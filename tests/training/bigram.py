@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from ondevice.artifact.adapter import Adapter
 from ondevice.core.errors import CheckpointError, OndeviceError
 from ondevice.core.session import Session, StepResult
+from ondevice.data import Batch
 from ondevice.runtime_ops import generator
 from ondevice.training import events
 from ondevice.training.events import read_log
@@ -26,11 +26,6 @@ from ondevice.training.schedule import WarmupDecay
 VOCABULARY = 12
 QUERIES = 4
 SCALE = np.float32(1e-2)
-
-
-class Batch(NamedTuple):
-    ids: np.ndarray
-    labels: np.ndarray
 
 
 class Cycles:

@@ -171,7 +171,8 @@ def evaluation(session: BigramSession, scripted: dict[int, float], out: Path) ->
     def evaluate(should_stop: Callable[[], bool]) -> EvalResult | None:
         if should_stop():
             return None
-        nll, count = session.evaluate(*Cycles(seed=99).at(0))
+        batch = Cycles(seed=99).at(0)
+        nll, count = session.evaluate(batch.ids, batch.labels)
         loss = float(nll.sum() / count.sum())
         done = len(logged(out, events.Step))
         return EvalResult(loss, scripted[done], None, None, 0.5, 4, int(count.sum()), 0.0)
@@ -215,6 +216,15 @@ def test_stopping_in_an_evaluation_saves_and_the_resume_evaluates(tmp_path) -> N
     scripted = {5: 0.1, 10: 0.2}
     train(tmp_path, 10, again, resume=True, evaluate_fn=evaluation(again, scripted, tmp_path), eval_every=5)
     assert [event.step for event in logged(tmp_path, events.Evaluate)] == [5, 10]
+
+
+def test_a_resume_with_fewer_steps_than_are_done_is_refused_and_changes_nothing(tmp_path) -> None:
+    train(tmp_path, 20)
+    before = (tmp_path / "events.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="beyond the steps that are asked for") as error:
+        train(tmp_path, 5, resume=True)
+    assert "--steps 20 or more" in str(error.value)
+    assert (tmp_path / "events.jsonl").read_bytes() == before
 
 
 def test_a_finished_run_that_is_resumed_only_says_so_again(tmp_path) -> None:

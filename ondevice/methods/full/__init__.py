@@ -14,6 +14,7 @@ METHOD = MethodSpec(
     order="first",
     preference=4,
     sessions={"torch": ".torch:open_session"},
+    packs=("torch",),
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
     any_decoder=True,

@@ -14,6 +14,7 @@ METHOD = MethodSpec(
     order="first",
     preference=2,
     sessions={"torch": ".torch:open_session"},
+    packs=("torch",),
     memory=".memory:MEMORY",
     cost="ondevice.methods.step_model:adapter_step_cost",
     programs={"torch": ".program:TORCH"},

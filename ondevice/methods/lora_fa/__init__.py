@@ -13,6 +13,7 @@ METHOD = MethodSpec(
     trains="adapter",
     order="first",
     sessions={"torch": "ondevice.methods.lora.torch:open_session"},
+    packs=("torch",),
     memory="ondevice.methods.lora.memory:MEMORY",
     cost="ondevice.methods.step_model:adapter_step_cost",
     programs={"torch": "ondevice.methods.lora.program:TORCH"},

@@ -13,6 +13,7 @@ METHOD = MethodSpec(
     trains="all",
     order="zeroth",
     sessions={"torch": ".torch:open_session"},
+    packs=("torch",),
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
     options=(

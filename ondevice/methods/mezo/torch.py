@@ -70,13 +70,21 @@ class MezoSession(Session):
         return [parameter.detach().clone() for parameter in self.parameters.values()]
 
     @torch.no_grad()
-    def _loss(self, ids_BT: Tensor, labels_BT: Tensor) -> float:
-        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers)
+    def _loss(self, ids_BT: Tensor, labels_BT: Tensor, position_ids_BT: Tensor | None = None) -> float:
+        settings = self.config.loss_tiles, self.config.answers
+        nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, *settings, position_ids_BT)
         return float(nll.sum() / count.sum())
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run algorithm 2 with q queries; see `Session.step`."""
         tokens = [torch.from_numpy(array).to(self.device) for array in (ids, labels)]
+        return self._two_sided(lambda: self._loss(*tokens), step, learning_rate)
+
+    def packed_step(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run the same step on sequences of several rows; see `Session.packed_step`."""
+        tokens = [torch.from_numpy(array).to(self.device) for array in (ids, labels, position_ids)]
         return self._two_sided(lambda: self._loss(*tokens), step, learning_rate)
 
     def _two_sided(self, loss: Callable[[], float], step: int, learning_rate: float) -> StepResult:

@@ -14,6 +14,7 @@ METHOD = MethodSpec(
     order="zeroth",
     preference=3,
     sessions={"torch": ".torch:open_session"},
+    packs=("torch",),
     memory=".memory:MEMORY",
     cost=".cost:step_cost",
     options=(

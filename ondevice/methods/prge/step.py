@@ -159,7 +159,14 @@ class PrgeProgram(nn.Module):
         return None if name is None else getattr(self, name)
 
     def train_step(
-        self, ids_BT: Tensor, labels_BT: Tensor, adapter_P: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
+        self,
+        ids_BT: Tensor,
+        labels_BT: Tensor,
+        adapter_P: Tensor,
+        seed: Tensor,
+        step: Tensor,
+        learning_rate: Tensor,
+        position_ids_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run one ZO-SGD step.
 
@@ -168,21 +175,25 @@ class PrgeProgram(nn.Module):
             adapter_P: float32 [layout.size].
             seed, step: int64 [1]; they key the noise.
             learning_rate: float32 [1].
+            position_ids_BT: int64 [batch, tokens], where a sequence has several rows: see `Session.packed_step`.
 
         Returns:
             losses float32 [copies], projected gradients float32 [q], the new adapter float32 [layout.size].
         """
-        losses = self.losses(ids_BT, labels_BT, self.perturbed(adapter_P, seed, step))
+        losses = self.losses(ids_BT, labels_BT, self.perturbed(adapter_P, seed, step), position_ids_BT)
         gradients = self.projected_gradients(losses)
         return losses, gradients, self.apply_update(adapter_P, gradients, seed, step, learning_rate)
 
-    def losses(self, ids_BT: Tensor, labels_BT: Tensor, copies_of: CopiesOf) -> Tensor:
+    def losses(
+        self, ids_BT: Tensor, labels_BT: Tensor, copies_of: CopiesOf, position_ids_BT: Tensor | None = None
+    ) -> Tensor:
         """Return mean loss a labelled token of each copy, float32 [copies]."""
-        prefix = self._run_prefix(ids_BT)
+        prefix = self._run_prefix(ids_BT, position_ids_BT)
         passes, parts = self._passes(), []
         for members in passes:
             selected = copies_of if len(passes) == 1 else self._select(copies_of, members)
-            hidden = self._run_suffix(prefix.repeat(len(members), 1, 1), selected)
+            places = None if position_ids_BT is None else position_ids_BT.repeat(len(members), 1)
+            hidden = self._run_suffix(prefix.repeat(len(members), 1, 1), selected, places)
             nll, count = self.row_nll(hidden, labels_BT.repeat(len(members), 1))
             parts.append(nll.reshape(len(members), -1).sum(1) / count.reshape(len(members), -1).sum(1))
         if len(parts) == 1:
@@ -282,15 +293,22 @@ class PrgeProgram(nn.Module):
             return [group + [i + q for i in group] for group in queries]
         return [half for group in queries for half in (group, [i + q for i in group])]
 
-    def _run_prefix(self, ids_BT: Tensor) -> Tensor:
-        hidden = self.family.embed(ids_BT)
-        position = self.family.positions(ids_BT.shape[1], hidden.device, hidden.dtype)
+    def _places(self, hidden: Tensor, position_ids: Tensor | None) -> tuple[Any, Tensor | None]:
+        """Return what blocks take beside the hidden states: positions and mask."""
+        if position_ids is not None:
+            return self.family.packed(hidden, position_ids)
+        length = hidden.shape[1]
+        return self.family.positions(length, hidden.device, hidden.dtype), self._mask(length)
+
+    def _run_prefix(self, ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
+        hidden = self.family.embed(ids_BT, position_ids_BT)
+        position, mask = self._places(hidden, position_ids_BT)
         for layer in range(self.layout.first_layer):
-            hidden = self.family.block(layer, hidden, position, self._mask(ids_BT.shape[1]))
+            hidden = self.family.block(layer, hidden, position, mask)
         return hidden
 
-    def _run_suffix(self, hidden_RTD: Tensor, copies_of: CopiesOf) -> Tensor:
-        position = self.family.positions(hidden_RTD.shape[1], hidden_RTD.device, hidden_RTD.dtype)
+    def _run_suffix(self, hidden_RTD: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None) -> Tensor:
+        position, mask = self._places(hidden_RTD, position_ids_RT)
         for layer in range(self.layout.first_layer, self.family.dims.layers):
             base, count = self.layout.layer_range(layer)
             layer_copies = copies_of(base, count)
@@ -300,7 +318,7 @@ class PrgeProgram(nn.Module):
                 low = entry.offset - base
                 copies = layer_copies[:, low : low + entry.count].reshape(-1, entry.rank, entry.width)
                 self.linears[entry].slot.copies = self.linears[entry].matrices(copies)
-            hidden_RTD = self.family.block(layer, hidden_RTD, position, self._mask(hidden_RTD.shape[1]))
+            hidden_RTD = self.family.block(layer, hidden_RTD, position, mask)
             for entry in self.layout.of_layer(layer):
                 self.linears[entry].slot.copies = None
         return self.family.final_norm(hidden_RTD)

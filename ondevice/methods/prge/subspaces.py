@@ -101,13 +101,13 @@ class Subspaces:
         """Yield `calibration_rows` rows, each alone and without its padding."""
         left, device = self.config.calibration_rows, self.program.device
         while left > 0:
-            batch = batch_at(step)
-            for ids, labels in zip(batch.ids[:left], batch.labels[:left], strict=True):
+            rows = list(batch_at(step).rows())
+            for ids, labels in rows[:left]:
                 # What follows the last labelled token has no part in the loss.
                 end = int(np.flatnonzero(labels != IGNORE)[-1]) + 1 if (labels != IGNORE).any() else 2
                 one, other = (torch.from_numpy(np.ascontiguousarray(v[None, :end])).to(device) for v in (ids, labels))
                 yield one, other
-            left, step = left - len(batch.ids), step + 1
+            left, step = left - len(rows), step + 1
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what a resume needs beside the flat vector."""

@@ -82,17 +82,28 @@ class PrgeSession(Session):
             self._adapter = self.subspace.fold(self._adapter)
             self.subspace.read(step, folder)
 
-    @torch.inference_mode()
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one ZO-SGD step; see `Session.step`."""
+        return self._step((ids, labels), (), step, learning_rate)
+
+    def packed_step(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run the same step on sequences of several rows; see `Session.packed_step`."""
+        return self._step((ids, labels), (position_ids,), step, learning_rate)
+
+    @torch.inference_mode()
+    def _step(
+        self, rows: tuple[np.ndarray, ...], places: tuple[np.ndarray, ...], step: int, learning_rate: float
+    ) -> StepResult:
         if self.subspace is not None and not self.subspace.factors:
             raise TrainingError(
                 "there is no subspace yet", expected="`before_step` before the first step", received="step"
             )
         rate = np.array([learning_rate], dtype=np.float32)
-        ids_BT, labels_BT, number, rate_1 = self._tensors(ids, labels, np.array([step]), rate)
+        ids_BT, labels_BT, number, rate_1 = self._tensors(*rows, np.array([step]), rate)
         losses, gradients, self._adapter = self.program.train_step(
-            ids_BT, labels_BT, self._adapter, self.seed, number, rate_1
+            ids_BT, labels_BT, self._adapter, self.seed, number, rate_1, *self._tensors(*places)
         )
         values = losses.tolist()
         return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))

@@ -10,16 +10,16 @@ from ondevice.methods.prge.step import CopiesOf, PrgeProgram
 class WholeModelProgram(PrgeProgram):
     """All copies of all B exist during a pass; layers below `top_layers` run once for each copy."""
 
-    def _run_prefix(self, ids_BT: Tensor) -> Tensor:
+    def _run_prefix(self, ids_BT: Tensor, position_ids_BT: Tensor | None = None) -> Tensor:
         return ids_BT
 
-    def _run_suffix(self, ids_BT: Tensor, copies_of: CopiesOf) -> Tensor:
+    def _run_suffix(self, ids_BT: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None) -> Tensor:
         # `repeat` has made [copies, batch, tokens] of [batch, tokens].
         for entry in self.layout.entries:
             copies = copies_of(entry.offset, entry.count)
             self.linears[entry].slot.copies = copies.reshape(-1, entry.rank, entry.outputs)
         try:
-            return self.family.hidden(ids_BT.flatten(0, -2))
+            return self.family.hidden(ids_BT.flatten(0, -2), position_ids=position_ids_RT)
         finally:
             for linear in self.linears.values():
                 linear.slot.copies = None

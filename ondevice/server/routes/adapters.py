@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import FileResponse, Response
 from starlette.background import BackgroundTask
 
@@ -13,15 +13,17 @@ from ondevice.server import adapters, schemas
 from ondevice.server.daemon import running_job
 from ondevice.server.jobs import adapter_folder, artifact_folder, locate_model
 from ondevice.server.queue import ENDED
-from ondevice.server.routes import Id, Serving
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 
 
 @router.get("/adapters", response_model=list[schemas.Adapter])
-def list_adapters(daemon: Serving) -> list[dict[str, Any]]:
-    """Return all adapters, the newest first."""
-    return adapters.list_adapters(daemon.store)
+def list_adapters(
+    daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
+) -> list[dict[str, Any]]:
+    """Return adapters, the newest first."""
+    return page_of(adapters.list_adapters(daemon.store), limit, after, request, response)
 
 
 @router.post("/adapters/rollback", response_model=schemas.Active)

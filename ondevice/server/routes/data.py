@@ -7,7 +7,7 @@ import os
 import shutil
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request, Response
 
 from ondevice.core.errors import BusyError, ConfigError
 from ondevice.data.templates import TASKS
@@ -15,7 +15,7 @@ from ondevice.server import adapters, jobs, schemas
 from ondevice.server.daemon import Daemon
 from ondevice.server.jobs import artifact_folder, dataset_file
 from ondevice.server.queue import ENDED
-from ondevice.server.routes import Id, Serving
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
 from ondevice.server.store import MissingError, new_id
 
 router = APIRouter(prefix="/v1", tags=["data"])
@@ -41,6 +41,19 @@ def list_models(daemon: Serving) -> dict[str, Any]:
             about = {"id": f"{jobs.ARTIFACT}{one['id']}", "kind": "artifact", "bytes": one["bytes"], "created": 0}
             models.append({**about, **owned, "base_model": one["model"]})
     return {"object": "list", "data": models}
+
+
+def chosen_method(daemon: Daemon, model: str) -> dict[str, str]:
+    """Return the method of a job of this model that names none, and the sentence that says so."""
+    return daemon.rows("choose", source=jobs.locate_model(daemon.store, model))
+
+
+@router.get("/method", response_model=schemas.Chosen)
+def choose_method(
+    daemon: Serving, model: Annotated[str, Query(max_length=200, description="A model of GET /v1/models, or a hub id.")]
+) -> dict[str, str]:
+    """Return the method that a job takes where it names none: the first by preference that takes the model."""
+    return chosen_method(daemon, model)
 
 
 @router.get("/artifacts", response_model=list[schemas.Artifact])
@@ -70,9 +83,12 @@ def run_settings() -> dict[str, Any]:
 
 
 @router.get("/datasets", response_model=list[schemas.Dataset])
-def list_datasets(daemon: Serving) -> list[dict[str, Any]]:
-    """Return all data sets, the newest first."""
-    return [_dataset(daemon, row) for row in daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")]
+def list_datasets(
+    daemon: Serving, request: Request, response: Response, limit: Limit = MOST, after: After = None
+) -> list[dict[str, Any]]:
+    """Return data sets, the newest first."""
+    rows = daemon.store.rows("SELECT * FROM datasets ORDER BY created_s DESC, id")
+    return [_dataset(daemon, row) for row in page_of(rows, limit, after, request, response)]
 
 
 @router.get("/datasets/{dataset}", response_model=schemas.Dataset)

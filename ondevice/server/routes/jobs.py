@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Query
+from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from sse_starlette import EventSourceResponse
 
 from ondevice.server import schemas
 from ondevice.server.events import curve
-from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, method_name, resolve
+from ondevice.server.jobs import JobRequest, JobSpec, artifact_folder, method_name, resolve, with_method
 from ondevice.server.queue import Job, State
-from ondevice.server.routes import Id, Serving
+from ondevice.server.routes import MOST, After, Id, Limit, Serving, page_of
+from ondevice.server.routes.data import chosen_method
 from ondevice.server.service import tail
 from ondevice.server.supervisor import remove_job
 
+Key = Annotated[
+    str | None,
+    Header(alias="Idempotency-Key", min_length=1, max_length=200, description="Of the client's own making, for a day."),
+]
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 SEND_TIMEOUT_S = 60.0
 PING_S = 15
@@ -23,10 +29,16 @@ PING_S = 15
 
 @router.get("", response_model=list[schemas.JobAnswer])
 def list_jobs(
-    daemon: Serving, state: Annotated[list[State] | None, Query(description="Only jobs in these states.")] = None
+    daemon: Serving,
+    request: Request,
+    response: Response,
+    state: Annotated[list[State] | None, Query(description="Only jobs in these states.")] = None,
+    limit: Limit = MOST,
+    after: After = None,
 ) -> list[schemas.JobAnswer]:
     """List jobs: those that run, those that wait in the order they will run, then ended ones, the newest first."""
-    return [_answer(daemon, job) for job in daemon.queue.list(*(state or []))]
+    jobs = page_of(daemon.queue.list(*(state or [])), limit, after, request, response)
+    return [_answer(daemon, job) for job in jobs]
 
 
 @router.post(
@@ -35,16 +47,25 @@ def list_jobs(
     response_model=schemas.JobAnswer,
     responses={200: {"model": schemas.PlanAnswer, "description": "The plan of a dry run."}},
 )
-def create_job(daemon: Serving, body: JobRequest) -> Any:
-    """Queue a job; with dry_run, give its run file and its plan (status 200) and queue nothing."""
+def create_job(daemon: Serving, body: JobRequest, key: Key = None) -> Any:
+    """Queue a job; with dry_run, give its run file and its plan (status 200) and queue nothing.
+
+    A method that the job does not name is the first that takes the model. A request that is sent again with the same
+    `Idempotency-Key`, because its answer was lost, gives the job that it made.
+    """
+    digest = hashlib.sha256(body.model_dump_json().encode()).hexdigest()
+    if key is not None and not body.dry_run and (made := daemon.queue.made(key, digest)) is not None:
+        return _answer(daemon, made)
     spec = JobSpec.model_validate(body.model_dump(exclude={"priority", "dry_run"}))
+    spec = with_method(spec, lambda: chosen_method(daemon, str(spec.model))["method"])
     config = resolve(spec, daemon.store, daemon.store.root / "jobs" / "new" / "run")
     if body.dry_run:
         artifact = str(artifact_folder(daemon.store, spec.artifact)) if spec.artifact else None
         values = config.model_dump(mode="json")
         plan = daemon.rows("plan", config=values, artifact=artifact)
         return JSONResponse(schemas.PlanAnswer(config=values, plan=plan).model_dump(mode="json"))
-    return _answer(daemon, daemon.queue.create(spec.model_dump(mode="json"), body.priority))
+    values = spec.model_dump(mode="json")
+    return _answer(daemon, daemon.queue.create(values, body.priority, None if key is None else (key, digest)))
 
 
 @router.get("/{job}", response_model=schemas.JobAnswer)

@@ -17,8 +17,10 @@ from ondevice.core.session import IGNORE
 from ondevice.methods.mesp.memory import MLP_CHUNK_TOKENS, MLP_CHUNK_TOKENS_GPU
 from ondevice.methods.mesp.torch.kernels import choose
 from ondevice.methods.mesp.torch.loss import AnswerHead, Loss
+from ondevice.methods.mesp.torch.rows import RowsApart
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
 from ondevice.nn.answer_loss import answer_labels
+from ondevice.nn.row_mask import of_rows
 from ondevice.offload.activations import Activations
 from ondevice.offload.device import open_device
 from ondevice.offload.report import Timeline
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.methods.mesp.torch.session import Optimizer
     from ondevice.methods.mesp.torch.stages import OnGradient, Position
-    from ondevice.methods.mesp.torch.weights import Frozen, Weights
+    from ondevice.methods.mesp.torch.weights import Frozen, Positions, Weights
 
 
 class GradientSums:
@@ -177,7 +179,7 @@ class Model:
     @torch.no_grad()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return each row's summed negative log likelihood, float32 [B]."""
-        x, positions = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
+        x, positions = self.weights.embed(ids_BT), self.positions(ids_BT, None)
         for i in range(self.dims.layers):
             with self.weights.block(i, self.above(i)) as frozen:
                 x = self.blocks.forward(self.block(i, frozen), x, positions(i), ids_BT.shape[0])
@@ -185,13 +187,16 @@ class Model:
         return loss.row_nll(x, labels)
 
     @torch.no_grad()
-    def forward_backward(self, ids_BT: Tensor, labels_BT: Tensor, scale: float) -> Tensor:
+    def forward_backward(
+        self, ids_BT: Tensor, labels_BT: Tensor, scale: float, position_ids_BT: Tensor | None = None
+    ) -> Tensor:
         """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as they arise.
 
         Args:
             ids_BT: int64 [rows, tokens], all of them computed at once.
+            position_ids_BT: int64 [rows, tokens], where these are sequences of several rows: see `Session.packed_step`.
         """
-        x, positions = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
+        x, positions = self.weights.embed(ids_BT), self.positions(ids_BT, position_ids_BT)
         layers, rows = self.dims.layers, ids_BT.shape[0]
         self.inputs.begin(layers, 1, x)
         for i in range(layers):
@@ -212,6 +217,23 @@ class Model:
             del x
         self.timeline.drain()
         return total
+
+    def positions(self, ids_BT: Tensor, position_ids_BT: Tensor | None) -> Positions:
+        """Return a function of a block's number to its cos and sin, and keep rows apart in attention, or not."""
+        of_block = self.weights.positions(ids_BT.shape[1])
+        self.blocks.stages.apart = None
+        if position_ids_BT is None:
+            return of_block
+        self.blocks.stages.apart = RowsApart.of(position_ids_BT)
+        made: dict[int, Position] = {}
+
+        def packed(i: int) -> Position:
+            cos, sin = of_block(i)
+            if id(cos) not in made:
+                made[id(cos)] = of_rows(cos, position_ids_BT), of_rows(sin, position_ids_BT)
+            return made[id(cos)]
+
+        return packed
 
     def loss_of(self, labels_BT: Tensor) -> tuple[Loss, Tensor]:
         """Return the loss over the answers with the labels as their places, where all labels are answers; else that

@@ -173,8 +173,20 @@ class MespSession(Session):
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see `Session.step`."""
+        return self._step(ids, labels, None, learning_rate)
+
+    def packed_step(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run the same step on `method.micro_batch_size` sequences at once; see `Session.packed_step`."""
+        return self._step(ids, labels, position_ids, learning_rate)
+
+    def _step(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, learning_rate: float
+    ) -> StepResult:
         check_not_partially_updated(self.partially_updated)
         ids_BT, labels_BT = self._tensors(ids, labels)
+        places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)
         rows = self.config.micro_batch_size or len(ids_BT)
         count = labelled(labels_BT)
         clips = self.config.max_grad_norm is not None
@@ -184,7 +196,8 @@ class MespSession(Session):
             total = torch.zeros((), device=self.device)
             for low in range(0, len(ids_BT), rows):
                 chunk = slice(low, low + rows)
-                total += self.model.forward_backward(ids_BT[chunk], labels_BT[chunk], 1.0 / max(1, count))
+                places = None if places_BT is None else places_BT[chunk]
+                total += self.model.forward_backward(ids_BT[chunk], labels_BT[chunk], 1.0 / max(1, count), places)
             self.optimizer.end()
             value = float(total) / max(1, count)
         self.partially_updated = False

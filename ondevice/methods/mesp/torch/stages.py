@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from ondevice.methods.mesp.torch.attention import Scores, cast
+from ondevice.methods.mesp.torch.rows import RowsApart
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.kernels import TorchKernels
     from ondevice.models import ModelDims
 
 Position = tuple[Tensor, Tensor]
-"""cos and sin, each [1, tokens, 1, head_dim / 2]."""
+"""cos and sin, each [1, tokens, 1, head_dim / 2]; [rows, ...] where sequences have several rows each."""
 OnGradient = Callable[[str, Tensor, Tensor], None]
 """Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and keeps nothing."""
 QKV = ("q_proj", "k_proj", "v_proj")
@@ -74,6 +75,8 @@ class Stages:
         self.dims, self.kernels, self.store_h = dims, kernels, store_h
         self.traits = dims.traits
         self.stored: dict[str, Tensor] = {}
+        self.apart: RowsApart | None = None
+        """Of the batch that is computed, where its sequences have several rows each."""
 
     # Linear layers, appendix A.1.
 
@@ -200,7 +203,11 @@ class Stages:
 
     def attend(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
         """Return [N, H h], and what the backward pass wants."""
+        if self.apart is not None:
+            q, k, v = (self.apart.take_apart(x) for x in (q, k, v))
         o, kept = self.kernels.attend(q, k, v, self.scores(block, q.shape[1]))
+        if self.apart is not None:
+            o = self.apart.together(o)
         return o.reshape(-1, q.shape[2] * q.shape[3]), kept
 
     def out(self, block: Block, x: Tensor, o: Tensor, keep: bool = False) -> Tensor:
@@ -217,7 +224,11 @@ class Stages:
         self, block: Block, g: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return gradients of the rotated q and k, and of v."""
-        return self.kernels.attend_backward(g.view(q.shape), q, k, v, kept, self.scores(block, q.shape[1]))
+        if self.apart is None:
+            return self.kernels.attend_backward(g.view(q.shape), q, k, v, kept, self.scores(block, q.shape[1]))
+        g, q, k, v = (self.apart.take_apart(x) for x in (g.view(q.shape), q, k, v))
+        gq, gk, gv = self.kernels.attend_backward(g, q, k, v, kept, self.scores(block, q.shape[1]))
+        return self.apart.together(gq), self.apart.together(gk), self.apart.together(gv)
 
     def rope_backward(self, block: Block, gq: Tensor, gk: Tensor, position: Position) -> tuple[Tensor, Tensor]:
         """Rotate the gradients back, in their memory: the transpose of a rotation is that by the negative angle."""

@@ -2,7 +2,7 @@
 
 import { ask, at, get, post } from "./api.js";
 import { converter } from "./convert.js";
-import { announce, h, sure, table } from "./dom.js";
+import { announce, h, listing, sure } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { bytes, moment, number } from "./format.js";
 import { uploader } from "./uploader.js";
@@ -80,7 +80,7 @@ function adaptersTable(adapters, place, changed) {
       ),
       one.active
         ? null
-        : button(one, "Activate", () => post(at("/v1/adapters", one.id, "/activate")), `${one.name} is in use`),
+        : button(one, "Use it", () => post(at("/v1/adapters", one.id, "/activate")), `${one.name} is in use`),
       h(
         "a",
         { class: "button", href: `#/chat?adapter=${encodeURIComponent(one.id)}` },
@@ -108,7 +108,7 @@ function adaptersTable(adapters, place, changed) {
     one.job
       ? h("a", { href: `#/jobs/${encodeURIComponent(one.job)}` }, moment(one.created_s))
       : `${moment(one.created_s)}, uploaded`;
-  return table(
+  return listing(
     "All adapters, the newest first",
     ["Name", "Base model", "Rank", "Size", "Made", "Actions"],
     adapters.map((one) => [name(one), one.base_model, number(one.rank), bytes(one.bytes), made(one), buttons(one)]),

@@ -27,8 +27,8 @@ export class UnreachableError extends Error {
 }
 
 /** One request; its response, or the ApiError that it was refused with. */
-async function request(method, path, body, signal) {
-  const options = { method, signal, credentials: "same-origin", headers: {} };
+async function request(method, path, body, signal, headers = {}) {
+  const options = { method, signal, credentials: "same-origin", headers: { ...headers } };
   if (body instanceof Blob) {
     options.headers["Content-Type"] = "application/octet-stream";
     options.body = body;
@@ -64,8 +64,8 @@ const plain = (answer) =>
     : answer;
 
 /** One request; the answer as JSON, or as text where it is text. */
-export const ask = async (method, path, body = undefined, signal = undefined) =>
-  content(await request(method, path, body, signal));
+export const ask = async (method, path, body = undefined, signal = undefined, headers = {}) =>
+  content(await request(method, path, body, signal, headers));
 
 /** The pieces of a streamed answer, in OpenAI's form, as they come; aborting ends the answer. */
 export async function* streamed(path, body, signal) {
@@ -104,16 +104,29 @@ export const listModels = async (signal) =>
 export const at = (base, id, rest = "") => `${base}/${encodeURIComponent(id)}${rest}`;
 
 /**
- * Send a file in parts; a part whose answer was lost goes on where the server stands.
+ * Send a file in parts; a part whose answer was lost goes on where the server stands. What is left alone is forgotten by
+ * the daemon after a day.
  * @param fields kind, name and the options of POST /v1/uploads
  * @param progress told how many bytes have arrived
  * @returns what it became: `{kind, id}`
  */
 export async function upload(file, fields, progress = () => {}, signal = undefined) {
-  const { id } = await post("/v1/uploads", { name: file.name, ...fields, bytes: file.size }, signal);
+  // After a reload, or in another view, the same file with the same options goes on where it stopped.
+  const request = { name: file.name, ...fields, bytes: file.size };
+  const key = `upload ${file.lastModified} ${JSON.stringify(request)}`;
+  const known = sessionStorage.getItem(key);
+  const begun = known
+    ? await get(at("/v1/uploads", known), signal).catch((error) => {
+        if (error.status !== 404) throw error;
+        return null;
+      })
+    : null;
+  const { id, received_bytes: there = 0 } = begun ?? (await post("/v1/uploads", request, signal));
+  sessionStorage.setItem(key, id);
   const path = at("/v1/uploads", id);
-  let sent = 0;
+  let sent = there;
   let failed = 0;
+  progress(sent);
   try {
     while (sent < file.size) {
       try {
@@ -128,9 +141,11 @@ export async function upload(file, fields, progress = () => {}, signal = undefin
       }
       progress(sent);
     }
-    return await post(`${path}/finish`, undefined, signal);
+    const placed = await post(`${path}/finish`, undefined, signal);
+    sessionStorage.removeItem(key);
+    return placed;
   } catch (error) {
-    if (error.name === "AbortError") ask("DELETE", path).catch(() => {});
+    if (error.status > 0 && error.status !== 401) sessionStorage.removeItem(key); // refused for what it is
     throw error;
   }
 }

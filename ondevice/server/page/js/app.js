@@ -30,6 +30,7 @@ const signOut = document.getElementById("sign-out");
 let shown = new AbortController();
 let signedOut = false;
 let first = true;
+let kept = null;
 
 /** "#/jobs/ID?a=b" as view, id and query. */
 function place() {
@@ -54,6 +55,7 @@ function decoded(text) {
 }
 
 async function go() {
+  kept = null;
   shown.abort();
   shown = new AbortController();
   const { signal } = shown;
@@ -109,8 +111,24 @@ async function machine() {
 document.addEventListener("signed-out", () => {
   if (signedOut) return;
   signedOut = true;
-  go();
+  if (main.hasAttribute("aria-busy")) go();
+  else signInOver();
 });
+
+/** A session that ends takes nothing away: the view stays behind the form, as it was filled in. */
+function signInOver() {
+  kept = [...main.childNodes];
+  main.replaceChildren();
+  signInView(main, () => {
+    signedOut = false;
+    if (!kept) go();
+    else {
+      main.replaceChildren(...kept);
+      kept = null;
+      announce("Signed in again. The view is as it was.");
+    }
+  });
+}
 
 let lost = null;
 document.addEventListener("unreachable", () => {

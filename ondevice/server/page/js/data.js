@@ -2,7 +2,7 @@
 
 import { ask, at, get, listModels } from "./api.js";
 import { columnsField } from "./columns.js";
-import { choice, h, labelled, sure, table, ticked } from "./dom.js";
+import { choice, h, labelled, sure, listing, ticked } from "./dom.js";
 import { attempt, problemPlace, rowProblems } from "./errors.js";
 import { bytes, moment, number } from "./format.js";
 import { showPreview } from "./preview.js";
@@ -26,7 +26,7 @@ export async function dataView(main, { signal }) {
   const loadPrograms = async () => {
     const [known, programs] = [await listModels(signal), await get("/v1/artifacts", signal)];
     models.replaceChildren(
-      table(
+      listing(
         "Models at hand",
         ["Name", "Architecture", "Size", "Actions"],
         known.map((model) => [
@@ -41,7 +41,7 @@ export async function dataView(main, { signal }) {
     );
     artifacts.replaceChildren(
       programs.length
-        ? table(
+        ? listing(
             "Exported programs",
             ["Name", "Target", "Method", "Model", "Size", "Actions"],
             programs.map((one) => [
@@ -91,6 +91,10 @@ export async function dataView(main, { signal }) {
   );
 }
 
+/** A data set in a list: names may be the same, ids are not. */
+export const setName = (one) =>
+  `${one.name}, ${number(one.rows)} rows (${one.task ? `task ${one.task}` : one.format}), ${one.id}`;
+
 /** A model's sizes on one line. */
 export function architecture(model) {
   const sizes = [
@@ -131,12 +135,12 @@ function setsTable(found, place, changed, look) {
     one.problems.length
       ? h("details", {}, h("summary", {}, number(one.problems.length)), rowProblems(one.problems, "Left out"))
       : "none";
-  return table(
+  return listing(
     "Data sets, the newest first",
     ["Name", "Format", "Rows", "Left out", "Size", "Uploaded", "Actions"],
     found.map((one) => [
-      one.name,
-      one.format,
+      [h("span", {}, one.name), h("small", {}, one.id)],
+      one.task ? `${one.format}, task ${one.task}` : one.format,
       number(one.rows),
       left(one),
       bytes(one.bytes),
@@ -205,7 +209,7 @@ function previewPanel(models, tasks, signal) {
     fill: (found) => {
       const kept = dataset.value;
       dataset.replaceChildren(
-        ...found.map((one) => h("option", { value: one.id }, `${one.name}, ${number(one.rows)} rows`)),
+        ...found.map((one) => h("option", { value: one.id }, setName(one))),
       );
       if (found.some((one) => one.id === kept)) dataset.value = kept;
     },

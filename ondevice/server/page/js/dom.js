@@ -100,6 +100,31 @@ export function terms(pairs, kind = "terms") {
   );
 }
 
+/** A table of a list that grows: its first rows, and a button for all. */
+export function listing(caption, heads, rows) {
+  return folded(table(caption, heads, rows)).element;
+}
+
+const SHOWN = 8;
+
+/** A table of which the first rows are shown, with a button for all: on a phone each row is a card. */
+export function folded(made) {
+  const button = h("button", { type: "button", class: "all" });
+  const update = () => {
+    const count = made.tBodies[0].rows.length;
+    button.hidden = count <= SHOWN || !made.classList.contains("folded");
+    setText(button, `Show all ${count}`);
+  };
+  button.addEventListener("click", () => {
+    made.classList.remove("folded");
+    made.tBodies[0].rows[SHOWN]?.querySelector("a, button")?.focus();
+    update();
+  });
+  made.classList.add("folded");
+  update();
+  return { element: h("div", { class: "list" }, made, button), update };
+}
+
 /** A table that becomes a list of cards on a narrow screen. `rows` hold strings or elements. */
 export function table(caption, heads, rows) {
   const cell = (value, index) =>

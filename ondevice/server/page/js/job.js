@@ -57,7 +57,7 @@ export async function jobView(main, { id, signal }) {
   };
   const show = () => {
     for (const part of [state, progress, buttons, queue]) part.update(job);
-    tiles.job(job);
+    tiles.job(job, curve);
     setText(reason, job.state === "done" ? "" : job.reason);
     failure.replaceChildren(...(job.error && job.state === "failed" ? [problemBox(job.error)] : []));
     made.replaceChildren(...adapterLinks(job));
@@ -80,7 +80,7 @@ export async function jobView(main, { id, signal }) {
       warnings.append(h("p", { class: "notice", role: "status", dir: "auto" }, event.message));
     }
     progress.update(job);
-    tiles.job(job);
+    tiles.job(job, curve);
   };
   const warnings = h("div");
   const events = new Events(id, job.last_event, told, (how) => {
@@ -128,7 +128,12 @@ export async function jobView(main, { id, signal }) {
 function note(job, event) {
   const { progress } = job;
   if (event.event === "start" || event.event === "resume")
-    Object.assign(progress, { step: event.step ?? 0, steps: event.steps, backend: event.backend });
+    Object.assign(progress, {
+      step: event.step ?? 0,
+      steps: event.steps,
+      backend: event.backend,
+      final_loss: undefined,
+    });
   else if (event.event === "step") {
     progress.step = event.step + 1;
     progress.first_loss ??= event.loss;
@@ -143,7 +148,8 @@ function note(job, event) {
     ]) {
       if (event[key] !== undefined && event[key] !== null) progress[key] = event[key];
     }
-  } else if (event.event === "checkpoint") progress.checkpoint_step = event.step;
+  } else if (event.event === "finish") progress.final_loss = event.final_loss;
+  else if (event.event === "checkpoint") progress.checkpoint_step = event.step;
   else if (event.event === "evaluate") progress.evaluation = event;
 }
 

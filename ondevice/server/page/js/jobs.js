@@ -1,7 +1,7 @@
 /** The queue: what runs, what waits, what has ended. */
 
 import { ask, at, ENDED, every, get } from "./api.js";
-import { h, keyed, setText } from "./dom.js";
+import { folded, h, keyed, setText } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { jobButtons, progressOf, stateBadge } from "./controls.js";
 import { jobName, moment, number } from "./format.js";
@@ -37,8 +37,13 @@ export async function jobsView(main, { signal }) {
       (job) => job.id,
       (job) => row(job, place, load, false),
     );
-    waiting.element.hidden = !now.length;
-    ended.element.hidden = !old.length;
+    for (const [list, jobs] of [
+      [waiting, now],
+      [ended, old],
+    ]) {
+      list.element.hidden = !jobs.length;
+      list.update();
+    }
     none.hidden = jobs.length > 0;
   };
   await load();
@@ -70,7 +75,7 @@ function jobsTable(caption, last) {
     ),
     body,
   );
-  return { element, body };
+  return { ...folded(element), body };
 }
 
 function row(job, place, changed, waits) {
@@ -99,7 +104,7 @@ function row(job, place, changed, waits) {
       figures,
       next.progress.loss === undefined
         ? ""
-        : `loss ${number(next.progress.first_loss)} → ${number(next.progress.final_loss ?? next.progress.loss)}`,
+        : `loss ${number(next.progress.first_loss)} → ${number(next.progress.final_loss ?? next.progress.loss)}${next.progress.final_loss === undefined ? "" : ", mean of the last tenth"}`,
     );
     setText(ended, moment(next.ended_s));
   };

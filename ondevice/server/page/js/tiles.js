@@ -41,16 +41,19 @@ export class Tiles {
     this.values[key].closest("div").hidden = value === null;
   }
 
-  /** From the job's progress. */
-  job(job) {
+  /** From the job's progress, and its curve: one step's speed says little. */
+  job(job, curve = null) {
     const { progress } = job;
     const ended = ENDED.includes(job.state);
     this.#put(
       "loss",
       number(progress.final_loss ?? progress.loss),
-      progress.first_loss === undefined ? "" : `from ${number(progress.first_loss)}`,
+      progress.first_loss === undefined
+        ? ""
+        : `${progress.final_loss === undefined ? "last step" : "mean of the last tenth"}, from ${number(progress.first_loss)}`,
     );
-    this.#put("speed", number(progress.tokens_per_s, 3));
+    const mean = progress.final_loss === undefined ? curve?.smoothed("tokens_per_s")[2].at(-1) : null;
+    this.#put("speed", number(mean ?? progress.tokens_per_s, 3), "mean");
     this.#put("step_time", duration(progress.step_time_s));
     this.#put("eta", ended ? null : job.state === "running" ? duration(progress.eta_s) : "–");
     this.#put(

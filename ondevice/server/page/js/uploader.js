@@ -38,9 +38,10 @@ const WORDS = {
  * @param kind what the file is
  * @param done told the id of what it became
  * @param tasks for rows: prompt templates to choose from
- * @param inside stands in another form: then it is a group, as forms cannot be nested
+ * @param inside stands in another form: then it is a group, as forms cannot be nested, and the form says how rows are
+ * read: `{options, begun}`, a function to `{task, columns}` and one that is told when a file is sent
  */
-export function uploader(kind, done, signal, tasks = [], inside = false) {
+export function uploader(kind, done, signal, tasks = [], inside = null) {
   const words = WORDS[kind];
   const file = h("input", { type: "file", accept: words.accept, required: true });
   const name =
@@ -53,8 +54,9 @@ export function uploader(kind, done, signal, tasks = [], inside = false) {
           pattern: kind === "adapter" ? null : "[a-z0-9][a-z0-9._\\-]*",
           autocomplete: "off",
         });
-  const task = kind === "dataset" ? choice([["", "as its keys say"], ...tasks.map((one) => [one, one])], "") : null;
-  const columns = kind === "dataset" ? columnsField() : null;
+  const alone = kind === "dataset" && !inside;
+  const task = alone ? choice([["", "as its keys say"], ...tasks.map((one) => [one, one])], "") : null;
+  const columns = alone ? columnsField() : null;
   const skip = kind === "dataset" ? ticked("Leave out rows that cannot be used") : null;
   const bar = h("progress", { hidden: true, "aria-label": "Upload" });
   const said = h("p", { role: "status", class: "soft" });
@@ -79,6 +81,7 @@ export function uploader(kind, done, signal, tasks = [], inside = false) {
       ...(name ? { name: name.value } : {}),
       ...(task?.value ? { task: task.value } : {}),
       ...(columns && Object.keys(columns.value()).length ? { columns: columns.value() } : {}),
+      ...inside?.options(),
       ...(skip?.box.checked ? { skip_bad_rows: true } : {}),
     };
     const placed = await upload(
@@ -107,6 +110,7 @@ export function uploader(kind, done, signal, tasks = [], inside = false) {
     if (!file.reportValidity()) return;
     bad.replaceChildren();
     setText(said, "");
+    inside?.begun();
     await attempt(button, place, () => send(file.files[0]));
     bar.hidden = true;
     if (place.element.children.length) setText(said, "");

@@ -1,6 +1,6 @@
 /** A new job in four steps: model, data, method, plan. Nothing is created before the last button. */
 
-import { get, listModels, post } from "./api.js";
+import { ask, get, listModels, post } from "./api.js";
 import { announce, h } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
 import { planParts } from "./plan.js";
@@ -44,6 +44,8 @@ export async function wizardView(main, { signal }) {
     h("button", { class: "main" }, "Start the job"),
   ];
   let current = 0;
+  // An answer that is lost does not make a second job of the same form; what is changed is another job.
+  let key = crypto.randomUUID?.() ?? String(Math.random());
 
   const request = () => {
     const config = { method: method.values(), train: method.train(), data: data.values() };
@@ -100,6 +102,11 @@ export async function wizardView(main, { signal }) {
     next.hidden = index === TITLES.length - 1;
     start.hidden = !next.hidden;
     method.artifact(model.kind() === "artifact");
+    if (index === 2 && model.kind() === "model") {
+      get(`/v1/method?model=${encodeURIComponent(model.source().model)}`, signal)
+        .then(method.suggest)
+        .catch(() => {}); // the plan says what is wrong with a model
+    }
     (focus ?? heads[index]).focus();
     if (index === TITLES.length - 1) showPlan();
     else planning.abort();
@@ -113,6 +120,13 @@ export async function wizardView(main, { signal }) {
     wrong?.reportValidity();
     return !wrong;
   };
+  main.addEventListener(
+    "change",
+    () => {
+      key = crypto.randomUUID?.() ?? String(Math.random());
+    },
+    { signal },
+  );
   queue.element.addEventListener("change", (event) => {
     if (event.target === force) start.disabled = !force.checked;
     else if (valid()) showPlan();
@@ -138,7 +152,7 @@ export async function wizardView(main, { signal }) {
             start,
             { clear: place.clear, show: refused },
             async () => {
-              const job = await post("/v1/jobs", request(), signal);
+              const job = await ask("POST", "/v1/jobs", request(), signal, { "Idempotency-Key": key });
               location.hash = `#/jobs/${encodeURIComponent(job.id)}`;
             },
             "The job is queued",

@@ -1,11 +1,10 @@
 /** The steps of a new job. Each is `{element, ...}` with functions that say what was chosen. */
 
 import { get } from "./api.js";
-import { architecture } from "./data.js";
+import { architecture, setName } from "./data.js";
 import { columnsField } from "./columns.js";
 import { choice, h, labelled, newId } from "./dom.js";
 import { attempt, problemPlace } from "./errors.js";
-import { number } from "./format.js";
 import { limitFields, windowFields, windowOf } from "./panels.js";
 import { showPreview } from "./preview.js";
 import { fieldsOf, methodsOf, sectionOf } from "./settings.js";
@@ -119,7 +118,7 @@ export function dataStep({ schema, tasks }, source, signal) {
   );
   const load = async (chosen) => {
     const found = await get("/v1/datasets", signal);
-    const options = found.map((one) => [one.id, `${one.name}, ${number(one.rows)} rows (${one.format})`]);
+    const options = found.map((one) => [one.id, setName(one)]);
     for (const [select, first] of [
       [train, []],
       [evaluate, [["", "none"]]],
@@ -135,7 +134,16 @@ export function dataStep({ schema, tasks }, source, signal) {
     "details",
     { class: "inner" },
     h("summary", {}, "Upload rows"),
-    uploader("dataset", load, signal, tasks, true),
+    uploader("dataset", load, signal, tasks, {
+      options: () => ({
+        ...(task.value ? { task: task.value } : {}),
+        ...(columns.pairs().length ? { columns: columns.value() } : {}),
+      }),
+      // A file that is refused must not leave another one chosen.
+      begun: () => {
+        train.selectedIndex = -1;
+      },
+    }),
   );
   const element = h(
     "div",
@@ -175,6 +183,7 @@ export function methodStep({ schema }) {
     methods.map(([name]) => [name, name]),
     schema.properties.method.default.name,
   );
+  let touched = false;
   const [about, own, more] = [h("p", { class: "soft" }), h("div"), h("div")];
   const precision = fieldsOf(model, ["dtype", "device"]);
   const [loop, loopMore] = [fieldsOf(train, TRAIN_KEYS), fieldsOf(train, TRAIN_MORE)];
@@ -195,7 +204,10 @@ export function methodStep({ schema }) {
     own.replaceChildren(main.element);
     more.replaceChildren(rest.element, precision.element);
   };
-  select.addEventListener("change", show);
+  select.addEventListener("change", () => {
+    touched = true;
+    show();
+  });
   show();
   const rate = fieldsOf({
     properties: {
@@ -221,6 +233,13 @@ export function methodStep({ schema }) {
   );
   return {
     element,
+    /** Take the method that the daemon would take for a model, unless another was chosen here. */
+    suggest: ({ method, said }) => {
+      if (touched || !methods.some(([name]) => name === method)) return;
+      select.value = method;
+      show();
+      about.textContent = said;
+    },
     artifact: (yes) => {
       forArtifact = further.hidden = yes;
       kind.replaceChildren(yes ? fixed : chosen);

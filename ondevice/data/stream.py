@@ -1,0 +1,259 @@
+"""Rows of a file that is larger than memory, a window of records at a time.
+
+A window is so many records in the order of the file. Its rows are read, encoded and shuffled together; windows follow
+one another as in the file, in every epoch. So memory holds two windows, and the row at a place of the run is a function
+of the file, the seed and the place: a run that resumes has the same rows. How many sequences each window has is counted
+as windows are read, and kept beside the run, so that a resume goes to its window without encoding those before it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ondevice.artifact.files import atomic_write
+from ondevice.core.errors import DataError
+from ondevice.data.batching import Batch, collate
+from ondevice.data.encode import Dataset, Example, refuse_preferences
+from ondevice.data.formats import named_task, rows_of
+from ondevice.data.records import Record, Source, check_source, check_text_file, json_lines
+from ondevice.data.rows import Rows, count_reasons
+
+BEGIN_BYTES = 1 << 18
+"""Read to see what kind of text a file is."""
+WINDOWS = 2
+"""Kept in memory: a batch may have rows of two."""
+
+
+def check_stream(path: Path) -> str:
+    """Return the kind of a file that can be read a window at a time.
+
+    Raises:
+        DataError: another kind, or one that `check_source` refuses too.
+    """
+    kind = check_source(path)
+    if kind not in ("json", "table", "columnar"):
+        raise _no_stream(path, f"a {kind} is read whole" if kind != "hub" else "a data set's name is no file")
+    return kind
+
+
+def open_records(path: Path, skip: int = 0) -> Source:
+    """Open a file; its records behind the first `skip` are read as they are asked for.
+
+    Raises:
+        DataError: as `check_stream`; or the file is empty, or no text in UTF-8.
+    """
+    kind = check_stream(path)
+    if kind == "columnar":
+        from ondevice.data.columnar import read_columnar
+
+        source = read_columnar(path)
+        return Source(kind, islice(source.records, skip, None), source.notes)
+    with path.open("rb") as file:
+        begin = file.read(BEGIN_BYTES)
+    check_text_file(path, begin)
+    start = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start:
+        raise DataError(f"{path} is empty", expected="at least one row", received=f"{len(begin)} bytes")
+    if kind == "table":
+        from ondevice.data.tables import stream_table
+
+        source = stream_table(path, path.open("rb"), begin)
+        return Source(kind, islice(source.records, skip, None), source.notes)
+    if start[:1] == b"[":
+        raise _no_stream(path, "a JSON list is read whole")
+    return Source(kind, json_lines(_lines(path), skip))
+
+
+def first_rows(path: Path, records: int, *, task: str | None, columns: Mapping[str, str] | None) -> Rows:
+    """Read the rows of the first so many records, as `read_rows` reads a file's.
+
+    Raises:
+        DataError: as `open_records`, or none of them can be used.
+    """
+    source = open_records(Path(path))
+    source.records = islice(source.records, records)
+    return rows_of(source, str(path), named_task(task, path) if task else None, columns=columns)
+
+
+def _no_stream(path: Path, why: str) -> DataError:
+    return DataError(
+        f"{path} cannot be streamed: {why}",
+        expected="JSON lines, CSV, Parquet or Arrow",
+        received=path.name,
+        hint="write it as JSON lines, or leave data.streaming out",
+    )
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            yield line if number else line.removeprefix(b"\xef\xbb\xbf")
+
+
+class Stream:
+    """The rows of a file, window by window.
+
+    Args:
+        path: of JSON lines, CSV, Parquet or Arrow.
+        encoded: `encode` with the run's tokenizer, length and labels, and `allow_empty`.
+        task, columns: as in `read_rows`.
+        window_records: records of a window, which are shuffled together.
+        seed: of the order, 0 or above.
+
+    Raises:
+        DataError: the first window has no row that can be used.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        encoded: Callable[[Rows], Dataset],
+        *,
+        task: str | None,
+        columns: Mapping[str, str] | None,
+        window_records: int,
+        seed: int,
+    ) -> None:
+        self.path, self.encoded, self.columns = Path(path), encoded, columns
+        self.task = named_task(task, path) if task else None
+        self.window_records, self.seed = window_records, seed
+        self.ends: list[int] = []
+        """Sequences up to the end of each window that was read; all of the file's once it has `ended`."""
+        self.ended = False
+        self.left_out: Counter[str] = Counter()
+        self.cut = self.cut_tokens = 0
+        self._windows: dict[int, list[Example]] = {}
+        self._orders: dict[tuple[int, ...], np.ndarray] = {}
+        self._leaders: list[Record] = []
+        self._records: Iterator[Record] = iter(())
+        self._next = -1
+        self._kept: tuple[Path, dict[str, Any]] | None = None
+        self.first = self._read(0)
+        """The rows of the first window."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return what `Dataset.figures` does, of the windows that were read so far."""
+        whole = "all of the file" if self.ended else "so far"
+        note = f"streamed: {len(self.ends):,} windows of {self.window_records:,} records, {whole}"
+        return {
+            "sequences": self.ends[-1],
+            "left_out": dict(self.left_out.most_common()),
+            "cut": self.cut,
+            "cut_tokens": self.cut_tokens,
+            "max_length_tokens": self.first.max_length_tokens,
+            "notes": [*self.first.notes, note],
+            "streamed": True,
+        }
+
+    def keep(self, path: Path, identity: dict[str, Any], recall: bool) -> None:
+        """Keep the counts of the windows in a file; with `recall`, go on with those that it has of the same rows."""
+        identity = {**identity, "window_records": self.window_records, "length": self.first.max_length_tokens}
+        self._kept = path, identity
+        try:
+            values = json.loads(path.read_text(encoding="utf-8")) if recall else {}
+        except (OSError, ValueError):  # lost or damaged: the windows are counted again
+            values = {}
+        if values.get("identity") == identity:
+            self.ends, self.ended = values["ends"], values["ended"]
+            self.left_out, self.cut, self.cut_tokens = Counter(values["left_out"]), values["cut"], values["cut_tokens"]
+
+    def example(self, place: int) -> Example:
+        """Return the sequence at `place` of the run, counted from 0 over all epochs.
+
+        Raises:
+            DataError: the file is damaged there, or has changed.
+        """
+        while not self.ended and place >= self.ends[-1]:
+            self._read(len(self.ends))
+        epoch, place = divmod(place, self.ends[-1]) if self.ended else (0, place)
+        window = bisect_right(self.ends, place)
+        if window not in self._windows:
+            self._read(window)
+        examples = self._windows[window]
+        return examples[int(self._order(epoch, window, len(examples))[place - self.ends[window] + len(examples)])]
+
+    def _order(self, epoch: int, window: int, count: int) -> np.ndarray:
+        # A file of one window has the order of rows that are not streamed.
+        numbers = (self.seed, epoch, window) if window else (self.seed, epoch)
+        if numbers not in self._orders:
+            while len(self._orders) >= WINDOWS:
+                del self._orders[next(iter(self._orders))]
+            words = np.random.PCG64(np.random.SeedSequence(numbers)).random_raw(count)
+            self._orders[numbers] = np.argsort(words, kind="stable")
+        return self._orders[numbers]
+
+    def _read(self, window: int) -> Dataset:
+        """Read a window and keep its sequences; count it, if it was not counted before."""
+        source = None
+        if self._next != window:
+            source = open_records(self.path, window * self.window_records)
+            self._records = source.records
+        records = list(islice(self._records, self.window_records))
+        self._next = window + 1
+        known = window < len(self.ends)
+        self.ended = self.ended or len(records) < self.window_records
+        if window and not records and not known:
+            self._save()
+            return Dataset()
+        begun = bool(self._leaders)
+        kind, notes = (source.kind, source.notes) if source and not begun else ("stream", [])
+        found = Source(kind, iter([*self._leaders, *records]), notes)
+        rows = rows_of(found, str(self.path), self.task, columns=self.columns)
+        if begun:
+            rows.items = [row for row in rows.items if row.line]
+            rows.problems = [problem for problem in rows.problems if problem.line]
+        else:
+            refuse_preferences(rows)
+            # The records that decided the format decide it for every window, as they do where a file is read whole.
+            self._leaders = [record._replace(line=0) for record in records if record.line <= rows.items[0].line]
+        dataset = self.encoded(rows)
+        while len(self._windows) >= WINDOWS:
+            del self._windows[next(iter(self._windows))]
+        self._windows[window] = [item.example for item in dataset.items]
+        before = self.ends[window - 1] if window else 0
+        if known:
+            if self.ends[window] - before != len(dataset.items):
+                raise DataError(f"{self.path} has changed since the run began", expected="the same rows",
+                                received=f"others in records {window * self.window_records:,} on")  # fmt: skip
+            return dataset
+        self.ends.append(before + len(dataset.items))
+        self.left_out.update(count_reasons(dataset.problems))
+        self.cut += dataset.truncated
+        self.cut_tokens += sum(item.dropped_tokens for item in dataset.items)
+        self._save()
+        return dataset
+
+    def _save(self) -> None:
+        if self._kept is None:
+            return
+        path, identity = self._kept
+        values = {"identity": identity, "ends": self.ends, "ended": self.ended, "left_out": dict(self.left_out),
+                  "cut": self.cut, "cut_tokens": self.cut_tokens}  # fmt: skip
+        atomic_write(path, json.dumps(values))
+
+
+class StreamBatches:
+    """Endless batches of constant size of a stream; see `ondevice.data.Batches`."""
+
+    steps_per_epoch = float("inf")
+
+    def __init__(
+        self, stream: Stream, batch_size: int, lengths_tokens: Sequence[int] | None, pad_id: int, packing: bool = False
+    ) -> None:
+        self.stream, self.batch_size, self.pad_id, self.packing = stream, batch_size, pad_id, packing
+        self.lengths_tokens = tuple(sorted(lengths_tokens)) if lengths_tokens is not None else None
+
+    def at(self, step: int) -> Batch:
+        """Return the batch of a step, counted from 0: int64 [batch_size, length]."""
+        first = step * self.batch_size
+        examples = [self.stream.example(place) for place in range(first, first + self.batch_size)]
+        room = self.stream.first.max_length_tokens if self.packing else None
+        return collate(examples, self.lengths_tokens, self.pad_id, room)
