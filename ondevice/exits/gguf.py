@@ -17,9 +17,10 @@ from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_merged, merge
 from ondevice.exits.gguf_file import BLOCK, ggml_type, write_gguf
 from ondevice.exits.gguf_metadata import check_writable, rope_factors, write_metadata
-from ondevice.exits.gguf_names import architecture_of, gguf_names, to_gguf
+from ondevice.exits.gguf_names import architecture_of, to_gguf
 from ondevice.exits.gguf_tokenizer import write_tokenizer
 from ondevice.models.base import Family, ModelDims
+from ondevice.models.gguf_names import gguf_parts
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
@@ -29,8 +30,6 @@ ERRORS = {"float32": 0.0, "float16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11, "q4
 """Largest error of an element as a part of the largest of its block; `q4_0` has one step less on one side."""
 _HEADS = ("token_embd.weight", "output.weight")
 _ROUTER = "ffn_gate_inp"
-_WHOLE, _HALVES = "experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj")
-"""transformers keeps the experts' gate and up matrices as one tensor, GGUF as two."""
 
 
 def write(request: Request, path: Path) -> Checked:
@@ -42,8 +41,9 @@ def write(request: Request, path: Path) -> Checked:
     merged = merge(request)
     loaded = merged.loaded
     family, dims, state = type(loaded.family), loaded.dims, loaded.model.state_dict()
-    names = _file_names(family, dims)
-    writer = GGUFWriter(path, architecture_of(family, dims))
+    architecture = architecture_of(family, dims)
+    names = gguf_parts(family, dims, list(family.weight_shapes(dims)), architecture)
+    writer = GGUFWriter(path, architecture)
     write_metadata(writer, loaded, request)
     write_tokenizer(writer, loaded)
     factors = rope_factors(loaded)
@@ -77,17 +77,6 @@ def _dtype(name: str, shape: tuple[int, ...], asked: str) -> str:
     if asked == "float16" or shape[-1] % BLOCK:
         return "float16"
     return "q8_0" if name in _HEADS else asked
-
-
-def _file_names(family: type[Family], dims: ModelDims) -> dict[str, tuple[str, ...]]:
-    """Map each of transformers' tensors to its tensor in the file, or to its two halves along the second dimension."""
-    names = list(family.weight_shapes(dims))
-    halves = {name: tuple(name.replace(_WHOLE, half) for half in _HALVES) for name in names if name.endswith(_WHOLE)}
-    single = [part for name in names for part in halves.get(name, (name,))]
-    found = gguf_names(family, dims, single)
-    # transformers gives the experts' tensors no suffix.
-    named = {part: name if name.endswith((".weight", ".bias")) else f"{name}.weight" for part, name in found.items()}
-    return {name: tuple(named[part] for part in halves.get(name, (name,))) for name in names}
 
 
 def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:

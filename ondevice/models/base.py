@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from ondevice.models.gguf_config import Metadata
+
 
 class UnknownTrait(ModelError):
     """A configuration asks for something that a family's block does not do; the model can still run as a whole."""
@@ -354,6 +356,15 @@ class Family:
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
         """Return fields of a `config.json` of the given sizes (by a llama's names), for tests and trials."""
         return sizes
+
+    @classmethod
+    def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+        """Read what this family alone has in a GGUF file's metadata, as fields of `config.json`; `config` is the rest.
+
+        Raises:
+            ModelError: the file asks for something that the family does not do.
+        """
+        return {}
 
     @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:

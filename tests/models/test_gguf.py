@@ -45,12 +45,12 @@ def test_quantised_gguf_is_what_transformers_reads(write_gguf: Callable[..., Pat
 
 
 BROKEN = {
-    "other architecture": ({"arch": "gemma3"}, "gemma3"),
+    "other architecture": ({"arch": "bloom"}, "bloom"),
     "no size": ({"embedding_length": None}, "embedding_length"),
     "experts": ({"expert_count": 4}, "mixture of experts"),
     "half rotation": ({"rope.dimension_count": 8, "attention.key_length": 16}, "part of each head"),
     "rope scaling": ({"rope.scaling.type": "longrope"}, "longrope"),
-    "rope by hand": ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "rope_freqs"),
+    "rope by hand": ({"tensors": {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}}, "rope_freqs"),
     "unknown tensor": ({"tensors": {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}}, "attn_q_norm"),
     "too few tensors": ({"block_count": 3}, "model.layers.2"),
     "other shape": ({"feed_forward_length": 128}, "ffn_"),
