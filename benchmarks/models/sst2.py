@@ -66,7 +66,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     notes = [
         f"{args.model}, float32, {args.seeds} seeds, MeSP and LoRA of rank 8 beside every linear layer, the rest the "
-        f"methods' own settings; {args.eval_rows} validation rows, accuracy after the last step and the best of {args.evaluations}."
+        f"methods' own settings; {args.eval_rows} validation rows, accuracy after the last step, and the best of "
+        f"{args.evaluations} evaluations."
     ]
     finish("models/sst2", rows, args, COLUMNS, title="SST-2 with Gemma 3 270M, 4-bit GGUF made dense", notes=notes)
 
