@@ -445,6 +445,11 @@ class Family:
         layer: Any = self.layer(i)
         return layer.mlp(layer.post_attention_layernorm(h))
 
+    def mlp_of(self, i: int, x_ND: Tensor) -> Tensor:
+        """Compute block `i`'s MLP of tokens that are normed: [N, hidden] -> [N, hidden]."""
+        layer: Any = self.layer(i)
+        return layer.mlp(x_ND)
+
     def final_norm(self, h: Tensor) -> Tensor:
         """Compute the norm before the head: [B, T, hidden]."""
         return self.model.model.norm(h)
