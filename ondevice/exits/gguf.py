@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DTYPES = ("float16", "float32", "q8_0", "q4_0")
 ERRORS = {"float32": 0.0, "float16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11, "q4_0": 1 / 8 + 2.0**-11}
 """Largest error of an element as a part of the largest of its block; `q4_0` has one step less on one side."""
+ROUNDED = 2.0**-21
 _HEADS = ("token_embd.weight", "output.weight")
 _ROUTER = "ffn_gate_inp"
 
@@ -52,21 +53,22 @@ def write(request: Request, path: Path) -> Checked:
         for name, parts in names.items()
         for part, shape in zip(parts, _shapes(tuple(state[name].shape), len(parts)))
     }
-    if factors is not None:
-        plan["rope_freqs.weight"] = (factors.shape, "float32")
+    plan |= {name: (value.shape, "float32") for name, value in factors.items()}
 
     def tensors() -> Iterator[tuple[str, np.ndarray, str]]:
         for name, parts in names.items():
             value = to_gguf(family, name, state[name].numpy(), dims)
             for part, array in zip(parts, np.split(value, len(parts), axis=1) if len(parts) > 1 else [value]):
                 yield part, array, plan[part][1]
-        if factors is not None:
-            yield "rope_freqs.weight", factors, "float32"
+        for name, value in factors.items():
+            yield name, value, "float32"
 
     with storage_errors(request.out):
         write_gguf(writer, tensors(), plan)
     kept = _kept(request, loaded, names, plan)
-    limits = {name: max(ERRORS[plan[part][1]] for part in parts) for name, parts in names.items()}
+    # A constant that is added to a norm's weight, and taken off again, rounds it.
+    least = {name: ROUNDED if dims.traits.norm_offset and state[name].ndim == 1 else 0.0 for name in names}
+    limits = {name: max(least[name], *(ERRORS[plan[part][1]] for part in parts)) for name, parts in names.items()}
     return check_merged(request, merged, _read(path, family, dims, names), limits, kept)
 
 

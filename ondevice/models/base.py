@@ -367,6 +367,15 @@ class Family:
         return {}
 
     @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of a GGUF file that say what `gguf_config` reads; `config` may be empty, for the check alone.
+
+        Raises:
+            ModelError: llama.cpp computes models of this architecture in another way.
+        """
+        return {}
+
+    @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
         """Lay out a dequantised GGUF tensor as transformers does; `name` is transformers' name."""
         return weights

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.errors import ModelError
 from ondevice.models.base import ModelDims, UnknownTrait, decoder_dims, read_size
 from ondevice.models.traited import TraitFamily, sliding_windows
 from ondevice.models.traits import BlockTraits
@@ -87,6 +88,20 @@ class Gemma3Text(TraitFamily):
                 "sliding_attention": {"rope_type": "default", "rope_theta": theta},
             },
         }
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return windows and the second rotary base."""
+        windows, scale = dims.traits.windows, dims.traits.score_scale
+        every = next((i + 1 for i in range(dims.layers) if not dims.traits.window(i)), dims.layers + 1)
+        if not windows or any(bool(windows[i]) == ((i + 1) % every == 0) for i in range(dims.layers)):
+            raise ModelError("llama.cpp has a window in all layers but each so-and-so-many-th of this family")
+        if abs(scale - dims.head_dim**-0.5) > 1e-6 * scale and dims.layers != 62:
+            message = "llama.cpp scales the scores of this family by the size of a head"
+            raise ModelError(message, expected=dims.head_dim, received=round(scale**-2))
+        keys = {"attention.sliding_window": max(windows), "attention.sliding_window_pattern": every}
+        rope = config.get("rope_parameters", {}).get("sliding_attention", {})
+        return keys | ({"rope.freq_base_swa": float(rope["rope_theta"])} if rope else {})
 
     @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:

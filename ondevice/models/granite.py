@@ -44,6 +44,13 @@ class Granite(TraitFamily):
         return {field: data.need(key) for field, key in fields.items()}
 
     @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the factors."""
+        traits = dims.traits
+        return {"attention.scale": traits.score_scale, "embedding_scale": traits.embedding_scale,
+                "residual_scale": traits.residual_scale, "logit_scale": 1.0 / traits.logit_scale}  # fmt: skip
+
+    @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
         """Undo the interleaving of rotary pairs, as for Llama."""
         return Llama.gguf_tensor(name, weights, dims)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import methods
@@ -107,6 +107,8 @@ class MoeFamily(Family):
     """
 
     linear_targets = ATTENTION
+    llama_cpp_normalises: ClassVar[bool]
+    """Whether llama.cpp makes the weights of a token's experts add up to 1; no key says it."""
     dims: MoeDims
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -121,8 +123,26 @@ class MoeFamily(Family):
             "num_experts": data.need("expert_count"),
             "num_experts_per_tok": data.need("expert_used_count"),
             "moe_intermediate_size": data.shapes.get("blk.0.ffn_gate_exps.weight", (0, 0))[1],
+            "norm_topk_prob": cls.llama_cpp_normalises,
             **({"shared_expert_intermediate_size": shared} if shared else {}),
         }
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return sizes of the experts, which llama.cpp has in every layer."""
+        assert isinstance(dims, MoeDims)  # noqa: S101
+        if dims.dense_layers:
+            message = "llama.cpp has experts in every layer of this family"
+            raise ModelError(message, received=f"none in layers {', '.join(map(str, dims.dense_layers))}")
+        normalised = bool(config.get("norm_topk_prob", cls.llama_cpp_normalises))
+        if normalised != cls.llama_cpp_normalises:
+            does = "normalises" if cls.llama_cpp_normalises else "does not normalise"
+            message = f"llama.cpp {does} the weights of a token's experts"
+            raise ModelError(message, expected=not normalised, received=f"norm_topk_prob {normalised}")
+        keys = {"expert_count": dims.experts, "expert_used_count": dims.active_experts,
+                "expert_feed_forward_length": dims.expert_intermediate}  # fmt: skip
+        shared = dims.shared_intermediate
+        return {**keys, "expert_shared_feed_forward_length": shared} if shared else keys
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:

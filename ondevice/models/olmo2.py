@@ -41,6 +41,13 @@ class Olmo2(TraitFamily):
         return {}
 
     @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a tied head, which llama.cpp does not look for in this family."""
+        if dims.tied:
+            raise ModelError("llama.cpp wants an output head of its own in this family", received="a tied head")
+        return {}
+
+    @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
         """Return what `Family.tiny_config` does; transformers' own epsilon is another one."""
         return {"rms_norm_eps": 1e-5, **sizes}

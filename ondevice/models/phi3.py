@@ -4,6 +4,7 @@ tables that depend on the length (longrope).
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from ondevice.models.base import ROPE_TYPES, ModelDims, decoder_dims, read_size
@@ -57,6 +58,19 @@ class Phi3(TraitFamily):
             if factor := data.get("rope.scaling.attn_factor"):
                 rope["attention_factor"] = factor
         return {**own, "rope_parameters": rope}
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what longrope has beside its tensors; a window of 0 is none, and llama.cpp uses none."""
+        keys: dict[str, Any] = {"attention.sliding_window": 0}
+        rope = config.get("rope_parameters", {})
+        if dims.rope_type == "longrope" and rope:
+            original = rope["original_max_position_embeddings"]
+            factor = dims.max_positions / original
+            usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            keys["rope.scaling.original_context_length"] = original
+            keys["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or usual)
+        return keys
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:

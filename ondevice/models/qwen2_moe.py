@@ -16,6 +16,7 @@ class Qwen2Moe(MoeFamily):
 
     model_type = "qwen2_moe"
     gguf_architecture = "qwen2moe"
+    llama_cpp_normalises = False
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> MoeDims:
@@ -27,9 +28,8 @@ class Qwen2Moe(MoeFamily):
 
     @classmethod
     def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-        """Read what `MoeFamily.gguf_config` does; llama.cpp does not normalise the weights of a token's experts."""
-        bias = "blk.0.attn_q.bias" in data.shapes
-        return {**super().gguf_config(data, config), "norm_topk_prob": False, "qkv_bias": bias}
+        """Read what `MoeFamily.gguf_config` does, and the biases of q, k and v."""
+        return {**super().gguf_config(data, config), "qkv_bias": "blk.0.attn_q.bias" in data.shapes}
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:

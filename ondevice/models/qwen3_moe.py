@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ondevice.models.base import decoder_dims
 from ondevice.models.moe import MoeDims, MoeFamily, moe_dims, refuse_window
 from ondevice.models.qwen3 import NORMS
 from ondevice.models.traits import BlockTraits
-
-if TYPE_CHECKING:
-    from ondevice.models.gguf_config import Metadata
 
 
 class Qwen3Moe(MoeFamily):
@@ -19,6 +16,7 @@ class Qwen3Moe(MoeFamily):
 
     model_type = "qwen3_moe"
     gguf_architecture = "qwen3moe"
+    llama_cpp_normalises = True
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> MoeDims:
@@ -27,11 +25,6 @@ class Qwen3Moe(MoeFamily):
         sizes = {"intermediate_size": 6144, "num_key_value_heads": 4, **config}
         base = decoder_dims("qwen3_moe", sizes, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits)
         return moe_dims(base, config, where, experts=128, active=8, expert=768, shared=0)
-
-    @classmethod
-    def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-        """Read what `MoeFamily.gguf_config` does; llama.cpp normalises the weights of a token's experts."""
-        return {**super().gguf_config(data, config), "norm_topk_prob": True}
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The peculiarities of `qwen2_moe` and `qwen3_moe`: experts, blocks without them, what else runs on it, and what is refused."""
+"""The peculiarities of `qwen2_moe` and `qwen3_moe`: experts, blocks without them, what else runs, what is refused."""
 
 from __future__ import annotations
 
