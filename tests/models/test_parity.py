@@ -61,7 +61,7 @@ def test_logits_are_transformers_own(family: str, sizes: dict, tmp_path: Path) -
     ids = random_ids(loaded)
     expected = theirs(ids).logits
     assert expected.std() > 0.5
-    torch.testing.assert_close(own_logits(loaded, ids), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(own_logits(loaded, ids), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", families())

@@ -43,7 +43,7 @@ def test_logits_and_gradients_are_transformers_own(form: str) -> None:
     model.requires_grad_(True)
     actual = forward_hidden(loaded.family, ids) @ loaded.family.head_weight.T
     expected = model(ids).logits
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     into = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
     named = dict(model.named_parameters())
     pairs = [torch.autograd.grad(out, list(named.values()), into) for out in (actual, expected)]
