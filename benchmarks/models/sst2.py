@@ -116,13 +116,17 @@ def trained(args: Any, name: str) -> dict[str, Any]:
             }
             curve: list[float] = []
             started = time.perf_counter()
-            done = train(settings, sinks=[lambda e, c=curve: c.append(e.accuracy) if isinstance(e, Evaluate) else None])
-            result = done.result
+
+            def keep(event: Any, curve: list[float] = curve) -> None:
+                if isinstance(event, Evaluate):
+                    curve.append(event.accuracy or 0.0)
+
+            result = train(settings, sinks=[keep]).result
             assert result.evaluation is not None
+            curve.append(result.evaluation.accuracy or 0.0)
             runs.append({
-                "accuracy": result.evaluation.accuracy, "best_accuracy": max([*curve, result.evaluation.accuracy]),
-                "loss": result.evaluation.loss, "step_s": result.step_time_s, "curve": curve,
-                "peak_device_bytes": result.peak_device_bytes,
+                "accuracy": curve[-1], "best_accuracy": max(curve), "loss": result.evaluation.loss,
+                "step_s": result.step_time_s, "curve": curve, "peak_device_bytes": result.peak_device_bytes,
             })  # fmt: skip
             print(f"{name} seed {seed}: {runs[-1]} in {time.perf_counter() - started:.0f} s", flush=True)
     row |= {key: [run[key] for run in runs] for key in runs[0] if key not in ("curve", "peak_device_bytes")}

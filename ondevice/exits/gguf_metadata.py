@@ -74,8 +74,11 @@ def write_metadata(writer: GGUFWriter, loaded: LoadedModel, request: Request) ->
     writer.add_rope_freq_base(dims.rope_theta)
     _add_scaling(writer, config, dims.rope_type)
     for key, value in keys.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{writer.arch}.{key}", value)
+        name = f"{writer.arch}.{key}"
+        if isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, value)
 
 
 def rope_factors(loaded: LoadedModel) -> dict[str, np.ndarray]:
@@ -90,7 +93,9 @@ def rope_factors(loaded: LoadedModel) -> dict[str, np.ndarray]:
     if loaded.dims.rope_type != "llama3":
         return {}
     rotary = model.model.rotary_emb  # which has one table for each kind of layer, or one for all
-    dims, used = loaded.dims, getattr(rotary, "full_attention_inv_freq", getattr(rotary, "inv_freq", None))
+    dims = loaded.dims
+    used: Any = getattr(rotary, "full_attention_inv_freq", None)
+    used = rotary.inv_freq if used is None else used
     plain = dims.rope_theta ** (-np.arange(0, dims.head_dim, 2) / dims.head_dim)
     return {"rope_freqs.weight": (plain / used.double().numpy()).astype(np.float32)}
 
