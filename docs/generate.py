@@ -308,11 +308,19 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(c.replace("|", "\\|") for c in row) + " |" for row in rows)]) + "\n"
 
 
+def families() -> str:
+    """Each family of models with the methods and places that the conformance table runs it with."""
+    sys.path.insert(0, str(ROOT))
+    from tests.conformance.table import families_markdown
+
+    return families_markdown()
+
+
 PARTS: dict[str, Callable[[], str]] = {
     part.__name__: part
     for part in (
         commands, settings, methods, method_list, errors, events, manifest, interface, fleet_charter,
-        fleet_adapter_charter, fleet_settings,
+        fleet_adapter_charter, fleet_settings, families,
     )
 }  # fmt: skip
 
@@ -326,7 +334,8 @@ def main(arguments: list[str]) -> int:
     """Rewrite the pages, or with --check only compare; returns the exit status."""
     status = 0
     folder = ROOT / "docs" / "reference"
-    pages = [*sorted(folder.glob("*.md")), ROOT / "docs" / "methods" / "index.md", ROOT / "README.md"]
+    others = ("docs/methods/index.md", "docs/howto/models.md", "README.md")
+    pages = [*sorted(folder.glob("*.md")), *(ROOT / name for name in others)]
     for path in [*pages, folder / "openapi.json"]:
         text = path.read_text() if path.exists() else ""
         new = update(text) if path.suffix == ".md" else openapi()

@@ -17,9 +17,10 @@ from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_merged, merge
 from ondevice.exits.gguf_file import BLOCK, ggml_type, write_gguf
 from ondevice.exits.gguf_metadata import check_writable, rope_factors, write_metadata
-from ondevice.exits.gguf_names import architecture_of, gguf_names, to_gguf
+from ondevice.exits.gguf_names import architecture_of, to_gguf
 from ondevice.exits.gguf_tokenizer import write_tokenizer
 from ondevice.models.base import Family, ModelDims
+from ondevice.models.gguf_names import gguf_parts
 
 if TYPE_CHECKING:
     from ondevice.models import LoadedModel
@@ -27,10 +28,9 @@ if TYPE_CHECKING:
 DTYPES = ("float16", "float32", "q8_0", "q4_0")
 ERRORS = {"float32": 0.0, "float16": 2.0**-11, "q8_0": 0.5 / 127 + 2.0**-11, "q4_0": 1 / 8 + 2.0**-11}
 """Largest error of an element as a part of the largest of its block; `q4_0` has one step less on one side."""
+ROUNDED = 2.0**-21
 _HEADS = ("token_embd.weight", "output.weight")
 _ROUTER = "ffn_gate_inp"
-_WHOLE, _HALVES = "experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj")
-"""transformers keeps the experts' gate and up matrices as one tensor, GGUF as two."""
 
 
 def write(request: Request, path: Path) -> Checked:
@@ -42,8 +42,9 @@ def write(request: Request, path: Path) -> Checked:
     merged = merge(request)
     loaded = merged.loaded
     family, dims, state = type(loaded.family), loaded.dims, loaded.model.state_dict()
-    names = _file_names(family, dims)
-    writer = GGUFWriter(path, architecture_of(family, dims))
+    architecture = architecture_of(family, dims)
+    names = gguf_parts(family, dims, list(family.weight_shapes(dims)), architecture)
+    writer = GGUFWriter(path, architecture)
     write_metadata(writer, loaded, request)
     write_tokenizer(writer, loaded)
     factors = rope_factors(loaded)
@@ -52,21 +53,22 @@ def write(request: Request, path: Path) -> Checked:
         for name, parts in names.items()
         for part, shape in zip(parts, _shapes(tuple(state[name].shape), len(parts)))
     }
-    if factors is not None:
-        plan["rope_freqs.weight"] = (factors.shape, "float32")
+    plan |= {name: (value.shape, "float32") for name, value in factors.items()}
 
     def tensors() -> Iterator[tuple[str, np.ndarray, str]]:
         for name, parts in names.items():
             value = to_gguf(family, name, state[name].numpy(), dims)
             for part, array in zip(parts, np.split(value, len(parts), axis=1) if len(parts) > 1 else [value]):
                 yield part, array, plan[part][1]
-        if factors is not None:
-            yield "rope_freqs.weight", factors, "float32"
+        for name, value in factors.items():
+            yield name, value, "float32"
 
     with storage_errors(request.out):
         write_gguf(writer, tensors(), plan)
     kept = _kept(request, loaded, names, plan)
-    limits = {name: max(ERRORS[plan[part][1]] for part in parts) for name, parts in names.items()}
+    # A constant that is added to a norm's weight, and taken off again, rounds it.
+    least = {name: ROUNDED if dims.traits.norm_offset and state[name].ndim == 1 else 0.0 for name in names}
+    limits = {name: max(least[name], *(ERRORS[plan[part][1]] for part in parts)) for name, parts in names.items()}
     return check_merged(request, merged, _read(path, family, dims, names), limits, kept)
 
 
@@ -77,17 +79,6 @@ def _dtype(name: str, shape: tuple[int, ...], asked: str) -> str:
     if asked == "float16" or shape[-1] % BLOCK:
         return "float16"
     return "q8_0" if name in _HEADS else asked
-
-
-def _file_names(family: type[Family], dims: ModelDims) -> dict[str, tuple[str, ...]]:
-    """Map each of transformers' tensors to its tensor in the file, or to its two halves along the second dimension."""
-    names = list(family.weight_shapes(dims))
-    halves = {name: tuple(name.replace(_WHOLE, half) for half in _HALVES) for name in names if name.endswith(_WHOLE)}
-    single = [part for name in names for part in halves.get(name, (name,))]
-    found = gguf_names(family, dims, single)
-    # transformers gives the experts' tensors no suffix.
-    named = {part: name if name.endswith((".weight", ".bias")) else f"{name}.weight" for part, name in found.items()}
-    return {name: tuple(named[part] for part in halves.get(name, (name,))) for name in names}
 
 
 def _shapes(shape: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:

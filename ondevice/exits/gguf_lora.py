@@ -16,9 +16,10 @@ from ondevice.core.errors import VerificationError
 from ondevice.exits.base import Checked, Form, Request
 from ondevice.exits.check import check_adapter
 from ondevice.exits.gguf_file import write_gguf
-from ondevice.exits.gguf_names import architecture_of, gguf_names, to_gguf
+from ondevice.exits.gguf_names import architecture_of, to_gguf
 from ondevice.models import read_dims
 from ondevice.models.base import Family, ModelDims
+from ondevice.models.gguf_names import gguf_names
 from ondevice.models.registry import family_for
 
 
@@ -29,8 +30,9 @@ def write(request: Request, path: Path) -> Checked:
     assert request.model is not None  # noqa: S101 - `convert` refuses
     dims = read_dims(request.model, request.revision)
     family = family_for(dims.family, request.model)
-    names = gguf_names(family, dims, [f"{linear}.weight" for linear in request.adapter.linears])
-    writer = GGUFWriter(path, architecture_of(family, dims))
+    architecture = architecture_of(family, dims)
+    names = gguf_names(family, dims, [f"{linear}.weight" for linear in request.adapter.linears], architecture)
+    writer = GGUFWriter(path, architecture)
     writer.add_type(GGUFType.ADAPTER)
     writer.add_string(Keys.Adapter.TYPE, "lora")
     writer.add_float32(Keys.Adapter.LORA_ALPHA, request.adapter.alpha)

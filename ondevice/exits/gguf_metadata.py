@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from ondevice.exits.base import Request
     from ondevice.models import LoadedModel
 
-ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3")
+ARCHITECTURES = (
+    "gemma3", "granite", "llama", "olmo2", "phi3", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "smollm3",
+)  # fmt: skip
 """Those whose block these keys describe in full; an adapter alone needs only names, and goes with every one."""
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "longrope", "yarn")
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}
 
 
@@ -31,11 +33,13 @@ def check_writable(model: str, revision: str | None) -> None:
         ModelError: names the family, or the rotary embedding's scaling.
     """
     dims = read_dims(model, revision)
-    architecture = architecture_of(family_for(dims.family, model), dims)
+    family = family_for(dims.family, model)
+    architecture = architecture_of(family, dims)
     if architecture not in ARCHITECTURES:
         hint = "--to gguf-lora, beside a GGUF file of the base model"
         expected = ", ".join(ARCHITECTURES)
         raise ModelError(f"a merged GGUF file of {model}", expected=expected, received=architecture, hint=hint)
+    family.gguf_keys(dims, {})
     if dims.rope_type not in _ROPE_TYPES:
         raise ModelError(f"{model}: the rotary embedding", expected=", ".join(_ROPE_TYPES), received=dims.rope_type)
 
@@ -54,8 +58,10 @@ def write_metadata(writer: GGUFWriter, loaded: LoadedModel, request: Request) ->
     writer.add_quantization_version(GGML_QUANT_VERSION)
     writer.add_file_type(int(LlamaFileType[_FILE_TYPES[request.dtype]]))
     writer.add_vocab_size(dims.vocab)
-    # llama.cpp's `llama` has no window: the file says how far both compute the same.
-    writer.add_context_length(min((dims.max_positions, *filter(None, dims.traits.windows))))
+    keys = type(loaded.family).gguf_keys(dims, config.to_dict())
+    # Where llama.cpp has no window, the file says how far both compute the same.
+    windows = () if keys.get("attention.sliding_window") else dims.traits.windows
+    writer.add_context_length(min((dims.max_positions, *filter(None, windows))))
     writer.add_embedding_length(dims.hidden)
     writer.add_block_count(dims.layers)
     writer.add_feed_forward_length(int(getattr(config, "intermediate_size", dims.intermediate)))
@@ -64,21 +70,34 @@ def write_metadata(writer: GGUFWriter, loaded: LoadedModel, request: Request) ->
     writer.add_key_length(dims.head_dim)
     writer.add_value_length(dims.head_dim)
     writer.add_layer_norm_rms_eps(dims.norm_eps)
-    writer.add_rope_dimension_count(dims.head_dim)
+    writer.add_rope_dimension_count(dims.traits.rotary_width or dims.head_dim)
     writer.add_rope_freq_base(dims.rope_theta)
     _add_scaling(writer, config, dims.rope_type)
-    if dims.experts:
-        _add_experts(writer, config)
+    for key, value in keys.items():
+        name = f"{writer.arch}.{key}"
+        if isinstance(value, float):
+            writer.add_float32(name, value)
+        else:
+            writer.add_uint32(name, value)
 
 
-def rope_factors(loaded: LoadedModel) -> np.ndarray | None:
-    """Return what llama.cpp divides each rotary frequency by, float32 [head_dim / 2], for Llama 3's scaling."""
-    if loaded.dims.rope_type != "llama3":
-        return None
+def rope_factors(loaded: LoadedModel) -> dict[str, np.ndarray]:
+    """Return what llama.cpp divides each rotary frequency by, float32 [rotated / 2], by tensor: for Llama 3's scaling
+    one, for longrope one of short and one of long contexts."""
     model: Any = loaded.model
-    dims, used = loaded.dims, model.model.rotary_emb.inv_freq.double().numpy()
+    if loaded.dims.rope_type == "longrope":
+        rope = model.config.rope_parameters
+        return {
+            f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32) for kind in ("long", "short")
+        }
+    if loaded.dims.rope_type != "llama3":
+        return {}
+    rotary = model.model.rotary_emb  # which has one table for each kind of layer, or one for all
+    dims = loaded.dims
+    used: Any = getattr(rotary, "full_attention_inv_freq", None)
+    used = rotary.inv_freq if used is None else used
     plain = dims.rope_theta ** (-np.arange(0, dims.head_dim, 2) / dims.head_dim)
-    return (plain / used).astype(np.float32)
+    return {"rope_freqs.weight": (plain / used.double().numpy()).astype(np.float32)}
 
 
 def _add_scaling(writer: GGUFWriter, config: Any, rope_type: str) -> None:
@@ -86,22 +105,11 @@ def _add_scaling(writer: GGUFWriter, config: Any, rope_type: str) -> None:
 
     if rope_type not in ("linear", "yarn"):
         return
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_scaling_type(RopeScalingType(rope_type))
     writer.add_rope_scaling_factor(float(rope["factor"]))
     if original := rope.get("original_max_position_embeddings"):
         writer.add_rope_scaling_orig_ctx_len(int(original))
-
-
-def _add_experts(writer: GGUFWriter, config: Any) -> None:
-    if config.norm_topk_prob:
-        raise ModelError("llama.cpp does not normalise the weights of this family's experts", received="norm_topk_prob")
-    if config.mlp_only_layers or config.decoder_sparse_step != 1:
-        raise ModelError("llama.cpp has experts in every layer of this family", received="layers without experts")
-    writer.add_expert_count(config.num_experts)
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _licence(loaded: LoadedModel) -> str | None:

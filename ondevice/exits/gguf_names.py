@@ -1,6 +1,6 @@
 """GGUF's names and layouts of a model's tensors, for llama.cpp and what is built on it.
 
-Names come from the tables of the `gguf` package. Layouts are the inverse of what reading undoes
+Names are `ondevice.models.gguf_names`'s. Layouts are the inverse of what reading undoes
 (`Family.gguf_tensor`), so a family says it once: a permutation of rows, such as the interleaved rotary pairs of the
 llama architecture's q and k, or a constant that llama.cpp adds to a norm's weight.
 """
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ondevice.core.errors import ModelError
-from ondevice.models.cache import missing
 
 if TYPE_CHECKING:
     from ondevice.models.base import Family, ModelDims
@@ -32,34 +31,6 @@ def architecture_of(family: type[Family], dims: ModelDims) -> str:
             hint="--to peft or --to safetensors",
         )
     return name
-
-
-def gguf_names(family: type[Family], dims: ModelDims, names: list[str]) -> dict[str, str]:
-    """Map transformers' names to GGUF's.
-
-    Raises:
-        ModelError: the architecture has no name for one of them; it says which.
-        MissingPackageError: the package `gguf` is not installed.
-    """
-    try:
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-    except ImportError:
-        raise missing("gguf") from None
-    wanted = architecture_of(family, dims)
-    architecture = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == wanted), None)
-    if architecture is None:
-        raise ModelError(f"the installed package gguf does not know {wanted!r}", hint="pip install -U gguf")
-    table = get_tensor_name_map(architecture, dims.layers)
-    found = {name: table.get_name(name, (".weight", ".bias")) for name in names}
-    for name, gguf_name in found.items():
-        if gguf_name is None:
-            raise ModelError(
-                f"'{name}' has no name in GGUF files of architecture {wanted}",
-                expected="a tensor that llama.cpp reads",
-                received=name,
-                hint="--to peft or --to safetensors",
-            )
-    return {name: str(gguf_name) for name, gguf_name in found.items()}
 
 
 def to_gguf(family: type[Family], name: str, weights: np.ndarray, dims: ModelDims, *, whole: bool = True) -> np.ndarray:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
+    from ondevice.models.gguf_config import Metadata
+
 
 class UnknownTrait(ModelError):
     """A configuration asks for something that a family's block does not do; the model can still run as a whole."""
@@ -358,6 +360,24 @@ class Family:
         return sizes
 
     @classmethod
+    def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+        """Read what this family alone has in a GGUF file's metadata, as fields of `config.json`; `config` is the rest.
+
+        Raises:
+            ModelError: the file asks for something that the family does not do.
+        """
+        return {}
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of a GGUF file that say what `gguf_config` reads; `config` may be empty, for the check alone.
+
+        Raises:
+            ModelError: llama.cpp computes models of this architecture in another way.
+        """
+        return {}
+
+    @classmethod
     def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
         """Lay out a dequantised GGUF tensor as transformers does; `name` is transformers' name."""
         return weights
@@ -435,6 +455,11 @@ class Family:
         """Compute mlp(norm(h)) of block `i`, without the residual: [B, T, hidden]."""
         layer: Any = self.layer(i)
         return layer.mlp(layer.post_attention_layernorm(h))
+
+    def mlp_of(self, i: int, x_ND: Tensor) -> Tensor:
+        """Compute block `i`'s MLP of tokens that are normed: [N, hidden] -> [N, hidden]."""
+        layer: Any = self.layer(i)
+        return layer.mlp(x_ND)
 
     def final_norm(self, h: Tensor) -> Tensor:
         """Compute the norm before the head: [B, T, hidden]."""

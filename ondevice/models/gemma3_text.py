@@ -6,13 +6,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.errors import ModelError
 from ondevice.models.base import ModelDims, UnknownTrait, decoder_dims, read_size
 from ondevice.models.traited import TraitFamily, sliding_windows
 from ondevice.models.traits import BlockTraits
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor
+
+    from ondevice.models.gguf_config import Metadata
 
 NORMS = {
     "before_attention": "input_layernorm",
@@ -30,6 +34,7 @@ class Gemma3Text(TraitFamily):
     """The embedding's rows are multiplied by sqrt(hidden); the head is the embedding."""
 
     model_type = "gemma3_text"
+    gguf_architecture = "gemma3"
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
@@ -63,6 +68,45 @@ class Gemma3Text(TraitFamily):
         base = {"rope_type": "default", "rope_theta": 10000.0}
         own["rope_parameters"] = {"full_attention": rope, "sliding_attention": base}  # one set for each kind of layer
         return {**own, **sizes}
+
+    @classmethod
+    def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+        """Read windows and the second rotary base; llama.cpp knows the scale of the scores by the size alone."""
+        layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+        every = data.get("attention.sliding_window_pattern", PATTERN)
+        theta = data.get("rope.freq_base_swa", 10000.0)
+        # 27B, of 62 layers, scales by the width of the stream for each head; every other size by the head's own.
+        scalar = config["hidden_size"] // config["num_attention_heads"] if layers == 62 else head_dim
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "sliding_window": data.need("attention.sliding_window"),
+            "layer_types": [KINDS[(i + 1) % every != 0] for i in range(layers)],
+            "query_pre_attn_scalar": scalar,
+            "final_logit_softcapping": data.get("final_logit_softcapping"),
+            "rope_parameters": {
+                "full_attention": config["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+            },
+        }
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return windows and the second rotary base."""
+        windows, scale = dims.traits.windows, dims.traits.score_scale
+        every = next((i + 1 for i in range(dims.layers) if not dims.traits.window(i)), dims.layers + 1)
+        if not windows or any(bool(windows[i]) == ((i + 1) % every == 0) for i in range(dims.layers)):
+            raise ModelError("llama.cpp has a window in all layers but each so-and-so-many-th of this family")
+        if abs(scale - dims.head_dim**-0.5) > 1e-6 * scale and dims.layers != 62:
+            message = "llama.cpp scales the scores of this family by the size of a head"
+            raise ModelError(message, expected=dims.head_dim, received=round(scale**-2))
+        keys = {"attention.sliding_window": max(windows), "attention.sliding_window_pattern": every}
+        rope = config.get("rope_parameters", {}).get("sliding_attention", {})
+        return keys | ({"rope.freq_base_swa": float(rope["rope_theta"])} if rope else {})
+
+    @classmethod
+    def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
+        """Take off the 1 that llama.cpp's converter adds to the weights of norms."""
+        return weights - 1 if name.endswith("norm.weight") else weights
 
     def positions(self, length: int, device: torch.device | str, dtype: torch.dtype) -> Any:
         """Compute cos and sin of layers that see all, then of those with a window, each [1, length, head_dim]."""

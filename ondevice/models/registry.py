@@ -83,7 +83,7 @@ def _how_to_add(model_type: str) -> str:
         f"(1) ondevice/models/{model_type}.py with a subclass of Family and FAMILY = that class; "
         "(2) it must name model_type and, if it differs from Llama's, linear_targets, linear_parents, "
         "weight_shapes, embedding, place, head_weight, layer, positions, attention_branch, mlp_branch, final_norm "
-        "(and gguf_architecture, gguf_tensor for GGUF files); "
+        "(and gguf_architecture, gguf_tensor, gguf_config, gguf_keys for GGUF files); "
         "(3) dims_from_config, which refuses what the block does not do, and gives the sizes of its matrices; "
         "(4) tiny_config, with which tests/models/test_parity.py holds it against transformers' own forward"
     )

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ondevice.core.errors import ModelError
 from ondevice.models.base import ModelDims, decoder_dims, read_size
+from ondevice.models.llama import Llama
 from ondevice.models.traited import TraitFamily, sliding_windows
 from ondevice.models.traits import BlockTraits
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class SmolLm3(TraitFamily):
     """`no_rope_layers` has a 1 for each layer that rotates q and k, and a 0 for one that does not."""
 
     model_type = "smollm3"
+    gguf_architecture = "smollm3"
 
     @classmethod
     def dims_from_config(cls, config: dict[str, Any], where: str = "config.json") -> ModelDims:
@@ -25,6 +31,18 @@ class SmolLm3(TraitFamily):
         bias, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
         config = {"num_key_value_heads": 4, **config, "tie_word_embeddings": config.get("tie_word_embeddings", True)}
         return decoder_dims("smollm3", config, where, qkv_bias=bias, o_bias=bias, mlp_bias=mlp, traits=traits)
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Refuse what llama.cpp does not know: it rotates all layers but each fourth, and has no windows."""
+        if any(dims.traits.rotated(i) == ((i + 1) % 4 == 0) for i in range(dims.layers)):
+            raise ModelError("llama.cpp rotates all layers of this family but each fourth", received="other layers")
+        return {}
+
+    @classmethod
+    def gguf_tensor(cls, name: str, weights: np.ndarray, dims: ModelDims) -> np.ndarray:
+        """Undo the interleaving of rotary pairs, as for Llama; layers that are not rotated have it too."""
+        return Llama.gguf_tensor(name, weights, dims)
 
     @classmethod
     def tiny_config(cls, **sizes: Any) -> dict[str, Any]:

@@ -85,6 +85,20 @@ EAGER = (
     Row("mesp", "torch-cpu", adapter_error=2e-4),
     Row("mesp", "torch-cpu", settings={"mlp_chunk_tokens": 7, "micro_batch_size": 1}, adapter_error=2e-4, **BIAS),
     Row("mesp", "torch-cpu", family="mistral", adapter_error=2e-4),
+    *(
+        Row("mesp", "torch-cpu", family=family, adapter_error=2e-4)
+        for family in (
+            "gemma3_text",
+            "granite",
+            "olmo2",
+            "phi3",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
+            "smollm3",
+        )
+    ),
+    Row("lora", "torch-cpu", family="qwen3_moe", adapter_error=2e-4),
     Row("revffn", "torch-cpu", REVERSIBLE, loss_error=1e-5, adapter_error=1e-3),
     Row("revffn", "torch-cpu", REVERSIBLE, {"coupling": "exact"}, loss_error=1e-5, adapter_error=1e-3, **BIAS),
     Row("revffn", "torch-cpu", REVERSIBLE, {"micro_batch_size": 1}, "qwen2_moe", loss_error=1e-5, adapter_error=1e-3),
@@ -193,6 +207,26 @@ WHERE = {
 def claims() -> dict[tuple[str, str], str]:
     """Each pair that is claimed, once, with what is claimed of it."""
     return {(row.method, row.backend): row.claim for row in TABLE if row.claimed}
+
+
+def families_markdown() -> str:
+    """The page on models: each family, and what runs it in a row of this table."""
+    from tests.programs import ALL, MODELS
+
+    of_family: dict[str, dict[str, set[str]]] = {}
+    for row in TABLE:
+        family = MODELS[ALL[row.program][0]]["family"] if row.program else row.family
+        if row.claimed:
+            of_family.setdefault(family, {}).setdefault(row.method, set()).add(row.backend)
+    methods = list(dict.fromkeys(row.method for row in TABLE))
+    lines = [
+        "| Family | " + " | ".join(f"`{method}`" for method in methods) + " |",
+        "| --- " * (len(methods) + 1) + "|",
+    ]
+    for family in sorted(of_family):
+        cells = (", ".join(b for b in WHERE if b in of_family[family].get(method, ())) for method in methods)
+        lines.append(f"| `{family}` | " + " | ".join(cell or "–" for cell in cells) + " |")
+    return "\n".join(lines)
 
 
 def markdown() -> str:

@@ -14,6 +14,7 @@ import pytest
 PAGES = (
     *(f"docs/reference/{name}.md" for name in ("api", "artifact", "cli", "config", "errors", "events", "fleet")),
     "docs/methods/index.md",
+    "docs/howto/models.md",
     "README.md",
 )
 

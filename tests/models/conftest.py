@@ -49,8 +49,12 @@ def _interleave(weights: np.ndarray, heads: int) -> np.ndarray:
     return weights.reshape(heads, 2, -1, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
 
-def _write_gguf(path: Path, loaded: LoadedModel, kind: str = "F32", **changes: object) -> Path:
-    """A GGUF file of a tiny model; `changes` replace or (with None) drop metadata, `tensors` adds tensors."""
+def _write_gguf(path: Path, loaded: LoadedModel, kind: str | list[str] = "F32", **changes: object) -> Path:
+    """A GGUF file of a tiny model; `changes` replace or (with None) drop metadata, `tensors` adds tensors.
+
+    Args:
+        kind: of every matrix; or of the blocks' matrices in turn.
+    """
     from gguf import GGUFWriter
 
     dims, arch = loaded.dims, loaded.dims.family
@@ -84,7 +88,7 @@ def _write_gguf(path: Path, loaded: LoadedModel, kind: str = "F32", **changes: o
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(257)
     writer.add_pad_token_id(256)
-    names = LLAMA_CPP_NAMES
+    names, matrices = LLAMA_CPP_NAMES, 0
     for name in loaded.family.weight_shapes(dims):
         weights = loaded.model.get_parameter(name).detach().numpy()
         module, _, leaf = name.rpartition(".")
@@ -93,7 +97,9 @@ def _write_gguf(path: Path, loaded: LoadedModel, kind: str = "F32", **changes: o
         if arch == "llama" and short in ("attn_q", "attn_k"):
             weights = _interleave(weights, dims.heads if short == "attn_q" else dims.kv_heads)
         prefix = f"blk.{parts[2]}." if parts[1:2] == ["layers"] else ""
-        _add(writer, f"{prefix}{short}.{leaf}", weights, kind if weights.ndim == 2 else "F32")
+        own = kind if isinstance(kind, str) else kind[matrices % len(kind)] if prefix else "F32"
+        matrices += bool(prefix) and weights.ndim == 2
+        _add(writer, f"{prefix}{short}.{leaf}", weights, own if weights.ndim == 2 else "F32")
     for name, weights in extra.items():
         _add(writer, name, weights, "F32")
     writer.write_header_to_file()
@@ -104,8 +110,13 @@ def _write_gguf(path: Path, loaded: LoadedModel, kind: str = "F32", **changes: o
 
 
 def _add(writer: GGUFWriter, name: str, weights: np.ndarray, kind: str) -> None:
-    from gguf import GGMLQuantizationType, quantize
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quantize
 
     quantisation = GGMLQuantizationType[kind]
-    data = np.ascontiguousarray(weights) if kind == "F32" else quantize(weights, quantisation)
+    try:
+        data = np.ascontiguousarray(weights) if kind == "F32" else quantize(weights, quantisation)
+    except NotImplementedError:  # a kind that the package reads and does not write: any bytes are numbers
+        count, size = GGML_QUANT_SIZES[quantisation]
+        bytes_ = weights.shape[-1] // count * size
+        data = np.random.default_rng(0).integers(0, 60, (*weights.shape[:-1], bytes_), dtype=np.uint8)
     writer.add_tensor(name, data, raw_dtype=quantisation)

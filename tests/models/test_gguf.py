@@ -44,13 +44,31 @@ def test_quantised_gguf_is_what_transformers_reads(write_gguf: Callable[..., Pat
         assert torch.equal(ours[name], tensor), name
 
 
+def test_every_kind_that_the_package_reads_is_what_transformers_reads(
+    write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each matrix of four layers is of another kind."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import _type_traits
+
+    kinds = ["F16", *(GGMLQuantizationType(kind).name for kind in sorted(_type_traits))]
+    assert {"Q4_K", "Q6_K", "IQ4_XS", "IQ2_XXS", "TQ1_0", "MXFP4", "BF16"} <= {*kinds} and len(kinds) <= 28
+    sizes = {"hidden": 256, "heads": 4, "kv_heads": 4, "intermediate": 256, "vocab": 320, "layers": 4}
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**sizes), kinds)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).state_dict()
+    ours = load_model(str(path)).model.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
 BROKEN = {
-    "other architecture": ({"arch": "gemma3"}, "gemma3"),
+    "other architecture": ({"arch": "bloom"}, "bloom"),
     "no size": ({"embedding_length": None}, "embedding_length"),
     "experts": ({"expert_count": 4}, "mixture of experts"),
     "half rotation": ({"rope.dimension_count": 8, "attention.key_length": 16}, "part of each head"),
     "rope scaling": ({"rope.scaling.type": "longrope"}, "longrope"),
-    "rope by hand": ({"tensors": {"rope_freqs.weight": np.ones(8, np.float32)}}, "rope_freqs"),
+    "rope by hand": ({"tensors": {"rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}}, "rope_freqs"),
     "unknown tensor": ({"tensors": {"blk.0.attn_q_norm.weight": np.ones(16, np.float32)}}, "attn_q_norm"),
     "too few tensors": ({"block_count": 3}, "model.layers.2"),
     "other shape": ({"feed_forward_length": 128}, "ffn_"),

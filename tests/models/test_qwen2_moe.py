@@ -1,4 +1,4 @@
-"""The peculiarities of `qwen2_moe`: experts, blocks without them, what else runs on it, and what is refused."""
+"""The peculiarities of `qwen2_moe` and `qwen3_moe`: experts, blocks without them, what else runs, what is refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
 from ondevice.exporters.base import ExportJob
 from ondevice.models import LoadedModel, forward_hidden, load_model, read_dims, save_tiny, tiny_model
-from ondevice.models.qwen2_moe import MoeDims, Qwen2Moe
+from ondevice.models.moe import MoeDims
+from ondevice.models.qwen2_moe import Qwen2Moe
 from ondevice.models.save import save_weights
 from ondevice.planning.estimate import plan
 from ondevice.training.fuse import apply_adapter
@@ -28,18 +29,21 @@ FORMS = {
     "one expert a token": {"num_experts_per_tok": 1},
     "all experts, odd widths": {"num_experts": 3, "num_experts_per_tok": 3, "moe_intermediate_size": 7, "tied": False},
     "no bias": {"qkv_bias": False},
+    "qwen3_moe": {"family": "qwen3_moe", "num_experts_per_tok": 3},
+    "qwen3_moe, not normalised, some without": {"family": "qwen3_moe", "norm_topk_prob": False, "mlp_only_layers": [1]},
 }
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_and_gradients_are_transformers_own(form: str) -> None:
-    loaded = tiny_model("qwen2_moe", 3, **FORMS[form])
+    sizes = {"family": "qwen2_moe", **FORMS[form]}
+    loaded = tiny_model(sizes.pop("family"), 3, **sizes)
     loaded.model.set_experts_implementation("eager")  # its grouped product takes whole 16 bytes only
     model, ids = loaded.model, torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
     model.requires_grad_(True)
     actual = forward_hidden(loaded.family, ids) @ loaded.family.head_weight.T
     expected = model(ids).logits
-    torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     into = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
     named = dict(model.named_parameters())
     pairs = [torch.autograd.grad(out, list(named.values()), into) for out in (actual, expected)]
@@ -106,17 +110,18 @@ def test_the_choice_of_experts_can_be_watched() -> None:
 BATCH = np.arange(24, dtype=np.int64).reshape(2, 12)
 
 
-@pytest.mark.parametrize("name", ["lora", "lora-fa", "prge", "mezo", "full", "slideformer", "lsp"])
-def test_methods_that_train_it(name: str) -> None:
-    loaded = tiny_model("qwen2_moe")
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["lora", "lora-fa", "mesp", "prge", "mezo", "full", "slideformer", "lsp"])
+def test_methods_that_train_it(name: str, family: str) -> None:
+    loaded = tiny_model(family)
     session = open_session(loaded, method_config(name), 0)
     before, _ = session.evaluate(BATCH, BATCH)
     for step in range(3):
-        assert np.isfinite(session.step(BATCH, BATCH, step, 1e-2 if "lora" in name else 1e-3).loss)
+        assert np.isfinite(session.step(BATCH, BATCH, step, 1e-2 if "lora" in name or name == "mesp" else 1e-3).loss)
     after, count = session.evaluate(BATCH, BATCH)
     session.close()
     assert count.tolist() == [11, 11] and not np.array_equal(before, after)
-    if name in ("lora", "full", "slideformer", "lsp"):
+    if name in ("lora", "mesp", "full", "slideformer", "lsp"):
         assert after.sum() < before.sum()
 
 
@@ -147,7 +152,7 @@ def test_adapters_beside_experts_are_refused_with_what_does_work() -> None:
         ("gate_proj takes no adapter", lambda model: open_session(model, method_config("lora", mlp), 0)),
         ("gate_proj takes no adapter", lambda model: open_session(model, method_config("prge", mlp), 0)),
         ("gate_proj takes no adapter", planned),
-        ("no backward pass for qwen2_moe", lambda model: open_session(model, method_config("mesp"), 0)),
+        ("gate_proj takes no adapter", lambda model: open_session(model, method_config("mesp", mlp), 0)),
         ("is no linear layer", adapter),
     ):
         with pytest.raises((ModelError, ArtifactError), match=words):

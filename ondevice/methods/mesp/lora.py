@@ -74,7 +74,9 @@ class LoraParameters:
         return np.ascontiguousarray(values.reshape(self.inputs, self.rank).T * scale, dtype=np.float32)
 
 
-IN_TORCH = tuple(field.name for field in fields(BlockTraits))
+EXPERTS = "experts"
+"""Said beside traits: an MLP that is a mixture of experts."""
+IN_TORCH = (*(field.name for field in fields(BlockTraits)), EXPERTS)
 """Traits that the backward pass in PyTorch knows: all."""
 IN_BLOCKS = (
     "norms", "qk_norm_all", "fused", "rotary_width", "score_scale", "embedding_scale", "residual_scale", "logit_scale",
@@ -93,7 +95,7 @@ def check_family(
     Raises:
         ModelError: the block has no gated MLP between RMS norms, has experts, or a trait that is not known.
     """
-    if not dims.gated or dims.experts:
+    if not dims.gated or (dims.experts and EXPERTS not in known):
         raise ModelError(
             f"mesp has no backward pass for {dims.family}",
             expected=f"RMS norms, rotary embedding, a gated MLP: {', '.join(families_with('gate_proj'))}",

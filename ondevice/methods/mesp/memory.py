@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ondevice.core.method import MemoryModel
 from ondevice.methods.mesp.config import GROUP_SIZE
 from ondevice.methods.step_model import INPUTS_ON_THE_WAY
+from ondevice.models.moe import MoeDims
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -77,6 +78,8 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
         runtime: `torch` packs the blocks' matrices alone, `mlx` embedding and head too.
     """
     matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
+    if dims.experts and not config.bits:  # blocks differ
+        return dims.parameters * weight_bytes
     item, in_mlx = float(weight_bytes), runtime == "mlx"
     if config.bits:
         # 64 weights share a scale: NF4 has a float32 for them, MLX a scale and a bias in the model's precision.
@@ -108,12 +111,24 @@ def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: i
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     traits, inner = dims.traits, dims.intermediate * (5 if dims.traits.fused else 3)
     ends = 2 * dims.hidden if "after_mlp" in dict(traits.norms) else 0
+    inner = inner if not isinstance(dims, MoeDims) else experts_numbers(dims)
     mlp = tokens * (2 * dims.hidden + 2 * queries + 2 * keys) + chunk * (inner + 2 * dims.hidden + ends)
     attention = tokens * (dims.hidden + 3 * queries + 4 * keys)
     queries_at_once = min(length_tokens, max(CHUNK_QUERIES, CHUNK_SCORES // (rows * dims.heads * length_tokens)))
     scores = 2 * rows * dims.heads * queries_at_once * length_tokens * 4 + 2 * tokens * keys * 4
     project = tokens * (5 * dims.hidden + (queries + 2 * keys) * (2 if traits.fused else 1))
     return max(mlp * activation_bytes, attention * activation_bytes + scores, project * activation_bytes)
+
+
+def experts_numbers(dims: MoeDims) -> int:
+    """Return numbers of a token that autograd keeps in a mixture of experts, and the gradients that meet them.
+
+    Each expert of a token has gate, up and the activated gate (frozen matrices keep no input), its result, and the
+    gradient of that before and after the rows are sorted; an expert for all has its gradient in place of these.
+    """
+    each = 3 * dims.hidden + 3 * dims.expert_intermediate
+    shared = 4 * dims.shared_intermediate + 2 * dims.hidden * bool(dims.shared_intermediate)
+    return dims.active_experts * each + shared + 3 * dims.experts
 
 
 def head_bytes(dims: ModelDims, config: MespConfig, tokens: int, activation_bytes: int) -> int:

@@ -121,6 +121,8 @@ class Blocks:
     def _mlp(self, block: Block, m: Tensor) -> Tensor:
         """m + the MLP of it, in m's memory."""
         s = self.stages
+        if block.mlp is not None:
+            return s.other_mlp(block, m)
         n = s.mlp_norm(block, m)
         gate, up = s.gate_up(block, n)
         del n
@@ -141,6 +143,8 @@ class Blocks:
 
     def _mlp_chunk_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
         s = self.stages
+        if block.mlp is not None:
+            return s.other_mlp_backward(block, m, g)
         n = s.mlp_norm(block, m)
         gate, up = s.gate_up(block, n, keep=True)
         gact = s.down_backward(block, gate, up, g, on_gradient)
@@ -262,4 +266,4 @@ class Model:
             if lora is not None:
                 a, b = self.optimizer.tensors[lora.a_name], self.optimizer.tensors[lora.b_name].t()
             linears[target] = Linear(matrix, bias, a, b, self.config.scale)
-        return Block(frozen.norms, linears, i)
+        return Block(frozen.norms, linears, i, frozen.mlp)

@@ -62,7 +62,8 @@ class AutogradModel(Model):
     def block(self, i: int, frozen: Frozen) -> Block:
         """See `Model.block`; A and B collect gradients."""
         block = super().block(i, frozen)
-        return Block(block.norms, {target: _with_leaves(layer) for target, layer in block.linears.items()}, i)
+        linears = {target: _with_leaves(layer) for target, layer in block.linears.items()}
+        return Block(block.norms, linears, i, block.mlp)
 
 
 def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
@@ -83,6 +84,8 @@ def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, 
     y = _linear(block, "o_proj", o.transpose(1, 2).reshape(x.shape[0], -1))
     m = x + _norm(block, "after_attention", y, dims.norm_eps) * traits.residual_scale
     n = _norm(block, "before_mlp", m, dims.norm_eps)
+    if block.mlp is not None:
+        return m + block.mlp(n)
     if traits.fused:
         gate, up = _linear(block, "gate_up_proj", n).chunk(2, -1)
     else:

@@ -61,11 +61,14 @@ class Block:
         norms: factors of its norms by place (`BlockTraits.norms`), [D] each; of `q` and `k` [head_dim], or all heads.
         linears: by target.
         layer: its number, which says its window and whether it rotates q and k.
+        mlp: an MLP that is not the gated one, such as a mixture of experts, of tokens that are normed, [N, D] ->
+            [N, D]; its gradient is autograd's over it alone.
     """
 
     norms: dict[str, Tensor]
     linears: dict[str, Linear]
     layer: int = 0
+    mlp: Callable[[Tensor], Tensor] | None = None
 
 
 class Stages:
@@ -303,6 +306,20 @@ class Stages:
             return self.linear_backward(block, "gate_up_proj", n, torch.cat((ggate, gup), -1), on_gradient)
         gn = self.linear_backward(block, "gate_proj", n, ggate, on_gradient)
         return self.linear_backward(block, "up_proj", n, gup, on_gradient, gn)
+
+    def other_mlp(self, block: Block, m: Tensor) -> Tensor:
+        """Compute m + an MLP that is not the gated one, in m's memory."""
+        assert block.mlp is not None  # noqa: S101 - asked for where there is one
+        return m.add_(block.mlp(self.mlp_norm(block, m)))
+
+    def other_mlp_backward(self, block: Block, m: Tensor, g: Tensor) -> Tensor:
+        """Compute g + the gradient of m through such an MLP, in g's memory; a router's weights have their part."""
+        assert block.mlp is not None  # noqa: S101 - asked for where there is one
+        n = self.mlp_norm(block, m)
+        with torch.enable_grad():
+            leaf = n.detach().requires_grad_(True)
+            (gn,) = torch.autograd.grad(block.mlp(leaf), leaf, g)
+        return self.mlp_norm_backward(block, m, gn, g)
 
     def mlp_norm_backward(self, block: Block, m: Tensor, gn: Tensor, g: Tensor) -> Tensor:
         """Compute g + the gradient of m from that of its norm; in g's memory."""

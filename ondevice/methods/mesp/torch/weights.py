@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,10 +42,12 @@ Request = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Frozen:
-    """One block's weights: the factors of its norms by place, and matrix and bias of each linear layer."""
+    """One block's weights: the factors of its norms by place, and matrix and bias of each linear layer; `mlp` is an MLP
+    that has other ones."""
 
     norms: dict[str, Tensor]
     linears: dict[str, tuple[Matrix, Tensor | None]]
+    mlp: Callable[[Tensor], Tensor] | None = None
 
 
 class Weights(Protocol):
@@ -128,7 +131,12 @@ class Resident:
                 matrix = Dense(linear.weight.detach())
             linears[target] = (matrix, bias)
         weights = {place: layer.get_submodule(name).weight for place, name in self.dims.traits.norms}
-        return Frozen({place: factor(self.dims, w.detach().to(device)) for place, w in weights.items()}, linears)
+        norms = {place: factor(self.dims, w.detach().to(device)) for place, w in weights.items()}
+        mlp = None
+        if self.dims.experts:
+            layer.mlp.to(device)
+            mlp = partial(family.mlp_of, i)
+        return Frozen(norms, linears, mlp)
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         return scaled(self.dims, self.table.detach()[ids_BT.reshape(-1)])
@@ -298,6 +306,13 @@ class Streamed:
                 expected="method.bits: null with method.weight_placement: streamed",
                 received="method.bits: 4",
                 hint="--backend mlx streams 4-bit weights",
+            )
+        if files.dims.experts:
+            raise ModelError(
+                f"{files.folder}: a mixture of experts is not streamed",
+                expected="method.weight_placement: resident",
+                received="method.weight_placement: streamed",
+                hint="a token's experts are known only when it is there; model.dtype: bfloat16 halves the weights",
             )
         self.dims, self.device, self.vocab = files.dims, device, files.dims.vocab
         self.dtype: torch.dtype = getattr(torch, files.dtype)

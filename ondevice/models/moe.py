@@ -1,0 +1,263 @@
+"""The base of families whose MLP is a mixture of experts.
+
+The experts' matrices are two tensors a layer, [experts, ...], as transformers holds them; no adapter goes beside them.
+Their forward and backward pass is this project's own (`ondevice.nn.experts`): the same bits every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from ondevice.core.errors import ModelError
+from ondevice.core.registry import methods
+from ondevice.models.base import Family, ModelDims, UnknownTrait, read_size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from ondevice.models.gguf_config import Metadata
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Linear layers that carry adapters."""
+
+
+@dataclass(frozen=True)
+class MoeDims(ModelDims):
+    """Dimensions of a mixture of experts.
+
+    Attributes:
+        active_experts: of `experts`, those that a token passes through.
+        expert_intermediate: width of one expert; `shared_intermediate` of the expert that sees every token, 0 where
+            there is none.
+        dense_intermediate: width of the MLP of `dense_layers`, the blocks that have no experts.
+    """
+
+    active_experts: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+    dense_intermediate: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of the attention's linear layers, which alone can carry adapters."""
+        shapes = super().linear_shapes
+        return {target: shapes[target] for target in ATTENTION}
+
+    @property
+    def default_targets(self) -> tuple[str, ...]:
+        return ATTENTION
+
+    def linear_shape(self, target: str) -> tuple[int, int]:
+        """Return what `ModelDims.linear_shape` does; ModelError names the targets that do work."""
+        return self.linear_shapes[target] if target in self.linear_shapes else _refuse_adapter(self.family, target)
+
+    def resolve_targets(self, config: Any) -> tuple[str, ...]:
+        """Return what `ModelDims.resolve_targets` does; ModelError names the targets that do work."""
+        targets = tuple(config.target_modules)
+        if targets != tuple(type(config).model_fields["target_modules"].default):
+            for target in set(targets) & set(super().linear_shapes) - set(ATTENTION):
+                _refuse_adapter(self.family, target)
+        return super().resolve_targets(config)
+
+    @property
+    def matrices(self) -> int:
+        sparse, dense = self._sparse_matrices(self.experts), self._mlp(self.dense_intermediate)
+        return super().matrices + self._of_blocks(sparse, dense)
+
+    @property
+    def active_matrices(self) -> int:
+        sparse, dense = self._sparse_matrices(self.active_experts), self._mlp(self.dense_intermediate)
+        return super().matrices + self._of_blocks(sparse, dense)
+
+    @property
+    def block_parameters(self) -> int:
+        sparse, dense = self._sparse_matrices(self.experts), self._mlp(self.dense_intermediate)
+        kinds = [sparse] * self._of_blocks(1, 0) + [dense] * self._of_blocks(0, 1)
+        return super().block_parameters + max(kinds)
+
+    @property
+    def parameters(self) -> int:
+        sparse, dense = self._sparse_matrices(self.experts), self._mlp(self.dense_intermediate)
+        attention = super().block_parameters
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return embeddings + self.layers * attention + self._of_blocks(sparse, dense) + self.hidden
+
+    def _of_blocks(self, sparse: int, dense: int) -> int:
+        without = len(self.dense_layers)
+        return (self.layers - without) * sparse + without * dense
+
+    def _mlp(self, width: int) -> int:
+        return 3 * self.hidden * width
+
+    def _sparse_matrices(self, experts: int) -> int:
+        """Count one block's parameters: `experts` of its experts, the shared one with its gate, and the router."""
+        gates = self.hidden * (bool(self.shared_intermediate) + self.experts)
+        return experts * self._mlp(self.expert_intermediate) + self._mlp(self.shared_intermediate) + gates
+
+
+class MoeFamily(Family):
+    """A block's MLP is a sum of experts, maybe one of them for all tokens; in `dense_layers` it is an ordinary one.
+
+    Attributes:
+        on_routing: if set, is called with a block's number and the expert ids of its tokens, int64 [B * T, active].
+    """
+
+    linear_targets = ATTENTION
+    llama_cpp_normalises: ClassVar[bool]
+    """Whether llama.cpp makes the weights of a token's experts add up to 1; no key says it."""
+    dims: MoeDims
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.on_routing: Callable[[int, Tensor], None] | None = None
+
+    @classmethod
+    def gguf_config(cls, data: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+        """Read sizes of the experts, of which llama.cpp has some in every layer."""
+        shared = data.shapes.get("blk.0.ffn_gate_shexp.weight", (0,))[0]
+        return {
+            "num_experts": data.need("expert_count"),
+            "num_experts_per_tok": data.need("expert_used_count"),
+            "moe_intermediate_size": data.shapes.get("blk.0.ffn_gate_exps.weight", (0, 0))[1],
+            "norm_topk_prob": cls.llama_cpp_normalises,
+            **({"shared_expert_intermediate_size": shared} if shared else {}),
+        }
+
+    @classmethod
+    def gguf_keys(cls, dims: ModelDims, config: dict[str, Any]) -> dict[str, Any]:
+        """Return sizes of the experts, which llama.cpp has in every layer."""
+        assert isinstance(dims, MoeDims)  # noqa: S101
+        if dims.dense_layers:
+            message = "llama.cpp has experts in every layer of this family"
+            raise ModelError(message, received=f"none in layers {', '.join(map(str, dims.dense_layers))}")
+        normalised = bool(config.get("norm_topk_prob", cls.llama_cpp_normalises))
+        if normalised != cls.llama_cpp_normalises:
+            does = "normalises" if cls.llama_cpp_normalises else "does not normalise"
+            message = f"llama.cpp {does} the weights of a token's experts"
+            raise ModelError(message, expected=not normalised, received=f"norm_topk_prob {normalised}")
+        keys = {"expert_count": dims.experts, "expert_used_count": dims.active_experts,
+                "expert_feed_forward_length": dims.expert_intermediate}  # fmt: skip
+        shared = dims.shared_intermediate
+        return {**keys, "expert_shared_feed_forward_length": shared} if shared else keys
+
+    @classmethod
+    def tiny_config(cls, **sizes: Any) -> dict[str, Any]:
+        """Return what `Family.tiny_config` does, with 6 experts of which a token takes 2."""
+        experts = {"num_experts": 6, "num_experts_per_tok": 2}
+        return {**experts, "moe_intermediate_size": max(8, sizes["intermediate_size"] // 4), **sizes}
+
+    @classmethod
+    def weight_shapes(cls, dims: ModelDims) -> dict[str, tuple[int, ...]]:
+        """Return every weight by transformers' name, with its shape; a tied head is not among them."""
+        assert isinstance(dims, MoeDims)  # noqa: S101
+        shapes = super().weight_shapes(dims)
+        for i in range(dims.layers):
+            mlp, hidden, width = f"model.layers.{i}.mlp", dims.hidden, dims.expert_intermediate
+            if i in dims.dense_layers:
+                shapes |= _mlp_shapes(mlp, hidden, dims.dense_intermediate)
+                continue
+            shapes[f"{mlp}.gate.weight"] = (dims.experts, hidden)
+            shapes[f"{mlp}.experts.gate_up_proj"] = (dims.experts, 2 * width, hidden)
+            shapes[f"{mlp}.experts.down_proj"] = (dims.experts, hidden, width)
+            if dims.shared_intermediate:
+                shapes |= _mlp_shapes(f"{mlp}.shared_expert", hidden, dims.shared_intermediate)
+                shapes[f"{mlp}.shared_expert_gate.weight"] = (1, hidden)
+        return shapes
+
+    def mlp_branch(self, i: int, h: Tensor) -> Tensor:
+        """Compute the sum of the experts of each token's norm, without the residual: [B, T, hidden]."""
+        layer: Any = self.layer(i)
+        return self.mlp_of(i, layer.post_attention_layernorm(h).flatten(0, -2)).view(h.shape)
+
+    def mlp_of(self, i: int, x_ND: Tensor) -> Tensor:
+        """Compute block `i`'s MLP of tokens that are normed: [N, hidden] -> [N, hidden].
+
+        Gradients go through the weights that the router gives its choice, not through the choice.
+        """
+        from torch.nn.functional import sigmoid
+
+        from ondevice.nn.experts import mixture
+
+        layer: Any = self.layer(i)
+        mlp = layer.mlp
+        if i in self.dims.dense_layers:
+            return mlp(x_ND)
+        _, weights_NK, experts_NK = mlp.gate(x_ND)
+        if self.on_routing is not None:
+            self.on_routing(i, experts_NK)
+        routed = mixture(
+            x_ND, experts_NK, weights_NK, mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.experts.act_fn
+        )
+        if not self.dims.shared_intermediate:
+            return routed
+        return routed + sigmoid(mlp.shared_expert_gate(x_ND)) * mlp.shared_expert(x_ND)
+
+    def _parent(self, target: str) -> str:
+        return super()._parent(target) if target in self.linear_targets else _refuse_adapter(self.dims.family, target)
+
+
+def moe_dims(
+    base: ModelDims, config: dict[str, Any], where: str, *, experts: int, active: int, expert: int, shared: int
+) -> MoeDims:
+    """Add what a configuration says of experts to a decoder's dimensions; the numbers are transformers' defaults.
+
+    Raises:
+        ModelError: a size is wrong, or no layer has experts.
+    """
+    config = {"num_experts": config.get("num_local_experts"), **config}  # transformers 5 writes this name
+    experts = read_size(config, "num_experts", where, experts)
+    active = read_size(config, "num_experts_per_tok", where, active)
+    if active > experts:
+        expected = f"at most num_experts ({experts})"
+        raise ModelError(f"{where}: field 'num_experts_per_tok'", expected=expected, received=active)
+    expert = read_size(config, "moe_intermediate_size", where, expert)
+    shared = read_size(config, "shared_expert_intermediate_size", where, shared) if shared else 0
+    every, dense = read_size(config, "decoder_sparse_step", where, 1), config.get("mlp_only_layers") or ()
+    dense_layers = tuple(i for i in range(base.layers) if i in dense or (i + 1) % every)
+    if len(dense_layers) == base.layers:
+        kind = base.family.removesuffix("_moe")
+        raise ModelError(f"{where}: no layer has experts", expected=f"model_type {kind} for an ordinary decoder")
+    values = {field.name: getattr(base, field.name) for field in fields(ModelDims)}
+    # The width that one token passes through: plans count activations and operations from it.
+    values |= {"experts": experts, "intermediate": active * expert + shared}
+    return MoeDims(
+        **values,
+        active_experts=active,
+        expert_intermediate=expert,
+        shared_intermediate=shared,
+        dense_intermediate=base.intermediate,
+        dense_layers=dense_layers,
+    )
+
+
+def refuse_window(config: dict[str, Any], where: str) -> None:
+    """Raise UnknownTrait where some layers attend to a sliding window."""
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise UnknownTrait(
+            f"{where}: some layers attend to a sliding window",
+            expected="full attention in every layer",
+            received=f"use_sliding_window with a window of {config.get('sliding_window')} tokens",
+            hint="set use_sliding_window to false where sequences stay shorter than the window",
+        )
+
+
+def _mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}.gate_proj.weight": (width, hidden),
+        f"{prefix}.up_proj.weight": (width, hidden),
+        f"{prefix}.down_proj.weight": (hidden, width),
+    }
+
+
+def _refuse_adapter(family: str, target: str) -> NoReturn:
+    everything = [spec.name for spec in methods() if spec.trains == "all"]
+    raise ModelError(
+        f"in a {family} model {target} takes no adapter: the experts of a layer are one tensor",
+        expected=f"targets among {', '.join(ATTENTION)}",
+        received=target,
+        hint=f"a method that trains all parameters trains the experts themselves: {', '.join(everything)}",
+    )

@@ -1,0 +1,104 @@
+"""Families beside those of the table, as GGUF: llama.cpp computes what PEFT's merged model computes, and the file read
+here again, and by transformers where it reads such files, is the model it was written of, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ondevice.artifact.adapter import save_adapter
+from ondevice.core.errors import ModelError
+from ondevice.exits import convert
+from ondevice.models import load_model, save_tiny, tiny_model
+from tests.exits.conftest import IDS, log_probabilities, random_adapter
+from tests.exits.llama_cpp import LlamaCpp
+
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 300,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5],
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3_text": ("gemma3_text", {"layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+                                    "query_pre_attn_scalar": 24}),
+    "granite": ("granite", {"tied": False}),
+    "llama, 3.2's rotary embedding": ("llama", {"rope_parameters": LLAMA3}),
+    "olmo2": ("olmo2", {"tied": False}),
+    "phi3": ("phi3", {"tied": False}),
+    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "max_positions": 600}),
+    "qwen3": ("qwen3", {"rope_parameters": YARN, "head_dim": 128}),
+    "qwen3_moe": ("qwen3_moe", {"tied": False, "moe_intermediate_size": 768}),
+    "smollm3": ("smollm3", {"layers": 4, "no_rope_layer_interval": 4}),
+}  # fmt: skip
+TRANSFORMERS_READS = ("gemma3_text", "phi3", "qwen3", "qwen3_moe")
+"""Of these, at its own defaults of what it does not read (head size, width of an expert); it drops scalings of the
+rotary embedding, so its tensors alone are compared."""
+
+
+def add_merge(path: Path) -> None:
+    """Let the tiny tokenizer merge two letters: transformers reads no GGUF tokenizer that merges none."""
+    rules = json.loads(path.read_text())
+    rules["model"]["vocab"]["ab"], rules["model"]["merges"] = 256, [["a", "b"]]  # the special ones move up
+    rules["pre_tokenizer"]["use_regex"] = True  # GPT-2's way
+    path.write_text(json.dumps(rules))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gguf_file_is_the_model(form: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    family, sizes = FORMS[form]
+    folder = save_tiny(tmp_path / "model", family, 3, vocab=288, **sizes)
+    add_merge(folder / "tokenizer.json")
+    loaded = load_model(str(folder))
+    save_adapter(random_adapter(loaded), tmp_path / "adapter")
+    base = log_probabilities(loaded.model)
+    merged = PeftModel.from_pretrained(loaded.model, tmp_path / "adapter").merge_and_unload()
+    expected, path = log_probabilities(merged), tmp_path / "model.gguf"
+    convert(tmp_path / "adapter", "gguf", path, model=str(folder), dtype="float32")
+    found = LlamaCpp(path).log_probabilities(IDS, 288)
+    # llama.cpp looks tanh-GELU up in a table of float16.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 if family == "gemma3_text" else 1e-3)
+    assert np.abs(found - base).max() > 0.1
+
+    again = load_model(str(path))
+    assert again.dims == loaded.dims
+    wanted, state = merged.state_dict(), again.model.state_dict()
+    assert state.keys() == wanted.keys()
+    for name, value in state.items():
+        torch.testing.assert_close(value, wanted[name], rtol=1e-6, atol=1e-6, msg=name)
+    np.testing.assert_allclose(log_probabilities(again.model), expected, rtol=0, atol=1e-5)
+    if family in TRANSFORMERS_READS:
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32).state_dict()
+        assert theirs.keys() == state.keys()
+        for name, value in theirs.items():
+            assert torch.equal(value, state[name]), name
+
+
+UNKNOWN = {
+    "smollm3": ({}, "each fourth"),
+    "gemma3_text": ({"query_pre_attn_scalar": 20}, "size of a head"),
+    "olmo2": ({}, "output head of its own"),
+    "qwen3_moe": ({"norm_topk_prob": False}, "normalises the weights"),
+    "qwen2_moe": ({"layers": 2, "mlp_only_layers": [1]}, "experts in every layer"),
+}
+
+
+@pytest.mark.parametrize("family", UNKNOWN)
+def test_what_llama_cpp_computes_in_another_way_is_refused(family: str, tmp_path: Path) -> None:
+    sizes, words = UNKNOWN[family]
+    folder = save_tiny(tmp_path / "model", family, **sizes)
+    save_adapter(random_adapter(tiny_model(family, **sizes)), tmp_path / "adapter")
+    with pytest.raises(ModelError, match=words):
+        convert(tmp_path / "adapter", "gguf", tmp_path / "m.gguf", model=str(folder))
+    assert not (tmp_path / "m.gguf").exists()

@@ -1,0 +1,76 @@
+"""Mixtures of experts: gradients against autograd over transformers' forward, PEFT, the plan, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import pytest
+import torch
+
+from ondevice.artifact.adapter import save_adapter
+from ondevice.core.errors import ModelError
+from ondevice.core.registry import method_config, open_session
+from ondevice.methods.mesp.memory import memory
+from ondevice.models import load_model, open_model, save_tiny
+from ondevice.models.tiny import tiny_model
+from tests.methods.mesp.reference import errors, exact, learned, rows, session
+from tests.methods.mesp.torch.live import LiveBytes
+from tests.methods.reference import in_double
+
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("qwen2_moe", {}),
+    "normalised, some without": ("qwen2_moe", {"norm_topk_prob": True, "layers": 3, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {"tied": False, "kv_heads": 1}),
+    "not normalised": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_autograd_s_over_transformers(form: str) -> None:
+    family, sizes = FORMS[form]
+    ids, labels = rows(2, 19, 1)
+    double, plain = tiny_model(family, 3, **sizes), tiny_model(family, 3, **sizes)
+    in_double(double.model)
+    opened = session(double, mlp_chunk_tokens=5)
+    start = opened.adapter().tensors
+    loss, ours = learned(opened, ids, labels)
+    wanted, theirs = exact(tiny_model(family, 3, **sizes), start, opened.config.scale, ids, labels)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert {name.split(".")[-3] for name in ours} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert max(errors(ours, theirs).values()) <= 1e-6
+    single = session(plain)
+    assert learned(single, ids, labels)[0] == pytest.approx(wanted, rel=3e-6)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_peft_reads_the_adapter_and_files_are_not_streamed(family: str, tmp_path: Path) -> None:
+    folder = str(save_tiny(tmp_path / "model", family, 3))
+    ids, labels = rows(2, 12, 2)
+    opened = open_session(load_model(folder), method_config("mesp", {"rank": 2}), 3)
+    losses = [opened.step(ids, labels, step, 1e-2).loss for step in range(3)]
+    assert losses[2] < losses[0]
+    save_adapter(opened.adapter(), tmp_path / "adapter")
+    wrapped = peft.PeftModel.from_pretrained(load_model(folder).model, str(tmp_path / "adapter"))
+    with torch.no_grad():
+        logits = wrapped(input_ids=torch.from_numpy(ids), use_cache=False).logits[:, :-1].transpose(1, 2).double()
+    wanted = torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels)[:, 1:], reduction="none")
+    np.testing.assert_allclose(opened.evaluate(ids, labels)[0], wanted.sum(1).numpy(), rtol=2e-5)
+    with pytest.raises(ModelError, match="not streamed"):
+        open_session(open_model(folder), method_config("mesp", {"weight_placement": "streamed"}), 3)
+
+
+@pytest.mark.parametrize("chosen", [2, 5])
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_the_plan_is_within_15_percent_of_a_step(family: str, chosen: int) -> None:
+    sizes = {"layers": 3, "hidden": 256, "intermediate": 768, "heads": 4, "kv_heads": 2, "vocab": 2000}
+    opened = session(tiny_model(family, num_experts_per_tok=chosen, **sizes), loss_tiles=4)
+    planned = memory(opened.loaded.dims, opened.config, 2, 96, 4)
+    ids, labels = rows(2, 96, 0)
+    opened.step(ids, labels, 0, 1e-3)
+    with LiveBytes() as live:
+        opened.step(ids, labels, 1, 1e-3)
+    working = sum(planned[part] for part in ("block inputs", "activations", "logits"))
+    assert working == pytest.approx(live.peak, rel=0.15)
