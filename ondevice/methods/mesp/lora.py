@@ -76,9 +76,7 @@ class LoraParameters:
 
 IN_TORCH = tuple(field.name for field in fields(BlockTraits))
 """Traits that the backward pass in PyTorch knows: all."""
-IN_BLOCKS = (
-    "norms", "qk_norm_all", "fused", "rotary_width", "score_scale", "embedding_scale", "residual_scale", "logit_scale",
-)  # fmt: skip
+IN_BLOCKS = tuple(name for name in IN_TORCH if name != "logit_cap")
 """Traits that block programs know."""
 
 
