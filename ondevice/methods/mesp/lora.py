@@ -78,6 +78,8 @@ IN_TORCH = tuple(field.name for field in fields(BlockTraits))
 """Traits that the backward pass in PyTorch knows: all."""
 IN_BLOCKS = tuple(name for name in IN_TORCH if name != "logit_cap")
 """Traits that block programs know."""
+IN_MLX = tuple(name for name in IN_BLOCKS if name != "score_cap")
+"""Traits that the stages in MLX know."""
 
 
 def check_family(

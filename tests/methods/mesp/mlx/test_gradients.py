@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ondevice.methods.mesp.mlx.model import Model  # noqa: E402
 from ondevice.models import load_model, open_model, save_tiny  # noqa: E402
 from tests.conformance.plain import PlainFirstOrder  # noqa: E402
 from tests.methods.mesp.mlx.models import ALL, dims, error, gradients, random_model, tokens  # noqa: E402
+from tests.methods.mesp.reference import exact  # noqa: E402
 from tests.methods.reference import in_double, plain_loss  # noqa: E402
 
 LIMIT = 1e-5
@@ -159,6 +161,40 @@ def test_gradients_are_those_of_torch_in_double_precision(tmp_path, family, size
         for side, name in (("A", one.a_name), ("B", one.b_name)):
             expected = plain.leaves[name].grad.numpy()
             assert error(actual[f"{one.layer}.{one.target}.{side}"], expected) <= LIMIT, name
+
+
+FAMILIES = {
+    "gemma3_text": {"layers": 3},
+    "granite": {},
+    "mistral": {"sliding_window": 7},
+    "olmo2": {"kv_heads": 1},
+    "phi3": {"tied": False},
+    "qwen3": {},
+    "smollm3": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_with_traits_of_their_own(tmp_path, family) -> None:
+    """Against autograd in float64 over transformers' own forward pass."""
+    sizes = FAMILIES[family]
+    folder = save_tiny(tmp_path / "model", family, **sizes)
+    config = method_config("mesp", {"rank": 3, "alpha": 6.0, "mlp_tiles": 3, "store_h": family == "qwen3"})
+    session = open_session(open_model(str(folder)), config, 3, backend="mlx")
+    session.model.settings = replace(session.model.settings, query_chunk_tokens=5)
+    start, random = session.adapter(), np.random.default_rng(0)
+    for name, value in start.tensors.items():
+        if ".lora_B." in name:
+            value[:] = 0.1 * random.standard_normal(value.shape)
+    session.load_adapter(start)
+    ids, labels = tokens(3, 14, 256)
+    loss, actual = gradients(session.model, Model.forward_backward, ids, labels)
+    expected_loss, expected = exact(load_model(str(folder)), start.tensors, config.scale, ids, labels)
+    assert loss == pytest.approx(expected_loss, rel=2e-6)
+    assert len(actual) == len(expected)
+    for one in session.parameters:
+        for side, name in (("A", one.a_name), ("B", one.b_name)):
+            assert error(actual[f"{one.layer}.{one.target}.{side}"], expected[name]) <= 2 * LIMIT, name
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,7 @@ class BlocksTest {
         val methods = (spec["methods"] as Map<*, *>).entries.associate { it.key.toString() to it.value }
         val more = methods.filterKeys { it.startsWith("block_") }.mapKeys { "${it.key}_1" }
         file.writeText(Json.write(top.mapKeys { it.key.toString() } + ("program_spec" to spec.mapKeys { it.key.toString() } + mapOf("methods" to methods + more, "kinds" to listOf(0L, 1L)))))
-        val batch = Runs.batch()
+        val batch = Runs.data(manifest).batches.at(0)
         val losses = listOf(Session(Artifact.open(folder, checkFiles = false), program), Exported.BLOCKS.session()).map { it.step(batch, 0, 1e-3).losses.toList() }
         assertEquals(losses[0], losses[1])
         assertEquals(1, called.count { it.startsWith("block_forward") && it.endsWith("_1") })
