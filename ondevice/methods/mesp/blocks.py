@@ -60,9 +60,7 @@ class BlockFunctions:
     def __init__(self, loaded: LoadedModel, config: MespConfig, quantize: str = "none") -> None:
         self.loaded, self.config, self.dims, self.quantize = loaded, config, loaded.dims, quantize
         self.linear_form, self.table_form = LINEAR_FORMS[quantize], TABLE_FORMS[quantize]
-        self.parameters_of_run = lora_parameters(
-            loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program"
-        )
+        self.parameters_of_run = lora_parameters(loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program")
         self.layout = FlatLayout.build(self.parameters_of_run)
         self.layer_size = self.layout.size // self.dims.layers
         self.entries = self.layout.of_layer(0)

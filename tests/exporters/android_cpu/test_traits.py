@@ -12,6 +12,7 @@ from ondevice.core.registry import method_config, target
 from ondevice.exporters.base import ExportJob
 from ondevice.methods.mesp.blocks import BlockFunctions
 from ondevice.models import load_model, save_tiny
+from tests.programs import program
 
 
 def job(folder: Path, method: str) -> ExportJob:
@@ -19,29 +20,25 @@ def job(folder: Path, method: str) -> ExportJob:
     return ExportJob(ModelConfig(source=str(folder)), method_config(method, {"rank": 2}), settings)
 
 
-@pytest.mark.parametrize(
-    ("family", "sizes", "kinds"),
-    [
-        ("granite", {}, ()),
-        ("gemma3_text", {"layers": 3}, (0, 1, 0)),
-        ("smollm3", {"layers": 3}, (0, 1, 0)),
-    ],
-)
-def test_a_block_program_does_what_eager_does(family: str, sizes: dict, kinds: tuple, tmp_path: Path) -> None:
-    """Factors are folded into weights, and every kind of layer has functions; a failed check would raise."""
-    report = target("android-cpu").export(job(save_tiny(tmp_path / "m", family, **sizes), "mesp"), tmp_path / "out")
-    assert report.check["max_rel_gradient_error"] < 1e-4
-    spec = read_manifest(tmp_path / "out").program_spec
+@pytest.mark.parametrize(("family", "kinds"), [("granite", ()), ("gemma3_text", (0, 1, 0)), ("smollm3", (0, 1, 0))])
+def test_a_block_program_has_functions_for_every_kind_of_layer(family: str, kinds: tuple[int, ...]) -> None:
+    """Its check has compared gradients with eager PyTorch's; conformance does it once more, against float64."""
+    folder = program(f"blocks of {family}")
+    manifest = read_manifest(folder)
+    spec = manifest.program_spec
+    assert manifest.check["max_rel_gradient_error"] < 1e-4
     assert spec.kinds == kinds
-    assert ("block_backward_2x16_1" in spec.methods) == bool(kinds)
-    assert (f"`_1` for layers {1}" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")) == bool(kinds)
+    assert any(name.startswith("block_backward") and name.endswith("_1") for name in spec.methods) == bool(kinds)
+    assert ("`_1` for layers 1" in (folder / "README.md").read_text(encoding="utf-8")) == bool(kinds)
 
 
 def test_a_window_that_no_row_reaches_makes_no_kind(tmp_path: Path) -> None:
     loaded = load_model(str(save_tiny(tmp_path / "m", "smollm3", layers=3)))
     functions = BlockFunctions(loaded, method_config("mesp"))
     assert functions.kinds(16) == (0, 1, 0)
-    functions = BlockFunctions(load_model(str(save_tiny(tmp_path / "g", "mistral", sliding_window=7))), functions.config)
+    functions = BlockFunctions(
+        load_model(str(save_tiny(tmp_path / "g", "mistral", sliding_window=7))), functions.config
+    )
     assert functions.kinds(16) == functions.kinds(4) == (0, 0)
 
 

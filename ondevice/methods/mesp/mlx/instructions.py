@@ -350,7 +350,11 @@ def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruct
     listed = [Instruction("out_backward", inputs | _h(settings, "o_proj"), _named("go") | _trained(settings, "o_proj"))]
     listed += _updates(settings, "o_proj")
     for i, (low, high) in reversed(list(enumerate(chunks))):
-        inputs = _seen(settings, low, high) | {"go": Operand("go", 1, low, high)} | ({} if i == len(chunks) - 1 else _same("gk", "gv"))
+        inputs = (
+            _seen(settings, low, high)
+            | {"go": Operand("go", 1, low, high)}
+            | ({} if i == len(chunks) - 1 else _same("gk", "gv"))
+        )
         listed.append(Instruction("attend_backward", inputs, {"gq": f"gq@{i}"} | _named("gk", "gv")))
     inputs = _same("gk", *_numbered("gq", len(chunks))) | _rope(settings)
     listed.append(Instruction("rope_backward", inputs, _named("gq", "gk")))

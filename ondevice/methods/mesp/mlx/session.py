@@ -182,7 +182,9 @@ class MlxSession(Session):
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
         config = self.config
-        return Adapter(self._tensors(), config.rank, config.alpha, tuple(sorted(self.model.settings.target_modules)), self.source)
+        return Adapter(
+            self._tensors(), config.rank, config.alpha, tuple(sorted(self.model.settings.target_modules)), self.source
+        )
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""

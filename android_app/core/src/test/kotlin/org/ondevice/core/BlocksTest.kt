@@ -96,7 +96,7 @@ class BlocksTest {
         refused("'files'", "other.safetensors") { with("weights" to "other.safetensors") }
         refused("a method block_backward_2x32") { methods { it.remove("block_backward_2x32") } }
         refused("kinds", "one for each of 2 layers") { with("kinds" to listOf(0L)) }
-        refused("a method block_forward_2x64_1") { with("kinds" to listOf(0L, 1L)) }
+        refused("a method block_forward_2x32_1") { with("kinds" to listOf(0L, 1L)) }
         refused("a method head_gradient") { methods { it.remove("head_gradient") } }
         refused("a program for each layer", "layers/{layer}.pte") {
             methods { all -> all["block_forward_2x64"] = (all.getValue("block_forward_2x64") as Map<*, *>) + ("program" to "layers/{layer}.pte") }
