@@ -51,7 +51,8 @@ def _kinds(manifest: Manifest) -> str:
     listed = [f"`_{kind}` for layers {', '.join(str(i) for i, one in enumerate(kinds) if one == kind)}"
               for kind in sorted(set(kinds) - {0})]  # fmt: skip
     return f"""
-Blocks differ by layer: the names of a block's functions end in {" and in ".join(listed)}, and in nothing for the others.
+Blocks differ by layer: the names of a block's functions end in {" and in ".join(listed)}, and in nothing for the
+others.
 """
 
 

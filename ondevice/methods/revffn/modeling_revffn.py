@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-
 NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
 
 
