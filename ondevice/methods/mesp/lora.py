@@ -93,6 +93,8 @@ def check_family(
     Raises:
         ModelError: the block has no gated MLP between RMS norms, has experts, or a trait that is not known.
     """
+    if dims.whole:
+        raise dims.unknown(what)
     if not dims.gated or dims.experts:
         raise ModelError(
             f"mesp has no backward pass for {dims.family}",
