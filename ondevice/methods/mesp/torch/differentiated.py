@@ -163,7 +163,7 @@ class DifferentiatedModel:
 
         def keep(layer: int, block: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
             call = Call(arguments, named)
-            if layer != len(calls) or (outputs and call.hidden is not outputs.pop()):
+            if layer != len(calls) or (outputs and not _same(call.hidden, outputs.pop())):
                 raise _refused(self.family, "the blocks do not read each other's outputs one after the other")
             calls.append(call)
             result = block(*arguments, **named)
@@ -279,6 +279,11 @@ def _refused(family: Any, reason: str) -> ModelError:
         received=unknown.received or family.dims.family,
         hint="--method lora trains an adapter by automatic differentiation of the whole model",
     )
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Return True for one tensor, or another view of all of it."""
+    return x is y or (x.shape == y.shape and x.stride() == y.stride() and x.data_ptr() == y.data_ptr())
 
 
 def _first(result: Any) -> Tensor:

@@ -113,4 +113,4 @@ def test_a_form_that_does_not_know_a_trait_refuses_it_by_name(family, words, tmp
     with pytest.raises(ModelError, match=words) as caught:
         open_session(loaded, method_config("revffn", {"coupling": "paper"}), 0)
     assert "which method revffn with coupling: paper does not do" in str(caught.value)
-    assert "full, lora, lora-fa, mezo, prge" in caught.value.expected
+    assert "full, lora, lora-fa, mesp, mezo, prge" in caught.value.expected
