@@ -16,9 +16,12 @@ class TraitFamily(Family):
     def embed(self, ids: Tensor) -> Tensor:
         if self.dims.traits.embedding_scale == 1.0:
             return super().embed(ids)
-        from torch.nn.functional import embedding  # a module may multiply by itself
+        from torch import nn
 
-        return self.place(embedding(ids, self.embedding.weight))
+        table = self.embedding
+        # transformers' module may multiply by itself; one that stands for a packed table does not.
+        rows = nn.functional.embedding(ids, table.weight) if isinstance(table, nn.Embedding) else table(ids)
+        return self.place(rows)
 
     def place(self, rows: Tensor) -> Tensor:
         scale = self.dims.traits.embedding_scale

@@ -45,7 +45,9 @@ def save(folder: Path, model_type: str, **fields: Any) -> Path:
 
 
 def settings(name: str) -> Any:
-    values = {"rank": 2} if method(name).trains == "adapter" else {}
+    values: dict[str, Any] = {"rank": 2} if method(name).trains == "adapter" else {}
+    if name == "mesp":  # the others' layers: PEFT takes gate_proj of a shared expert for the experts' own, too
+        values["target_modules"] = method("lora").config().target_modules
     return method_config(name, {**values, "loss_tiles": 3})
 
 

@@ -1,4 +1,4 @@
-"""Blocks that are not known: a block's gradient by differentiating that block alone, so the memory is one block's still.
+"""Blocks that are not known: each is differentiated by itself, so the memory is one block's still.
 
 Transformers' own model runs once without a graph, and what goes into each block is kept. Then each block, from the last
 to the first, runs again under autograd and is differentiated at what it got (MeSP, section 4.2, with automatic
