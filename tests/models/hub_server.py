@@ -1,4 +1,4 @@
-"""A server on this machine that speaks the hub's routes for one repository: files, its list, tokens, broken downloads."""
+"""A server on this machine that speaks the hub's routes for one repository: files, tokens, broken downloads."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -156,6 +157,17 @@ def test_a_plan_says_what_was_guessed_and_which_layers_are_taken(tmp_path: Path)
     rank, shapes = 2, [(16, 64)] * 2
     count = sum(rank * (inputs + outputs) for inputs, outputs in shapes)
     assert estimate.parts["adapter"] == 8 * count and estimate.parts["weights"] == 4 * read_dims(str(folder)).parameters
+
+
+def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "gpt_neox")
+    weights, name = load_file(folder / "model.safetensors"), "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"
+    rows, columns = weights[name].shape
+    weights[name] = np.zeros((rows + 1, columns), np.float32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"tensor '{name}' does not fit config.json") as caught:
+        load_model(str(folder))
+    assert (caught.value.expected, caught.value.received) == ((rows, columns), (rows + 1, columns))
 
 
 def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
