@@ -25,6 +25,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "one layer": {"family": "llama", **SMALL},
     "two layers": {"family": "llama", **SMALL, "layers": 2},
     "wide qwen2": {"family": "qwen2", "layers": 1, "hidden": 96, "heads": 3, "kv_heads": 1, "tied": False},
+    "gemma3_text": {"family": "gemma3_text", **SMALL, "layers": 3},
+    "granite": {"family": "granite", **SMALL, "layers": 2},
+    "smollm3": {"family": "smollm3", **SMALL, "layers": 3},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
 }
 METHOD = {
@@ -124,6 +127,9 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2 with bias",
         {"export.quantize": "q4", "method.loss_tiles": 3, "export.context_tokens": 40},
     ),
+    "blocks of gemma3_text": ("gemma3_text", {"export.check_steps": 1, "method.optimizer": "sgd"}),
+    "blocks of granite": ("granite", {"export.check_steps": 1, "export.batch_size": 2}),
+    "blocks of smollm3": ("smollm3", {"export.check_steps": 1}),
 }
 """The same as functions of one block; the last of three tiles of 97 rows each begins inside the one before."""
 NPU: dict[str, tuple[str, dict[str, Any]]] = {

@@ -43,8 +43,11 @@ class PlainStages(ModelStages):
         return product(x)
 
     def attend(self, a: Arrays) -> Arrays:
-        q = a["q"]
-        o = mx.fast.scaled_dot_product_attention(q, a["k"], a["v"], scale=q.shape[-1] ** -0.5, mask="causal")
+        q, mask = a["q"], "causal"
+        if "window.weight" in a:
+            behind = mx.arange(q.shape[2])[:, None] - mx.arange(q.shape[2])[None]
+            mask = (behind >= 0) & (behind < a["window.weight"])
+        o = mx.fast.scaled_dot_product_attention(q, a["k"], a["v"], scale=self.score_scale, mask=mask)
         return {"o": o.transpose(0, 2, 1, 3).reshape(q.shape[0], q.shape[2], -1)}
 
     def loss_tile(self, a: Arrays) -> Arrays:

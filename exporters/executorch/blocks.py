@@ -128,7 +128,7 @@ class BlocksSession(ExecutorchSession):
             given[LOSS_SCALE] = _tensor(np.array([self.loss_scale], np.float32))
         for layer in reversed(range(self.spec.layers)):
             given |= {"hidden": inputs.pop(), "gradient": g}
-            outputs = self._call_block(f"block_backward_{size}", given, layer)
+            outputs = self._call_block(f"block_backward_{size}{self._kind(layer)}", given, layer)
             g = outputs["gradient"]
             for tensor in self.spec.state:
                 new = outputs[f"state {tensor.name}"]
@@ -193,13 +193,18 @@ class BlocksSession(ExecutorchSession):
         self._bucket("program", rows, ids)
         return f"{rows}x{ids.shape[1]}"
 
+    def _kind(self, layer: int) -> str:
+        """The end of the name of a function of that layer's block."""
+        kind = self.spec.kinds[layer] if self.spec.kinds else 0
+        return f"_{kind}" if kind else ""
+
     def _forward(self, ids: np.ndarray, size: str, keep: bool) -> tuple[list[Tensor], Tensor]:
         """The input of every block if it is to be kept, and the last block's output, [N, D]."""
         x, inputs = self._call_block(f"embed_{size}", {"ids": _tensor(ids)})["hidden"], []
         for layer in range(self.spec.layers):
             if keep:
                 inputs.append(x)
-            x = self._call_block(f"block_forward_{size}", {"hidden": x}, layer)["hidden"]
+            x = self._call_block(f"block_forward_{size}{self._kind(layer)}", {"hidden": x}, layer)["hidden"]
         return inputs, x
 
     def _head(self, x: Tensor, labels: np.ndarray, gradient: bool) -> tuple[np.ndarray, np.ndarray, Tensor]:

@@ -40,7 +40,20 @@ for each tile of the vocabulary's {program.vocab} rows, and `block_backward` fro
 of role `frozen` lie in `{program.weights}`, aligned to 64 bytes: map the file and hand them in where they are, with
 the layer's number for `{{layer}}`. A layer's part of a state tensor is one of {program.layers} equal ranges; put it
 back as it comes out. {_starts(manifest)}; {_counts(manifest)}.
-{_layer_files(manifest)}{_loss_scale(manifest)}"""
+{_kinds(manifest)}{_layer_files(manifest)}{_loss_scale(manifest)}"""
+
+
+def _kinds(manifest: Manifest) -> str:
+    """Say which layer is called by which name, where blocks differ."""
+    kinds = manifest.program_spec.kinds
+    if not kinds:
+        return ""
+    listed = [f"`_{kind}` for layers {', '.join(str(i) for i, one in enumerate(kinds) if one == kind)}"
+              for kind in sorted(set(kinds) - {0})]  # fmt: skip
+    return f"""
+Blocks differ by layer: the names of a block's functions end in {" and in ".join(listed)}, and in nothing for the
+others.
+"""
 
 
 def _layer_files(manifest: Manifest) -> str:

@@ -166,6 +166,7 @@ class ExecutorchTarget(Exporter):
         program = ProgramSpec(
             shape=built.shape,
             layers=built.layers,
+            kinds=built.kinds,
             loss_scale=built.loss_scale,
             weights=WEIGHTS_NAME if built.weights else None,
             vocab=loaded.dims.vocab if built.shape == "blocks" else 0,

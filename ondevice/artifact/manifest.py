@@ -151,6 +151,9 @@ class ProgramSpec(StrictConfig):
     layers: int = Field(default=0, ge=0)
     """Of `blocks`: how often the block's methods are called. `{layer}` in a frozen port's name stands for the number,
     and each state tensor is as many equal ranges."""
+    kinds: tuple[int, ...] = ()
+    """Of `blocks`: the kind of each layer's block, where they differ (a window of attention, a rotary embedding). A
+    method of a block of kind k, from 1 on, has `_k` behind its name."""
     weights: str | None = None
     """Of `blocks`: the safetensors file of the frozen weights, each aligned to 64 bytes."""
     loss_scale: float | None = Field(default=None, gt=0)
@@ -180,6 +183,8 @@ class ProgramSpec(StrictConfig):
                     raise ValueError(f"{name}: port '{port.name}' has no {port.role} of that name")
         if self.shape == "blocks" and not (self.layers and self.vocab and self.weights):
             raise ValueError("shape blocks: layers, vocab and weights are needed")
+        if self.kinds and len(self.kinds) != self.layers:
+            raise ValueError(f"kinds: {len(self.kinds)} of {self.layers} layers")
         if self.layers and any(tensor.shape[0] % self.layers for tensor in self.state):
             raise ValueError(f"state tensors are no {self.layers} equal ranges")
         if self.frozen is None and any(entry.a_offset is None for entry in self.layout):

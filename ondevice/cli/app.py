@@ -149,7 +149,8 @@ def run(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     common.command_line[:] = arguments
     # Before any verb imports a library that reads them; what the user has set stays.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not err.is_terminal or {"-q", "--quiet"} & set(arguments):  # a download shows how far it is to whoever looks
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # torchao's import warns of its own enums
@@ -191,7 +192,20 @@ def _usage(error: Any) -> ConfigError:
         # The parser's own guess goes by letters alone: `--lora-rank` would be `--dry-run`.
         message, near = f"no such flag: {unknown}", nearest(unknown, known)
         hint = f"did you mean {near}? {hint}" if near else hint
+        if keys := _keys_named(unknown.lstrip("-").replace("-", "_")):
+            hint = f"that is a key of the run file: --set {keys[0]}=VALUE"
     return ConfigError(message, hint=hint)
+
+
+def _keys_named(name: str) -> list[str]:
+    """List the run file's keys whose last part is `name`, a method's of any method."""
+    from ondevice.api.runfile import RunConfig
+    from ondevice.core.registry import methods
+
+    sections = {section: field.annotation for section, field in RunConfig.model_fields.items()}
+    keys = [f"{section}.{name}" for section, kind in sections.items() if name in getattr(kind, "model_fields", {})]
+    in_method = any(name in spec.config.model_fields for spec in methods())
+    return keys + ([f"method.{name}"] if in_method and f"method.{name}" not in keys else [])
 
 
 def _report(error: OndeviceError, arguments: list[str]) -> int:

@@ -132,6 +132,8 @@ class BuiltProgram:
     """`blocks`: the modules are functions of one block, and frozen weights are inputs; see `ProgramSpec.shape`."""
     layers: int = 0
     """Of `blocks`."""
+    kinds: tuple[int, ...] = ()
+    """Of `blocks`; see `ProgramSpec.kinds`."""
     weights: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Of `blocks`: the frozen weights by the names of the `frozen` ports, in the order in which a step reads them."""
     constants_of_layers: LayerConstants | None = None

@@ -191,8 +191,10 @@ class AnyDecoder(Family):
         import torch
         from torch.nn import functional as F
 
+        from ondevice.nn.cross_entropy import wide
+
         parts = [
-            F.cross_entropy(logits.float(), labels, reduction="none", ignore_index=-100)
+            F.cross_entropy(wide(logits), labels, reduction="none", ignore_index=-100)
             for logits, labels in zip(hidden_ND.split(LOSS_ROWS), labels_N.split(LOSS_ROWS), strict=True)
         ]
         return torch.cat(parts)

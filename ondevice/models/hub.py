@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -32,8 +33,7 @@ def fetch_config(source: str, revision: str | None) -> Path:
     except ImportError:
         raise missing("huggingface_hub") from None
     try:
-        cached = not reachable()
-        return Path(hf_hub_download(source, "config.json", revision=revision, local_files_only=cached)).parent
+        return Path(hf_hub_download(source, "config.json", **_where(revision))).parent
     except Exception as error:
         raise _readable(error, source, revision) from error
 
@@ -48,22 +48,39 @@ def fetch_snapshot(source: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        cached = not reachable()
-        return Path(
-            snapshot_download(
-                source, revision=revision, local_files_only=cached, allow_patterns=_FILES, ignore_patterns=_NOT
-            )
-        )
+        return Path(snapshot_download(source, allow_patterns=_FILES, ignore_patterns=_NOT, **_where(revision)))
     except Exception as error:
         raise _readable(error, source, revision) from error
+
+
+def _where(revision: str | None) -> dict[str, Any]:
+    return {"revision": revision, "local_files_only": not reachable(), "endpoint": os.environ.get("HF_ENDPOINT")}
+
+
+def incomplete(error: ModelError, source: str, revision: str | None) -> ModelError:
+    """Say of a snapshot that cannot be loaded what it lacks, and whether the cache or the hub has no more."""
+    name = f"{source}@{revision}" if revision else source
+    if reachable():
+        return ModelError(f"model {name} of the hub: {error.message}", expected=error.expected, received=error.received)
+    return ModelError(
+        f"the hub cannot be reached, and its cache has only a part of model {name}",
+        expected=error.expected,
+        received=error.received,
+        hint="with a network any run of it fetches the rest; a folder or a .gguf file needs none",
+    )
 
 
 def reachable(within_s: float = 0.8) -> bool:
     """Return True if the hub, or the proxy before it, takes a connection within a moment.
 
     huggingface_hub itself tries for half a minute before it looks into its cache. The answer is kept for a minute.
+    With HF_HUB_OFFLINE nobody is asked.
     """
+    from huggingface_hub import constants
+
     global _asked
+    if constants.HF_HUB_OFFLINE:
+        return False
     now = time.monotonic()
     if _asked is None or now - _asked[0] > 60:
         answer: list[bool] = []
@@ -86,6 +103,12 @@ def _connects(within_s: float) -> bool:
         return False
 
 
+def _token() -> bool:
+    from huggingface_hub import get_token
+
+    return get_token() is not None
+
+
 def _readable(error: Exception, source: str, revision: str | None) -> Exception:
     """Turn huggingface_hub's many exceptions into one that says what to do; a full disk stays what it is.
 
@@ -99,20 +122,33 @@ def _readable(error: Exception, source: str, revision: str | None) -> Exception:
             raise error
     name = f"{source}@{revision}" if revision else source
     if "GatedRepoError" in kinds:
-        return ModelError(f"model {name} wants you to accept its terms", hint="accept them, then `hf auth login`")
+        return ModelError(
+            f"model {name} wants you to accept its terms",
+            expected="a token of an account that has accepted them",
+            received="a token without access" if _token() else "no token",
+            hint=f"accept them on the model's page ({source}), then `hf auth login`, or set HF_TOKEN",
+        )
     if "RevisionNotFoundError" in kinds:
-        return ModelError(f"model {source} has no revision {revision!r}", hint="give a branch, tag or commit")
+        hint = "give a branch, a tag or a commit: --set model.revision=main"
+        return ModelError(f"model {source} has no revision {revision!r}", hint=hint)
     if "RepositoryNotFoundError" in kinds or "HFValidationError" in kinds:
         return ModelError(
             f"{name} is neither a folder here nor a model of the hub",
             expected="a folder, a .gguf file, package:NAME or a hub id",
             received=source,
-            hint="check the spelling; a private model needs `hf auth login`",
+            hint="check the spelling; a private model needs `hf auth login` or HF_TOKEN",
         )
     if "RemoteEntryNotFoundError" in kinds or (
         "EntryNotFoundError" in kinds and "LocalEntryNotFoundError" not in kinds
     ):
         return ModelError(f"model {name} has no config.json", hint="is it a transformers model?")
+    if not kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled"} and reachable():
+        return ModelError(
+            f"the download of model {name} broke off",
+            expected="a connection to the hub that lasts",
+            received=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}",
+            hint="run it again: files that are whole stay, and only the others are fetched",
+        )
     return ModelError(
         f"the hub cannot be reached, and its cache does not have model {name}",
         expected="the network, or the model in the cache",

@@ -308,12 +308,17 @@ def _load_weights(folder: Path, dtype: torch.dtype, attention: str | None = "sdp
                 use_safetensors=True,  # never a pickle
                 local_files_only=True,  # `resolve` has fetched all; nothing else may be
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # reported, and an error below that says which
             )
     except Exception as error:  # transformers, safetensors and torch each raise their own kinds
         kind = type(error).__name__
         message = f"{folder}: the weights cannot be read"
         raise ModelError(message, received=f"{kind}: {error}", hint="copy the model again") from error
     model, report = result  # transformers fills a missing tensor with random numbers, and only reports it
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, stored, wanted = mismatched[0]
+        message = f"{folder}: tensor '{name}' does not fit config.json"
+        raise ModelError(message, expected=tuple(wanted), received=tuple(stored), hint="copy the model again")
     if missing_names := sorted(report["missing_keys"]):
         received = f"{missing_names[0]} and {len(missing_names) - 1} more"
         raise ModelError(f"{folder}: the weights lack a tensor", received=received, hint="copy the model again")

@@ -79,9 +79,14 @@ def resolve(source: str, revision: str | None = None, *, verify: bool = False) -
         digests = {name: entry["sha256"] for name, entry in record.files.items()}
         return SourceInfo(source, folder, revision, weights_sha256(digests))
     folder = local_folder(source)
-    if folder is None:
-        folder = hub.fetch_snapshot(source, revision)
-    check_folder(folder)
+    if folder is not None:
+        check_folder(folder)
+        return SourceInfo(source, folder, revision)
+    folder = hub.fetch_snapshot(source, revision)
+    try:
+        check_folder(folder)
+    except ModelError as error:
+        raise hub.incomplete(error, source, revision) from None
     return SourceInfo(source, folder, revision)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.models.base import Family, UnknownTrait, read_size
-from ondevice.models.traits import check_length, check_traits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,9 +16,12 @@ class TraitFamily(Family):
     def embed(self, ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         if self.dims.traits.embedding_scale == 1.0:
             return super().embed(ids, position_ids)
-        from torch.nn.functional import embedding  # a module may multiply by itself
+        from torch import nn
 
-        return self.place(embedding(ids, self.embedding.weight))
+        table = self.embedding
+        # transformers' module may multiply by itself; one that stands for a packed table does not.
+        rows = nn.functional.embedding(ids, table.weight) if isinstance(table, nn.Embedding) else table(ids)
+        return self.place(rows)
 
     def place(self, rows: Tensor, position_ids: Tensor | None = None) -> Tensor:
         scale = self.dims.traits.embedding_scale
@@ -28,26 +30,37 @@ class TraitFamily(Family):
     def block(self, i: int, h: Tensor, position: tuple[Tensor, ...], mask: Tensor | None = None) -> Tensor:
         """Compute block `i`, as `Family.block` does."""
         layer: Any = self.layer(i)
-        window = self.dims.traits.window(i)
-        if window and window < h.shape[1]:
-            mask = window_mask(h, window) if mask is None else mask + window_mask(h, window)
+        mask = self._mask(i, h, mask)
         left = layer(h, position_embeddings=self.layer_position(i, position), attention_mask=mask)
         return left[0] if isinstance(left, tuple) else left
 
     def attention_branch(self, i: int, h: Tensor, position: Any, mask: Tensor | None = None) -> Tensor:
-        """Compute the branch of a block that is Llama's within its window, as `Family.attention_branch` does.
-
-        Raises:
-            ModelError: the block has other traits, or the sequence is longer than its window.
-        """
-        check_traits(self.dims, "a branch alone", ("windows",))
-        check_length(self.dims, h.shape[1])
-        return super().attention_branch(i, h, position, mask)
+        """Compute attention with the norms and the factor that the block has around it, without the residual."""
+        layer: Any = self.layer(i)
+        place, mask = self.layer_position(i, position), self._mask(i, h, mask)
+        n = self._normed(layer, "before_attention", h)
+        y = layer.self_attn(hidden_states=n, position_embeddings=place, attention_mask=mask)[0]
+        return self._branch(self._normed(layer, "after_attention", y))
 
     def mlp_branch(self, i: int, h: Tensor) -> Tensor:
-        """Compute the other branch of such a block."""
-        check_traits(self.dims, "a branch alone", ("windows",))
-        return super().mlp_branch(i, h)
+        """Compute the MLP with the norms and the factor around it, without the residual."""
+        layer: Any = self.layer(i)
+        return self._branch(self._normed(layer, "after_mlp", layer.mlp(self._normed(layer, "before_mlp", h))))
+
+    def _mask(self, i: int, h: Tensor, mask: Tensor | None) -> Tensor | None:
+        """`mask`, and the window's of that layer where it hides something."""
+        window = self.dims.traits.window(i)
+        if not 0 < window < h.shape[1]:
+            return mask
+        return window_mask(h, window) if mask is None else mask + window_mask(h, window)
+
+    def _normed(self, layer: Any, place: str, x: Tensor) -> Tensor:
+        module = dict(self.dims.traits.norms).get(place)
+        return x if module is None else layer.get_submodule(module)(x)
+
+    def _branch(self, y: Tensor) -> Tensor:
+        scale = self.dims.traits.residual_scale
+        return y if scale == 1.0 else y * scale
 
     def final_norm(self, h: Tensor) -> Tensor:
         """Compute the norm before the head, with the factor of the logits: [B, T, hidden]."""

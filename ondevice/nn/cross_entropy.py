@@ -45,6 +45,11 @@ def float32_logits(hidden_ND: Tensor, weight_VD: Tensor) -> Tensor:
     return hidden_ND.float() @ weight_VD.float().t()
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return half precision as float32; float32 and float64 as they are."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int = 8) -> Tensor:
     """Compute the negative log likelihood of each label, 0 where the label is -100; only labelled rows are computed.
 
@@ -55,10 +60,10 @@ def token_nll(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int
         tiles: vocabulary tiles; at most N * vocabulary / tiles logits exist at once.
 
     Returns:
-        float32 [N].
+        float32 [N]; float64 of a float64 model.
     """
     active = (labels_N != IGNORE).nonzero().squeeze(1)
-    result = torch.zeros(labels_N.shape[0], dtype=torch.float32, device=hidden_ND.device)
+    result = torch.zeros(labels_N.shape[0], dtype=wide(hidden_ND[:0]).dtype, device=hidden_ND.device)
     if active.numel() == 0:
         return result
     nll = _TiledNll.apply(hidden_ND[active], weight_VD, labels_N[active], tiles)
@@ -70,7 +75,7 @@ class _TiledNll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, tiles: int) -> Tensor:
-        target_N = (hidden_ND.float() * weight_VD[labels_N].float()).sum(-1)
+        target_N = (wide(hidden_ND) * wide(weight_VD[labels_N])).sum(-1)
         maximum = torch.full_like(target_N, float("-inf"))
         total = torch.zeros_like(target_N)
         for low, high in tile_bounds(weight_VD.shape[0], tiles):

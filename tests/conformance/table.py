@@ -88,7 +88,6 @@ EAGER = (
     *(
         Row("mesp", "torch-cpu", family=family, adapter_error=2e-4)
         for family in (
-            "gemma3_text",
             "granite",
             "olmo2",
             "phi3",
@@ -99,6 +98,7 @@ EAGER = (
         )
     ),
     Row("lora", "torch-cpu", family="qwen3_moe", adapter_error=2e-4),
+    Row("mesp", "torch-cpu", family="gemma3_text", sizes={"layers": 3}, loss_error=1e-5, adapter_error=2e-4),
     Row("revffn", "torch-cpu", REVERSIBLE, loss_error=1e-5, adapter_error=1e-3),
     Row("revffn", "torch-cpu", REVERSIBLE, {"coupling": "exact"}, loss_error=1e-5, adapter_error=1e-3, **BIAS),
     Row("revffn", "torch-cpu", REVERSIBLE, {"micro_batch_size": 1}, "qwen2_moe", loss_error=1e-5, adapter_error=1e-3),
@@ -138,6 +138,9 @@ PROGRAMS = (
     Row("mesp", "android-cpu", BLOCK_FORMS, program="exact, sgd", adapter_error=1e-5),
     Row("mesp", "android-cpu", BLOCK_FORMS, program="blocks", adapter_error=2e-4),
     Row("mesp", "android-cpu", BLOCK_FORMS, program="blocks, sgd", adapter_error=1e-5),
+    Row("mesp", "android-cpu", BLOCK_FORMS, program="blocks of gemma3_text", loss_error=1e-5, adapter_error=1e-5),
+    Row("mesp", "android-cpu", BLOCK_FORMS, program="blocks of granite", adapter_error=2e-4),
+    Row("mesp", "android-cpu", BLOCK_FORMS, program="blocks of smollm3", adapter_error=2e-4),
     Row("mesp", "android-cpu", BLOCK_FORMS, program="blocks, int8", adapter_error=2e-4),
     Row("mesp", "android-cpu", BLOCK_FORMS, program="blocks, q4", adapter_error=2e-4),
     Row("mesp", "android-cpu", BLOCK_FORMS, program="blocks, 8da8w", loss_error=5e-3, adapter_error=1e-3),
@@ -168,6 +171,9 @@ MLX = (
         adapter_error=2e-4,
         **BIAS,
     ),
+    Row("mesp", "mlx-cpu", IN_MLX, family="gemma3_text", sizes={"layers": 3}, loss_error=1e-5, adapter_error=2e-4),
+    Row("mesp", "mlx-cpu", IN_MLX, family="phi3", adapter_error=2e-4),
+    Row("mesp", "mlx-cpu", IN_MLX, family="qwen3", adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
 )

@@ -47,11 +47,11 @@ class DoubleNorm(nn.Module):
 
 def in_double(model: Any) -> Any:
     """The model in float64 throughout, in place."""
-    if hasattr(model.config, "num_experts"):
+    if any(hasattr(model.config, name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         model.set_experts_implementation("eager")  # grouped products know no float64
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__.endswith("RMSNorm"):
+            if type(child).__name__.endswith("RMSNorm") and hasattr(child, "weight"):
                 setattr(parent, name, DoubleNorm(child))
     return model.double()
 

@@ -117,7 +117,7 @@ def test_packed_weights_on_gpt2_are_refused_with_what_does_work() -> None:
     before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
     with pytest.raises(ModelError, match="no packed weights") as caught:
         quantize_q4_model(loaded.family)
-    assert "full, lora, lora-fa, mezo, prge" in caught.value.expected
+    assert "full, lora, lora-fa, mesp, mezo, prge" in caught.value.expected
     after = loaded.model.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 

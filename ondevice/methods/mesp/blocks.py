@@ -8,6 +8,7 @@ positions alone, so that a row with one label costs one.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from ondevice.methods.mesp.torch.loss import logits_gradient, next_sums
 from ondevice.methods.mesp.torch.model import Blocks
 from ondevice.methods.mesp.torch.program import updated
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
-from ondevice.methods.mesp.torch.weights import halves
+from ondevice.methods.mesp.torch.weights import factor, halves
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,9 +60,7 @@ class BlockFunctions:
     def __init__(self, loaded: LoadedModel, config: MespConfig, quantize: str = "none") -> None:
         self.loaded, self.config, self.dims, self.quantize = loaded, config, loaded.dims, quantize
         self.linear_form, self.table_form = LINEAR_FORMS[quantize], TABLE_FORMS[quantize]
-        self.parameters_of_run = lora_parameters(
-            loaded.dims, type(loaded.family), config, (*IN_BLOCKS, "windows"), "a block program"
-        )
+        self.parameters_of_run = lora_parameters(loaded.dims, type(loaded.family), config, IN_BLOCKS, "a block program")
         self.layout = FlatLayout.build(self.parameters_of_run)
         self.layer_size = self.layout.size // self.dims.layers
         self.entries = self.layout.of_layer(0)
@@ -107,7 +106,9 @@ class BlockFunctions:
         if form is None:
             # The factor of the logits is the last norm's: logits are linear in its weight, and so are gradients.
             scale = self.dims.traits.logit_scale if name == self.norm.name else 1.0
-            return arrays({name: parameter.detach().float() * scale})
+            value = parameter.detach().float()
+            value = factor(self.dims, value) if name in self.norm_names else value
+            return arrays({name: value * scale})
         packed = form.pack(name, parameter.detach().float())
         if self.quantize != "none":
             parameter.data = form.matrix(name, packed).dense()
@@ -118,6 +119,25 @@ class BlockFunctions:
         """What a block's functions hold: the markers, and what goes with them for every layer alike."""
         rows = {len(marker) for marker in self.markers.values()}
         return self.markers | {name: value for count in sorted(rows) for name, value in unit_scales(count).items()}
+
+    @property
+    def norm_names(self) -> set[str]:
+        """Full names of the norms' weights: what the file has of them is what they multiply by."""
+        modules, layers = [module for _, module in self.dims.traits.norms], range(self.dims.layers)
+        return {self.norm.name} | {f"model.layers.{i}.{module}.weight" for module in modules for i in layers}
+
+    def kinds(self, longest_tokens: int) -> tuple[int, ...]:
+        """Return the kind of each layer's block, from 0 in the order of the layers: they differ by window, by whether q
+        and k are rotated, and by what table. Windows that a row of `longest_tokens` does not reach the end of are none.
+        """
+        traits, family, found = self.dims.traits, self.loaded.family, {}
+        tables = family.positions(1, "cpu", torch.float32)
+        for layer in range(self.dims.layers):
+            window = traits.window(layer)
+            table = id(family.layer_position(layer, tables)[0]) if traits.rotated(layer) else None
+            found[layer] = (table, window if window < longest_tokens else 0)
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found.values()))}
+        return tuple(numbers[kind] for kind in found.values())
 
     def block(self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]) -> Block:
         """Take the block's tensors from a function's arguments and what it holds."""
@@ -157,6 +177,13 @@ class BlockFunctions:
         return shapes
 
 
+def seen(length_tokens: int, window: int = 0) -> Tensor:
+    """Return what is added to the scores, [tokens, tokens]: 0 where a query sees a key, and minus infinity."""
+    every = torch.ones(length_tokens, length_tokens, dtype=torch.bool)
+    hidden = every.triu(1) | every.tril(-window) if window else every.triu(1)
+    return torch.zeros(length_tokens, length_tokens).masked_fill(hidden, float("-inf"))
+
+
 def linear_name(loaded: LoadedModel, target: str) -> str:
     """Return a linear layer's full name, `{layer}` for its number."""
     return f"model.layers.{{layer}}.{loaded.family.linear_parents[target]}.{target}"
@@ -185,15 +212,17 @@ class Embed(nn.Module):
 
 
 class _OneBlock(nn.Module):
-    """A function of one block for rows of one length."""
+    """A function of one block for rows of one length; `layer` is one of the kind."""
 
-    def __init__(self, functions: BlockFunctions, rows: int, length_tokens: int) -> None:
+    def __init__(self, functions: BlockFunctions, rows: int, length_tokens: int, layer: int = 0) -> None:
         super().__init__()
-        self.functions, self.rows = functions, rows
-        cos, sin = halves(functions.loaded.family.positions(length_tokens, "cpu", torch.float32))
+        self.functions, self.rows, self.layer = functions, rows, layer
+        family = functions.loaded.family
+        tables = family.positions(length_tokens, "cpu", torch.float32)
+        cos, sin = halves(family.layer_position(layer, tables))
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
-        self.register_buffer("mask", torch.full((length_tokens, length_tokens), float("-inf")).triu(1))
+        self.register_buffer("mask", seen(length_tokens, functions.dims.traits.window(layer)))
         # Parameters, not buffers: an export leaves out those that the function does not use.
         constants = functions.constants.items()
         self.names = {name: f"constant_{number}" for number, (name, _) in enumerate(constants)}
@@ -207,7 +236,7 @@ class _OneBlock(nn.Module):
 
     def block(self, adapter: Tensor, frozen: tuple[Tensor, ...]) -> Block:
         constants: dict[str, Tensor] = {name: self.get_parameter(place) for name, place in self.names.items()}
-        return self.functions.block(adapter, frozen, constants)
+        return replace(self.functions.block(adapter, frozen, constants), layer=self.layer)
 
 
 class BlockForward(_OneBlock):
@@ -295,12 +324,16 @@ class HeadLogits(_HeadTile):
 
 
 def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: int) -> BuiltProgram:
-    """See `GraphProgram.build`; `<function>_<rows>x<tokens>` for each number of rows and length."""
+    """See `GraphProgram.build`; `<function>_<rows>x<tokens>` for each number of rows and length, and
+    `_<kind>` behind it for a block's functions of another kind than the first."""
     functions = BlockFunctions(loaded, config, export.quantize)
     dims, hidden_size = loaded.dims, loaded.dims.hidden
     ranges = [port(name, "state", (functions.layer_size,)) for name in ("adapter", *functions.moments)]
     scalars = port(OPTIMIZER_STEP, "counter", (1,), "int64"), port("learning_rate", "learning_rate", (1,))
     longest, modules, inside = max(export.lengths_tokens), [], bool(functions.markers)
+    kinds = functions.kinds(longest)
+    layers = [(f"_{kind}" if kind else "", kinds.index(kind)) for kind in range(max(kinds) + 1)]
+    """The end of a function's name, and a layer, of each kind."""
     for length in export.lengths_tokens:
         writes = {1} if (export.next_token or export.context_tokens) and length == longest else set()
         for rows in sorted({export.batch_size, export.eval_batch_size} | writes):
@@ -308,15 +341,17 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
             ids = port("ids", "ids", (rows, length), "int64", "token id")
             hidden = port("hidden", "hidden", (rows * length, hidden_size))
             modules.append(ProgramModule(f"embed_{size}", Embed(functions), (ids, *functions.table), (hidden,)))
-            forward = BlockForward(functions, rows, length)
             inputs = (hidden, ranges[0], *functions.frozen)
-            modules.append(ProgramModule(f"block_forward_{size}", forward, inputs, (hidden,), inside))
+            for end, layer in layers:
+                forward = BlockForward(functions, rows, length, layer)
+                modules.append(ProgramModule(f"block_forward_{size}{end}", forward, inputs, (hidden,), inside))
         size = f"{export.batch_size}x{length}"
         hidden = port("hidden", "hidden", (export.batch_size * length, hidden_size))
         gradient = port("gradient", "gradient", hidden.shape)
-        backward = BlockBackward(functions, export.batch_size, length)
         inputs = (hidden, gradient, *scalars, *ranges, *functions.frozen)
-        modules.append(ProgramModule(f"block_backward_{size}", backward, inputs, (gradient, *ranges), inside))
+        for end, layer in layers:
+            backward = BlockBackward(functions, export.batch_size, length, layer)
+            modules.append(ProgramModule(f"block_backward_{size}{end}", backward, inputs, (gradient, *ranges), inside))
     modules += _head_modules(functions, export)
     if export.context_tokens:
         from ondevice.methods.mesp.cached import cached_modules  # it is built on this module
@@ -343,6 +378,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         kernels="portable",
         shape="blocks",
         layers=dims.layers,
+        kinds=kinds if max(kinds) else (),
         weights=weights,
         constants_of_layers=LayerConstants(arrays(functions.markers), constants) if inside else None,
     )  # fmt: skip

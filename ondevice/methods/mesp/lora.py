@@ -78,10 +78,10 @@ EXPERTS = "experts"
 """Said beside traits: an MLP that is a mixture of experts."""
 IN_TORCH = (*(field.name for field in fields(BlockTraits)), EXPERTS)
 """Traits that the backward pass in PyTorch knows: all."""
-IN_BLOCKS = (
-    "norms", "qk_norm_all", "fused", "rotary_width", "score_scale", "embedding_scale", "residual_scale", "logit_scale",
-)  # fmt: skip
+IN_BLOCKS = tuple(name for name in IN_TORCH if name not in ("logit_cap", EXPERTS))
 """Traits that block programs know."""
+IN_MLX = tuple(name for name in IN_BLOCKS if name != "score_cap")
+"""Traits that the stages in MLX know."""
 
 
 def check_family(
@@ -95,6 +95,8 @@ def check_family(
     Raises:
         ModelError: the block has no gated MLP between RMS norms, has experts, or a trait that is not known.
     """
+    if dims.whole:
+        raise dims.unknown(what)
     if not dims.gated or (dims.experts and EXPERTS not in known):
         raise ModelError(
             f"mesp has no backward pass for {dims.family}",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ondevice.core.method import MemoryModel
 from ondevice.methods.mesp.config import GROUP_SIZE
-from ondevice.methods.step_model import INPUTS_ON_THE_WAY
+from ondevice.methods.step_model import INPUTS_ON_THE_WAY, backward_bytes
 from ondevice.models.moe import MoeDims
 
 if TYPE_CHECKING:
@@ -47,7 +47,10 @@ def memory(
     trained = trained_numbers(dims, config) * 4
     inputs = tokens * dims.hidden * activation_bytes
     kept = INPUTS_ON_THE_WAY if host_memory(dims, config, batch_size, length_tokens) else dims.layers
-    block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
+    if dims.whole:  # its block is differentiated by itself
+        block = backward_bytes(dims, rows, length_tokens, activation_bytes) // dims.layers
+    else:
+        block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
     head = head_bytes(dims, config, tokens, activation_bytes)
     return {
         "adapter": trained * (2 if rows < batch_size or config.max_grad_norm is not None else 1),
@@ -77,6 +80,8 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
         weight_bytes: of one weight in full precision.
         runtime: `torch` packs the blocks' matrices alone, `mlx` embedding and head too.
     """
+    if dims.whole:
+        return dims.parameters * weight_bytes
     matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
     if dims.experts and not config.bits:  # blocks differ
         return dims.parameters * weight_bytes

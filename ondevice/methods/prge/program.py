@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.models import LoadedModel, ModelDims
 
-IN_PROGRAM = ("norms", "qk_norm_all")
+IN_PROGRAM = (
+    "norms", "qk_norm_all", "fused", "rotary", "rotary_width", "windows", "score_scale", "embedding_scale",
+    "residual_scale", "logit_scale",
+)  # fmt: skip
 """Traits of a block with which programs were held against eager PyTorch."""
 CORRELATED = 12
 """Projected gradients at least that a correlation with the model before quantisation is taken over."""

@@ -238,7 +238,8 @@ def _part_parameters(family: Family, block: int, part: Part) -> dict[str, nn.Par
     named = {f"{prefix}.{name}": p for name, p in layer.named_parameters()}
     if part == "block":
         return named
-    attention = ("input_layernorm.", "self_attn.", "ln_1.", "attn.")
+    norms = (f"{name}." for place, name in family.dims.traits.norms if place in ("before_attention", "after_attention"))
+    attention = (*norms, "self_attn.", "ln_1.", "attn.")
     return {
         name: p
         for name, p in named.items()

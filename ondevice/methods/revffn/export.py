@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from ondevice.methods.engine_session import as_numpy
 from ondevice.models import families_with
 from ondevice.models.load import save_tokenizer
 from ondevice.models.save import FILE_NAME
-from ondevice.models.traits import check_traits
+from ondevice.models.traits import BlockTraits, check_traits
 
 if TYPE_CHECKING:
     from ondevice.methods.revffn.reversible import Reversible
@@ -23,17 +24,25 @@ if TYPE_CHECKING:
 MODELING = Path(__file__).with_name("modeling_revffn.py")
 
 
-def check_family(family: Family) -> None:
+KNOWN = tuple(field.name for field in fields(BlockTraits) if not field.name.endswith("_cap"))
+"""Traits that the modelling file computes, with queries, keys and values of one stream."""
+
+
+def check_family(family: Family, crossed: bool = False) -> None:
     """Refuse a model whose training could not be kept.
 
+    Args:
+        crossed: queries are of another stream than keys and values (`coupling: paper`).
+
     Raises:
-        ModelError: the modelling file does not know the family.
+        ModelError: the modelling file does not know the family, or a trait of its blocks.
     """
-    # The modelling file calls each block's norms, `self_attn` and `mlp`, as blocks with a `q_proj` of their own have.
-    if "q_proj" not in family.linear_targets:
-        expected = ", ".join(families_with("q_proj"))
+    # The modelling file calls each block's norms, `self_attn` and `mlp`.
+    if family.linear_parents.get("o_proj") != "self_attn":
+        expected = ", ".join(families_with("o_proj"))
         raise ModelError("revffn does not train this family", expected=expected, received=family.model_type)
-    check_traits(family.dims, "method revffn", ("windows",))
+    what = "method revffn with coupling: paper" if crossed else "method revffn"
+    check_traits(family.dims, what, ("windows",) if crossed else KNOWN)
 
 
 def save_reversible(folder: Path, loaded: LoadedModel, network: Reversible) -> None:
@@ -54,7 +63,7 @@ def save_reversible(folder: Path, loaded: LoadedModel, network: Reversible) -> N
 def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
     """Return `config.json`: the ordinary model's under `base`, the steps, and the settings that it was trained with."""
     base = loaded.model.config.to_dict()
-    streams = network.config.streams
+    streams, traits = network.config.streams, loaded.dims.traits
     return {
         "model_type": "revffn",
         "architectures": ["RevffnForCausalLM"],
@@ -75,6 +84,11 @@ def config_of(loaded: LoadedModel, network: Reversible) -> dict[str, Any]:
         ],
         "settings": network.config.model_dump(mode="json"),
         "fraction_bits": network.fraction_bits,
+        "norms": dict(traits.norms),
+        "windows": list(traits.windows),
+        "residual_scale": traits.residual_scale,
+        "embedding_scale": traits.embedding_scale,
+        "logit_scale": traits.logit_scale,
         "half_width": bool(network.adapters),
         "late": network.coupling.late,
         "stream_dtype": "bfloat16" if streams == "bfloat16" else "float32",

@@ -1,6 +1,6 @@
 """A model that RevFFN has trained, in transformers alone: load it with `trust_remote_code=True`.
 
-This file lies beside the weights it belongs to. It holds an ordinary decoder (Llama, Mistral, Qwen2, Qwen2-MoE) and
+This file lies beside the weights it belongs to. It holds an ordinary decoder (Llama, Qwen3, Gemma 3 and others) and
 runs its layers in another order: two streams (u, v), and step by step (u, v) becomes (v, w) with
 
     w = past * u + (1 - past) * v + scale * branch(v)        (past = 1 leaves the middle term out)
@@ -17,10 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy, embedding, linear, scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
+
+NORMS = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
 
 
 class RevffnConfig(PretrainedConfig):
@@ -32,6 +34,9 @@ class RevffnConfig(PretrainedConfig):
         half_width: the streams are the two halves of the hidden state; else both begin as the whole of it.
         late: how much of its last change the newer stream of whole width is given at the end.
         stream_dtype: in which the streams are added up.
+        norms: the module of each norm of a layer, by its place: before or after attention or MLP.
+        windows: of each layer, how many tokens a query sees; 0 is all before it.
+        residual_scale, embedding_scale, logit_scale: factors of a branch, of the embedding's rows and of the logits.
     """
 
     model_type = "revffn"
@@ -43,10 +48,17 @@ class RevffnConfig(PretrainedConfig):
         half_width: bool = False,
         late: float = 0.0,
         stream_dtype: str = "float32",
+        norms: dict[str, str] | None = None,
+        windows: list[int] | None = None,
+        residual_scale: float = 1.0,
+        embedding_scale: float = 1.0,
+        logit_scale: float = 1.0,
         **kwargs: Any,
     ) -> None:
         self.base, self.steps = base or {}, steps or []
         self.half_width, self.late, self.stream_dtype = half_width, late, stream_dtype
+        self.norms, self.windows = norms or dict(NORMS), windows or []
+        self.residual_scale, self.embedding_scale, self.logit_scale = residual_scale, embedding_scale, logit_scale
         super().__init__(**kwargs)
 
     def ordinary(self) -> PretrainedConfig:
@@ -108,46 +120,72 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         **_: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log likelihood."""
-        hidden = self.model.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = inputs_embeds
+        if hidden is None:
+            rows = embedding(input_ids, self.model.embed_tokens.weight)  # the module may multiply by itself
+            hidden = rows * rows.new_tensor(self.config.embedding_scale)
         mask, places = None, torch.arange(hidden.shape[1], device=hidden.device)[None]
         if attention_mask is not None and not bool(attention_mask.all()):
             mask, places = _causal(attention_mask), attention_mask.long().cumsum(-1).sub(1).clamp(min=0)
-        position = self.model.rotary_emb(hidden, places if position_ids is None else position_ids)
+        positions = self._positions(hidden, places if position_ids is None else position_ids)
+        masks = [_windowed(mask, window, hidden) for window in self.config.windows or [0] * len(positions)]
         dtype = getattr(torch, self.config.stream_dtype)
         u, v = (x.to(dtype) for x in (hidden.chunk(2, -1) if self.config.half_width else (hidden, hidden)))
         for step in self.config.steps:
-            past, branch = step["past"], self._branch(step, u.to(hidden.dtype), v.to(hidden.dtype), position, mask)
+            past, branch = step["past"], self._branch(step, u.to(hidden.dtype), v.to(hidden.dtype), positions, masks)
             w = step["scale"] * branch.float() + past * u.float()
             u, v = v, (w if past == 1 else w + (1 - past) * v.float()).to(dtype)
         u, v = u.float(), v.float()
         last = (torch.cat((u, v), -1) if self.config.half_width else v + self.config.late * (v - u)).to(hidden.dtype)
-        logits = self.lm_head(self.model.norm(last[:, -logits_to_keep:] if logits_to_keep else last))
+        normed = self.model.norm(last[:, -logits_to_keep:] if logits_to_keep else last)
+        logits = self.lm_head(normed * self.config.logit_scale)
         loss = None
         if labels is not None:
             loss = cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    def _branch(self, step: dict[str, Any], u: Tensor, v: Tensor, position: Any, mask: Tensor | None) -> Tensor:
-        layer, part = self.model.layers[step["block"]], step["part"]
+    def _positions(self, hidden: Tensor, places: Tensor) -> list[Any]:
+        """Return cos and sin for each layer; layers of two kinds may have tables of their own."""
+        rotary, layers = self.model.rotary_emb, len(self.model.layers)
+        if not hasattr(rotary, "layer_types"):
+            return [rotary(hidden, places)] * layers
+        kinds = self.model.config.layer_types
+        tables = {kind: rotary(hidden, places, kind) for kind in set(kinds)}
+        return [tables[kind] for kind in kinds]
+
+    def _branch(self, step: dict[str, Any], u: Tensor, v: Tensor, positions: Any, masks: Any) -> Tensor:
+        block, part = step["block"], step["part"]
+        layer, position, mask = self.model.layers[block], positions[block], masks[block]
         adapters = getattr(layer, "revffn", None)
         if adapters is not None:
             up, down = (getattr(adapters, f"{part}_{way}").to(v.dtype) for way in ("up", "down"))
             u, v = linear(u, up), linear(v, up)
         if part == "mlp":
-            y = _mlp(layer, v)
+            y = self._mlp(layer, v)
+        elif step["crossed"]:
+            y = _attention_between(layer, u, v, position, mask)
         else:
-            y = _attention(layer, u if step["crossed"] else v, v, position, mask)
+            n = self._normed(layer, "before_attention", v)
+            y = layer.self_attn(hidden_states=n, position_embeddings=position, attention_mask=mask)[0]
+            y = self._scaled(self._normed(layer, "after_attention", y))
             if part == "block":
-                y = y + _mlp(layer, v + y)
+                y = y + self._mlp(layer, v + y)
         return y if adapters is None else linear(y, down)
 
+    def _mlp(self, layer: Any, x: Tensor) -> Tensor:
+        y = layer.mlp(self._normed(layer, "before_mlp", x))
+        y = y[0] if isinstance(y, tuple) else y  # a mixture of experts gives its router's logits too
+        return self._scaled(self._normed(layer, "after_mlp", y))
 
-def _mlp(layer: Any, x: Tensor) -> Tensor:
-    y = layer.mlp(layer.post_attention_layernorm(x))
-    return y[0] if isinstance(y, tuple) else y  # a mixture of experts gives its router's logits too
+    def _normed(self, layer: Any, place: str, x: Tensor) -> Tensor:
+        module = self.config.norms.get(place)
+        return x if module is None else layer.get_submodule(module)(x)
+
+    def _scaled(self, y: Tensor) -> Tensor:
+        return y if self.config.residual_scale == 1.0 else y * self.config.residual_scale
 
 
-def _attention(layer: Any, queries: Tensor, keys: Tensor, position: Any, mask: Tensor | None) -> Tensor:
+def _attention_between(layer: Any, queries: Tensor, keys: Tensor, position: Any, mask: Tensor | None) -> Tensor:
     """Causal attention with its norm; queries from one input, keys and values from the other."""
     attention, queries, keys = layer.self_attn, layer.input_layernorm(queries), layer.input_layernorm(keys)
     heads = [project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for project, x in (
@@ -158,6 +196,16 @@ def _attention(layer: Any, queries: Tensor, keys: Tensor, position: Any, mask: T
         q, k, heads[2], attn_mask=mask, is_causal=mask is None, scale=attention.scaling, enable_gqa=True
     )
     return attention.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+def _windowed(mask: Tensor | None, window: int, hidden: Tensor) -> Tensor | None:
+    """Return `mask` without the keys that are behind a window, bool [B or 1, 1, T, T]; None is the causal mask."""
+    length = hidden.shape[1]
+    if not 0 < window < length:
+        return mask
+    seen = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril().triu(1 - window)[None, None]
+    own = torch.eye(length, dtype=torch.bool, device=hidden.device)
+    return seen if mask is None else (mask & seen) | own
 
 
 def _causal(attention_mask: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class RevffnSession(Session):
     """Training of all parameters by a backward pass through reversible blocks; see `Session`."""
 
     def __init__(self, loaded: LoadedModel, config: RevffnConfig, seed: int) -> None:
-        check_family(loaded.family)
+        check_family(loaded.family, config.coupling == "paper")
         self.loaded, self.family, self.config = loaded, loaded.family, config
         self.device = loaded.family.head_weight.device
         self.backend = f"torch-{self.device.type}"

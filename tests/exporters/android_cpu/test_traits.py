@@ -6,30 +6,47 @@ from pathlib import Path
 
 import pytest
 
+from ondevice.artifact.manifest import read_manifest
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.registry import method_config, target
 from ondevice.exporters.base import ExportJob
-from ondevice.models import save_tiny
+from ondevice.methods.mesp.blocks import BlockFunctions
+from ondevice.models import load_model, save_tiny
+from tests.programs import program
 
 
 def job(folder: Path, method: str) -> ExportJob:
-    settings = ExportConfig(target="android-cpu", lengths_tokens=(16,), check_steps=1)
+    settings = ExportConfig(target="android-cpu", lengths_tokens=(16,), check_steps=1, batch_size=2, eval_batch_size=2)
     return ExportJob(ModelConfig(source=str(folder)), method_config(method, {"rank": 2}), settings)
 
 
-def test_a_block_program_with_factors_does_what_eager_does(tmp_path: Path) -> None:
-    """Granite's factors are folded into the embedding's function and the last norm; a failed check would raise."""
-    report = target("android-cpu").export(job(save_tiny(tmp_path / "m", "granite"), "mesp"), tmp_path / "out")
-    assert report.check["max_rel_gradient_error"] < 1e-4
+@pytest.mark.parametrize(("family", "kinds"), [("granite", ()), ("gemma3_text", (0, 1, 0)), ("smollm3", (0, 1, 0))])
+def test_a_block_program_has_functions_for_every_kind_of_layer(family: str, kinds: tuple[int, ...]) -> None:
+    """Its check has compared gradients with eager PyTorch's; conformance does it once more, against float64."""
+    folder = program(f"blocks of {family}")
+    manifest = read_manifest(folder)
+    spec = manifest.program_spec
+    assert manifest.check["max_rel_gradient_error"] < 1e-4
+    assert spec.kinds == kinds
+    assert any(name.startswith("block_backward") and name.endswith("_1") for name in spec.methods) == bool(kinds)
+    assert ("`_1` for layers 1" in (folder / "README.md").read_text(encoding="utf-8")) == bool(kinds)
 
 
-@pytest.mark.parametrize(
-    ("family", "words"), [("gemma3_text", "norm weights of 1 + w"), ("smollm3", "without a rotary")]
-)
-@pytest.mark.parametrize("method", ["mesp", "prge"])
-def test_a_trait_that_a_program_does_not_do_is_named(family: str, words: str, method: str, tmp_path: Path) -> None:
-    problems = target("android-cpu").check(job(save_tiny(tmp_path / "m", family), method))
-    assert len(problems) == 1 and words in problems[0]
+def test_a_window_that_no_row_reaches_makes_no_kind(tmp_path: Path) -> None:
+    loaded = load_model(str(save_tiny(tmp_path / "m", "smollm3", layers=3)))
+    functions = BlockFunctions(loaded, method_config("mesp"))
+    assert functions.kinds(16) == (0, 1, 0)
+    functions = BlockFunctions(
+        load_model(str(save_tiny(tmp_path / "g", "mistral", sliding_window=7))), functions.config
+    )
+    assert functions.kinds(16) == functions.kinds(4) == (0, 0)
+
+
+def test_a_trait_that_a_program_does_not_do_is_named(tmp_path: Path) -> None:
+    (problem,) = target("android-cpu").check(job(save_tiny(tmp_path / "m", "gemma3_text"), "prge"))
+    assert "norm weights of 1 + w; the activation gelu_tanh, which a program of prge's step does not do" in problem
+    for family in ("granite", "phi3", "smollm3"):
+        assert not target("android-cpu").check(job(save_tiny(tmp_path / family, family), "prge"))
 
 
 def test_a_model_whose_blocks_are_unknown_is_refused(tmp_path: Path) -> None:

@@ -51,9 +51,15 @@ def rebuilt(built: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
 def stored(built: Reversible, ids: Tensor) -> tuple[Tensor, Gradients]:
     """As `rebuilt`, by autograd with every activation stored."""
     seen: list[Tensor] = []
-    handle = built.family.embedding.register_forward_hook(lambda *parts: seen.append(parts[2]))
+    embed = built.family.embed
+
+    def keep(ids: Tensor) -> Tensor:
+        seen.append(embed(ids))
+        return seen[0]
+
+    built.family.embed = keep  # type: ignore[method-assign]
     hidden = built.stored_hidden(ids)
-    handle.remove()
+    built.family.embed = embed  # type: ignore[method-assign]
     named = {name: p for i in range(built.blocks) for name, p in built.block_parameters(i).items()}
     grads = torch.autograd.grad(
         hidden, [seen[0], *named.values()], direction(hidden), materialize_grads=True, retain_graph=True

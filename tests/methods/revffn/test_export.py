@@ -25,6 +25,7 @@ CASES = [
     ("llama", "full", {}),
     ("qwen2", "exact", {"tied": False, "layers": 3}),
     ("mistral", "paper", {"tied": False}),
+    ("gemma3_text", "full", {"sliding_window": 5, "layers": 3}),
 ]
 READ = """
 import json, sys
@@ -96,7 +97,7 @@ def test_bfloat16_and_a_tied_head_come_back(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("family", "coupling", "sizes"), [*CASES, ("qwen2_moe", "full", {}), ("llama", "exact", {})])
+@pytest.mark.parametrize(("family", "coupling", "sizes"), [*CASES, ("qwen2_moe", "full", {}), ("granite", "exact", {})])
 def test_the_folder_opens_again_with_the_bits_of_training(family, coupling, sizes, dtype, tmp_path) -> None:
     session = trained(family, coupling, sizes, dtype)
     session.save_model(tmp_path / "model")

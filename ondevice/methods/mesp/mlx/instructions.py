@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 Product = Literal["quantized", "dequantized"]
 ATTENTION = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+NORMS = {
+    "before_attention": "input_norm", "after_attention": "attention_norm", "before_mlp": "mlp_norm",
+    "after_mlp": "output_norm", "q": "q_norm", "k": "k_norm",
+}  # fmt: skip
+"""The norms' names in the instructions, by place (`BlockTraits.norms`)."""
 KEPT = (".A", ".B")
 """Ends of names that are never freed: the adapter."""
 
@@ -31,11 +37,25 @@ class Rope:
         theta: base of the wavelengths theta^(2i / head_dim).
         scale: 1 / factor where positions are interpolated (`linear`).
         wavelengths: one for each pair, where they are not powers of theta (`llama3`).
+        local_theta: base in layers with a window, where it is another; they are not scaled.
     """
 
     theta: float
     scale: float = 1.0
     wavelengths: tuple[float, ...] | None = None
+    local_theta: float | None = None
+
+    def of_layer(self, width: int, rotated: bool, local: bool) -> tuple[float, ...]:
+        """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale included; infinity where
+        nothing is rotated."""
+        if not rotated:
+            return (float("inf"),) * (width // 2)
+        base, scale = self.theta, self.scale
+        if local and self.local_theta is not None:
+            base, scale = self.local_theta, 1.0
+        elif self.wavelengths is not None:
+            return tuple(wavelength / scale for wavelength in self.wavelengths)
+        return tuple(base ** (2 * pair / width) / scale for pair in range(width // 2))
 
 
 @dataclass(frozen=True)
@@ -70,12 +90,51 @@ class Settings:
         """Return the settings of a run."""
         return cls(
             dims=dims,
-            target_modules=tuple(config.target_modules),
+            target_modules=dims.resolve_targets(config),
             scale=config.scale,
             rope=rope,
             store_h=config.store_h,
             **values,  # type: ignore[arg-type]
         )
+
+    @property
+    def attention_targets(self) -> tuple[str, ...]:
+        """Linear layers that give q, k and v."""
+        return ("qkv_proj",) if self.dims.traits.fused else ATTENTION
+
+    @property
+    def gate_up_targets(self) -> tuple[str, ...]:
+        """Linear layers that give gate and up."""
+        return ("gate_up_proj",) if self.dims.traits.fused else GATE_UP
+
+    def place(self, target: str) -> tuple[str, int]:
+        """Return the linear layer that `target` is some rows of, and the first of them: gate and up may be one."""
+        if self.dims.traits.fused and target in GATE_UP:
+            return "gate_up_proj", GATE_UP.index(target) * self.dims.intermediate
+        return target, 0
+
+    def has(self, target: str) -> bool:
+        """Return True if there is an adapter beside that linear layer."""
+        return self.place(target)[0] in self.target_modules
+
+    def norm(self, place: str) -> bool:
+        """Return True if the block has a norm there."""
+        return any(place == one for one, _ in self.dims.traits.norms)
+
+    @property
+    def rope_by_layer(self) -> bool:
+        """Layers rotate differently, or some do not: then `rope.weight` of a block has its wavelengths."""
+        return self.rope.local_theta is not None or not all(self.dims.traits.rotary)
+
+    @property
+    def rotary_width(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.dims.traits.rotary_width or self.dims.head_dim
+
+    @property
+    def branch_apart(self) -> bool:
+        """Something is between the MLP and the sum: a norm, or a factor."""
+        return self.norm("after_mlp") or self.dims.traits.residual_scale != 1.0
 
     @property
     def quantum(self) -> int:
@@ -156,49 +215,79 @@ class Instruction:
 
 def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
     """Compute x -> the next block's x."""
-    listed = [*_attention(settings, length_tokens, False), _mlp_norm("mlp_norm", settings)]
-    for low, high in settings.mlp_bounds():
-        listed.append(_gate_up(settings, low, high))
-        listed.append(Instruction("act", _same("gate", "up"), _named("act"), evaluate=False))
-        down = _matrix(settings, "down_proj", low, high) | _lora(settings, "down_proj", low, high)
-        listed.append(Instruction("down", _same("act", "y") | down, _named("y")))
-    listed.append(Instruction("end", _same("y"), _named("x")))
+    listed = [*_attention(settings, length_tokens, False), *_mlp(settings)]
+    behind = (_same("m") | _norm(settings, "after_mlp")) if settings.branch_apart else {}
+    listed.append(Instruction("end", _same("y") | behind, _named("x")))
     return with_frees(listed, ("x",))
 
 
 def backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     """Compute x and g, the gradient of the block's output -> g, that of its input; A and B are updated on the way."""
-    listed = [*_attention(settings, length_tokens, settings.store_h), _mlp_norm("mlp_norm_again", settings)]
+    listed = _attention(settings, length_tokens, settings.store_h)
+    if settings.norm("after_mlp"):  # its backward pass needs what it normed
+        listed += _mlp(settings)
+        branch = _same("y", "g") | _norm(settings, "after_mlp")
+        listed.append(Instruction("branch_backward", branch, _named("gb")))
+    else:
+        listed.append(_mlp_norm("mlp_norm_again", settings))
+        if settings.branch_apart:
+            listed.append(Instruction("branch_backward", _same("g"), _named("gb"), evaluate=False))
     listed += _mlp_backward(settings)
     listed += _attention_backward(settings, length_tokens)
     return with_frees(listed, ("g",))
 
 
+def _mlp(settings: Settings) -> list[Instruction]:
+    """m -> y: the sum with the MLP, or the MLP alone where something is between (`Settings.branch_apart`)."""
+    listed = [_mlp_norm("mlp_norm", settings)]
+    for low, high in settings.mlp_bounds():
+        listed.append(_gate_up(settings, low, high))
+        listed.append(Instruction("act", _same("gate", "up"), _named("act"), evaluate=False))
+        down = _matrix(settings, "down_proj", low, high) | _lora(settings, "down_proj", low, high)
+        listed.append(Instruction("down", _same("act", "y") | down, _named("y")))
+    return listed
+
+
 def _attention(settings: Settings, length_tokens: int, store_h: bool) -> list[Instruction]:
     """x -> m, with q, k, v, o and n beside it."""
-    h_names = [f"{target}.h" for target in ATTENTION if target in settings.target_modules] if store_h else []
-    weights = {key: ref for target in ATTENTION for key, ref in _linear(settings, target).items()}
+    targets = settings.attention_targets
+    h_names = [f"{target}.h" for target in targets if target in settings.target_modules] if store_h else []
+    weights = {key: ref for target in targets for key, ref in _linear(settings, target).items()}
+    heads = _norm(settings, "q") | _norm(settings, "k")
     listed = [
-        Instruction("norm", _same("x", "input_norm.weight"), _named("n"), evaluate=False),
-        Instruction("project", _same("n") | weights, _named("q", "k", "v", *h_names), evaluate=False),
-        Instruction("rope", _same("q", "k"), _named("q", "k")),
+        Instruction("norm", _same("x") | _norm(settings, "before_attention"), _named("n"), evaluate=False),
+        Instruction("project", _same("n") | weights | heads, _named("q", "k", "v", *h_names), evaluate=False),
+        Instruction("rope", _same("q", "k") | _rope(settings), _named("q", "k")),
     ]
     for i, (low, high) in enumerate(settings.query_bounds(length_tokens)):
-        seen = {"q": Operand("q", 2, low, high), "k": Operand("k", 2, 0, high), "v": Operand("v", 2, 0, high)}
-        listed.append(Instruction("attend", seen, {"o": f"o@{i}"}))
+        listed.append(Instruction("attend", _seen(settings, low, high), {"o": f"o@{i}"}))
     h = ["o_proj.h"] if store_h and "o_proj" in settings.target_modules else []
-    inputs = _same("x", *_numbered("o", len(settings.query_bounds(length_tokens))))
+    inputs = _same("x", *_numbered("o", len(settings.query_bounds(length_tokens)))) | _norm(settings, "after_attention")
     listed.append(Instruction("out", inputs | _linear(settings, "o_proj"), _named("m", *h)))
     return listed
 
 
+def _seen(settings: Settings, low: int, high: int) -> dict[str, Operand]:
+    """A chunk's queries, all keys and values up to its end, and the layer's window."""
+    seen = {"q": Operand("q", 2, low, high), "k": Operand("k", 2, 0, high), "v": Operand("v", 2, 0, high)}
+    return seen | (_same("window.weight") if settings.dims.traits.windows else {})
+
+
+def _rope(settings: Settings) -> dict[str, Operand]:
+    return _same("rope.weight") if settings.rope_by_layer else {}
+
+
+def _norm(settings: Settings, place: str) -> dict[str, Operand]:
+    return _same(f"{NORMS[place]}.weight") if settings.norm(place) else {}
+
+
 def _mlp_norm(stage: str, settings: Settings) -> Instruction:
-    inputs, outputs = _same("m", "mlp_norm.weight"), _named("mn")
+    inputs, outputs = _same("m") | _norm(settings, "before_mlp"), _named("mn")
     if stage == "mlp_norm":
         outputs |= _named("y")
         if settings.dims.linear_bias("down_proj"):
             inputs |= _same("down_proj.bias")
-    for target in ("gate_proj", "up_proj"):
+    for target in settings.gate_up_targets:
         if target in settings.target_modules:
             inputs |= _same(f"{target}.A")
             outputs |= _named(f"{target}.h")
@@ -207,20 +296,21 @@ def _mlp_norm(stage: str, settings: Settings) -> Instruction:
 
 def _gate_up(settings: Settings, low: int, high: int) -> Instruction:
     inputs = _same("mn")
-    for target in ("gate_proj", "up_proj"):
+    for target in GATE_UP:
         inputs |= _matrix(settings, target, low, high) | _bias(settings, target, low, high)
-        if target in settings.target_modules:
-            inputs |= _same(f"{target}.h") | {f"{target}.B": Operand(f"{target}.B", 0, low, high)}
+        if settings.has(target):
+            inputs |= {f"{target}.h": Operand(f"{settings.place(target)[0]}.h")} | _b_rows(settings, target, low, high)
     return Instruction("gate_up", inputs, _named("gate", "up"), evaluate=False)
 
 
 def _mlp_backward(settings: Settings) -> list[Instruction]:
     listed, tiles = [], settings.mlp_bounds()
-    lora = {target for target in ("gate_proj", "up_proj", "down_proj") if target in settings.target_modules}
+    lora = {target for target in (*GATE_UP, "down_proj") if settings.has(target)}
+    branch = {"g": Operand("gb" if settings.branch_apart else "g")}
     # A tile gives a range of the columns of dA and of the rows of dB; `mlp_norm_backward` joins them.
     for i, (low, high) in enumerate(tiles):
         listed.append(_gate_up(settings, low, high))
-        inputs = _same("g", "gate", "up") | _matrix(settings, "down_proj", low, high)
+        inputs = branch | _same("gate", "up") | _matrix(settings, "down_proj", low, high)
         outputs = _named("gact")
         if "down_proj" in lora:
             inputs |= _lora(settings, "down_proj", low, high) | (_same("down_proj.h") if i else {})
@@ -228,45 +318,58 @@ def _mlp_backward(settings: Settings) -> list[Instruction]:
         listed.append(Instruction("down_backward", inputs, outputs, evaluate=False))
         listed.append(Instruction("act_backward", _same("gate", "up", "gact"), _named("ggate", "gup"), evaluate=False))
         inputs, outputs = _same("ggate", "gup") | (_same("gn") if i else {}), _named("gn")
-        for target in ("gate_proj", "up_proj"):
+        for target in GATE_UP:
             inputs |= _matrix(settings, target, low, high)
             if target in lora:
-                inputs |= _same(f"{target}.h", *([f"{target}.gh"] if i else []))
-                inputs |= {f"{target}.B": Operand(f"{target}.B", 0, low, high)}
+                inputs |= {f"{target}.h": Operand(f"{settings.place(target)[0]}.h")}
+                inputs |= (_same(f"{target}.gh") if i else {}) | _b_rows(settings, target, low, high)
                 outputs |= {f"{target}.dB": f"{target}.dB@{i}", f"{target}.gh": f"{target}.gh"}
         listed.append(Instruction("gate_up_backward", inputs, outputs))
-    inputs, outputs = _same("m", "mlp_norm.weight", "g", "gn"), _named("gm")
-    for target in ("gate_proj", "up_proj"):
+    inputs, outputs = _same("m", "g", "gn") | _norm(settings, "before_mlp"), _named("gm")
+    inputs |= _same("gb") if settings.branch_apart else {}
+    for target in GATE_UP:
         if target in lora:
-            names = (f"{target}.gh", f"{target}.A", *_numbered(f"{target}.dB", len(tiles)))
-            inputs |= _same("mn", *names)
-            outputs |= _gradients(target)
+            own = settings.place(target)[0]
+            inputs |= _same("mn", f"{target}.gh", f"{own}.A", *_numbered(f"{target}.dB", len(tiles)))
+            outputs |= _gradients(own)
     if "down_proj" in lora:
         inputs |= _same("down_proj.h", *_numbered("down_proj.dA", len(tiles)))
         outputs |= _gradients("down_proj")
     return [
         *listed,
         Instruction("mlp_norm_backward", inputs, outputs),
-        *_updates(settings, "gate_proj", "up_proj", "down_proj"),
+        *_updates(settings, *settings.gate_up_targets, "down_proj"),
     ]
 
 
 def _attention_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     chunks = settings.query_bounds(length_tokens)
-    inputs = _same("gm", *_numbered("o", len(chunks))) | _linear(settings, "o_proj", bias=False)
+    normed = settings.norm("after_attention")
+    inputs = _same("gm", *_numbered("o", len(chunks))) | _linear(settings, "o_proj", bias=normed)
+    inputs |= _norm(settings, "after_attention")
     listed = [Instruction("out_backward", inputs | _h(settings, "o_proj"), _named("go") | _trained(settings, "o_proj"))]
     listed += _updates(settings, "o_proj")
     for i, (low, high) in reversed(list(enumerate(chunks))):
-        seen = {"q": Operand("q", 2, low, high), "k": Operand("k", 2, 0, high), "v": Operand("v", 2, 0, high)}
-        inputs = seen | {"go": Operand("go", 1, low, high)} | ({} if i == len(chunks) - 1 else _same("gk", "gv"))
+        inputs = (
+            _seen(settings, low, high)
+            | {"go": Operand("go", 1, low, high)}
+            | ({} if i == len(chunks) - 1 else _same("gk", "gv"))
+        )
         listed.append(Instruction("attend_backward", inputs, {"gq": f"gq@{i}"} | _named("gk", "gv")))
-    listed.append(Instruction("rope_backward", _same("gk", *_numbered("gq", len(chunks))), _named("gq", "gk")))
+    inputs = _same("gk", *_numbered("gq", len(chunks))) | _rope(settings)
+    listed.append(Instruction("rope_backward", inputs, _named("gq", "gk")))
+    if settings.norm("q"):
+        inputs = _same("n", "gq", "gk") | _norm(settings, "q") | _norm(settings, "k")
+        for target in settings.attention_targets[:2]:  # what was normed is computed again
+            inputs |= _linear(settings, target) | _h(settings, target)
+        listed.append(Instruction("head_norms_backward", inputs, _named("gq", "gk")))
     inputs, outputs = _same("n", "gq", "gk", "gv"), _named("gn")
-    for target in ATTENTION:
+    for target in settings.attention_targets:
         inputs |= _linear(settings, target, bias=False) | _h(settings, target)
         outputs |= _trained(settings, target)
-    listed += [Instruction("project_backward", inputs, outputs), *_updates(settings, *ATTENTION)]
-    return [*listed, Instruction("norm_backward", _same("x", "input_norm.weight", "gm", "gn"), _named("g"))]
+    listed += [Instruction("project_backward", inputs, outputs), *_updates(settings, *settings.attention_targets)]
+    inputs = _same("x", "gm", "gn") | _norm(settings, "before_attention")
+    return [*listed, Instruction("norm_backward", inputs, _named("g"))]
 
 
 def _updates(settings: Settings, *targets: str) -> list[Instruction]:
@@ -304,21 +407,28 @@ def _lora(settings: Settings, target: str, low: int, high: int) -> dict[str, Ope
 
 
 def _bias(settings: Settings, target: str, low: int = 0, high: int = 0) -> dict[str, Operand]:
-    name = f"{target}.bias"
-    if not settings.dims.linear_bias(target):
+    own, first = settings.place(target)
+    if not settings.dims.linear_bias(own):
         return {}
-    return {name: Operand(name, 0, low, high) if high else Operand(name)}
+    return {f"{target}.bias": Operand(f"{own}.bias", 0, first + low, first + high) if high else Operand(f"{own}.bias")}
+
+
+def _b_rows(settings: Settings, target: str, low: int, high: int) -> dict[str, Operand]:
+    """B's rows of a tile of gate or up."""
+    own, first = settings.place(target)
+    return {f"{target}.B": Operand(f"{own}.B", 0, first + low, first + high)}
 
 
 def _matrix(settings: Settings, target: str, low: int = 0, high: int = 0) -> dict[str, Operand]:
     """A frozen matrix, or a tile of it: rows of gate and up, columns of down."""
-    axis = 1 if target == "down_proj" else 0
+    axis, (own, first) = 1 if target == "down_proj" else 0, settings.place(target)
     operands = {}
     for part in matrix_parts(settings.bits):
-        name, per = f"{target}.{part}", 1
+        name, per = f"{own}.{part}", 1
         if axis and settings.bits:
             per = 32 // settings.bits if part == "weight" else settings.group_size
-        operands[name] = Operand(name, axis, low // per, high // per) if high else Operand(name)
+        tile = Operand(name, axis, (first + low) // per, (first + high) // per) if high else Operand(name)
+        operands[f"{target}.{part}"] = tile
     return operands
 
 

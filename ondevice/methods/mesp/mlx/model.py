@@ -107,7 +107,8 @@ class ModelStages(Stages):
 
     def embed(self, a: Arrays) -> Arrays:
         """Return the embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
-        return {"x": self._rows(a, "rows", self.dtype)}
+        x, scale = self._rows(a, "rows", self.dtype), self.traits.embedding_scale
+        return {"x": x if scale == 1.0 else x * scale}
 
     def _rows(self, a: Arrays, name: str, dtype: Any) -> Any:
         return self._dense(a, name, dtype) if f"{name}.scales" in a else a[f"{name}.weight"].astype(dtype)

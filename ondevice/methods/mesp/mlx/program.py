@@ -16,7 +16,7 @@ from ondevice.core.errors import ArtifactError
 from ondevice.core.program import StagesProgram
 from ondevice.core.session import ProgramSession
 from ondevice.methods.mesp.config import MespConfig
-from ondevice.methods.mesp.lora import LoraParameters, initial_tensors, lora_parameters
+from ondevice.methods.mesp.lora import IN_MLX, LoraParameters, check_family, initial_tensors, lora_parameters
 from ondevice.methods.mesp.mlx import functions as recorded
 from ondevice.methods.mesp.mlx import instructions
 from ondevice.methods.mesp.mlx.instructions import Instruction, Rope, Settings, matrix_parts
@@ -110,6 +110,7 @@ def problems(files: ModelFiles | None, config: MespConfig) -> list[str]:
         problems.append("micro_batch_size: a program computes export.batch_size rows at once")
     if files is not None:
         check_config(config)
+        check_family(files.dims, IN_MLX, "mesp in MLX")
         settings_of(files, config)
     return problems
 
@@ -150,7 +151,7 @@ class MlxProgramSession(ProgramSession, MlxSession):
         settings = Settings(
             dims=dims,
             target_modules=tuple(listed.pop("target_modules")),
-            rope=Rope(rope["theta"], rope["scale"], wavelengths),
+            rope=Rope(rope["theta"], rope["scale"], wavelengths, rope.get("local_theta")),
             **listed,
         )
         streamed = config.weight_placement == "streamed" if streamed is None else streamed
@@ -158,7 +159,7 @@ class MlxProgramSession(ProgramSession, MlxSession):
         weights = read(folder / WEIGHTS, dims.layers, tied=dims.tied, bits=settings.bits)
         model = Model(settings, weights, functions=functions, fixed_chunks=True)
         model.tiles = [(low, high) for low, high in self.program["loss_tiles"]]
-        parameters = lora_parameters(dims, families()[dims.family], config)
+        parameters = lora_parameters(dims, families()[dims.family], config, IN_MLX)
         super().__init__(model, parameters, config, manifest.model.source)
         self.manifest, self.seed = manifest, manifest.generator.seed
         self.batch_size = self.eval_batch_size = manifest.batch_size

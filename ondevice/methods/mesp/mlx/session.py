@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from ondevice.core.errors import CheckpointError, ConfigError, ModelError
 from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
 from ondevice.methods.mesp.config import GROUP_SIZE
 from ondevice.methods.mesp.lora import (
+    IN_MLX,
     LoraParameters,
     check_adapter,
     check_not_partially_updated,
@@ -28,7 +30,7 @@ from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights, write_weights
 from ondevice.models import cache
 from ondevice.models.source import read_config
-from ondevice.models.traits import check_length
+from ondevice.models.traits import LLAMA
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
@@ -114,8 +116,6 @@ class MlxSession(Session):
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one optimizer step over the batch, `micro_batch_size` rows at once; see `Session.step`."""
         check_not_partially_updated(self.partially_updated)
-        if (dims := self.model.settings.dims).traits.windows:
-            check_length(dims, ids.shape[1])
         rows = self.config.micro_batch_size or len(ids)
         labelled = int((labels[:, 1:] >= 0).sum())
         self.partially_updated = True
@@ -152,8 +152,6 @@ class MlxSession(Session):
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""
-        if (dims := self.model.settings.dims).traits.windows:
-            check_length(dims, ids.shape[1])
         return self.model.row_nll(ids, labels)
 
     def _tensors(self) -> dict[str, np.ndarray]:
@@ -184,7 +182,9 @@ class MlxSession(Session):
     def adapter(self) -> Adapter:
         """Return the trained adapter in PEFT's layout."""
         config = self.config
-        return Adapter(self._tensors(), config.rank, config.alpha, tuple(sorted(config.target_modules)), self.source)
+        return Adapter(
+            self._tensors(), config.rank, config.alpha, tuple(sorted(self.model.settings.target_modules)), self.source
+        )
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from `adapter`; it must have the same rank, alpha and linear layers."""
@@ -213,7 +213,7 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str |
     """
     check_config(config)
     settings = settings_of(files, config)
-    parameters = lora_parameters(files.dims, files.family, config, ("windows",), "mesp in MLX")
+    parameters = lora_parameters(files.dims, files.family, config, IN_MLX, "mesp in MLX")
     model = Model(settings, _weights(files, config, settings), loss_tiles=config.loss_tiles,
                   loss_chunk_tokens=config.loss_chunk_tokens)  # fmt: skip
     session = MlxSession(model, parameters, config, files.source.source)
@@ -276,6 +276,9 @@ def streamed_folder(files: ModelFiles, settings: Settings, source: Source) -> Pa
     """Return the files of streamed weights in the cache, converted once."""
     packing = f"{settings.bits}-bit-{settings.group_size}" if settings.bits else "dense"
     key = f"mlx/{files.source.sha256[:16]}-{settings.dtype}-{packing}"
+    if settings.dims.traits != LLAMA:  # they decide what is in the files
+        traits = repr((settings.dims.traits, settings.rope)).encode()
+        key += f"-{hashlib.sha256(traits).hexdigest()[:8]}"
 
     def build(folder: Path) -> dict[str, Any]:
         write_weights(source, folder)
@@ -294,10 +297,11 @@ def read_rope(config: dict[str, Any], dims: ModelDims, where: str) -> Rope:
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)
+    local = _local_theta(config) if dims.traits.windows else None
     if dims.rope_type == "default":
-        return Rope(dims.rope_theta)
+        return Rope(dims.rope_theta, local_theta=local)
     if dims.rope_type == "linear":
-        return Rope(dims.rope_theta, scale=1.0 / float(rope["factor"]))
+        return Rope(dims.rope_theta, scale=1.0 / float(rope["factor"]), local_theta=local)
     if dims.rope_type != "llama3":
         raise ModelError(
             f"{where}: the rotary embedding's scaling does not run in MLX",
@@ -308,9 +312,17 @@ def read_rope(config: dict[str, Any], dims: ModelDims, where: str) -> Rope:
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = float(rope["original_max_position_embeddings"])
     wavelengths = []
-    for pair in range(dims.head_dim // 2):
-        wavelength = dims.rope_theta ** (2 * pair / dims.head_dim)
+    width = dims.traits.rotary_width or dims.head_dim
+    for pair in range(width // 2):
+        wavelength = dims.rope_theta ** (2 * pair / width)
         turns = trained / (2 * math.pi * wavelength)
         smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
         wavelengths.append(1.0 / ((1 - smooth) / (factor * wavelength) + smooth / wavelength))
-    return Rope(dims.rope_theta, wavelengths=tuple(wavelengths))
+    return Rope(dims.rope_theta, wavelengths=tuple(wavelengths), local_theta=local)
+
+
+def _local_theta(config: dict[str, Any]) -> float | None:
+    """The base of the rotary embedding in layers with a window, where a configuration has one for these."""
+    rope = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    theta = rope.get("rope_theta", config.get("rope_local_base_freq"))
+    return None if theta is None else float(theta)

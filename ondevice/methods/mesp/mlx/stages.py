@@ -11,9 +11,12 @@ between attention and MLP. q [B, H, T, h], k and v [B, K, T, h], o [B, C, H h]. 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+
+from ondevice.methods.mesp.mlx.instructions import GATE_UP, NORMS
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.mlx.instructions import Settings
@@ -21,13 +24,14 @@ if TYPE_CHECKING:
 Arrays = dict[str, Any]
 DENSE_ROWS = 512
 """Rows of a packed matrix that are made dense at once, where they are."""
+GELU = math.sqrt(2 / math.pi)
 
 
 class Stages:
     """The functions of one run; every method but the helpers is a stage."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings, self.dims = settings, settings.dims
+        self.settings, self.dims, self.traits = settings, settings.dims, settings.dims.traits
         self.dtype = getattr(mx, settings.dtype)
         self.sums = mx.float32
         wavelengths = settings.rope.wavelengths
@@ -80,7 +84,7 @@ class Stages:
 
     def has(self, target: str) -> bool:
         """Ask for an adapter beside that linear layer."""
-        return target in self.settings.target_modules
+        return self.settings.has(target)
 
     def h(self, x: Any, a: Arrays, target: str) -> Any:
         """Compute x A^T: [..., rank]."""
@@ -116,7 +120,9 @@ class Stages:
     # RMSNorm, appendix A.3.
 
     def rms_norm(self, x: Any, weight: Any) -> Any:
-        return mx.fast.rms_norm(x, weight.astype(x.dtype), self.dims.norm_eps)
+        if weight.dtype != x.dtype:  # 1 + w in float32
+            return mx.fast.rms_norm(x.astype(weight.dtype), weight, self.dims.norm_eps).astype(x.dtype)
+        return mx.fast.rms_norm(x, weight, self.dims.norm_eps)
 
     def rms_norm_backward(self, x: Any, weight: Any, g: Any) -> Any:
         """Return float32, like x."""
@@ -125,46 +131,90 @@ class Stages:
         r = mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + self.dims.norm_eps)
         return r * (g - x * (mx.square(r) * mx.mean(g * x, axis=-1, keepdims=True)))
 
+    def normed(self, a: Arrays, place: str, x: Any) -> Any:
+        """Return the norm at that place, of each head by itself where it is of heads; x where there is none."""
+        weight = a.get(f"{NORMS[place]}.weight")
+        if weight is None:
+            return x
+        by_head = x.reshape(*x.shape[:-1], -1, weight.shape[0])
+        return self.rms_norm(by_head, weight).reshape(x.shape)
+
+    def normed_backward(self, a: Arrays, place: str, x: Any, g: Any) -> Any:
+        """Return the gradient of x from that of its norm: float32, or g itself where there is no norm."""
+        weight = a.get(f"{NORMS[place]}.weight")
+        if weight is None:
+            return g
+        by_head = (*x.shape[:-1], -1, weight.shape[0])
+        return self.rms_norm_backward(x.reshape(by_head), weight, g.reshape(by_head)).reshape(x.shape)
+
+    def scaled(self, x: Any) -> Any:
+        """Return a branch, or its gradient, times the model's factor."""
+        return x if self.traits.residual_scale == 1.0 else x * self.traits.residual_scale
+
     # Attention, forward.
 
     def norm(self, a: Arrays) -> Arrays:
         """Compute x -> n, its norm."""
-        return {"n": self.rms_norm(a["x"], a["input_norm.weight"])}
+        return {"n": self.normed(a, "before_attention", a["x"])}
 
     def project(self, a: Arrays) -> Arrays:
         """Compute n -> q, k, v before the rotation, by head."""
         out: Arrays = {}
-        for target, heads in self._heads():
+        for target in self.settings.attention_targets:
             h = self.h(a["n"], a, target) if self.has(target) else None
-            y = self.linear(a["n"], a, target, h)
-            rows, tokens, _ = y.shape
-            out[target[0]] = y.reshape(rows, tokens, heads, self.dims.head_dim).transpose(0, 2, 1, 3)
+            out |= self._named_heads(target, self.linear(a["n"], a, target, h))
             if h is not None and self.settings.store_h:
                 out[f"{target}.h"] = h
+        for name in "qkv":
+            out[name] = self._by_head(self.normed(a, name, out[name]) if name != "v" else out[name])
         return out
+
+    def _named_heads(self, target: str, y: Any) -> Arrays:
+        """What a linear layer gives of q, k and v, [B, T, heads h] each."""
+        if not self.traits.fused:
+            return {target[0]: y}
+        q, kv = self.dims.heads * self.dims.head_dim, self.dims.kv_heads * self.dims.head_dim
+        return dict(zip("qkv", mx.split(y, [q, q + kv], axis=-1), strict=True))
+
+    def _by_head(self, x: Any) -> Any:
+        """[B, T, heads h] -> [B, heads, T, h]."""
+        return x.reshape(*x.shape[:2], -1, self.dims.head_dim).transpose(0, 2, 1, 3)
+
+    def _flat(self, x: Any) -> Any:
+        """[B, heads, T, h] -> [B, T, heads h]."""
+        x = x.astype(self.dtype).transpose(0, 2, 1, 3)
+        return x.reshape(*x.shape[:2], -1)
 
     def rope(self, a: Arrays) -> Arrays:
         """Return q, k -> rotated."""
-        return {name: self._rotate(a[name], 1.0) for name in ("q", "k")}
+        return {name: self._rotate(a[name], 1.0, a) for name in ("q", "k")}
 
-    def _rotate(self, x: Any, sign: float) -> Any:
+    def _rotate(self, x: Any, sign: float, a: Arrays) -> Any:
         """Rotate [B, heads, T, h] by its positions; backwards with sign -1, which is the gradient too."""
-        rope = self.settings.rope
-        base = None if self.wavelengths is not None else rope.theta
-        options = {"base": base, "scale": sign * rope.scale, "offset": 0, "freqs": self.wavelengths}
-        return mx.fast.rope(x, self.dims.head_dim, traditional=False, **options)
+        rope, own = self.settings.rope, a.get("rope.weight")
+        wavelengths, scale = (self.wavelengths, rope.scale) if own is None else (own, 1.0)
+        base = None if wavelengths is not None else rope.theta
+        options = {"base": base, "scale": sign * scale, "offset": 0, "freqs": wavelengths}
+        return mx.fast.rope(x, self.settings.rotary_width, traditional=False, **options)
 
     def attend(self, a: Arrays) -> Arrays:
         """Return q [B, H, C, h] of a chunk, k and v [B, K, S, h] up to its end -> o [B, C, H h]."""
-        p = self._probabilities(a["q"], a["k"])
+        p = self._probabilities(a["q"], a["k"], a.get("window.weight"))
         return {"o": self._join_heads((p @ a["v"]), a["q"].shape[2])}
 
-    def _probabilities(self, q: Any, k: Any) -> Any:
-        """softmax(q k^T / sqrt(h)) with the causal mask: [B, K, G C, S], the last query seeing all S keys."""
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores."""
+        return self.traits.score_scale or self.dims.head_dim**-0.5
+
+    def _probabilities(self, q: Any, k: Any, window: Any = None) -> Any:
+        """softmax(q k^T / sqrt(h)) with the causal mask: [B, K, G C, S], the last query seeing all S keys, or those of
+        its window."""
         rows, _, queries, width = q.shape
         kv_heads, keys = k.shape[1], k.shape[2]
-        scores = (q.reshape(rows, kv_heads, -1, width) * width**-0.5) @ k.swapaxes(-1, -2)
-        seen = mx.arange(keys - queries, keys)[:, None] >= mx.arange(keys)[None]
+        scores = (q.reshape(rows, kv_heads, -1, width) * self.score_scale) @ k.swapaxes(-1, -2)
+        behind = mx.arange(keys - queries, keys)[:, None] - mx.arange(keys)[None]
+        seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
         scores = mx.where(seen, scores.reshape(rows, kv_heads, -1, queries, keys), -mx.inf)
         return mx.softmax(scores, axis=-1, precise=True).reshape(rows, kv_heads, -1, keys)
 
@@ -179,47 +229,55 @@ class Stages:
         by_head = g.reshape(rows, queries, self.dims.heads, self.dims.head_dim).transpose(0, 2, 1, 3)
         return by_head.reshape(rows, self.dims.kv_heads, -1, self.dims.head_dim)
 
-    def _heads(self) -> list[tuple[str, int]]:
-        dims = self.dims
-        return [("q_proj", dims.heads), ("k_proj", dims.kv_heads), ("v_proj", dims.kv_heads)]
-
     def out(self, a: Arrays) -> Arrays:
         """Compute x, all chunks of o -> m = x + o Wo^T."""
         o, outputs = _joined(a, "o", 1), {}
         h = self.h(o, a, "o_proj") if self.has("o_proj") else None
         if h is not None and self.settings.store_h:
             outputs["o_proj.h"] = h
-        return {"m": a["x"] + self.linear(o, a, "o_proj", h), **outputs}
+        y = self.normed(a, "after_attention", self.linear(o, a, "o_proj", h))
+        return {"m": a["x"] + self.scaled(y), **outputs}
 
     # MLP, forward.
 
     def mlp_norm(self, a: Arrays) -> Arrays:
-        """Compute m -> its norm, h of gate and up, and y, to which the tiles are added."""
-        n = self.rms_norm(a["m"], a["mlp_norm.weight"])
-        y = a["m"].astype(self.sums)
+        """Compute m -> its norm, h of gate and up, and y, to which the tiles are added: m, or zeros."""
+        n, y = self.normed(a, "before_mlp", a["m"]), a["m"].astype(self.sums)
+        y = mx.zeros_like(y) if self.settings.branch_apart else y
         if "down_proj.bias" in a:
             y = y + a["down_proj.bias"].astype(self.sums)
         return {"mn": n, "y": y, **self._gate_up_h(n, a)}
 
     def mlp_norm_again(self, a: Arrays) -> Arrays:
         """Compute m -> its norm and h of gate and up, as the backward pass of the MLP begins."""
-        n = self.rms_norm(a["m"], a["mlp_norm.weight"])
+        n = self.normed(a, "before_mlp", a["m"])
         return {"mn": n, **self._gate_up_h(n, a)}
 
     def _gate_up_h(self, n: Any, a: Arrays) -> Arrays:
-        return {f"{target}.h": self.h(n, a, target) for target in ("gate_proj", "up_proj") if self.has(target)}
+        return {f"{target}.h": self.h(n, a, target) for target in self.settings.gate_up_targets if self.has(target)}
 
     def gate_up(self, a: Arrays) -> Arrays:
         """Return a tile of the gate and of what it lets through: [B, T, F] each."""
         return {
             name: self.linear(a["mn"], a, target, a.get(f"{target}.h"))
-            for name, target in (("gate", "gate_proj"), ("up", "up_proj"))
+            for name, target in zip(("gate", "up"), GATE_UP, strict=True)
         }
 
     def act(self, a: Arrays) -> Arrays:
-        """Compute silu(gate) up."""
-        gate = a["gate"]
-        return {"act": gate * mx.sigmoid(gate) * a["up"]}
+        """Compute silu(gate) up, or with the activation that the block has."""
+        return {"act": self._activated(a["gate"])[0] * a["up"]}
+
+    def _activated(self, gate: Any) -> tuple[Any, Any]:
+        """The activation of the gate, and its derivative (appendix A.4)."""
+        if self.traits.activation == "silu":
+            s = mx.sigmoid(gate)
+            silu = gate * s
+            return silu, s + silu * (1 - s)
+        # gelu = x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3).
+        square = gate * gate
+        tanh = mx.tanh(GELU * gate * (1 + 0.044715 * square))
+        slope = 0.5 * gate * (1 - tanh * tanh) * GELU * (1 + 3 * 0.044715 * square)
+        return 0.5 * gate * (1 + tanh), 0.5 * (1 + tanh) + slope
 
     def down(self, a: Arrays) -> Arrays:
         """Compute y + act Wd^T, the tile's part; the bias is in y already."""
@@ -230,17 +288,26 @@ class Stages:
         return {"y": a["y"] + y}
 
     def end(self, a: Arrays) -> Arrays:
-        """Compute y -> the next block's input, in the dtype of activations."""
-        return {"x": a["y"].astype(self.dtype)}
+        """Compute y -> the next block's input, in the dtype of activations; m + y's norm and factor, where it has
+        such."""
+        y = a["y"]
+        if self.settings.branch_apart:
+            y = a["m"].astype(self.sums) + self.scaled(self.normed(a, "after_mlp", y))
+        return {"x": y.astype(self.dtype)}
 
-    # MLP, backward: g is the gradient of the block's output.
+    # MLP, backward: g is the gradient of the block's output, gb that of the MLP's where it is another.
+
+    def branch_backward(self, a: Arrays) -> Arrays:
+        """Return g, and y where it is normed -> gb, the gradient of y."""
+        g = self.scaled(a["g"].astype(self.sums))
+        return {"gb": self.normed_backward(a, "after_mlp", a.get("y"), g).astype(self.dtype)}
 
     def down_backward(self, a: Arrays) -> Arrays:
         """Return gate, up, g -> the gradient of act; the tile's columns of dA, and its part of h (act A^T)."""
         g = a["g"].astype(self.dtype)
         gact, out = self.product_backward(g, a, "down_proj"), {}
         if self.has("down_proj"):
-            act = a["gate"] * mx.sigmoid(a["gate"]) * a["up"]
+            act = self._activated(a["gate"])[0] * a["up"]
             gh = self.settings.scale * (g @ a["down_proj.B"].astype(g.dtype))
             out["down_proj.dA"] = self.outer(gh, act)
             # A tile has only some of the inputs: its columns of dA are whole, but h is a sum over all tiles.
@@ -250,16 +317,15 @@ class Stages:
         return {"gact": gact, **out}
 
     def act_backward(self, a: Arrays) -> Arrays:
-        """Return the gradients of gate and up (appendix A.4)."""
-        gate, s = a["gate"], mx.sigmoid(a["gate"])
-        silu = gate * s
-        return {"ggate": a["gact"] * a["up"] * (s + silu * (1 - s)), "gup": a["gact"] * silu}
+        """Return the gradients of gate and up."""
+        activated, slope = self._activated(a["gate"])
+        return {"ggate": a["gact"] * a["up"] * slope, "gup": a["gact"] * activated}
 
     def gate_up_backward(self, a: Arrays) -> Arrays:
         """Compute gn and gh of gate and up, to which a tile adds; the tile's rows of dB."""
         out: Arrays = {}
         gn = a.get("gn")
-        for name, target in (("ggate", "gate_proj"), ("gup", "up_proj")):
+        for name, target in zip(("ggate", "gup"), GATE_UP, strict=True):
             g = a[name]
             part = self.product_backward(g, a, target).astype(self.sums)
             gn = part if gn is None else gn + part
@@ -274,16 +340,17 @@ class Stages:
     def mlp_norm_backward(self, a: Arrays) -> Arrays:
         """Return the gradient of m, and whole gradients of gate, up and down."""
         gn, out = a["gn"], {}
-        for target in ("gate_proj", "up_proj"):
-            if self.has(target):
-                gh = a[f"{target}.gh"]
-                out[f"{target}.dA"] = self.outer(gh, a["mn"])
-                out[f"{target}.dB"] = _joined(a, f"{target}.dB", 0)
-                gn = gn + gh @ a[f"{target}.A"]
+        for own in self.settings.gate_up_targets:
+            if self.has(own):
+                rows = GATE_UP if self.traits.fused else (own,)
+                gh = sum((a[f"{target}.gh"] for target in rows[1:]), a[f"{rows[0]}.gh"])
+                out[f"{own}.dA"] = self.outer(gh, a["mn"])
+                out[f"{own}.dB"] = _concatenated([_joined(a, f"{target}.dB", 0) for target in rows], 0)
+                gn = gn + gh @ a[f"{own}.A"]
         if self.has("down_proj"):
             out["down_proj.dA"] = _joined(a, "down_proj.dA", 1)
-            out["down_proj.dB"] = self.outer(self.settings.scale * a["g"], a["down_proj.h"])
-        gm = a["g"].astype(self.sums) + self.rms_norm_backward(a["m"], a["mlp_norm.weight"], gn)
+            out["down_proj.dB"] = self.outer(self.settings.scale * a.get("gb", a["g"]), a["down_proj.h"])
+        gm = a["g"].astype(self.sums) + self.normed_backward(a, "before_mlp", a["m"], gn)
         return {"gm": gm.astype(self.dtype), **out}
 
     # Attention, backward.
@@ -291,7 +358,11 @@ class Stages:
     def out_backward(self, a: Arrays) -> Arrays:
         """Compute gm, all chunks of o -> the gradient of o."""
         out: Arrays = {}
-        return {"go": self.linear_backward(_joined(a, "o", 1), a["gm"], a, "o_proj", out), **out}
+        o, g = _joined(a, "o", 1), self.scaled(a["gm"])
+        if self.settings.norm("after_attention"):
+            y = self.linear(o, a, "o_proj", a.get("o_proj.h"))
+            g = self.normed_backward(a, "after_attention", y, g).astype(self.dtype)
+        return {"go": self.linear_backward(o, g, a, "o_proj", out), **out}
 
     def attend_backward(self, a: Arrays) -> Arrays:
         """Return a chunk of q and go, keys and values up to its end -> its gq; gk and gv of all tokens so far (A.2).
@@ -300,10 +371,10 @@ class Stages:
         """
         q, k, v = a["q"], a["k"], a["v"]
         rows, _, queries, width = q.shape
-        p, go = self._probabilities(q, k), self._split_heads(a["go"])
+        p, go = self._probabilities(q, k, a.get("window.weight")), self._split_heads(a["go"])
         gv = p.swapaxes(-1, -2) @ go
         gp = go @ v.swapaxes(-1, -2)
-        gs = p * (gp - mx.sum(gp * p, axis=-1, keepdims=True)) * width**-0.5  # the softmax's Jacobian, row by row
+        gs = p * (gp - mx.sum(gp * p, axis=-1, keepdims=True)) * self.score_scale  # the softmax's Jacobian, row by row
         gk = gs.swapaxes(-1, -2) @ q.reshape(*go.shape)
         gq = (gs @ k).reshape(rows, -1, queries, width)
         return {
@@ -314,20 +385,30 @@ class Stages:
 
     def rope_backward(self, a: Arrays) -> Arrays:
         """Compute gq of all chunks, gk -> unrotated."""
-        return {"gq": self._rotate(_joined(a, "gq", 2), -1.0), "gk": self._rotate(a["gk"].astype(self.dtype), -1.0)}
+        gk = a["gk"].astype(self.dtype)
+        return {"gq": self._rotate(_joined(a, "gq", 2), -1.0, a), "gk": self._rotate(gk, -1.0, a)}
+
+    def head_norms_backward(self, a: Arrays) -> Arrays:
+        """Compute gq and gk before the norms of q and k, which are computed again of n."""
+        heads: Arrays = {}
+        for target in self.settings.attention_targets[:2]:
+            heads |= self._named_heads(target, self.linear(a["n"], a, target, a.get(f"{target}.h")))
+        gradients = {name: self.normed_backward(a, name, heads[name], self._flat(a[f"g{name}"])) for name in "qk"}
+        return {f"g{name}": self._by_head(g).astype(self.dtype) for name, g in gradients.items()}
 
     def project_backward(self, a: Arrays) -> Arrays:
         """Compute gq, gk, gv -> the gradient of n."""
         gn, out = None, {}
-        for target, _ in self._heads():
-            g = a[f"g{target[0]}"].astype(self.dtype).transpose(0, 2, 1, 3)
-            part = self.linear_backward(a["n"], g.reshape(*g.shape[:2], -1), a, target, out)
+        for target in self.settings.attention_targets:
+            names = "qkv" if self.traits.fused else target[0]
+            g = _concatenated([self._flat(a[f"g{name}"]) for name in names], -1)
+            part = self.linear_backward(a["n"], g, a, target, out)
             gn = part if gn is None else gn + part
         return {"gn": gn, **out}
 
     def norm_backward(self, a: Arrays) -> Arrays:
         """Return the gradient of the block's input."""
-        gx = a["gm"].astype(self.sums) + self.rms_norm_backward(a["x"], a["input_norm.weight"], a["gn"])
+        gx = a["gm"].astype(self.sums) + self.normed_backward(a, "before_attention", a["x"], a["gn"])
         return {"g": gx.astype(self.dtype)}
 
 
@@ -342,6 +423,10 @@ def _joined(a: Arrays, name: str, axis: int) -> Any:
     parts = []
     while f"{name}@{len(parts)}" in a:
         parts.append(a[f"{name}@{len(parts)}"])
+    return _concatenated(parts, axis)
+
+
+def _concatenated(parts: list[Any], axis: int) -> Any:
     return mx.concatenate(parts, axis=axis) if len(parts) > 1 else parts[0]
 
 

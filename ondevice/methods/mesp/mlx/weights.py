@@ -22,12 +22,11 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.core.errors import ModelError
-from ondevice.methods.mesp.mlx.instructions import Operand, Settings, matrix_parts
+from ondevice.methods.mesp.mlx.instructions import NORMS, Operand, Settings, matrix_parts
 
 TABLE, FINAL = "table.safetensors", "final.safetensors"
 PACKED_ROWS = 16384
 """Rows of the table that are packed at once."""
-NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _TYPES = {
     "F32": (np.float32, None),
     "F16": (np.float16, None),
@@ -308,8 +307,16 @@ class Source:
 
     def block(self, layer: int) -> dict[str, Any]:
         """Return one block's arrays by their names in the instructions, evaluated."""
-        place, dims = f"model.layers.{layer}", self.settings.dims
-        arrays = {f"{ours}.weight": self.vector(f"{place}.{theirs}.weight") for ours, theirs in NORMS.items()}
+        place, settings, dims = f"model.layers.{layer}", self.settings, self.settings.dims
+        traits = dims.traits
+        arrays = {f"{NORMS[at]}.weight": self.factor(f"{place}.{module}.weight") for at, module in traits.norms}
+        if traits.windows:
+            arrays["window.weight"] = mx.array([traits.window(layer) or float("inf")], dtype=mx.float32)
+        if settings.rope_by_layer:
+            wavelengths = settings.rope.of_layer(
+                settings.rotary_width, traits.rotated(layer), bool(traits.window(layer))
+            )
+            arrays["rope.weight"] = mx.array(wavelengths, dtype=mx.float32)
         for target in dims.linear_shapes:
             name = f"{place}.{self.parents[target]}.{target}"
             arrays |= {f"{target}.{part}": array for part, array in self.matrix(name).items()}
@@ -326,7 +333,14 @@ class Source:
         }
 
     def final(self) -> dict[str, Any]:
-        return {"final_norm.weight": self.vector("model.norm.weight")}
+        weight, scale = self.factor("model.norm.weight"), self.settings.dims.traits.logit_scale
+        # Logits are linear in it, so their factor is its.
+        return {"final_norm.weight": weight if scale == 1.0 else weight.astype(mx.float32) * scale}
+
+    def factor(self, name: str) -> Any:
+        """Return what a norm multiplies by: its weight, or 1 + w in float32."""
+        weight = self.vector(name)
+        return 1.0 + weight.astype(mx.float32) if self.settings.dims.traits.norm_offset else weight
 
     def matrix(self, name: str) -> dict[str, Any]:
         """Read a matrix and pack it where the run's are packed, `PACKED_ROWS` rows at a time."""

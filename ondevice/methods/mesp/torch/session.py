@@ -29,6 +29,7 @@ from ondevice.offload.device import memory_errors
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
+    from ondevice.methods.mesp.torch.differentiated import DifferentiatedModel
     from ondevice.models import LoadedModel
 
 HINT = (
@@ -157,19 +158,38 @@ class MespSession(Session):
 
     def __init__(self, model: LoadedModel | ModelFiles, config: MespConfig, seed: int, device: str | None) -> None:
         self.loaded, self.config = model, config
-        family = model.family if isinstance(model, ModelFiles) else type(model.family)
-        parameters = lora_parameters(model.dims, family, config, IN_TORCH)
+        self.model: Model | DifferentiatedModel
         with memory_errors("the model", HINT):
-            if isinstance(model, ModelFiles):
-                self.device = torch.device(device or "cpu")
-                self.weights: Any = Streamed(model, self.device, config.loss_tiles, config.bits)
+            if not isinstance(model, ModelFiles) and model.dims.whole:
+                self._open_differentiated(model, seed, device)
             else:
-                self.device = torch.device(device) if device else model.family.head_weight.device
-                self.weights = Resident(model, self.device, config.bits)
-            self.optimizer = Optimizer(parameters, config, seed, self.device)
-            self.model = Model(self.weights, self.optimizer, config)
+                self._open_known(model, seed, device)
         self.backend = f"torch-{self.device.type}"
         self.partially_updated = False
+
+    def _open_known(self, model: LoadedModel | ModelFiles, seed: int, device: str | None) -> None:
+        config = self.config
+        family = model.family if isinstance(model, ModelFiles) else type(model.family)
+        parameters = lora_parameters(model.dims, family, config, IN_TORCH, "mesp with streamed weights")
+        if isinstance(model, ModelFiles):
+            self.device = torch.device(device or "cpu")
+            self.weights: Any = Streamed(model, self.device, config.loss_tiles, config.bits)
+        else:
+            self.device = torch.device(device) if device else model.family.head_weight.device
+            self.weights = Resident(model, self.device, config.bits)
+        self.optimizer = Optimizer(parameters, config, seed, self.device)
+        self.model = Model(self.weights, self.optimizer, config)
+
+    def _open_differentiated(self, model: LoadedModel, seed: int, device: str | None) -> None:
+        from ondevice.methods.mesp.torch import differentiated
+
+        module: Any = model.model
+        self.device = torch.device(device) if device else model.family.head_weight.device
+        module.to(self.device)
+        parameters = differentiated.differentiated_parameters(model, self.config)
+        self.weights = differentiated.Whole(model)
+        self.optimizer = Optimizer(parameters, self.config, seed, self.device)
+        self.model = differentiated.DifferentiatedModel(model, self.weights, self.optimizer, self.config)
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see `Session.step`."""

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ondevice.methods.mesp.mlx.instructions import Rope, Settings
+from ondevice.methods.mesp.mlx.instructions import NORMS, Rope, Settings
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.weights import ResidentBlock, Weights
 from ondevice.models import ModelDims
@@ -39,8 +39,16 @@ def random_model(
     mx.random.seed(seed)
     chosen = Settings(sizes, target_modules, 1.5, settings.pop("rope", Rope(sizes.rope_theta)), bits=bits, **settings)
     blocks = []
-    for _ in range(sizes.layers):
-        arrays = {f"{name}.weight": 1 + 0.1 * mx.random.normal((sizes.hidden,)) for name in ("input_norm", "mlp_norm")}
+    for layer in range(sizes.layers):
+        arrays = {
+            f"{NORMS[place]}.weight": 1 + 0.1 * mx.random.normal((sizes.norm_width(place),))
+            for place, _ in sizes.traits.norms
+        }
+        if sizes.traits.windows:
+            arrays["window.weight"] = mx.array([sizes.traits.window(layer) or float("inf")])
+        if chosen.rope_by_layer:
+            rotated, local = sizes.traits.rotated(layer), bool(sizes.traits.window(layer))
+            arrays["rope.weight"] = mx.array(chosen.rope.of_layer(chosen.rotary_width, rotated, local))
         for target, (inputs, outputs) in sizes.linear_shapes.items():
             arrays |= {f"{target}.{part}": value for part, value in matrix(outputs, inputs, bits).items()}
             if sizes.linear_bias(target):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ondevice.methods.mesp.blocks import seen
 from ondevice.methods.mesp.lora import IN_BLOCKS, IN_TORCH
 from ondevice.methods.mesp.torch import attention
 from ondevice.methods.mesp.torch.kernels import GraphKernels, TorchKernels
@@ -74,7 +75,7 @@ def test_gradients_of_a_block_are_autograd_s(dims, data, length, store_h, chunk,
     kernels = TorchKernels()
     if data.draw(st.booleans()):  # the operations of a program's graph
         dims, chunk = in_graph(dims), None
-        kernels = GraphKernels(torch.full((length, length), float("-inf"), dtype=torch.float64).triu(1))
+        kernels = GraphKernels(seen(length, dims.traits.window(0)).double())
     adapted = set(data.draw(st.lists(st.sampled_from(sorted(dims.linear_shapes)), unique=True)))
     block, count = tensors(dims, adapted, seed), ROWS * length
     x = torch.randn(count, dims.hidden, dtype=torch.float64, requires_grad=True)

@@ -50,7 +50,7 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
         var gradient = vector(head.gradient)
         for (layer in layers - 1 downTo 0) {
             val given = scalars + mapOf(Key(Role.HIDDEN) to inputs.removeAt(layer), Key(Role.GRADIENT) to gradient)
-            val outputs = block("$BACKWARD$size", given, state, layer)
+            val outputs = block("$BACKWARD$size${info.endOfName(layer)}", given, state, layer)
             gradient = outputs.getValue(Key(Role.GRADIENT))
             for ((name, values) in next) {
                 val range = outputs.getValue(Key(Role.STATE, name)).floats()
@@ -100,7 +100,7 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
         var hidden = block("$EMBED$size", tokens, state).getValue(Key(Role.HIDDEN))
         for (layer in 0 until layers) {
             inputs?.add(hidden)
-            hidden = block("$FORWARD$size", mapOf(Key(Role.HIDDEN) to hidden), state, layer).getValue(Key(Role.HIDDEN))
+            hidden = block("$FORWARD$size${info.endOfName(layer)}", mapOf(Key(Role.HIDDEN) to hidden), state, layer).getValue(Key(Role.HIDDEN))
         }
         return hidden
     }

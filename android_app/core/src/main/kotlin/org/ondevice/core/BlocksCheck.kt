@@ -27,6 +27,9 @@ internal object BlocksCheck {
         private val writes = BlockSteps.HEAD_LOGITS in spec.methods
         private val width = head[1]
 
+        /** The ends of the names of a block's functions, one for each kind of block. */
+        private val ends = (0 until spec.blocks!!.layers).map(spec.blocks::endOfName).distinct()
+
         fun check(manifest: Manifest) {
             for (length in manifest.lengthsTokens) {
                 val alone = if (writes && length == manifest.longestTokens) setOf(1) else emptySet()
@@ -34,12 +37,13 @@ internal object BlocksCheck {
                     val size = BlockSteps.sizeOf(rows, length)
                     val hidden = listOf(rows * length, width)
                     method("${BlockSteps.EMBED}$size", hidden, listOf(rows, length), Role.IDS to 1, gives = setOf(Role.HIDDEN))
-                    method("${BlockSteps.FORWARD}$size", hidden, null, Role.HIDDEN to 1, Role.STATE to 1, gives = setOf(Role.HIDDEN))
+                    for (end in ends) method("${BlockSteps.FORWARD}$size$end", hidden, null, Role.HIDDEN to 1, Role.STATE to 1, gives = setOf(Role.HIDDEN))
                 }
                 val hidden = listOf(manifest.batchSize * length, width)
                 val state = spec.state.size
                 val takes = arrayOf(Role.HIDDEN to 1, Role.GRADIENT to 1, Role.STATE to state)
-                method("${BlockSteps.BACKWARD}${BlockSteps.sizeOf(manifest.batchSize, length)}", hidden, null, *takes, gives = setOf(Role.GRADIENT, Role.STATE))
+                val backward = "${BlockSteps.BACKWARD}${BlockSteps.sizeOf(manifest.batchSize, length)}"
+                for (end in ends) method("$backward$end", hidden, null, *takes, gives = setOf(Role.GRADIENT, Role.STATE))
             }
             val places = arrayOf(Role.HIDDEN to 1, Role.TARGETS to 1, Role.TILE_FIRST to 1, Role.TILE_SKIP to 1, Role.TILE_SUMS to BlockSteps.SUMS.size)
             method(BlockSteps.HEAD_SUMS, head, null, *places, gives = setOf(Role.TILE_SUMS))

@@ -77,8 +77,12 @@ data class AdapterEntry(
  *   equal ranges.
  * @property weights the safetensors file of the frozen weights, each aligned to 64 bytes.
  * @property vocab rows of the head, which its functions take tile by tile.
+ * @property kinds of each layer, the kind of its block, where they differ; empty where all are of one.
  */
-data class BlocksInfo(val layers: Int, val weights: String, val vocab: Int)
+data class BlocksInfo(val layers: Int, val weights: String, val vocab: Int, val kinds: List<Int> = emptyList()) {
+    /** The end of the name of a function of that layer's block. */
+    fun endOfName(layer: Int): String = kinds.getOrElse(layer) { 0 }.let { if (it == 0) "" else "_$it" }
+}
 
 /**
  * The program's methods and its state: all that a session needs to run it without knowing the training method.

@@ -104,7 +104,7 @@ object ManifestReader {
         }
         val methods = fields.fields("methods")
         return ProgramSpec(
-            blocks = if (shape == "step") null else BlocksInfo(fields.int("layers", COUNT), fields.text("weights"), fields.int("vocab", COUNT)),
+            blocks = if (shape == "step") null else blocksInfo(fields),
             methods = methods.keys.associateWith { programMethod(methods.fields(it)) },
             state = fields.objects("state").map(::stateTensor),
             counters = fields.objects("counters").map { Counter(it.text("name"), it.oneOf("counts", "run_steps", "updates") == "updates") },
@@ -117,6 +117,13 @@ object ManifestReader {
             rank = fields.int("rank", 1..1024),
             alpha = fields.double("alpha"),
         )
+    }
+
+    private fun blocksInfo(fields: Fields): BlocksInfo {
+        val layers = fields.int("layers", COUNT)
+        val kinds = if (fields.has("kinds")) fields.ints("kinds", 0..layers) else emptyList()
+        if (kinds.isNotEmpty() && kinds.size != layers) throw fields.wrong("kinds", "one for each of $layers layers", kinds)
+        return BlocksInfo(layers, fields.text("weights"), fields.int("vocab", COUNT), kinds)
     }
 
     private fun stateTensor(fields: Fields): StateTensor {

@@ -95,6 +95,8 @@ class BlocksTest {
         refused("a tile of at most 9 rows") { with("vocab" to 9) }
         refused("'files'", "other.safetensors") { with("weights" to "other.safetensors") }
         refused("a method block_backward_2x32") { methods { it.remove("block_backward_2x32") } }
+        refused("kinds", "one for each of 2 layers") { with("kinds" to listOf(0L)) }
+        refused("a method block_forward_2x32_1") { with("kinds" to listOf(0L, 1L)) }
         refused("a method head_gradient") { methods { it.remove("head_gradient") } }
         refused("a program for each layer", "layers/{layer}.pte") {
             methods { all -> all["block_forward_2x64"] = (all.getValue("block_forward_2x64") as Map<*, *>) + ("program" to "layers/{layer}.pte") }
@@ -111,6 +113,30 @@ class BlocksTest {
         refused("dtype", "int64 or float32") {
             ports("embed_2x64", "outputs") { ports -> ports.map { it + ("dtype" to "int8") } }
         }
+    }
+
+    /** Each layer's block is called by the name of its kind: here both are the same functions. */
+    @Test
+    fun layersOfTwoKindsAreCalledByTheirNames() {
+        val called = ArrayList<String>()
+        val program = object : Program by Exported.BLOCKS.program {
+            override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
+                called += method
+                return Exported.BLOCKS.program.execute(method.removeSuffix("_1"), inputs)
+            }
+        }
+        val folder = Fixtures.copyOfArtifact(Fixtures.blocks)
+        val file = File(folder, ManifestReader.FILE_NAME)
+        val top = Json.parse(file.readText()) as Map<*, *>
+        val spec = top["program_spec"] as Map<*, *>
+        val methods = (spec["methods"] as Map<*, *>).entries.associate { it.key.toString() to it.value }
+        val more = methods.filterKeys { it.startsWith("block_") }.mapKeys { "${it.key}_1" }
+        file.writeText(Json.write(top.mapKeys { it.key.toString() } + ("program_spec" to spec.mapKeys { it.key.toString() } + mapOf("methods" to methods + more, "kinds" to listOf(0L, 1L)))))
+        val batch = Runs.data(manifest).batches.at(0)
+        val losses = listOf(Session(Artifact.open(folder, checkFiles = false), program), Exported.BLOCKS.session()).map { it.step(batch, 0, 1e-3).losses.toList() }
+        assertEquals(losses[0], losses[1])
+        assertEquals(1, called.count { it.startsWith("block_forward") && it.endsWith("_1") })
+        assertEquals(1, called.count { it.startsWith("block_backward") && it.endsWith("_1") })
     }
 
     /** A block's gradient that is no number ends the run; the state is what it was before the step. */

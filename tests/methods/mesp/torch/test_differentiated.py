@@ -1,0 +1,100 @@
+"""Blocks that are not known are differentiated by themselves: gradients against autograd over the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ondevice.core.errors import ConfigError, ModelError
+from ondevice.core.registry import method_config, open_session
+from ondevice.methods.mesp.memory import memory
+from ondevice.models import load_model, open_model
+from tests.methods.mesp.reference import errors, exact, learned, rows, session
+from tests.methods.mesp.torch.live import LiveBytes
+from tests.methods.reference import in_double
+from tests.models.test_any_decoder import save
+
+SHARED = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4,
+          "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},  # short convolutions
+    "qwen3_5_text": {},  # a gated delta layer before attention
+    "gemma4_text": SHARED,  # embeddings for each layer; the last two take keys and values of layers before
+    "gemma2": {},  # soft caps: the loss is from logits
+    "olmoe": {},  # experts
+}
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_gradients_are_autograd_s(model_type: str, tmp_path: Path) -> None:
+    folder = str(save(tmp_path / "model", model_type, **MODELS[model_type]))
+    ids, labels = rows(2, 13, 1, 250)
+    ids %= 250
+    double = load_model(folder)
+    in_double(double.model)
+    opened = session(double, loss_tiles=3)
+    loss, ours = learned(opened, ids, labels)
+    start = session(load_model(folder)).adapter().tensors
+    wanted, theirs = exact(load_model(folder), start, opened.config.scale, ids, labels)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert len(ours) == 2 * len(double.dims.adapted(opened.config))
+    # What no gradient reaches (the values of a router's probabilities, keys that a later layer has in its place) is 0.
+    theirs = {name: theirs.get(name, np.zeros(ours[name].shape)) for name in ours}
+    assert max(errors(ours, theirs).values()) <= 1e-6
+
+
+def test_micro_batches_add_up_and_the_model_is_given_back(tmp_path: Path) -> None:
+    loaded = load_model(str(save(tmp_path / "model", "lfm2")))
+    before = dict(loaded.model.named_modules())
+    ids, labels = rows(3, 9, 2, 250)
+    ids %= 250
+    found = []
+    for size in (None, 1):
+        opened = session(loaded, micro_batch_size=size)
+        found.append(learned(opened, ids, labels)[0:2])
+        opened.close()
+        assert dict(loaded.model.named_modules()) == before
+    (loss, whole), (same, parts) = found
+    assert loss == pytest.approx(same, rel=1e-6)
+    assert set(whole) == set(parts)
+
+
+def test_a_step_holds_one_block_and_the_plan_says_so(tmp_path: Path) -> None:
+    """Twice the layers take their inputs more, and no block's activations."""
+    peaks, planned = [], []
+    for layers in (2, 6):
+        sizes = {"num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 512}
+        folder = save(tmp_path / str(layers), "gemma2", **sizes)
+        opened = session(load_model(str(folder)), loss_tiles=4)
+        ids, labels = rows(2, 96, 0, 250)
+        ids %= 250
+        opened.step(ids, labels, 0, 1e-3)
+        with LiveBytes() as live:
+            opened.step(ids, labels, 1, 1e-3)
+        peaks.append(live.peak)
+        planned.append(memory(opened.loaded.dims, opened.config, 2, 96, 4))
+    inputs = planned[1]["block inputs"] - planned[0]["block inputs"]
+    assert peaks[1] - peaks[0] == pytest.approx(inputs, rel=0.35)
+    assert planned[1]["activations"] == planned[0]["activations"]
+
+
+def test_what_cannot_be_differentiated_alone_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "gpt_neox")
+    loaded = load_model(str(folder))
+    first, second = loaded.model.gpt_neox.layers
+    kept: list[torch.Tensor] = []
+    first.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out))
+    # The second block takes from the first by a way that nobody sees.
+    second.mlp.register_forward_hook(lambda _, __, out: out + kept[-1])
+    with pytest.raises(ModelError, match="cannot differentiate the blocks of gpt_neox one by one: gradients"):
+        open_session(loaded, method_config("mesp", {"target_modules": ["query_key_value"]}), 0)
+    loaded = load_model(str(folder))
+    with pytest.raises(ConfigError, match=r"method.store_h goes with a block that is known"):
+        open_session(loaded, method_config("mesp", {"store_h": True}), 0)
+    with pytest.raises(ModelError, match="not known") as caught:
+        open_session(open_model(str(folder)), method_config("mesp", {"weight_placement": "streamed"}), 0)
+    assert "mesp with streamed weights" in str(caught.value)

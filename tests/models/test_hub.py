@@ -1,0 +1,109 @@
+"""The hub, by a server on this machine: progress, broken downloads, tokens, revisions, and what offline is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ondevice.core.errors import ModelError
+from ondevice.models import hub, load_model, read_dims, save_tiny
+from tests.models.hub_server import COMMIT, NAME, Hub
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    from huggingface_hub import constants
+
+    running = Hub(save_tiny(tmp_path / "repository", "llama"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)
+    monkeypatch.setenv("HF_ENDPOINT", running.url)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(hub, "_asked", None)
+    yield running
+    running.shutdown()
+    running.server_close()
+
+
+def test_a_broken_download_goes_on_where_it_stopped(server: Hub, monkeypatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    server.cuts = [1 << 15, 1 << 14]
+    loaded = load_model(NAME)
+    assert loaded.source.path is not None and loaded.source.path.name == COMMIT
+    assert (loaded.source.path / WEIGHTS).read_bytes() == (server.folder / WEIGHTS).read_bytes()
+    assert server.ranges[WEIGHTS] == [None, "bytes=32768-", "bytes=49152-"]
+
+
+def test_after_a_break_that_lasts_the_next_run_fetches_what_is_missing(server: Hub, monkeypatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    server.cuts = [0] * 20
+    with pytest.raises(ModelError, match=f"the download of model {NAME} broke off") as caught:
+        load_model(NAME)
+    assert "files that are whole stay" in str(caught.value)
+    server.cuts.clear()
+    server.ranges.clear()
+    assert load_model(NAME).dims.layers == 2
+    assert set(server.ranges) == {WEIGHTS}
+
+
+def test_offline_it_says_what_is_missing(server: Hub, monkeypatch) -> None:
+    assert read_dims(NAME).layers == 2  # a plan fetches the configuration alone
+    assert WEIGHTS not in server.ranges
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=f"has only a part of model {NAME}") as caught:
+        load_model(NAME)
+    assert caught.value.expected == WEIGHTS and "fetches the rest" in str(caught.value.hint)
+    with pytest.raises(ModelError, match="its cache does not have model some/other"):
+        load_model("some/other")
+
+
+def test_tokens_terms_and_revisions(server: Hub, monkeypatch) -> None:
+    server.token = "secret"
+    with pytest.raises(ModelError, match="neither a folder here nor a model of the hub") as caught:
+        read_dims(NAME)
+    assert "HF_TOKEN" in str(caught.value.hint)
+    server.gated = True
+    with pytest.raises(ModelError, match="wants you to accept its terms") as caught:
+        read_dims(NAME)
+    assert caught.value.received == "no token" and "HF_TOKEN" in str(caught.value.hint)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert load_model(NAME, revision=COMMIT).dims == read_dims(NAME)
+    with pytest.raises(ModelError, match="has no revision 'v9'"):
+        read_dims(NAME, "v9")
+
+
+def test_a_repository_without_safetensors_is_told_as_the_hub_s(server: Hub) -> None:
+    (server.folder / WEIGHTS).rename(server.folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=f"model {NAME} of the hub: .* has no safetensors weights"):
+        load_model(NAME)
+
+
+def test_the_command_line_shows_progress_to_who_looks(server: Hub, tmp_path: Path) -> None:
+    """On a terminal a download has a bar, and `--json` is one object all the same."""
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "TERM": "xterm"}
+    command = [sys.executable, "-m", "ondevice", "export", "--model", NAME, "--method", "lora", "--target", "jetson"]
+    command += ["--out", str(tmp_path / "out"), "--set", "export.check_steps=1", "--json"]
+    # script(1) gives the command a terminal; standard output goes to a file, as `--json > file` does.
+    inside = f"stty cols 120 rows 40; {' '.join(command)} > {tmp_path / 'json'}"
+    terminal = ["script", "-qec", inside, "/dev/null"]
+    seen = subprocess.run(terminal, env=environment, capture_output=True, text=True, check=False)
+    assert seen.returncode == 0, seen.stdout
+    assert "Fetching 6 files: 100%" in seen.stdout
+    assert json.loads((tmp_path / "json").read_text())["target"] == "jetson"
+
+
+def test_a_flag_that_is_a_key_says_so(capsys) -> None:
+    from tests.cli.command import CommandLine
+
+    for flag, key in (("--revision", "model.revision"), ("--dtype", "model.dtype"), ("--factors", "method.factors")):
+        done = CommandLine(capsys)("plan", "--model", "tiny:llama", flag, "x")
+        assert done.code == 2 and f"--set {key}=VALUE" in done.err
