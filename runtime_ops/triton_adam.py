@@ -6,6 +6,7 @@ A state may lie on the host or on the accelerator, whatever suits the run: nothi
 
 # Inside a kernel values are tensors of Triton, which its stubs do not say.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def blockwise_session(loaded: Any, config: Any, seed: int, device: str | None = None) -> MespSession:
     """A session of mesp whose blocks are differentiated by autograd, one at a time."""
     session = MespSession(loaded, config, seed, device)
-    session.model.blocks = BlockwiseBlocks(session.model.blocks.stages, None)
+    model: Any = session.model  # of a family whose block is known
+    model.blocks = BlockwiseBlocks(model.blocks.stages, None)
     return session
 
 

@@ -126,7 +126,9 @@ class LlamaCpp:
     """The same in llama.cpp, by its own clock; its cache is float16 as it is by default."""
 
     def __init__(self, file: Path, threads: int) -> None:
-        import xllamacpp
+        import xllamacpp as binding
+
+        xllamacpp: Any = binding
 
         params = xllamacpp.CommonParams()
         params.model.path = str(file)

@@ -136,8 +136,13 @@ class DifferentiatedModel:
         return row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers)[0].float()
 
     @torch.no_grad()
-    def forward_backward(self, ids_BT: Tensor, labels_BT: Tensor, scale: float) -> Tensor:
-        """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as they arise."""
+    def forward_backward(
+        self, ids_BT: Tensor, labels_BT: Tensor, scale: float, places_BT: Tensor | None = None
+    ) -> Tensor:
+        """Return the summed loss, float32 []; `scale` times its gradients go to the optimizer as they arise.
+
+        Rows are not packed where blocks are not known: `places_BT` is None.
+        """
 
         def apply(layer: int, gradients: dict[tuple[int, str], tuple[Tensor, Tensor]]) -> None:
             for key, pair in gradients.items():
