@@ -180,12 +180,16 @@ def run(folder: Path, rounds: int, kills: int, seed: int = 0, timeout_s: float =
     folder.mkdir(parents=True, exist_ok=True)
     draw, fleet, done, server = random.Random(seed), Fleet(folder, rounds), 0, 0
     began = time.perf_counter()
-    while done < kills and not (folder / END).exists():
-        time.sleep(draw.uniform(0.02, 0.4))
-        role = draw.randrange(-1, DEVICES) if done % 2 else -1
-        if fleet.kill(role):
-            done, server = done + 1, server + (role < 0)
-    hashes = fleet.end(timeout_s)
+    try:
+        while done < kills and not (folder / END).exists():
+            time.sleep(draw.uniform(0.02, 0.4))
+            role = draw.randrange(-1, DEVICES) if done % 2 else -1
+            if fleet.kill(role):
+                done, server = done + 1, server + (role < 0)
+        hashes = fleet.end(timeout_s)
+    finally:
+        for process in fleet.running.values():
+            process.kill()
     return {"kills": done, "server_kills": server, "rounds": rounds, "seconds": time.perf_counter() - began,
             "hashes": len(set(hashes.values())), "hash": hashes["server"]}  # fmt: skip
 

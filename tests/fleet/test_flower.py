@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import stat
 import statistics
 import subprocess
@@ -158,3 +159,30 @@ def test_the_app_that_is_submitted_names_no_dependencies() -> None:
     app = tomllib.loads(APP)
     assert app["project"]["dependencies"] == []
     assert app["tool"]["flwr"]["app"]["components"]["serverapp"] == "fleetapp:server_app"
+
+
+def test_systemd_takes_the_unit_of_a_device(root: Path, tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    text = (root / "examples/fleet/ondevice-fleet-device.service").read_text()
+    unit = tmp_path / "ondevice-fleet-device.service"
+    unit.write_text(text.replace("/opt/ondevice/bin/ondevice", "/bin/true"))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_unit_and_the_compose_file_name_flags_that_exist(root: Path) -> None:
+    import yaml
+    from typer.main import get_command
+
+    from ondevice.cli.fleet import app
+
+    commands = [service["command"] for service in
+                yaml.safe_load((root / "examples/fleet/compose.yaml").read_text())["services"].values()]  # fmt: skip
+    unit = (root / "examples/fleet/ondevice-fleet-device.service").read_text().replace("\\\n", " ")
+    commands.append(next(line for line in unit.splitlines() if line.startswith("ExecStart=")))
+    verbs = get_command(app).commands  # type: ignore[attr-defined]
+    for command in commands:
+        verb, *flags = command.split("ondevice fleet ", 1)[1].split()
+        known = {name for parameter in verbs[verb].params for name in parameter.opts}
+        assert {flag for flag in flags if flag.startswith("--")} <= known, command

@@ -116,7 +116,7 @@ def test_a_server_that_is_killed_before_any_statement_of_its_database_loses_no_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "SNAPSHOT_EVERY", 2)
-    connect, rounds, found = store_module._connect, 2, set()
+    connect, rounds, found = store_module.connect, 2, set()
     with Store.create(tmp_path / "whole", charter()) as store:
         expected = run(store, rounds)
     for point in itertools.count(1):
@@ -130,7 +130,7 @@ def test_a_server_that_is_killed_before_any_statement_of_its_database_loses_no_w
         child = os.fork()
         if child == 0:  # nothing of pytest may run here, whatever happens
             try:
-                store_module._connect = connect_and_die
+                store_module.connect = connect_and_die
                 with Store.create(folder, charter()) as store:
                     run(store, rounds)
             finally:
