@@ -9,6 +9,7 @@ What a program's time goes to is measured in the same calls: blocks, head, and t
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -126,9 +127,7 @@ class LlamaCpp:
     """The same in llama.cpp, by its own clock; its cache is float16 as it is by default."""
 
     def __init__(self, file: Path, threads: int) -> None:
-        import xllamacpp as binding
-
-        xllamacpp: Any = binding
+        xllamacpp: Any = importlib.import_module("xllamacpp")  # a compiled module without types
 
         params = xllamacpp.CommonParams()
         params.model.path = str(file)

@@ -56,6 +56,7 @@ def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) ->
     with pytest.raises(RefusedError, match="is not of tiny:qwen3") as caught:
         client.wait_for_conversion(other["id"])
     assert caught.value.expected and str(store) not in str(caught.value)
+    assert not list((store / "exits").iterdir())  # at once, before the daemon tidies up
     with pytest.raises(RefusedError, match="is failed"):
         client.download_conversion(other["id"], tmp_path / "none")
     running = client.convert(adapter, "safetensors")
