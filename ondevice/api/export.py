@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import target
-from ondevice.data.answers import answers_of_rows, answers_of_task, with_answers
+from ondevice.data.answers import answers_of_rows, answers_of_task
 from ondevice.data.templates import is_template
 from ondevice.exporters.base import ExportJob, ExportReport
 
@@ -23,7 +23,7 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
         if "perturbation_scale" not in method.model_fields_set:
             method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
     if not getattr(method, "answers", ()):
-        method = with_answers(method, lambda: _answers(config))
+        method = method.with_answers(lambda: _answers(config))
     if socs := spec.socs:
         chosen = list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
         sections = [config.export.model_copy(update={"soc": (soc,)}) for soc in chosen]

@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from ondevice.core.errors import ConfigError
 from ondevice.core.near import nearest
 
+FindAnswers = Callable[[], tuple[tuple[int, ...], str]]
+"""Gives the answers' tokens of a run's rows, or none and why."""
+
 
 class StrictConfig(BaseModel):
     """A section of a run file. Unknown keys are errors that name the nearest known key, or what became of an old one.
@@ -34,6 +37,10 @@ class StrictConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise _explain(error, type(self), type(self).__name__, None) from None
+
+    def with_answers(self, find: FindAnswers) -> Self:
+        """Return a method's settings with the answers that its loss is over; see `AnswerLossConfig`."""
+        return self
 
     # pydantic's mark of an `__init__` that validates as its own: sections inside others keep their place in an error.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -138,6 +145,27 @@ class AnswerLossConfig(StrictConfig):
 
     answers: tuple[int, ...] = ()
     """The answers' tokens; filled in from the rows, or from the task at an export."""
+
+    def with_answers(self, find: FindAnswers) -> Self:
+        """Return the settings with the answers that the loss is over; as they are where it is over the vocabulary.
+
+        Args:
+            find: `answers_of_rows` or `answers_of_task`, called where the settings ask for answers.
+
+        Raises:
+            ConfigError: `loss` is `answers` and the rows have none that fit.
+        """
+        if self.loss == "vocabulary":
+            return self
+        answers, reason = find()
+        if self.loss == "answers" and not answers:
+            raise ConfigError(
+                f"a loss over the answers does not go with this data: {reason}",
+                expected="a task whose rows share their answers, of one token each, such as sst2, rte or boolq",
+                received="method.loss answers",
+                hint="leave method.loss out, or set it to vocabulary",
+            )
+        return self.model_copy(update={"answers": answers}) if answers else self
 
 
 TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

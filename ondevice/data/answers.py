@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ondevice.core.errors import ConfigError
 from ondevice.core.session import IGNORE
 from ondevice.data.encode import Dataset, encode
 from ondevice.data.rows import Row, Rows
@@ -41,27 +39,3 @@ def answers_of_task(name: str, tokenizer: Any) -> tuple[tuple[int, ...], str]:
     pairs = tuple((prompt, choice.answer) for choice in task.choices)
     rows = Rows("", "classification", items=[Row(1, pairs, 0, end=False)], task=name)
     return answers_of_rows(encode(rows, tokenizer, max_length_tokens=LONGEST))
-
-
-def with_answers(method: Any, find: Callable[[], tuple[tuple[int, ...], str]]) -> Any:
-    """Return a method's settings with the answers that its loss is over.
-
-    Args:
-        method: any method's settings; without a key `loss`, or with `loss: vocabulary`, they are returned as they are.
-        find: `answers_of_rows` or `answers_of_task`, called where the settings ask for answers.
-
-    Raises:
-        ConfigError: `loss` is `answers` and the rows have none that fit.
-    """
-    wanted = getattr(method, "loss", "vocabulary")
-    if wanted == "vocabulary":
-        return method
-    answers, reason = find()
-    if wanted == "answers" and not answers:
-        raise ConfigError(
-            f"a loss over the answers does not go with this data: {reason}",
-            expected="a task whose rows share their answers, of one token each, such as sst2, rte or boolq",
-            received="method.loss answers",
-            hint="leave method.loss out, or set it to vocabulary",
-        )
-    return method if not answers else method.model_copy(update={"answers": answers})

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ArtifactError, FleetError
-from ondevice.data.answers import answers_of_rows, answers_of_task, with_answers
+from ondevice.data.answers import answers_of_rows, answers_of_task
 from ondevice.training.fit import RunRows, read_rows_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def open_run(config: FleetRun) -> tuple[FleetRun, Session, RunRows, Any]:
     assert config.data.max_length_tokens is not None  # noqa: S101  `with_length` has taken it from the rows
     loaded, placement = _load(config)
     rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens)
-    config = config.model_copy(update={"method": with_answers(config.method, lambda: answers_of_rows(rows.train))})
+    config = config.model_copy(update={"method": config.method.with_answers(lambda: answers_of_rows(rows.train))})
     return config, _session(config, loaded, placement), rows, loaded.source
 
 
@@ -52,7 +52,7 @@ def open_task(config: FleetRun) -> tuple[FleetRun, Session, Any]:
     def answers() -> tuple[tuple[int, ...], str]:
         return ((), "no task is named") if task is None else answers_of_task(task, loaded.tokenizer)
 
-    config = config.model_copy(update={"method": with_answers(config.method, answers)})
+    config = config.model_copy(update={"method": config.method.with_answers(answers)})
     return config, _session(config, loaded, placement), loaded.source
 
 

@@ -22,7 +22,6 @@ from ondevice.artifact.adapter import (
 from ondevice.artifact.files import atomic_directory, read_tensors, sha256_file
 from ondevice.core.errors import ConfigError, TrainingError
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
-from ondevice.data.answers import answers_of_rows, with_answers
 from ondevice.models.source import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.callbacks import Callback
@@ -174,7 +173,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens, options=options)
-    config = config.model_copy(update={"method": with_answers(config.method, lambda: _answers(rows))})
+    config = config.model_copy(update={"method": config.method.with_answers(lambda: _answers(rows))})
     session = open_session(options.settled or config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
     trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
@@ -186,6 +185,8 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
 def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
     if rows.stream is not None and not rows.train.template:
         return (), "the labels of a streamed file are not all known"
+    from ondevice.data.answers import answers_of_rows
+
     return answers_of_rows(rows.train)
 
 

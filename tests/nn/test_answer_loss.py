@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from ondevice import method_config, read_dataset  # noqa: E402
 from ondevice.core.errors import ConfigError  # noqa: E402
 from ondevice.core.registry import spec_of  # noqa: E402
-from ondevice.data.answers import answers_of_rows, answers_of_task, with_answers  # noqa: E402
+from ondevice.data.answers import answers_of_rows, answers_of_task  # noqa: E402
 from ondevice.methods.model_loss import method_token_nll  # noqa: E402
 from ondevice.models import Family, load_tokenizer, tiny_model  # noqa: E402
 from ondevice.nn.answer_loss import answer_loss  # noqa: E402
@@ -108,9 +108,9 @@ def test_answers_come_from_the_rows_or_the_task(tmp_path: Path) -> None:
     found = answers_of_rows(rows)
     assert found == answers_of_task("sst2", tokenizer)
     assert tokenizer.convert_ids_to_tokens(list(found[0])) == ["Ġterrible", "Ġgreat"]
-    assert with_answers(method_config("prge", {}), lambda: found).answers == found[0]
-    assert with_answers(method_config("lora", {}), lambda: found).answers == ()
-    assert with_answers(method_config("lora", {"loss": "answers"}), lambda: found).answers == found[0]
+    assert method_config("prge", {}).with_answers(lambda: found).answers == found[0]
+    assert method_config("lora", {}).with_answers(lambda: found).answers == ()
+    assert method_config("lora", {"loss": "answers"}).with_answers(lambda: found).answers == found[0]
 
 
 def test_what_has_no_answers_of_one_token_is_refused_or_left(tmp_path: Path) -> None:
@@ -118,8 +118,8 @@ def test_what_has_no_answers_of_one_token_is_refused_or_left(tmp_path: Path) -> 
     premise = {"premise": "It rained.", "choice1": "Wet.", "choice2": "Dry.", "question": "effect", "label": 0}
     copa = rows_of(tmp_path, "copa", [premise], tokenizer)
     assert answers_of_rows(copa) == ((), "an answer has several tokens")
-    assert with_answers(method_config("prge", {}), lambda: answers_of_rows(copa)).answers == ()
+    assert method_config("prge", {}).with_answers(lambda: answers_of_rows(copa)).answers == ()
     with pytest.raises(ConfigError, match="an answer has several tokens") as error:
-        with_answers(method_config("prge", {"loss": "answers"}), lambda: answers_of_rows(copa))
+        method_config("prge", {"loss": "answers"}).with_answers(lambda: answers_of_rows(copa))
     assert "loss" in str(error.value.hint)
     assert answers_of_task("copa", tokenizer)[0] == ()
