@@ -133,7 +133,8 @@ class MethodSpec:
         offloads: it keeps the model in host memory and brings parts of it to the device that computes.
         ranks: several processes can train together, under `torchrun`.
         replayable: a run can be rebuilt from its log: the seed and one number a query.
-        any_decoder: it takes models whose blocks are not known, because it computes no block itself.
+        any_decoder: it takes models whose blocks are not known, because it computes no block itself; `tried`: it runs
+            their blocks one by one, and finds out on opening whether it can.
         quantises: (config) whether it packs the model's weights itself, which are then loaded on the host.
         for_training: (config) its settings for training in eager PyTorch, with `auto` decided.
         schedule: (config) of a run that names none; None for the loop's own.
@@ -163,7 +164,7 @@ class MethodSpec:
     offloads: bool = False
     ranks: bool = False
     replayable: bool = False
-    any_decoder: bool = False
+    any_decoder: bool | Literal["tried"] = False
     quantises: Callable[[Any], bool] = lambda config: False
     for_training: Callable[[Any], Any] = lambda config: config
     schedule: Callable[[Any], str | None] = lambda config: None
