@@ -120,9 +120,10 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         **_: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log likelihood."""
-        hidden = inputs_embeds
+        hidden, ids = inputs_embeds, input_ids
         if hidden is None:
-            rows = embedding(input_ids, self.model.embed_tokens.weight)  # the module may multiply by itself
+            assert ids is not None, "either input_ids or inputs_embeds"
+            rows = embedding(ids, self.model.embed_tokens.weight)  # the module may multiply by itself
             hidden = rows * rows.new_tensor(self.config.embedding_scale)
         mask, places = None, torch.arange(hidden.shape[1], device=hidden.device)[None]
         if attention_mask is not None and not bool(attention_mask.all()):
