@@ -122,7 +122,8 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         """Return logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log likelihood."""
         hidden, ids = inputs_embeds, input_ids
         if hidden is None:
-            assert ids is not None, "either input_ids or inputs_embeds"
+            if ids is None:
+                raise ValueError("expected input_ids or inputs_embeds")
             rows = embedding(ids, self.model.embed_tokens.weight)  # the module may multiply by itself
             hidden = rows * rows.new_tensor(self.config.embedding_scale)
         mask, places = None, torch.arange(hidden.shape[1], device=hidden.device)[None]

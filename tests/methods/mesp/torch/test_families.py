@@ -89,9 +89,10 @@ def test_weights_in_several_files_are_those_of_one(tmp_path: Path) -> None:
     resident, streamed = load_model(str(tmp_path / "several")), open_model(str(tmp_path / "several"))
     read = resident.model.state_dict()
     assert all(torch.equal(value, read[name]) for name, value in whole.model.state_dict().items())
-    opened = [open_session(model, method_config("mesp", {"weight_placement": placement}), 3)
-              for model, placement in ((whole, "resident"), (resident, "resident"), (streamed, "streamed"))]  # fmt: skip
-    losses = [one.step(ids, labels, 0, 1e-3).loss for one in opened]
+    losses = []
+    for model, placement in ((whole, "resident"), (resident, "resident"), (streamed, "streamed")):
+        opened = open_session(model, method_config("mesp", {"weight_placement": placement}), 3)
+        losses.append(opened.step(ids, labels, 0, 1e-3).loss)
     assert losses[0] == losses[1] == losses[2]
 
 
