@@ -192,7 +192,7 @@ def _usage(error: Any) -> ConfigError:
         # The parser's own guess goes by letters alone: `--lora-rank` would be `--dry-run`.
         message, near = f"no such flag: {unknown}", nearest(unknown, known)
         hint = f"did you mean {near}? {hint}" if near else hint
-        if keys := _keys_named(unknown.lstrip("-").replace("-", "_")):
+        if "--set" in known and (keys := _keys_named(unknown.lstrip("-").replace("-", "_"))):
             hint = f"that is a key of the run file: --set {keys[0]}=VALUE"
     return ConfigError(message, hint=hint)
 

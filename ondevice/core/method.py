@@ -138,7 +138,8 @@ class MethodSpec:
         knows_block: (dims) whether its passes know the model's blocks, for the choice of a method.
         packs: backends whose sessions compute several rows in one sequence (`Session.packed_step`).
         packs_not: why others do not, in half a sentence.
-        any_decoder: it takes models whose blocks are not known, because it computes no block itself.
+        any_decoder: it takes models whose blocks are not known, because it computes no block itself; `tried`: it runs
+            their blocks one by one, and finds out on opening whether it can.
         quantises: (config) whether it packs the model's weights itself, which are then loaded on the host.
         for_training: (config) its settings for training in eager PyTorch, with `auto` decided.
         schedule: (config) of a run that names none; None for the loop's own.
@@ -174,7 +175,7 @@ class MethodSpec:
     knows_block: Callable[[Any], bool] = lambda dims: True
     packs: tuple[str, ...] = ()
     packs_not: str = "its passes have no mask between the rows of a sequence"
-    any_decoder: bool = False
+    any_decoder: bool | Literal["tried"] = False
     quantises: Callable[[Any], bool] = lambda config: False
     for_training: Callable[[Any], Any] = lambda config: config
     schedule: Callable[[Any], str | None] = lambda config: None

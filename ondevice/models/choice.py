@@ -38,7 +38,7 @@ def choose_method(source: str, revision: str | None = None, target_name: str | N
 def takes(spec: MethodSpec, dims: ModelDims) -> bool:
     """True if the blocks of a model have what the method's default settings ask for."""
     if getattr(dims, "whole", False):  # blocks of which nothing is known
-        return bool(getattr(spec, "any_decoder", False))
+        return getattr(spec, "any_decoder", False) is True
     if not spec.knows_block(dims):
         return False
     try:

@@ -168,7 +168,7 @@ def test_what_a_family_does_not_do_is_said_to_methods_that_compute_blocks(case: 
     dims = read_dims(str(folder))
     assert dims.whole
     with pytest.raises(ModelError) as caught:
-        method("mesp").check_model(dims)
+        method("slideformer").check_model(dims)
     assert words in str(caught.value)
     method("lora").check_model(dims)
 

@@ -25,6 +25,6 @@ METHOD = MethodSpec(
         "mlx": ".mlx.program:STAGES",
     },
     quantises=lambda config: config.bits is not None,
-    any_decoder=True,
+    any_decoder="tried",
     reads_files=lambda config: config.weight_placement == "streamed",
 )

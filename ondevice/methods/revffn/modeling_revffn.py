@@ -120,10 +120,11 @@ class RevffnForCausalLM(PreTrainedModel, GenerationMixin):
         **_: Any,
     ) -> CausalLMOutputWithPast:
         """Return logits [B, T, vocab] of int64 [B, T]; with labels also their mean negative log likelihood."""
-        hidden = inputs_embeds
+        hidden, ids = inputs_embeds, input_ids
         if hidden is None:
-            assert input_ids is not None, "input_ids or inputs_embeds"  # noqa: S101
-            rows = embedding(input_ids, self.model.embed_tokens.weight)  # the module may multiply by itself
+            if ids is None:
+                raise ValueError("expected input_ids or inputs_embeds")
+            rows = embedding(ids, self.model.embed_tokens.weight)  # the module may multiply by itself
             hidden = rows * rows.new_tensor(self.config.embedding_scale)
         mask, places = None, torch.arange(hidden.shape[1], device=hidden.device)[None]
         if attention_mask is not None and not bool(attention_mask.all()):

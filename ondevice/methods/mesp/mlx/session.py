@@ -212,8 +212,8 @@ def open_session(files: ModelFiles, config: MespConfig, seed: int, device: str |
         StorageError: no space for the files of streamed weights.
     """
     check_config(config)
-    settings = settings_of(files, config)
     parameters = lora_parameters(files.dims, files.family, config, IN_MLX, "mesp in MLX")
+    settings = settings_of(files, config)
     model = Model(settings, _weights(files, config, settings), loss_tiles=config.loss_tiles,
                   loss_chunk_tokens=config.loss_chunk_tokens)  # fmt: skip
     session = MlxSession(model, parameters, config, files.source.source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,23 @@ def test_streamed_it_has_the_bits_of_resident_weights_and_peft_reads_the_adapter
     opened = open_session(load_model(str(folder)), method_config("mesp", {"rank": 2}), 3)
     opened.load_adapter(again)
     np.testing.assert_array_equal(opened.evaluate(ids, labels)[0], nll)
+
+
+def test_weights_in_several_files_are_those_of_one(tmp_path: Path) -> None:
+    """Resident, streamed, and as transformers reads them."""
+    whole = load_model(str(save_tiny(tmp_path / "one", "qwen3", 3)))
+    shutil.copytree(tmp_path / "one", tmp_path / "several", ignore=shutil.ignore_patterns("*.safetensors"))
+    whole.model.save_pretrained(tmp_path / "several", max_shard_size="60KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 3
+    ids, labels = rows(2, 9, 0)
+    resident, streamed = load_model(str(tmp_path / "several")), open_model(str(tmp_path / "several"))
+    read = resident.model.state_dict()
+    assert all(torch.equal(value, read[name]) for name, value in whole.model.state_dict().items())
+    losses = []
+    for model, placement in ((whole, "resident"), (resident, "resident"), (streamed, "streamed")):
+        opened = open_session(model, method_config("mesp", {"weight_placement": placement}), 3)
+        losses.append(opened.step(ids, labels, 0, 1e-3).loss)
+    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
