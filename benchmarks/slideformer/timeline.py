@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-LANES = ("forward", "backward", "h2d", "d2h", "update", "disk")
+LANES = ("forward", "backward", "h2d", "d2h", "comm", "update", "disk")
 TITLES = {
     "forward": "forward", "backward": "backward", "h2d": "to the GPU", "d2h": "to the host", "update": "update (CPU)",
     "disk": "disk",

@@ -1,13 +1,15 @@
-"""Data parallelism over the GPUs of one host, under `torchrun`: the processes, and what they say to each other.
+"""Data parallelism with sharded states (ZeRO) under `torchrun`: the processes, and what they say to each other.
 
-Every unit has one owner, which keeps its masters and moments and updates it: host memory and update are divided by the
-ranks. A fetched unit is broadcast from its owner, its gradients are summed on their way to the owner. Gradients are
-summed in the compute dtype, as they are stored: half the bytes of float32, and each of the `world - 1` additions rounds
-to bfloat16, as accumulation over micro-batches does.
+Every rank keeps a contiguous share of every unit, its masters and moments, and updates it: host memory, copies and
+update are divided by the ranks. A rank copies its share to its accelerator over its own link, the accelerators gather
+the unit from each other; gradients are summed on their way to the ranks that keep them (reduce-scatter), in the compute
+dtype, as they are stored: half the bytes of float32, and each of the `world - 1` additions rounds to bfloat16, as
+accumulation over micro-batches does.
 
-Two groups. `steps`: NCCL on GPUs, gloo on the CPU, only ever used by the engine's transfer thread, whose order of work
-is the same on every rank. `calls`: gloo, between the main threads, for what rank 0 asks the others to do; it waits as
-long as rank 0 lives, since a checkpoint or an evaluation may take any time.
+Groups, each used by one thread, in an order that is the same on every rank. `steps`: NCCL on GPUs, gloo on the CPU, the
+engine's transfer thread. `sums`: gloo, the update thread. `results`: gloo, the main thread in an evaluation. `calls`:
+gloo, the main thread, for what rank 0 asks the others to do; it waits as long as rank 0 lives, since a checkpoint may
+take any time.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from math import fsum
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ondevice.core.errors import ConfigError, TrainingError
+from ondevice.offload import shares
 
 if TYPE_CHECKING:
     from ondevice.offload.units import Unit
@@ -32,6 +36,10 @@ CHUNK_BYTES = 256 << 20
 """Of one message between hosts' memories."""
 PATIENCE = timedelta(days=30)
 T = TypeVar("T")
+Bounds = tuple[int, ...]
+"""Where each rank's part begins, and where the last one ends."""
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Arrays(Protocol):
@@ -48,42 +56,66 @@ class Ranks:
         self.steps: Any = None
         self.calls: Any = None
         self.sums: Any = None
+        self.results: Any = None
         if self.single:
             return
         limit = timedelta(seconds=timeout_s)
         with _together():
             dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
             self.calls = dist.new_group(backend="gloo", timeout=PATIENCE)
-            self.sums = dist.group.WORLD
-            self.steps = self.sums if device == "cpu" else dist.new_group(backend="nccl", timeout=limit)
+            self.sums, self.results = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
+            world_group = dist.group.WORLD
+            self.steps = world_group if device == "cpu" else dist.new_group(backend="nccl", timeout=limit)
 
-    def owner(self, unit: Unit) -> int:
-        """Return the rank that keeps and updates `unit`."""
-        return unit.index % self.world
+    def share(self, unit: Unit) -> Unit:
+        """Return what this rank keeps and updates of `unit`."""
+        return shares.share(unit, self.rank, self.world)
 
-    def owns(self, unit: Unit) -> bool:
-        return self.owner(unit) == self.rank
+    def padded(self, unit: Unit) -> int:
+        """Return the elements of all shares together: what a unit needs where all of them come together."""
+        return shares.length(unit, self.world) * self.world
 
-    def share(self, rows: int) -> slice:
+    def bounds(self, unit: Unit, span: slice | None = None) -> Bounds:
+        """See `shares.bounds`."""
+        return shares.bounds(unit, self.world, span)
+
+    def row_bounds(self, unit: Unit, rows: Tensor) -> Bounds:
+        """See `shares.row_bounds`."""
+        return shares.row_bounds(unit, self.world, rows)
+
+    def own(self, bounds: Bounds) -> slice:
+        return slice(bounds[self.rank], bounds[self.rank + 1])
+
+    def rows(self, count: int) -> slice:
         """Return this rank's rows of a batch.
 
         Raises:
             ConfigError: the ranks cannot have equally many.
         """
-        check_rows(rows, self.world)
+        check_rows(count, self.world)
         return slice(self.rank, None, self.world)
 
-    def broadcast(self, memory: Tensor, unit: Unit) -> None:
-        """Fill `memory` on all ranks with the owner's, on the current stream (transfer thread)."""
-        if not self.single:
-            with _together():
-                dist.broadcast(memory, self.owner(unit), group=self.steps)
+    def gather(self, memory: Tensor, bounds: Bounds) -> None:
+        """Fill every rank's part of `memory` (its first dimension) from that rank, on the current stream (transfer
+        thread)."""
+        with _together():
+            if _even(bounds):
+                _all_gather(memory[: bounds[-1]], memory[self.own(bounds)], group=self.steps)
+                return
+            for rank in range(self.world):
+                if bounds[rank] < bounds[rank + 1]:
+                    dist.broadcast(memory[bounds[rank] : bounds[rank + 1]], rank, group=self.steps)
 
-    def reduce(self, memory: Tensor, unit: Unit) -> None:
-        """Sum `memory` into the owner's, on the current stream; the others' is undefined after (transfer thread)."""
-        if not self.single:
-            with _together():
-                dist.reduce(memory, self.owner(unit), group=self.steps)
+    def reduce(self, memory: Tensor, bounds: Bounds) -> None:
+        """Sum every rank's part of `memory` there; the rest of it is undefined after. On the current stream (transfer
+        thread)."""
+        with _together():
+            if _even(bounds):
+                _reduce_scatter(memory[self.own(bounds)], memory[: bounds[-1]], group=self.steps)
+                return
+            for rank in range(self.world):
+                if bounds[rank] < bounds[rank + 1]:
+                    dist.reduce(memory[bounds[rank] : bounds[rank + 1]], rank, group=self.steps)
 
     def all_reduce(self, memory: Tensor) -> None:
         """Sum `memory` into that of every rank, on the current stream (transfer thread)."""
@@ -91,15 +123,24 @@ class Ranks:
             with _together():
                 dist.all_reduce(memory, group=self.steps)
 
-    def all_reduce_values(self, values: dict[int, float], count: int) -> dict[int, float]:
-        """Return values of units below `count` from all ranks, in the same order everywhere; waits (transfer
-        thread)."""
+    def sum(self, value: float) -> float:
+        """Return the sum of all ranks' values, the same bits everywhere; waits (one thread at a time)."""
         if self.single:
-            return values
-        summed = torch.tensor([values.get(i, 0.0) for i in range(count)], dtype=torch.float64)
+            return value
+        values = torch.zeros(self.world, dtype=torch.float64)
+        values[self.rank] = value
         with _together():
-            dist.all_reduce(summed, group=self.sums)
-        return dict(enumerate(summed.tolist()))
+            dist.all_reduce(values, group=self.sums)
+        return fsum(values.tolist())
+
+    def collect(self, values: Tensor) -> Tensor:
+        """Return [world, n] of every rank's values [n], on the host; waits (main thread)."""
+        if self.single:
+            return values[None]
+        collected = [torch.empty_like(values) for _ in range(self.world)]
+        with _together():
+            dist.all_gather(collected, values, group=self.results)
+        return torch.stack(collected)
 
     def broadcast_object(self, value: T | None = None) -> T:
         """Return the value that rank 0 gives, on every rank."""
@@ -241,6 +282,11 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
         torch.cuda.set_device(rank)
         device = f"cuda:{rank}"
     return Ranks(rank, world, timeout_s, kind), device
+
+
+def _even(bounds: Bounds) -> bool:
+    """True where all parts are equally long: one call moves them, over all links at once."""
+    return bounds[1] > bounds[0] and all(b - a == bounds[1] - bounds[0] for a, b in zip(bounds, bounds[1:]))
 
 
 @contextmanager

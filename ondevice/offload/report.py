@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Spans = list[tuple[str, str, float, float, int]]
 """Lane, name, start and end in seconds of `time.perf_counter`, bytes."""
-LANES = ("forward", "backward", "h2d", "d2h", "update", "disk")
+LANES = ("forward", "backward", "h2d", "d2h", "comm", "update", "disk")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Overlap:
         idle_s: wall time in which the accelerator computed nothing.
         hiding_factor: backward_s / (d2h_s + update_s) (SlideFormer section 3.1); 1 and more hides the update.
         bound: the lane that was busy longest; an update's wait for the disk counts as `disk`.
+        comm_s: of gathers and sums over ranks, with what they waited for other ranks; 0 in one process.
         simulated_gb_per_s: GB/s of a simulated bus (`bus_limit_gb_per_s`); None is the real one.
     """
 
@@ -42,6 +43,7 @@ class Overlap:
     h2d_bytes: int
     d2h_bytes: int
     bound: str
+    comm_s: float = 0.0
     simulated_gb_per_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,7 +98,7 @@ def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None
         if lane in sizes:
             sizes[lane] += size
     computed = busy["forward"] + busy["backward"]
-    groups = {"compute": computed, **{lane: busy[lane] for lane in ("h2d", "d2h", "update", "disk")}}
+    groups = {"compute": computed, **{lane: busy[lane] for lane in ("h2d", "d2h", "comm", "update", "disk")}}
     groups["update"] -= busy["disk"]
     leaving = busy["d2h"] + busy["update"]
     return Overlap(
@@ -112,6 +114,7 @@ def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None
         h2d_bytes=sizes["h2d"],
         d2h_bytes=sizes["d2h"],
         bound=max(groups, key=lambda lane: groups[lane]),
+        comm_s=busy["comm"],
         simulated_gb_per_s=simulated_gb_per_s,
     )
 

@@ -203,8 +203,8 @@ def open_disk(units: Units, config: SlideformerConfig, timeline: Timeline, ranks
     Raises:
         StorageError: there is no room for them.
     """
-    owned = [unit for unit in units.all if unit.kind != "rest" and ranks.owns(unit)]
-    moments, activations = config.disk_fraction > 0 and bool(owned), config.activations == "disk"
+    owned = [ranks.share(unit) for unit in units.all if unit.kind != "rest"]
+    moments, activations = config.disk_fraction > 0, config.activations == "disk"
     if not moments and not activations:
         return Disk(None, None, None)
     temporary = Path(tempfile.mkdtemp(prefix="ondevice-offload-")) if config.disk_folder is None else None

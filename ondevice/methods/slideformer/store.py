@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ondevice.offload.host import DTYPES, HostStore, is_split, parameters, release
+from ondevice.offload.ranks import SINGLE
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import HostState, Moments, merge, split_, torch_step
 
@@ -31,42 +32,49 @@ CHUNK = 1 << 25
 
 @dataclass
 class _State:
-    """Flat, on the accelerator: what is computed with, float32 master and moments."""
+    """Flat, on the accelerator: what is computed with; of this rank's share float32 master and moments, and that share
+    of what is computed with."""
 
     memory: Tensor
+    own: Tensor
     master: Tensor
     m: Tensor
     v: Tensor
 
 
 class Resident:
-    """States of the first layers; 14 bytes a parameter of the accelerator's memory with bfloat16 compute."""
+    """States of the first layers; 14 bytes a parameter of the accelerator's memory with bfloat16 compute, or 2 and a
+    rank's share of 12."""
 
-    def __init__(self, units: tuple[Unit, ...], device: Device, dtype: torch.dtype, split: bool) -> None:
-        self.units, self.device, self.dtype, self.split = units, device, dtype, split
+    def __init__(
+        self, units: tuple[Unit, ...], device: Device, dtype: torch.dtype, split: bool, ranks: Ranks = SINGLE
+    ) -> None:
+        self.units, self.device, self.dtype, self.split, self.ranks = units, device, dtype, split, ranks
+        self.shares = tuple(ranks.share(unit) for unit in units)
         self.states: dict[int, _State] = {}
 
     def adopt(self, unit: Unit) -> None:
         """Fill a unit's state from its parameters."""
-        master = self.device.empty(unit.numel, torch.float32)
-        for piece in unit.pieces:
-            flat = master[piece.offset : piece.offset + piece.numel]
-            flat.copy_(piece.parameter.detach().reshape(-1))
-        memory = self.device.empty(unit.numel, self.dtype)
-        moments = (self.device.empty(unit.numel, torch.float32) for _ in range(2))
-        self.states[unit.index] = _State(memory.copy_(master), master, *moments)
+        share, bounds = self.ranks.share(unit), self.ranks.bounds(unit)
+        memory = self.device.empty(bounds[-1], self.dtype)
+        master, m, v = (self.device.empty(share.numel, torch.float32) for _ in range(3))
+        for flat, one in ((memory, unit), (master, share)):
+            for piece in one.pieces:
+                flat[piece.offset : piece.offset + piece.numel].copy_(piece.values)
+        self.states[unit.index] = _State(memory, memory[self.ranks.own(bounds)], master, m, v)
 
     @torch.no_grad()
     def update(self, unit: Unit, gradient: Tensor, adam: AdamStep, scale: Tensor | None) -> None:
-        """Run AdamW on the compute lane. `gradient` [numel] in the compute dtype, multiplied by `scale` first."""
+        """Run AdamW on the current stream. `gradient` of this rank's share, in the compute dtype, is multiplied by
+        `scale` first."""
         state = self.states[unit.index]
-        for low in range(0, unit.numel, CHUNK):
-            chunk = slice(low, min(low + CHUNK, unit.numel))
+        for low in range(0, state.master.numel(), CHUNK):
+            chunk = slice(low, min(low + CHUNK, state.master.numel()))
             wide = gradient[chunk].float()
             if scale is not None:
                 wide = wide * scale
             torch_step(state.master[chunk], wide, state.m[chunk], state.v[chunk], adam)
-        state.memory.copy_(state.master)
+        state.own.copy_(state.master)
 
     def master(self, unit: Unit) -> Tensor:
         """Return float32 [numel] on the host."""
@@ -74,7 +82,7 @@ class Resident:
 
     def flat(self, unit: Unit) -> dict[str, Tensor]:
         """Return the tensor that holds the unit's weights, on the host, under the name that `arrays` has for it."""
-        return {"high": self.states[unit.index].memory.cpu()} if self.split else {"master": self.master(unit)}
+        return {"high": self.states[unit.index].own.cpu()} if self.split else {"master": self.master(unit)}
 
     def arrays(self, unit: Unit) -> dict[str, Tensor]:
         """Return everything a resume needs, on the host, for the units whose states are there."""
@@ -82,7 +90,7 @@ class Resident:
         master, moments = state.master.cpu(), Moments("float32", state.m.cpu(), state.v.cpu())
         if not self.split:
             return {"master": master, **moments.tensors()}
-        high, low = torch.empty(unit.numel, dtype=torch.bfloat16), torch.empty(unit.numel, dtype=torch.uint16)
+        high, low = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.uint16)
         split_(master, high, low, moments)
         return {"high": high, "low": low, **moments.tensors()}
 
@@ -90,24 +98,24 @@ class Resident:
         """Take back what `arrays` gave; float32, bfloat16 and uint16 on the host."""
         state, moments = self.states[unit.index], Moments("float32", parts["m"], parts["v"])
         master = merge(parts["high"], parts["low"], moments) if self.split else parts["master"]
-        state.memory.copy_(state.master.copy_(master))
+        state.own.copy_(state.master.copy_(master))
         state.m.copy_(moments.m)
         state.v.copy_(moments.v.abs())
 
 
 class TieredStore(HostStore):
-    """Masters and moments of the units that this rank owns; those of `resident` stay on the accelerator."""
+    """Masters and moments of this rank's share of all units; those of `resident` stay on the accelerator."""
 
     def __init__(
         self, units: Units, config: SlideformerConfig, device: Device, disk: DiskMoments | None, ranks: Ranks
     ) -> None:
         self.units, self.disk, self.ranks = units, disk, ranks
         kept = units.layers[: config.resident_layers]
-        self.resident = Resident(kept, device, DTYPES[config.compute], is_split(config))
+        self.resident = Resident(kept, device, DTYPES[config.compute], is_split(config), ranks)
         for unit in kept:  # one after the other, so that no parameter is there twice for long
             self.resident.adopt(unit)
             release(unit, DTYPES[config.compute])
-        super().__init__([unit for unit in units.all if ranks.owns(unit) and unit not in kept], config, device)
+        super().__init__([ranks.share(unit) for unit in units.all if unit not in kept], config, device)
         for unit in units.all:
             release(unit, self.dtype)
 
@@ -140,7 +148,7 @@ class TieredStore(HostStore):
         part = "high" if self.split else "master"
         states = ((unit, self.states[unit.index]) for unit in self.owned)
         flats = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
-        for unit in self.resident.units:
+        for unit in self.resident.shares:
             flats |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
         return flats
 
@@ -153,16 +161,16 @@ class TieredStore(HostStore):
         return weights
 
     def masters(self) -> dict[str, Tensor]:
-        """See `HostStore.masters`; of all units that are kept here."""
+        """See `HostStore.masters`; of all that is kept here, and of parameters that are cut the flat part."""
         masters = super().masters()
-        for unit in self.resident.units:
+        for unit in self.resident.shares:
             masters |= parameters(unit, self.resident.master(unit))
         return masters
 
     def arrays(self) -> dict[str, Tensor]:
         """See `HostStore.arrays`; of units on the accelerator copies."""
         arrays = {}
-        for unit in self.resident.units:
+        for unit in self.resident.shares:
             arrays |= {f"{part}/{unit.key}": tensor for part, tensor in self._parts(unit).items()}
         return arrays | super().arrays()
 
@@ -172,7 +180,7 @@ class TieredStore(HostStore):
     def load(self, arrays: Arrays) -> None:
         """See `HostStore.load`."""
         super().load(arrays)
-        for unit in self.resident.units:
+        for unit in self.resident.shares:
             self.resident.load(unit, self._load(unit, arrays))
 
     def _load(self, unit: Unit, arrays: Arrays) -> dict[str, Tensor]:
