@@ -161,21 +161,6 @@ class Ranks:
             if error is not None:
                 raise error
 
-    def gather(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return on rank 0 the arrays of all ranks: its own as they are, copies of the others', one at a time."""
-        gathered = dict(arrays)
-        if self.single:
-            return gathered
-        with _together():
-            if self.rank:
-                for name, tensor in arrays.items():
-                    self._send(0, name, tensor)
-                self._send(0, None, None)
-            for other in range(1, self.world if self.rank == 0 else 1):
-                while (entry := self._receive(other))[0] is not None and entry[1] is not None:
-                    gathered[entry[0]] = entry[1]
-        return gathered
-
     @contextmanager
     def lent(self, arrays: Mapping[str, np.ndarray] | None) -> Iterator[Arrays]:
         """Yield the arrays of rank 0 by name, fetched when they are asked for; rank 0 serves the others when it is

@@ -41,9 +41,19 @@ RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "global untied": ({**EXACT, **SMALL, "clip": "global"}, "gpt2", {"layers": 1, "tied": False}),
     "parts": ({**EXACT, "loss_tiles": 3, "window": 2}, "qwen2", {"layers": 4, "tied": False}),
     "disk": ({**EXACT, "disk_fraction": 0.5, "activations": "disk"}, "llama", {"layers": 4}),
+    "resident": ({**EXACT, "resident_layers": 2}, "llama", {"layers": 4}),
+    "resident clipped": ({**EXACT, **SMALL, "resident_layers": 1}, "llama", {"layers": 3, "tied": False}),
     "bfloat16": ({}, "llama", {"layers": 4, "tied": False}),
+    "small moments": ({"moments": "int8"}, "llama", {"layers": 3}),
 }
 """Settings, family and sizes of each comparison with one process."""
+
+
+def parts(engine: SlideformerEngine) -> dict[tuple[str, int], torch.Tensor]:
+    """Masters that this rank keeps, flat, by parameter and the first element that is here."""
+    masters = engine.store.masters()
+    pieces = [p for unit in (*engine.store.owned, *engine.store.resident.shares) for p in unit.pieces]
+    return {(piece.name, piece.start): masters[piece.name].reshape(-1) for piece in pieces}
 
 
 def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, Any]:
@@ -56,7 +66,7 @@ def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, 
     nll, _ = engine.evaluate(ids, labels)
     by_name = {
         "losses": losses,
-        "masters": engine.store.masters(),
+        "masters": parts(engine),
         "nll": torch.from_numpy(nll),
         "window": [slot.memory.cpu().clone() for slot in (*engine.window.layers, *engine.window.head)],
         "bytes": engine.store.bytes,
