@@ -85,7 +85,8 @@ class OffloadEngine:
         return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
 
 
-def host_threads(device: str, ranks: int = 1) -> int:
-    """Return this rank's share of the processors, but for two beside an accelerator: they feed it."""
+def host_threads(device: str, sharing: int = 1) -> int:
+    """Return this process' part of the cores that `sharing` may use, but for two beside an accelerator: they feed
+    it."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, processors // ranks - 2 * (device != "cpu"))
+    return max(1, processors // sharing - 2 * (device != "cpu"))

@@ -15,6 +15,7 @@ take any time.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,13 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ondevice.core.errors import ConfigError, TrainingError
-from ondevice.offload import shares
+from ondevice.offload import cores, shares
 
 if TYPE_CHECKING:
     from ondevice.offload.units import Unit
 
 CHUNK_BYTES = 256 << 20
 """Of one message between hosts' memories."""
+_LOCAL = "LOCAL_WORLD_SIZE"
 PATIENCE = timedelta(days=30)
 T = TypeVar("T")
 Bounds = tuple[int, ...]
@@ -49,10 +51,15 @@ class Arrays(Protocol):
 
 
 class Ranks:
-    """This process among those that train together; alone, every call gives back what it got at once."""
+    """This process among those that train together; alone, every call gives back what it got at once.
+
+    Attributes:
+        sharing: ranks that may use the same cores as this one.
+    """
 
     def __init__(self, rank: int = 0, world: int = 1, timeout_s: float = 600.0, device: str = "cpu") -> None:
         self.rank, self.world, self.single = rank, world, world == 1
+        self.sharing = 1
         self.steps: Any = None
         self.calls: Any = None
         self.sums: Any = None
@@ -66,6 +73,23 @@ class Ranks:
             self.sums, self.results = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
             world_group = dist.group.WORLD
             self.steps = world_group if device == "cpu" else dist.new_group(backend="nccl", timeout=limit)
+            self._bind(device)
+
+    def _bind(self, device: str) -> None:
+        """Let this rank have cores of its own among those of its host."""
+        if not hasattr(os, "sched_getaffinity"):
+            return
+        mine = os.sched_getaffinity(0)
+        gpu = cores.pci_address(torch.cuda.current_device()) if device == "cuda" else None
+        every: list[Any] = [None] * self.world
+        dist.all_gather_object(every, (platform.node(), sorted(mine), gpu), group=self.calls)
+        here = [rank for rank in range(self.world) if every[rank][:2] == every[self.rank][:2]]
+        self.sharing = len(here)
+        if 1 < len(here) <= len(mine):
+            parts = cores.divide(mine, [every[rank][2] for rank in here])
+            if all(parts):
+                cores.bind(parts[here.index(self.rank)])
+                self.sharing = 1
 
     def share(self, unit: Unit) -> Unit:
         """Return what this rank keeps and updates of `unit`."""
@@ -224,16 +248,8 @@ SINGLE = Ranks()
 
 
 def launched() -> tuple[int, int]:
-    """Return rank and number of processes that `torchrun` set, else 0 and 1.
-
-    Raises:
-        ConfigError: they are spread over several hosts.
-    """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if local != world:
-        raise ConfigError("the ranks are spread over several hosts", expected="one host", received=f"{world // local}")
-    return rank, world
+    """Return rank and number of processes that `torchrun` set, else 0 and 1."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def check_rows(rows: int, world: int) -> None:
@@ -254,7 +270,7 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
     """Return the processes that `torchrun` started, once all are there, and this one's device.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks.
+        ConfigError: there are fewer GPUs than ranks on this host.
         TrainingError: the others do not come.
     """
     rank, world = launched()
@@ -262,10 +278,11 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
         return SINGLE, device
     kind = torch.device(device).type
     if kind == "cuda":
-        if torch.cuda.device_count() < world:
-            raise ConfigError("there are fewer GPUs than ranks", expected=world, received=torch.cuda.device_count())
-        torch.cuda.set_device(rank)
-        device = f"cuda:{rank}"
+        local, count = (int(os.environ.get(name, value)) for name, value in (("LOCAL_RANK", rank), (_LOCAL, world)))
+        if torch.cuda.device_count() < count:
+            raise ConfigError("there are fewer GPUs than ranks", expected=count, received=torch.cuda.device_count())
+        torch.cuda.set_device(local)
+        device = f"cuda:{local}"
     return Ranks(rank, world, timeout_s, kind), device
 
 

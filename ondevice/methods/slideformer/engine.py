@@ -68,7 +68,7 @@ class SlideformerEngine(OffloadEngine):
             for worker in (self.transfers, self.updates):
                 worker.submit("its device", self.device.enter)
         shared = (self.units, self.store, config, self.device, self.timeline)
-        threads = config.threads or host_threads(self.device.type, ranks.world)
+        threads = config.threads or host_threads(self.device.type, ranks.sharing)
         self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
         self.window = Window(*shared, self.transfers, self.updater)
         self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
