@@ -88,5 +88,5 @@ class Clipping:
     def restore(self, arrays: Any) -> None:
         """Take back what `norms` gave."""
         norms = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self.units.all)}
-        squares = {index: float(value[0]) for index, value in norms.items() if value is not None}
+        squares = {index: float(value[:1].item()) for index, value in norms.items() if value is not None}
         self.now = replace(self.now, squares=squares if any(squares.values()) else {})

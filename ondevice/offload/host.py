@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ondevice.core.errors import CheckpointError, MissingPackageError
 from ondevice.offload.drive import buffer
+from ondevice.offload.shares import array_name, extent
 from ondevice.runtime_ops import layer_adam
 
 if TYPE_CHECKING:
@@ -152,7 +153,15 @@ class HostStore:
 
     def arrays(self) -> dict[str, Tensor]:
         """Return everything a resume needs, as views."""
-        return {f"{part}/{unit.key}": tensor for unit in self.owned for part, tensor in self._parts(unit).items()}
+        arrays: dict[str, Tensor] = {}
+        for unit in self.owned:
+            arrays |= self._named(unit)
+        return arrays
+
+    def _named(self, unit: Unit) -> dict[str, Tensor]:
+        """The parts of a unit's state as a checkpoint has them; of a share without what fills it up."""
+        parts = {part: tensor[: extent(part, unit)[1]] for part, tensor in self._parts(unit).items()}
+        return {array_name(part, unit): tensor for part, tensor in parts.items() if len(tensor) or not unit.of}
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
         state = self.states[unit.index]
@@ -173,8 +182,7 @@ class HostStore:
         parts = self._parts(unit)
         for part, tensor in parts.items():
             target = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-            each = layer_adam.TILE if part.endswith("_scale") else 1
-            size, low, count = (-(-number // each) for number in (unit.total, unit.low, unit.here))
+            low, count, size = extent(part, unit)
             value = arrays.get(f"{part}/{unit.key}")
             if value is None or tuple(value.shape) != (size,) or value.dtype != target.numpy().dtype:
                 raise CheckpointError(

@@ -9,14 +9,14 @@ accumulation over micro-batches does.
 Groups, each used by one thread, in an order that is the same on every rank. `steps`: NCCL on GPUs, gloo on the CPU, the
 engine's transfer thread. `sums`: gloo, the update thread. `results`: gloo, the main thread in an evaluation. `calls`:
 gloo, the main thread, for what rank 0 asks the others to do; it waits as long as rank 0 lives, since a checkpoint may
-take any time.
+take any time. `files`: gloo, the threads that write a checkpoint; it waits likewise.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from math import fsum
@@ -47,7 +47,9 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 class Arrays(Protocol):
     """Arrays by name, of a checkpoint that lies here or on rank 0."""
 
-    def get(self, name: str, /) -> np.ndarray | None: ...
+    def get(self, name: str, /) -> Any:
+        """Return what has `shape` and `dtype` and gives slices like an array; None where there is none."""
+        ...
 
 
 class Ranks:
@@ -64,12 +66,13 @@ class Ranks:
         self.calls: Any = None
         self.sums: Any = None
         self.results: Any = None
+        self.files: Any = None
         if self.single:
             return
         limit = timedelta(seconds=timeout_s)
         with _together():
             dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
-            self.calls = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self.calls, self.files = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
             self.sums, self.results = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
             world_group = dist.group.WORLD
             self.steps = world_group if device == "cpu" else dist.new_group(backend="nccl", timeout=limit)
@@ -176,23 +179,37 @@ class Ranks:
 
     def agree(self, problem: Exception | None) -> None:
         """Raise the first rank's problem on every rank."""
-        problems: list[Any] = [problem]
-        if not self.single:
-            problems = [None] * self.world
-            with _together():
-                dist.all_gather_object(problems, problem, group=self.calls)
-        for error in problems:
+        for error in self._every(problem, self.calls):
             if error is not None:
                 raise error
 
+    def tell(self, value: T | None = None) -> T | None:
+        """Return the value that rank 0 gives, on every rank (threads that write a checkpoint)."""
+        values: list[Any] = [value]
+        with _together():
+            dist.broadcast_object_list(values, src=0, group=self.files)
+        return values[0]
+
+    def hear(self, value: T) -> list[T]:
+        """Return every rank's value, on every rank (threads that write a checkpoint)."""
+        return self._every(value, self.files)
+
+    def _every(self, value: T, group: Any) -> list[T]:
+        if self.single:
+            return [value]
+        values: list[Any] = [None] * self.world
+        with _together():
+            dist.all_gather_object(values, value, group=group)
+        return values
+
     @contextmanager
-    def lent(self, arrays: Mapping[str, np.ndarray] | None) -> Iterator[Arrays]:
-        """Yield the arrays of rank 0 by name, fetched when they are asked for; rank 0 serves the others when it is
-        done."""
+    def lent(self, arrays: Arrays) -> Iterator[Arrays]:
+        """Yield the arrays of rank 0 by name, of which slices are fetched when they are asked for; rank 0 serves the
+        others when it is done."""
         if self.rank == 0:
-            yield arrays or {}
+            yield arrays
             if not self.single:
-                self._serve(arrays or {})
+                self._serve(arrays)
             return
         try:
             yield _Remote(self)
@@ -200,12 +217,17 @@ class Ranks:
             with _together():
                 dist.send_object_list([None], 0, group=self.calls)
 
-    def _serve(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def _serve(self, arrays: Arrays) -> None:
         with _together():
             for other in range(1, self.world):
-                while (name := self._ask(other)) is not None:
+                while (asked := self._ask(other)) is not None:
+                    name, span = asked
                     value = arrays.get(name)
-                    self._send(other, name, None if value is None else torch.from_numpy(value))
+                    if span is not None:
+                        self._send(other, name, torch.from_numpy(value[span]))
+                        continue
+                    head = None if value is None else (tuple(value.shape), value.dtype)
+                    dist.send_object_list([head], other, group=self.calls)
 
     def _ask(self, source: int) -> Any:
         values: list[Any] = [None]
@@ -236,11 +258,24 @@ class _Remote:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
-    def get(self, name: str, /) -> np.ndarray | None:
+    def get(self, name: str, /) -> Any:
         with _together():
-            dist.send_object_list([name], 0, group=self.ranks.calls)
+            dist.send_object_list([(name, None)], 0, group=self.ranks.calls)
+            head = self.ranks._ask(0)
+        return None if head is None else _RemoteArray(self.ranks, name, *head)
+
+
+class _RemoteArray:
+    """One of them; its elements come when they are asked for."""
+
+    def __init__(self, ranks: Ranks, name: str, shape: tuple[int, ...], dtype: Any) -> None:
+        self.ranks, self.name, self.shape, self.dtype = ranks, name, shape, dtype
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        with _together():
+            dist.send_object_list([(self.name, span)], 0, group=self.ranks.calls)
             tensor = self.ranks._receive(0)[1]
-        return None if tensor is None else tensor.numpy()
+        return np.zeros(0, self.dtype) if tensor is None else tensor.numpy()
 
 
 SINGLE = Ranks()

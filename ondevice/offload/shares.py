@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ondevice.core.errors import CheckpointError
 from ondevice.offload.units import ALIGN, Unit
+from ondevice.runtime_ops.layer_adam import TILE
 
 TABLES = ("embedding", "head")
 
@@ -70,3 +74,68 @@ def row_bounds(unit: Unit, world: int, rows: Tensor) -> tuple[int, ...]:
         return (0, len(rows))
     firsts = torch.arange(world) * (length(unit, world) // unit.pieces[0].shape[1])
     return (*torch.searchsorted(rows, firsts).tolist(), len(rows))
+
+
+def extent(part: str, unit: Unit) -> tuple[int, int, int]:
+    """Return of an array of a unit's state the first element that a share has, how many it has, and how many there
+    are; scales of moments are one for 128 elements."""
+    each = TILE if part.endswith("_scale") else 1
+    return -(-unit.low // each), -(-unit.here // each), -(-unit.total // each)
+
+
+def array_name(part: str, unit: Unit) -> str:
+    """Return the name of an array in a checkpoint: `high/layer.3`, and of a share `high/layer.3@first:last:all`."""
+    if not unit.of:
+        return f"{part}/{unit.key}"
+    first, count, size = extent(part, unit)
+    return f"{part}/{unit.key}@{first}:{first + count}:{size}"
+
+
+def unit_key(name: str) -> str:
+    """Return `Unit.key` of an array's name."""
+    return name.partition("/")[2].partition("@")[0]
+
+
+class Joined:
+    """Arrays by name out of those of a checkpoint, which may be in shares of any number of ranks."""
+
+    def __init__(self, arrays: Any) -> None:
+        self.whole: dict[str, Any] = {}
+        for name, value in arrays.items():
+            base, _, span = name.partition("@")
+            if span:
+                first, last, size = (int(word) for word in span.split(":"))
+                self.whole.setdefault(base, Pieces(base, size)).add(first, last, value)
+            else:
+                self.whole[name] = value
+
+    def get(self, name: str, /) -> Any:
+        """Return an array, or what is sliced like one; None where there is none."""
+        return self.whole.get(name)
+
+
+class Pieces:
+    """One array in pieces; only what is asked for is put together."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.name, self.shape, self.pieces = name, (size,), dict[int, tuple[int, np.ndarray]]()
+
+    @property
+    def dtype(self) -> Any:
+        return next(iter(self.pieces.values()))[1].dtype
+
+    def add(self, first: int, last: int, value: np.ndarray) -> None:
+        """Add elements `first` to `last`, exclusive."""
+        self.pieces[first] = last, value
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        found, at = [], span.start
+        for first, (last, value) in sorted(self.pieces.items()):
+            if first <= at < min(last, span.stop):
+                found.append(value[at - first : span.stop - first])
+                at = min(last, span.stop)
+        if at < span.stop:
+            raise CheckpointError(
+                f"the checkpoint lacks a part of {self.name}", expected=f"element {at}", hint="take an older checkpoint"
+            )
+        return found[0] if len(found) == 1 else np.concatenate([np.zeros(0, self.dtype), *found])

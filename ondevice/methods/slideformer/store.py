@@ -7,6 +7,7 @@ to come and go for them. Each also takes its share of the update off the host.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ondevice.offload.host import DTYPES, HostStore, is_split, parameters, release
 from ondevice.offload.ranks import SINGLE
+from ondevice.offload.shares import array_name
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import HostState, Moments, merge, split_, torch_step
 
@@ -80,9 +82,9 @@ class Resident:
         """Return float32 [numel] on the host."""
         return self.states[unit.index].master.cpu()
 
-    def flat(self, unit: Unit) -> dict[str, Tensor]:
-        """Return the tensor that holds the unit's weights, on the host, under the name that `arrays` has for it."""
-        return {"high": self.states[unit.index].own.cpu()} if self.split else {"master": self.master(unit)}
+    def flat(self, unit: Unit) -> Tensor:
+        """Return what the unit's weights are made of, on the host."""
+        return self.states[unit.index].own.cpu() if self.split else self.master(unit)
 
     def arrays(self, unit: Unit) -> dict[str, Tensor]:
         """Return everything a resume needs, on the host, for the units whose states are there."""
@@ -143,22 +145,37 @@ class TieredStore(HostStore):
         else:
             out.copy_(view[rows])
 
+    @property
+    def shares(self) -> tuple[Unit, ...]:
+        """All that this rank keeps, wherever it is."""
+        return (*self.resident.shares, *self.owned)
+
+    @property
+    def flat_part(self) -> str:
+        """The array of a unit's state that weights are made of."""
+        return "high" if self.split else "master"
+
     def flats(self) -> dict[str, Tensor]:
         """Return those of `arrays` that `weights` is made of."""
-        part = "high" if self.split else "master"
+        part = self.flat_part
         states = ((unit, self.states[unit.index]) for unit in self.owned)
-        flats = {f"{part}/{unit.key}": self._master(s) if s.high is None else s.high for unit, s in states}
-        for unit in self.resident.shares:
-            flats |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
-        return flats
+        flats = {array_name(part, unit): self._master(s) if s.high is None else s.high for unit, s in states}
+        return flats | {array_name(part, unit): self.resident.flat(unit) for unit in self.resident.shares}
 
     def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return every parameter by name, out of the `flats` or `arrays` of all ranks: bfloat16 as computed with in
+        """Return every parameter by name, out of the `flats` or `arrays` of the only rank: bfloat16 as computed with in
         split form, else the float32 masters; no copies."""
-        weights, part = {}, "high" if self.split else "master"
+        weights = {}
         for unit in self.units.all:
-            weights |= parameters(unit, arrays[f"{part}/{unit.key}"])
+            weights |= parameters(unit, arrays[array_name(self.flat_part, unit)])
         return weights
+
+    def weight_parts(self, arrays: dict[str, Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield the same of this rank's share: parameter, its first element that is here, elements, flat."""
+        for unit in self.shares:
+            for piece in unit.pieces if unit.here else ():
+                flat = arrays[array_name(self.flat_part, unit)]
+                yield piece.name, piece.start, flat[piece.offset : piece.offset + piece.numel]
 
     def masters(self) -> dict[str, Tensor]:
         """See `HostStore.masters`; of all that is kept here, and of parameters that are cut the flat part."""
@@ -171,7 +188,7 @@ class TieredStore(HostStore):
         """See `HostStore.arrays`; of units on the accelerator copies."""
         arrays = {}
         for unit in self.resident.shares:
-            arrays |= {f"{part}/{unit.key}": tensor for part, tensor in self._parts(unit).items()}
+            arrays |= self._named(unit)
         return arrays | super().arrays()
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
