@@ -32,6 +32,7 @@ from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.offload import cores
 from ondevice.offload.ranks import join
 
+NEEDS = ("cuda",)
 VARIANTS = ("slideformer", "fsdp2")
 RATE, LIMIT_S, LEAST_S = 1e-5, 120.0, 30.0
 COLUMNS = [
@@ -202,9 +203,10 @@ def main() -> None:
             if args.out:
                 args.out.write_text(json.dumps({"benchmark": "slideformer/ranks", "partial": True, "rows": rows}))
     notes = [
-        f"{args.shape}, {args.length:,} tokens a row, medians of {args.repeats} steps; options: {args.option or 'none'}. "
-        "Weak is beside one GPU with the rows of one, strong beside one GPU with all rows; a run on n of N GPUs has n / N"
-        " of the cores. FSDP2: float32 parameters, gradients and moments in host memory, bfloat16 computation."
+        f"{args.shape}, {args.length:,} tokens a row, medians of {args.repeats} steps; options: "
+        f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of one, strong beside one GPU with all "
+        "rows; a run on n of N GPUs has n / N of the cores. FSDP2: float32 parameters, gradients and moments in host "
+        "memory, bfloat16 computation."
     ]
     finish("slideformer/ranks", rows, args, COLUMNS, title="SlideFormer on the GPUs of a host", notes=notes)
 

@@ -83,7 +83,9 @@ class Clipping:
         if self.limit is None or self.rule != "previous":
             return {}
         squares = self.now.squares
-        return {f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)]).double() for u in self.units.all}
+        return {
+            f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)], dtype=torch.float64) for u in self.units.all
+        }
 
     def restore(self, arrays: Any) -> None:
         """Take back what `norms` gave."""

@@ -6,50 +6,41 @@ the unit from each other; gradients are summed on their way to the ranks that ke
 dtype, as they are stored: half the bytes of float32, and each of the `world - 1` additions rounds to bfloat16, as
 accumulation over micro-batches does.
 
-Groups, each used by one thread, in an order that is the same on every rank. `steps`: NCCL on GPUs, gloo on the CPU, the
-engine's transfer thread. `sums`: gloo, the update thread. `results`: gloo, the main thread in an evaluation. `calls`:
-gloo, the main thread, for what rank 0 asks the others to do; it waits as long as rank 0 lives, since a checkpoint may
-take any time. `files`: gloo, the threads that write a checkpoint; it waits likewise.
+Groups, each used by one thread, in an order that is the same on every rank, and none waits longer than the time-out.
+`steps`: NCCL on GPUs, gloo on the CPU, the engine's transfer thread. `sums`: gloo, the update thread. `results`: gloo,
+the main thread in an evaluation. `calls` and `files` (`ondevice.offload.messages`): the main threads, for what rank 0
+asks the others to do, and the threads that write a checkpoint.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from math import fsum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ondevice.core.errors import ConfigError, TrainingError
+from ondevice.core.errors import ConfigError
 from ondevice.offload import cores, shares
+from ondevice.offload.messages import Arrays, Beat, Messages, together
 
 if TYPE_CHECKING:
     from ondevice.offload.units import Unit
 
-CHUNK_BYTES = 256 << 20
-"""Of one message between hosts' memories."""
 _LOCAL = "LOCAL_WORLD_SIZE"
-PATIENCE = timedelta(days=30)
-T = TypeVar("T")
+GRACE = timedelta(seconds=30)
 Bounds = tuple[int, ...]
 """Where each rank's part begins, and where the last one ends."""
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Arrays(Protocol):
-    """Arrays by name, of a checkpoint that lies here or on rank 0."""
-
-    def get(self, name: str, /) -> Any:
-        """Return what has `shape` and `dtype` and gives slices like an array; None where there is none."""
-        ...
 
 
 class Ranks:
@@ -63,20 +54,40 @@ class Ranks:
         self.rank, self.world, self.single = rank, world, world == 1
         self.sharing = 1
         self.steps: Any = None
-        self.calls: Any = None
         self.sums: Any = None
         self.results: Any = None
-        self.files: Any = None
         if self.single:
             return
         limit = timedelta(seconds=timeout_s)
-        with _together():
-            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
-            self.calls, self.files = (dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2))
+        with together():
+            store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=limit))
+            store.set_timeout(limit)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+            self.beat = Beat(limit)
+            self.calls, self.files = (
+                Messages(topic, store, world, rank, limit, self.beat) for topic in ("calls", "files")
+            )
             self.sums, self.results = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
             world_group = dist.group.WORLD
-            self.steps = world_group if device == "cpu" else dist.new_group(backend="nccl", timeout=limit)
+            # NCCL's own end of a wait ends the process without a word of the layer: ours comes before it.
+            self.steps = world_group if device == "cpu" else dist.new_group(backend="nccl", timeout=limit + GRACE)
             self._bind(device)
+        atexit.register(self.close)
+
+    @property
+    def lost(self) -> Exception | None:
+        """Why the ranks no longer meet; None while they do."""
+        return None if self.single else self.beat.lost
+
+    def abort(self) -> None:
+        """Give up what the ranks do together; whatever waits for it goes on."""
+        if self.steps is not None:
+            self.steps.abort()
+
+    def close(self) -> None:
+        """Let the other ranks know that nothing more comes from here."""
+        if not self.single:
+            self.beat.close()
 
     def _bind(self, device: str) -> None:
         """Let this rank have cores of its own among those of its host."""
@@ -84,8 +95,7 @@ class Ranks:
             return
         mine = os.sched_getaffinity(0)
         gpu = cores.pci_address(torch.cuda.current_device()) if device == "cuda" else None
-        every: list[Any] = [None] * self.world
-        dist.all_gather_object(every, (platform.node(), sorted(mine), gpu), group=self.calls)
+        every = self.calls.every((platform.node(), sorted(mine), gpu))
         here = [rank for rank in range(self.world) if every[rank][:2] == every[self.rank][:2]]
         self.sharing = len(here)
         if 1 < len(here) <= len(mine):
@@ -125,7 +135,7 @@ class Ranks:
     def gather(self, memory: Tensor, bounds: Bounds) -> None:
         """Fill every rank's part of `memory` (its first dimension) from that rank, on the current stream (transfer
         thread)."""
-        with _together():
+        with together():
             if _even(bounds):
                 _all_gather(memory[: bounds[-1]], memory[self.own(bounds)], group=self.steps)
                 return
@@ -136,7 +146,7 @@ class Ranks:
     def reduce(self, memory: Tensor, bounds: Bounds) -> None:
         """Sum every rank's part of `memory` there; the rest of it is undefined after. On the current stream (transfer
         thread)."""
-        with _together():
+        with together():
             if _even(bounds):
                 _reduce_scatter(memory[self.own(bounds)], memory[: bounds[-1]], group=self.steps)
                 return
@@ -147,7 +157,7 @@ class Ranks:
     def all_reduce(self, memory: Tensor) -> None:
         """Sum `memory` into that of every rank, on the current stream (transfer thread)."""
         if not self.single:
-            with _together():
+            with together():
                 dist.all_reduce(memory, group=self.steps)
 
     def sum(self, value: float) -> float:
@@ -156,7 +166,7 @@ class Ranks:
             return value
         values = torch.zeros(self.world, dtype=torch.float64)
         values[self.rank] = value
-        with _together():
+        with together():
             dist.all_reduce(values, group=self.sums)
         return fsum(values.tolist())
 
@@ -165,117 +175,24 @@ class Ranks:
         if self.single:
             return values[None]
         collected = [torch.empty_like(values) for _ in range(self.world)]
-        with _together():
+        with together():
             dist.all_gather(collected, values, group=self.results)
         return torch.stack(collected)
 
-    def broadcast_object(self, value: T | None = None) -> T:
-        """Return the value that rank 0 gives, on every rank."""
-        values: list[Any] = [value]
-        if not self.single:
-            with _together():
-                dist.broadcast_object_list(values, src=0, group=self.calls)
-        return values[0]
-
     def agree(self, problem: Exception | None) -> None:
         """Raise the first rank's problem on every rank."""
-        for error in self._every(problem, self.calls):
+        for error in [problem] if self.single else self.calls.every(problem):
             if error is not None:
                 raise error
 
-    def tell(self, value: T | None = None) -> T | None:
-        """Return the value that rank 0 gives, on every rank (threads that write a checkpoint)."""
-        values: list[Any] = [value]
-        with _together():
-            dist.broadcast_object_list(values, src=0, group=self.files)
-        return values[0]
-
-    def hear(self, value: T) -> list[T]:
-        """Return every rank's value, on every rank (threads that write a checkpoint)."""
-        return self._every(value, self.files)
-
-    def _every(self, value: T, group: Any) -> list[T]:
-        if self.single:
-            return [value]
-        values: list[Any] = [None] * self.world
-        with _together():
-            dist.all_gather_object(values, value, group=group)
-        return values
-
     @contextmanager
     def lent(self, arrays: Arrays) -> Iterator[Arrays]:
-        """Yield the arrays of rank 0 by name, of which slices are fetched when they are asked for; rank 0 serves the
-        others when it is done."""
-        if self.rank == 0:
+        """See `Messages.lent`."""
+        if self.single:
             yield arrays
-            if not self.single:
-                self._serve(arrays)
-            return
-        try:
-            yield _Remote(self)
-        finally:
-            with _together():
-                dist.send_object_list([None], 0, group=self.calls)
-
-    def _serve(self, arrays: Arrays) -> None:
-        with _together():
-            for other in range(1, self.world):
-                while (asked := self._ask(other)) is not None:
-                    name, span = asked
-                    value = arrays.get(name)
-                    if span is not None:
-                        self._send(other, name, torch.from_numpy(value[span]))
-                        continue
-                    head = None if value is None else (tuple(value.shape), value.dtype)
-                    dist.send_object_list([head], other, group=self.calls)
-
-    def _ask(self, source: int) -> Any:
-        values: list[Any] = [None]
-        dist.recv_object_list(values, source, group=self.calls)
-        return values[0]
-
-    def _send(self, target: int, name: str | None, tensor: Tensor | None) -> None:
-        head = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        dist.send_object_list([(name, head)], target, group=self.calls)
-        if tensor is not None and tensor.numel():
-            for chunk in tensor.contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
-                dist.send(chunk, target, group=self.calls)
-
-    def _receive(self, source: int) -> tuple[str | None, Tensor | None]:
-        name, head = self._ask(source)
-        if head is None:
-            return name, None
-        tensor = torch.empty(head[0], dtype=head[1])
-        if tensor.numel():
-            for chunk in tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
-                dist.recv(chunk, source, group=self.calls)
-        return name, tensor
-
-
-class _Remote:
-    """Arrays of rank 0, seen from another."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-    def get(self, name: str, /) -> Any:
-        with _together():
-            dist.send_object_list([(name, None)], 0, group=self.ranks.calls)
-            head = self.ranks._ask(0)
-        return None if head is None else _RemoteArray(self.ranks, name, *head)
-
-
-class _RemoteArray:
-    """One of them; its elements come when they are asked for."""
-
-    def __init__(self, ranks: Ranks, name: str, shape: tuple[int, ...], dtype: Any) -> None:
-        self.ranks, self.name, self.shape, self.dtype = ranks, name, shape, dtype
-
-    def __getitem__(self, span: slice) -> np.ndarray:
-        with _together():
-            dist.send_object_list([(self.name, span)], 0, group=self.ranks.calls)
-            tensor = self.ranks._receive(0)[1]
-        return np.zeros(0, self.dtype) if tensor is None else tensor.numpy()
+        else:
+            with self.calls.lent(arrays) as lent:
+                yield lent
 
 
 SINGLE = Ranks()
@@ -323,16 +240,4 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
 
 def _even(bounds: Bounds) -> bool:
     """True where all parts are equally long: one call moves them, over all links at once."""
-    return bounds[1] > bounds[0] and all(b - a == bounds[1] - bounds[0] for a, b in zip(bounds, bounds[1:]))
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        raise TrainingError(
-            "another rank has ended or does not answer",
-            received=str(error).split(". ")[0][:300],
-            hint="its own message says why; the last checkpoint is intact, resume from it",
-        ) from error
+    return bounds[1] > bounds[0] and all(b - a == bounds[1] - bounds[0] for a, b in pairwise(bounds))

@@ -38,6 +38,8 @@ class Transfers:
 
     def __init__(self, device: Device, timeline: Timeline, ranks: Ranks) -> None:
         self.device, self.timeline, self.ranks = device, timeline, ranks
+        self.expect: Callable[[str, Event], None] = lambda name, event: None
+        """Called with what the ranks have begun together, and when it is done."""
 
     def to_device(self, unit: Unit, target: Tensor, source: Tensor | None, used: Event | None) -> Event:
         """Fill `target` from `source`, if there is one, after `used`."""
@@ -108,6 +110,7 @@ class Transfers:
         with self.device.on("comm"):
             run()
         event = self.device.record("comm")
+        self.expect(unit.name, event)
         self.timeline.span("comm", unit.name, started, event)
         return event
 

@@ -292,8 +292,8 @@ class CheckpointStore:
 
 
 def read_state(path: Path, meta: Meta | None = None) -> dict[str, np.ndarray]:
-    """Read the arrays of a checkpoint: of one process into memory, of several ranks as private maps of their files, which
-    no process could hold together.
+    """Read the arrays of a checkpoint: of one process into memory, of several ranks as private maps of their files,
+    because no process need have room for all.
 
     Raises:
         DamagedError: if a file is not whole.

@@ -20,6 +20,7 @@ from ondevice.methods.slideformer.updater import Updater
 from ondevice.methods.slideformer.window import Window
 from ondevice.offload.activations import Activations
 from ondevice.offload.engine import OffloadEngine, host_threads
+from ondevice.offload.overdue import Overdue
 from ondevice.offload.passes import Passes
 from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.worker import Task, Worker
@@ -55,6 +56,7 @@ class SlideformerEngine(OffloadEngine):
         self.last: Task | None = None
         self.disk = open_disk(units, config, self.timeline, ranks)
         self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
+        self.overdue = None if ranks.single else Overdue(self.watch, ranks)
         try:
             self._allocate(family)
         except BaseException:  # no file and no thread stays where memory does not suffice
@@ -71,6 +73,8 @@ class SlideformerEngine(OffloadEngine):
         threads = config.threads or host_threads(self.device.type, ranks.sharing)
         self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.moments)
         self.window = Window(*shared, self.transfers, self.updater)
+        if self.overdue is not None:
+            self.window.transfers.expect = self.overdue.expect
         self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
         ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
         self.passes = Passes(family, *ahead, self.where, self.liger)
@@ -136,6 +140,8 @@ class SlideformerEngine(OffloadEngine):
 
     def close(self) -> None:
         """End the threads and unlock the host memory; a hanging thread is left to die with the process."""
+        if self.overdue is not None:
+            self.overdue.close()
         if all([worker.close() for worker in (self.transfers, self.updates)]):
             self.disk.close()
             self.device.close()

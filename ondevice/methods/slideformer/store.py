@@ -80,16 +80,17 @@ class Resident:
 
     def master(self, unit: Unit) -> Tensor:
         """Return float32 [numel] on the host."""
-        return self.states[unit.index].master.cpu()
+        return self.states[unit.index].master.to("cpu", copy=True)
 
     def flat(self, unit: Unit) -> Tensor:
         """Return what the unit's weights are made of, on the host."""
-        return self.states[unit.index].own.cpu() if self.split else self.master(unit)
+        return self.states[unit.index].own.to("cpu", copy=True) if self.split else self.master(unit)
 
     def arrays(self, unit: Unit) -> dict[str, Tensor]:
         """Return everything a resume needs, on the host, for the units whose states are there."""
         state = self.states[unit.index]
-        master, moments = state.master.cpu(), Moments("float32", state.m.cpu(), state.v.cpu())
+        master, m, v = (tensor.to("cpu", copy=True) for tensor in (state.master, state.m, state.v))  # a CPU, too
+        moments = Moments("float32", m, v)
         if not self.split:
             return {"master": master, **moments.tensors()}
         high, low = torch.empty(len(master), dtype=torch.bfloat16), torch.empty(len(master), dtype=torch.uint16)

@@ -156,31 +156,31 @@ class Leader(RankedSession):
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one AdamW step on the rows of all ranks."""
-        self.ranks.broadcast_object(("step", (ids, labels, step, learning_rate)))
+        self.ranks.calls.broadcast(("step", (ids, labels, step, learning_rate)))
         return super().step(ids, labels, step, learning_rate)
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; every rank computes its rows."""
-        self.ranks.broadcast_object(("evaluate", (ids, labels)))
+        self.ranks.calls.broadcast(("evaluate", (ids, labels)))
         return super().evaluate(ids, labels)
 
     def state(self) -> dict[str, np.ndarray]:
         """Return this rank's masters and moments; the others hold theirs until `save_beside` or `written(None)`."""
-        self.ranks.broadcast_object(("state", ()))
+        self.ranks.calls.broadcast(("state", ()))
         self.waiting = "folder"
         return super().state()
 
     def save_beside(self, folder: Path) -> Callable[[], dict[str, str]] | None:
         """Let all ranks write into the checkpoint's folder."""
         self.make_model(folder / "model")
-        self.ranks.tell(folder)
+        self.ranks.files.broadcast(folder)
         self.waiting = "files"
         self.write_model(folder / "model", self.arrays)
 
         def files() -> dict[str, str]:
             self.waiting = "nobody"
             digests: dict[str, str] = {}
-            for answer in self.ranks.hear(None)[1:]:
+            for answer in self.ranks.files.every(None)[1:]:
                 if not isinstance(answer, tuple):
                     raise answer or TrainingError("a rank has not written its state")
                 digests[answer[0]] = answer[1]
@@ -197,27 +197,27 @@ class Leader(RankedSession):
             waiting, self.waiting = self.waiting, "nobody"
             try:
                 if waiting == "folder":
-                    self.ranks.tell(None)
+                    self.ranks.files.broadcast(None)
                 elif waiting == "files":  # writing here failed: what the others say no longer matters
-                    self.ranks.hear(None)
+                    self.ranks.files.every(None)
             except TrainingError:  # a rank is gone: the next step says so
                 pass
         super().written(name)
 
     def load_state(self, state: dict[str, np.ndarray] | None) -> None:
         """Take back what `state` gave, and give the others theirs."""
-        self.ranks.broadcast_object(("load_state", (None,)))
+        self.ranks.calls.broadcast(("load_state", (None,)))
         super().load_state(state)
 
     def save_model(self, folder: Path) -> None:
         """See `RankedSession.save_model`."""
         self.make_model(folder)
-        self.ranks.broadcast_object(("save_model", (folder,)))
+        self.ranks.calls.broadcast(("save_model", (folder,)))
         super().save_model(folder)
 
     def finish(self, outcome: Any) -> None:
         """Let the others end; `outcome` is what their `follow` returns."""
-        self.ranks.broadcast_object(("finish", outcome))
+        self.ranks.calls.broadcast(("finish", outcome))
 
 
 def _not_shared(path: Path) -> StorageError:
@@ -239,7 +239,7 @@ class Follower(RankedSession):
             TrainingError: rank 0 has ended without a word.
         """
         while True:
-            call: tuple[str, Any] = self.ranks.broadcast_object()
+            call: tuple[str, Any] = self.ranks.calls.broadcast()
             name, arguments = call
             if name == "finish":
                 self.close()
@@ -268,14 +268,14 @@ class Follower(RankedSession):
         """Write into the folder that rank 0 names, and tell it the file's SHA-256, or what went wrong."""
         answer: tuple[str, str] | Exception
         try:
-            folder = self.ranks.tell()
+            folder = self.ranks.files.broadcast()
             if folder is None:
                 return
             try:
                 answer = self._write_state(folder, state)
             except (OSError, OndeviceError) as error:
                 answer = error
-            self.ranks.hear(answer)
+            self.ranks.files.every(answer)
         except TrainingError:  # rank 0 is gone, which the next call says
             pass
         finally:

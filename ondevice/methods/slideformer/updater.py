@@ -77,7 +77,8 @@ class Updater:
             task.wait()
 
     def submit(self, unit: Unit, gradient: Tensor, event: Event, square: Tensor | None, pooled: bool) -> None:
-        """Update `unit`, this rank's share, once its gradient is here at `event`; `square` is its squared norm, on the host by then."""
+        """Update `unit`, this rank's share, once its gradient is here at `event`; `square` is the squared norm of the
+        whole unit's, on the host by then."""
         now = self.clipping.now
         if self.disk is not None:
             self.disk.prefetch(unit)

@@ -22,7 +22,7 @@ from ondevice.core.errors import CheckpointError, OndeviceError
 from ondevice.core.registry import method_config
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
-from ondevice.methods.slideformer.torch import Follower, Leader
+from ondevice.methods.slideformer.torch import Follower, Leader, SlideformerSession
 from ondevice.models.tiny import tiny_model
 from ondevice.offload.ranks import SINGLE, Ranks, join
 from ondevice.training.checkpoint import CheckpointStore

@@ -6,10 +6,13 @@ With ONDEVICE_RANKS_DEVICE=cuda and two GPUs the same comparisons go through NCC
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +69,49 @@ def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
     command += ["--master-port", str(free_port()), "-m", "ondevice", *map(str, arguments)]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[str, list[list[str]], list[str]]]:
+    """The first host's address, what runs a command on each, and each one's network: two network namespaces of this
+    machine, joined by a pair of devices, or where they cannot be made its loopback."""
+    names = [f"ondevice-{os.getpid()}-{number}" for number in range(2)]
+    devices = [f"od{os.getpid() % 100000}{side}" for side in "ab"]
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
+
+    try:
+        made = shutil.which("ip") is not None and all(ip("netns", "add", name) for name in names)
+        made = made and ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
+        for number, (name, device) in enumerate(zip(names, devices, strict=True)):
+            made = made and ip("link", "set", device, "netns", name)
+            made = made and ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", device)
+            made = made and all(ip("-n", name, "link", "set", one, "up") for one in (device, "lo"))
+        if made:
+            yield "10.77.0.1", [["ip", "netns", "exec", name] for name in names], devices
+        else:
+            yield "127.0.0.1", [[], []], ["lo", "lo"]
+    finally:
+        for name in names:
+            if shutil.which("ip") is not None:
+                ip("netns", "del", name)
+
+
+def torchrun_on_two_hosts(*arguments: object) -> list[str]:
+    """One process on each; what they printed to stderr."""
+    port = free_port()
+    with two_hosts() as (address, prefixes, networks):
+        processes = []
+        for number, (prefix, network) in enumerate(zip(prefixes, networks, strict=True)):
+            command = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+            command += ["--node-rank", str(number), "--nproc-per-node", "1", "--master-addr", address]
+            command += ["--master-port", str(port), "-m", "ondevice", *map(str, arguments)]
+            settings = environment(GLOO_SOCKET_IFNAME=network)
+            processes.append(subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True))
+        errors = [process.communicate(timeout=150)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], errors
+    return errors
 
 
 def results(case: str, folder: Path, world: int) -> list[dict[str, Any]]:
@@ -196,7 +242,7 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path) -> None:
                 process.communicate()
 
 
-def test_the_command_line_trains_and_resumes_on_two_ranks(tmp_path: Path) -> None:
+def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(tmp_path: Path) -> None:
     data, run = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
     options = tiny("slideformer", "--data", data, "--eval-data", data, "--out", run, "--json", "--lr", "1e-3")
     began = time.time()
@@ -204,6 +250,11 @@ def test_the_command_line_trains_and_resumes_on_two_ranks(tmp_path: Path) -> Non
     assert first.returncode == 0, first.stderr
     assert len(first.stdout.splitlines()) == 1 and '"steps": 2' in first.stdout
     assert (run / "model" / "model.safetensors").stat().st_mtime > began
+    if DEVICE == "cpu":
+        apart = [tmp_path / "apart" if word == run else word for word in options]
+        torchrun_on_two_hosts("train", *apart, "--steps", 2)
+        for name in ("model/model.safetensors", "checkpoint-00000002/state-00001.safetensors"):
+            assert (tmp_path / "apart" / name).read_bytes() == (run / name).read_bytes()
     second = torchrun("train", *options, "--steps", 4, "--resume")
     assert second.returncode == 0, second.stderr
     lines = (run / "events.jsonl").read_text().splitlines()
