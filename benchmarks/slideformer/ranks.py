@@ -204,9 +204,9 @@ def main() -> None:
                 args.out.write_text(json.dumps({"benchmark": "slideformer/ranks", "partial": True, "rows": rows}))
     notes = [
         f"{args.shape}, {args.length:,} tokens a row, medians of {args.repeats} steps; options: "
-        f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of one, strong beside one GPU with all "
-        "rows; a run on n of N GPUs has n / N of the cores. FSDP2: float32 parameters, gradients and moments in host "
-        "memory, bfloat16 computation."
+        f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of one, strong beside one GPU with "
+        "all rows; a run on n of N GPUs has n / N of the cores. FSDP2: float32 parameters, gradients and moments in "
+        "host memory, bfloat16 computation."
     ]
     finish("slideformer/ranks", rows, args, COLUMNS, title="SlideFormer on the GPUs of a host", notes=notes)
 

@@ -23,7 +23,7 @@ from ondevice.core.errors import TrainingError
 
 CHUNK_BYTES = 256 << 20
 """Of one message between hosts' memories."""
-PERIOD_S, LOOK_S = 1.0, 0.002
+PERIOD_S, LOOK_S, WAIT_S = 1.0, 0.002, 0.05
 T = TypeVar("T")
 
 
@@ -109,14 +109,27 @@ class Messages:
             TrainingError: one is gone.
         """
         self.count += 1
+        met, errors = threading.Event(), list[Exception]()
+
+        def look() -> None:
+            try:
+                here = self.store.add(str(self.count), 1)
+                while here < self.world:
+                    time.sleep(LOOK_S)
+                    here = self.store.add(str(self.count), 0)
+                if self.rank == 0 and self.count > 1:
+                    self.store.delete_key(str(self.count - 1))
+            except (RuntimeError, ValueError) as error:
+                errors.append(error)
+            met.set()
+
+        # A thread of its own: where the store's host is stopped or cut off, it waits for ever.
+        threading.Thread(target=look, name="ondevice-meet", daemon=True).start()
+        while not met.wait(WAIT_S):
+            self.beat.check()
         with together():
-            here = self.store.add(str(self.count), 1)
-            while here < self.world:
-                self.beat.check()
-                time.sleep(LOOK_S)
-                here = self.store.add(str(self.count), 0)
-            if self.rank == 0 and self.count > 1:
-                self.store.delete_key(str(self.count - 1))
+            if errors:
+                raise errors[0]
 
     def broadcast(self, value: T | None = None) -> Any:
         """Return the value that rank 0 gives, on every rank."""

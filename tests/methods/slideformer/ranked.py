@@ -20,6 +20,7 @@ import torch
 
 from ondevice.core.errors import CheckpointError, OndeviceError
 from ondevice.core.registry import method_config
+from ondevice.methods.slideformer import torch as slideformer_torch
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.methods.slideformer.torch import Follower, Leader, SlideformerSession
@@ -162,6 +163,49 @@ def left_alone(ranks: Ranks, device: str, how: int) -> dict[str, Any]:
     return {"message": "no error", "seconds": 0.0}
 
 
+def silent(ranks: Ranks, device: str) -> dict[str, Any]:
+    """Rank 0 is stopped while the others wait for its next word."""
+    began = 0.0
+    try:
+        one = opened(Follower if ranks.rank else Leader, 2, ranks, device)
+        began = time.monotonic()
+        if ranks.rank:
+            one.follow()
+        one.step(*batches(1, rows=ROWS[ranks.world])[0], 0, 1e-3)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    except OndeviceError as error:
+        return {"message": str(error), "seconds": time.monotonic() - began}
+    return {"message": "no error", "seconds": 0.0}
+
+
+def killed_in_a_checkpoint(ranks: Ranks, device: str, folder: Path) -> dict[str, Any]:
+    """Rank 1 is killed in the midst of the second checkpoint."""
+    one, store = opened(Follower if ranks.rank else Leader, 2, ranks, device), checkpoints(folder / "killed")
+    if isinstance(one, Follower):
+        write = slideformer_torch.write_tensors
+        calls: list[Path] = []
+
+        def dies(path: Path, *rest: Any, **options: Any) -> str:
+            calls.append(path)
+            if len(calls) == 2:
+                path.write_bytes(b"half")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(path, *rest, **options)
+
+        slideformer_torch.write_tensors = dies
+        return one.follow()
+    message = "no error"
+    for step, batch in enumerate(batches(2, rows=ROWS[ranks.world])):
+        one.step(*batch, step, 1e-3)
+        try:
+            store.save(step, one.state(), written=one.written, beside=one.save_beside)
+        except OndeviceError as error:
+            message = error.message
+        one.written(None)
+    newest = store.newest(lambda _: None)
+    return {"message": message, "newest": newest and newest.meta.step, "left": len(list(store.folder.iterdir()))}
+
+
 def main(case: str, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     ranks, device = join(device, 30.0 if case in ("runs", "three") else LIMIT_S)
@@ -177,6 +221,10 @@ def main(case: str, folder: Path, device: str) -> None:
             one.finish(None)
         else:
             one.follow()
+    elif case == "silent":
+        by_name = silent(ranks, device)
+    elif case == "killed":
+        by_name = killed_in_a_checkpoint(ranks, device, folder)
     else:
         by_name = left_alone(ranks, device, signal.SIGKILL if case == "dies" else signal.SIGSTOP)
     torch.save(by_name, folder / f"{case}-{ranks.rank}.pt")

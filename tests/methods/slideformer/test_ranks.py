@@ -224,22 +224,33 @@ def test_what_a_checkpoint_lacks_is_an_error_on_every_rank(ranks: list[dict[str,
 
 
 def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path) -> None:
-    """Each of the others says which layer waits for it."""
+    """Each of the others says which layer waits for it; and what rank 0 leaves without a word ends, too. A checkpoint
+    that a rank has not written does not get its name."""
     needs_three()
-    cases = {case: start(case, tmp_path, 3) for case in ("dies", "hangs")}
+    cases = {case: start(case, tmp_path, world) for case, world in (("dies", 3), ("hangs", 3))}
+    survivors = {"dies": (0, 2), "hangs": (0, 2), "silent": (1,), "killed": (0,)}
+    loaded: dict[str, list[dict[str, Any]]] = {}
     try:
-        for case, processes in cases.items():
-            for rank in (0, 2):
-                _, errors = processes[rank].communicate(timeout=90)
-                assert processes[rank].returncode == 0, errors
-                loaded = torch.load(tmp_path / f"{case}-{rank}.pt", weights_only=False)
-                assert "transfer of " in loaded["message"] and "checkpoint is intact" in loaded["message"]
-                assert loaded["seconds"] < 2 * LIMIT_S
+        for case, ranks in survivors.items():
+            if case not in cases:
+                cases[case] = start(case, tmp_path, 2)
+            for rank in ranks:
+                _, errors = cases[case][rank].communicate(timeout=90)
+                assert cases[case][rank].returncode == 0, errors
+                path = tmp_path / f"{case}-{rank}.pt"
+                loaded.setdefault(case, []).append(torch.load(path, weights_only=False))
     finally:
         for processes in cases.values():
             for process in processes:
                 process.kill()
                 process.communicate()
+    for one in (*loaded["dies"], *loaded["hangs"]):
+        assert "transfer of " in one["message"] and one["seconds"] < 2 * LIMIT_S
+    for one in (*loaded["dies"], *loaded["hangs"], *loaded["silent"]):
+        assert "checkpoint is intact" in one["message"]
+    assert LIMIT_S / 2 < loaded["silent"][0]["seconds"] < 4 * LIMIT_S
+    (killed,) = loaded["killed"]
+    assert killed == {"message": "another rank has ended or does not answer", "newest": 0, "left": 1}
 
 
 def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(tmp_path: Path) -> None:
