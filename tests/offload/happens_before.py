@@ -279,7 +279,7 @@ class CheckedDevice(CpuDevice):
         return memory
 
     def synchronize(self) -> None:
-        for lane in ("compute", "h2d", "d2h"):
+        for lane in ("compute", "h2d", "d2h", "comm"):
             self.record(lane).wait()
 
 
@@ -332,33 +332,39 @@ class Kernels(TorchDispatchMode):
 
 
 class CheckedRanks(Ranks):
-    """All ranks of a group of one: what they do together is put into lanes, and uses the one communicator."""
+    """The second of two ranks, alone: what it would do with the other is put into lanes, and uses the one communicator.
+    The other's share of all weights is zero."""
 
     def __init__(self, checker: Checker) -> None:
         super().__init__()
-        self.single, self.checker, self.communicator = False, checker, torch.zeros(1)
+        self.rank, self.world, self.single = 1, 2, False
+        self.checker, self.communicator = checker, torch.zeros(1)
         checker.name(self.communicator, "the communicator")
 
-    def _together(self, *tensors: Tensor) -> None:
+    def _together(self, *touched: tuple[Tensor, bool]) -> None:
         c = self.checker
         lane = getattr(c.local, "lane", None)
         assert lane, "ranks communicate outside of a lane"
         with c.lock:
-            for tensor in (*tensors, self.communicator):
-                c.access(c.lane(lane), tensor, write=True)
+            for tensor, write in (*touched, (self.communicator, True)):
+                c.access(c.lane(lane), tensor, write)
             c.issued(lane)
 
-    def broadcast(self, memory: Tensor, unit: Any) -> None:
-        self._together(memory)
+    def gather(self, memory: Tensor, bounds: Any) -> None:
+        own = self.own(bounds)
+        self._together((memory[own], False), (memory[: own.start], True), (memory[own.stop : bounds[-1]], True))
 
-    def reduce(self, memory: Tensor, unit: Any) -> None:
-        self._together(memory)
+    def reduce(self, memory: Tensor, bounds: Any) -> None:
+        self._together((memory[: bounds[-1]], True))
 
     def all_reduce(self, memory: Tensor) -> None:
-        self._together(memory)
+        self._together((memory, True))
 
-    def all_reduce_values(self, values: dict[int, float], count: int) -> dict[int, float]:
-        return values
+    def sum(self, value: float) -> float:
+        return 2 * value
+
+    def collect(self, values: Tensor) -> Tensor:
+        return torch.stack([values, values])
 
 
 def leave_out_hold(monkeypatch: Any, module: str, function: str) -> None:
@@ -484,12 +490,12 @@ def _adam(checker: Checker, update: Any) -> Any:
 
 
 def _device_adam(checker: Checker, update: Any) -> Any:
-    """AdamW of a state that stays on the accelerator: one kernel of the compute lane."""
+    """AdamW of a state that stays on the accelerator: one kernel of the lane that computes, or gathers after."""
 
     def checked(gradient: Tensor, state: Any, adam: Any, scale: Tensor | None, *rest: Any) -> None:
         written = [t for t in (state.master, state.high, state.low, *state.moments.tensors().values()) if t is not None]
         with checker.lock, checker.quiet():
-            lane = checker.lane("compute")
+            lane = checker.lane(getattr(checker.local, "lane", None) or "compute")
             for one in (gradient, scale):
                 if one is not None:
                     checker.access(lane, one, False)
