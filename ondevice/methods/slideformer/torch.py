@@ -22,6 +22,7 @@ from ondevice.artifact.together import make, write_parts
 from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.engine_session import EngineSession, as_numpy, steps_of
+from ondevice.methods.slideformer.auto import agreed
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.models.save import FILE_NAME, save_description, save_weights
 from ondevice.offload.device import memory_errors
@@ -308,4 +309,4 @@ def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None
     """
     ranks, where = join(device or "cpu", config.timeout_s)
     kind = SlideformerSession if ranks.single else Follower if ranks.rank else Leader
-    return kind(loaded, config, where, ranks)
+    return kind(loaded, agreed(config, ranks), where, ranks)

@@ -21,6 +21,7 @@ import torch
 from ondevice.core.errors import CheckpointError, OndeviceError
 from ondevice.core.registry import method_config
 from ondevice.methods.slideformer import torch as slideformer_torch
+from ondevice.methods.slideformer.auto import agreed
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.methods.slideformer.torch import Follower, Leader, SlideformerSession
@@ -47,6 +48,11 @@ RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "global untied": ({**EXACT, **SMALL, "clip": "global"}, "gpt2", {"layers": 1, "tied": False}),
     "parts": ({**EXACT, "loss_tiles": 3, "window": 2}, "qwen2", {"layers": 4, "tied": False}),
     "disk": ({**EXACT, "disk_fraction": 0.5, "activations": "disk"}, "llama", {"layers": 4}),
+    "masters on disk": (
+        {**EXACT, "disk_fraction": 1, "disk_masters": True, "resident_layers": 1},
+        "llama",
+        {"layers": 3},
+    ),
     "resident": ({**EXACT, "resident_layers": 2}, "llama", {"layers": 4}),
     "resident clipped": ({**EXACT, **SMALL, "resident_layers": 1}, "llama", {"layers": 3, "tied": False}),
     "bfloat16": ({}, "llama", {"layers": 4, "tied": False}),
@@ -62,6 +68,12 @@ def parts(engine: SlideformerEngine) -> dict[tuple[str, int], torch.Tensor]:
     masters = engine.store.masters()
     pieces = [p for unit in (*engine.store.owned, *engine.store.resident.shares) for p in unit.pieces]
     return {(piece.name, piece.start): masters[piece.name].reshape(-1) for piece in pieces}
+
+
+def settled(ranks: Ranks) -> dict[str, Any]:
+    """What ranks agree on that have decided by memory of different sizes, and what each would have chosen."""
+    sizes = {"window": 3 + ranks.rank, "resident_layers": 2 - ranks.rank, "gradient_buffers": 4}
+    return agreed(SlideformerConfig(**sizes), ranks).model_dump(include=set(sizes))
 
 
 def compute(name: str, world: int, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, Any]:
@@ -213,6 +225,7 @@ def main(case: str, folder: Path, device: str) -> None:
     if case == "runs":
         by_name = {name: compute(name, 2, ranks, device) for name in RUNS}
         by_name["session"] = session(ranks, device, folder)
+        by_name["settled"] = settled(ranks)
     elif case == "three":
         by_name = {name: compute(name, 3, ranks, device) for name in THREE}
         one = opened(Follower if ranks.rank else Leader, 3, ranks, device)

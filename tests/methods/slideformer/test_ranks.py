@@ -186,6 +186,10 @@ def test_three_ranks_are_one_process(name: str, three: list[dict[str, Any]]) -> 
     compare(name, three)
 
 
+def test_ranks_agree_on_what_auto_chose(ranks: list[dict[str, Any]]) -> None:
+    assert [one["settled"] for one in ranks] == [{"window": 3, "resident_layers": 1, "gradient_buffers": 4}] * 2
+
+
 def test_host_memory_is_divided(ranks: list[dict[str, Any]]) -> None:
     whole = compute("untied", 2)["bytes"]
     assert [rank["untied"]["bytes"] / whole for rank in ranks] == pytest.approx([0.5, 0.5], abs=0.01)
