@@ -77,6 +77,7 @@ class Bench:
         self.cuda = torch.device(args.device).type == "cuda"
         self.threads = host_threads(torch.device(args.device).type)
         self.losses: dict[tuple[str, int], list[float]] = {}
+        self.on_gpu: dict[str, str] = {}
 
     def say(self, *words: Any) -> None:
         print(f"[{time.time() - self.began:6.1f} s]", *words, flush=True)
@@ -95,7 +96,12 @@ class Bench:
             gb_s = rate * la.BYTES["split", kind].moved / 1e9
             self.say(f"AdamW, {kind} moments: {rate / 1e9:.2f} G parameters/s, {gb_s:.0f} GB/s, {self.threads} threads")
         for kind in la.KINDS if self.cuda else ():
-            self.say(f"AdamW on the GPU, {kind} moments: {self._on_gpu(kind)}")
+            try:
+                said = self._on_gpu(kind)
+            except Exception as error:
+                said = reason(error)
+            self.on_gpu[kind] = said
+            self.say(f"AdamW on the GPU, {kind} moments: {said}")
         return rates
 
     def _on_gpu(self, kind: str) -> str:
@@ -262,6 +268,7 @@ def main() -> None:
         "`resident` has no update and no offload; every variant is checkpointed per layer, with the default kernels. "
         "Each variant was alone in memory. GPU peak is of what the variant itself holds.",
         f"AdamW alone on {bench.threads} threads: {alone}.",
+        *(f"AdamW on the GPU, {kind} moments: {said}." for kind, said in bench.on_gpu.items()),
     ]
     title = "SlideFormer: default settings beside fixed ones"
     finish("slideformer/auto", bench.rows, args, COLUMNS, title=title, notes=notes, updates_parameters_s=rates)
