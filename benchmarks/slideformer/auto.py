@@ -107,12 +107,12 @@ class Bench:
     def _on_gpu(self, kind: str) -> str:
         count, where = (1 << 26) + 37, self.args.device
         moments = la.Moments.empty(count, kind)
-        halves = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.uint16)
+        high, low = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.uint16)
         torch.manual_seed(0)
-        la.split_(torch.randn(count).mul_(0.02), *halves, moments)
-        host = la.HostState(None, *halves, moments, 3)
+        la.split_(torch.randn(count).mul_(0.02), high, low, moments)
+        host = la.HostState(None, high, low, moments, 3)
         moved = {name: tensor.to(where) for name, tensor in moments.tensors().items()}
-        there = la.HostState(None, *(half.to(where) for half in halves), la.Moments(kind, **moved), 3)
+        there = la.HostState(None, high.to(where), low.to(where), la.Moments(kind, **moved), 3)
         for number in range(1, 4):
             gradient = torch.randn(count).mul_(1e-3).bfloat16()
             step = la.AdamStep(1e-4, weight_decay=0.01, step=number)
@@ -140,7 +140,7 @@ class Bench:
         self.data = om.Batches(om.shape_dims(shape)[0].vocab, self.args.length)
         om.release(self.args.device)
         self.beside: dict[int, float] = {}
-        config = SlideformerConfig(moments=moments, timeout_s=120.0)
+        config = SlideformerConfig(**{"moments": moments, "timeout_s": 120.0})
         liger = use_liger(config, torch.device(self.args.device).type)
         if "resident" in names:
             self.measure("resident", batches, lambda: self._resident(shape, liger), None)

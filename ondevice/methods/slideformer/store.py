@@ -117,9 +117,9 @@ class TieredStore(HostStore):
         parts = super()._load(unit, arrays)
         if self.disk is not None and unit.index in self.states and self.disk.holds(unit):  # private maps of the files
             parts = dict(parts)
-            halves = [parts.pop(name, None) for name in ("master", "high", "low")]
+            master, high, low = (parts.pop(name, None) for name in ("master", "high", "low"))
             state = self.states[unit.index]
-            self.disk.put(unit, HostState(*halves, Moments(state.moments.kind, **parts), state.seed))
+            self.disk.put(unit, HostState(master, high, low, Moments(state.moments.kind, **parts), state.seed))
         return parts
 
     @property
