@@ -131,7 +131,8 @@ class Resident:
             state.high.copy_(state.master)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        return self.device.empty(tensor.numel(), tensor.dtype).copy_(tensor)
+        words = tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor  # few kernels know uint16
+        return self.device.empty(tensor.numel(), words.dtype).copy_(words).view(tensor.dtype)
 
 
 def _there(tensor: Tensor | None) -> Tensor:
