@@ -98,7 +98,7 @@ class Messages:
     """Objects between the threads of all ranks that serve one topic, and say the same things in the same order."""
 
     def __init__(self, topic: str, store: Any, world: int, rank: int, limit: timedelta, beat: Beat) -> None:
-        self.store, self.world, self.rank, self.beat = dist.PrefixStore(topic, store), world, rank, beat
+        self.topic, self.store, self.world, self.rank, self.beat = topic, store, world, rank, beat
         self.group: Any = dist.new_group(backend="gloo", timeout=limit)
         self.count = 0
 
@@ -113,12 +113,12 @@ class Messages:
 
         def look() -> None:
             try:
-                here = self.store.add(str(self.count), 1)
+                here = self.store.add(f"{self.topic}/{self.count}", 1)
                 while here < self.world:
                     time.sleep(LOOK_S)
-                    here = self.store.add(str(self.count), 0)
+                    here = self.store.add(f"{self.topic}/{self.count}", 0)
                 if self.rank == 0 and self.count > 1:
-                    self.store.delete_key(str(self.count - 1))
+                    self.store.delete_key(f"{self.topic}/{self.count - 1}")
             except (RuntimeError, ValueError) as error:
                 errors.append(error)
             met.set()
@@ -131,7 +131,7 @@ class Messages:
             if errors:
                 raise errors[0]
 
-    def broadcast(self, value: T | None = None) -> Any:
+    def broadcast(self, value: Any = None) -> Any:
         """Return the value that rank 0 gives, on every rank."""
         values: list[Any] = [value]
         self.meet()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from ondevice.core.errors import ConfigError
 from ondevice.offload import cores, shares
@@ -60,7 +61,7 @@ class Ranks:
             return
         limit = timedelta(seconds=timeout_s)
         with together():
-            store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=limit))
+            store, rank, world = next(rendezvous("env://", rank, world, timeout=limit))
             store.set_timeout(limit)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
             self.beat = Beat(limit)
