@@ -7,12 +7,13 @@ launcher that has bound the ranks already (`torchrun --numa-binding`) is left it
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 SYSTEM = Path("/sys")
 
 
-def divide(cores: set[int], gpus: list[str | None], system: Path = SYSTEM) -> list[list[int]]:
+def divide(cores: set[int], gpus: Sequence[str | None], system: Path = SYSTEM) -> list[list[int]]:
     """Return the cores of each rank of a host: of its GPU's node, where that is known and has some, in equal parts.
 
     Args:

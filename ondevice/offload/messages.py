@@ -1,8 +1,8 @@
 """What ranks say to each other beside their steps: objects, arrays of a checkpoint, and that they still live.
 
 Rank 0 may read data, write a checkpoint, or evaluate for any time, and the others wait for its next word. So before a
-message all meet at a counter in `torchrun`'s store, which they look at again and again; and a thread of each meets the
-others' every second. A rank that is dead, stopped, or behind a broken network ends that, and with it every wait.
+message all meet at a counter in `torchrun`'s store, which they look at again and again; and a thread of each gives a
+sign of life every second. A rank that is dead, stopped, or behind a broken network gives none, which ends every wait.
 """
 
 from __future__ import annotations
@@ -53,19 +53,23 @@ def together() -> Iterator[None]:
 
 
 class Beat:
-    """Meets the other ranks' beats every second.
+    """A sign of life of each rank every second, in `torchrun`'s store."""
 
-    Attributes:
-        lost: why that has failed; another rank is gone.
-    """
-
-    def __init__(self, limit: timedelta) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=limit)
-        self.period_s = min(PERIOD_S, limit.total_seconds() / 4)
-        self.lost: Exception | None = None
+    def __init__(self, store: Any, rank: int, world: int, limit: timedelta) -> None:
+        self.store, self.rank, self.limit_s = store, rank, limit.total_seconds()
+        self.counts, self.seen = [0] * world, [time.monotonic()] * world
+        self.failure: Exception | None = None
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self._run, name="ondevice-beat", daemon=True)
         self.thread.start()
+
+    @property
+    def lost(self) -> Exception | None:
+        """Why a rank, or the store's host, is taken for gone."""
+        late_s = time.monotonic() - min(self.seen)
+        if self.failure is None and late_s > self.limit_s:
+            return RuntimeError(f"rank {self.seen.index(min(self.seen))} gave no sign of life for {late_s:.1f} s")
+        return self.failure
 
     def check(self) -> None:
         """Raise where another rank is gone.
@@ -73,32 +77,36 @@ class Beat:
         Raises:
             TrainingError: it is.
         """
-        if self.lost is not None:
-            with together():
-                raise self.lost
+        with together():
+            if (lost := self.lost) is not None:
+                raise lost
 
     def close(self) -> None:
-        """End the beats of all ranks."""
+        """Let the others know that this rank ends; and leave no thread inside torch, which would end with the process
+        there and abort it."""
         self.ending.set()
-        self.thread.join(4 * self.period_s)
+        self.thread.join(2 * PERIOD_S)
 
     def _run(self) -> None:
-        ending = torch.zeros(1)
-        while not ending.item():
-            ending.fill_(self.ending.is_set())
-            try:
-                dist.all_reduce(ending, group=self.group)
-            except (RuntimeError, ValueError) as error:
-                self.lost = error
-                return
-            self.ending.wait(self.period_s)
+        try:
+            while not self.ending.wait(min(PERIOD_S, self.limit_s / 8)):
+                self.store.add(f"beat/{self.rank}", 1)
+                for rank, before in enumerate(self.counts):
+                    self.counts[rank] = self.store.add(f"beat/{rank}", 0)
+                    if self.counts[rank] != before:
+                        self.seen[rank] = time.monotonic()
+                if self.store.add("ended", 0):
+                    self.failure = RuntimeError("a rank has ended")
+            self.store.add("ended", 1)
+        except (RuntimeError, ValueError) as error:
+            self.failure = error
 
 
 class Messages:
     """Objects between the threads of all ranks that serve one topic, and say the same things in the same order."""
 
     def __init__(self, topic: str, store: Any, world: int, rank: int, limit: timedelta, beat: Beat) -> None:
-        self.store, self.world, self.rank, self.beat = dist.PrefixStore(topic, store), world, rank, beat
+        self.topic, self.store, self.world, self.rank, self.beat = topic, store, world, rank, beat
         self.group: Any = dist.new_group(backend="gloo", timeout=limit)
         self.count = 0
 
@@ -109,29 +117,34 @@ class Messages:
             TrainingError: one is gone.
         """
         self.count += 1
-        met, errors = threading.Event(), list[Exception]()
+        stop, errors = threading.Event(), list[Exception]()
 
         def look() -> None:
             try:
-                here = self.store.add(str(self.count), 1)
-                while here < self.world:
-                    time.sleep(LOOK_S)
-                    here = self.store.add(str(self.count), 0)
-                if self.rank == 0 and self.count > 1:
-                    self.store.delete_key(str(self.count - 1))
+                here = self.store.add(f"{self.topic}/{self.count}", 1)
+                while here < self.world and not stop.wait(LOOK_S):
+                    here = self.store.add(f"{self.topic}/{self.count}", 0)
+                if here == self.world and self.rank == 0 and self.count > 1:
+                    self.store.delete_key(f"{self.topic}/{self.count - 1}")
             except (RuntimeError, ValueError) as error:
                 errors.append(error)
-            met.set()
 
         # A thread of its own: where the store's host is stopped or cut off, it waits for ever.
-        threading.Thread(target=look, name="ondevice-meet", daemon=True).start()
-        while not met.wait(WAIT_S):
-            self.beat.check()
+        thread = threading.Thread(target=look, name="ondevice-meet", daemon=True)
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(WAIT_S)
+                if thread.is_alive():  # a rank that has met this one may have ended since
+                    self.beat.check()
+        finally:
+            stop.set()
+            thread.join(WAIT_S)
         with together():
             if errors:
                 raise errors[0]
 
-    def broadcast(self, value: T | None = None) -> Any:
+    def broadcast(self, value: Any = None) -> Any:
         """Return the value that rank 0 gives, on every rank."""
         values: list[Any] = [value]
         self.meet()

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from ondevice.core.errors import ConfigError
 from ondevice.offload import cores, shares
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
     from ondevice.offload.units import Unit
 
 _LOCAL = "LOCAL_WORLD_SIZE"
-GRACE = timedelta(seconds=30)
+START, GRACE = timedelta(minutes=10), timedelta(seconds=30)
+"""Ranks come when their model is loaded."""
 Bounds = tuple[int, ...]
 """Where each rank's part begins, and where the last one ends."""
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -60,10 +62,11 @@ class Ranks:
             return
         limit = timedelta(seconds=timeout_s)
         with together():
-            store, rank, world = next(dist.rendezvous("env://", rank, world, timeout=limit))
-            store.set_timeout(limit)
+            start = max(limit, START)
+            store, rank, world = next(rendezvous("env://", rank, world, timeout=start))
+            store.set_timeout(start)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
-            self.beat = Beat(limit)
+            self.beat = Beat(store, rank, world, limit)
             self.calls, self.files = (
                 Messages(topic, store, world, rank, limit, self.beat) for topic in ("calls", "files")
             )
