@@ -44,7 +44,7 @@ def test_the_sums_are_those_of_the_spans() -> None:
     assert json.loads(json.dumps(actual.to_dict()))["hiding_factor"] == 1.5
 
 
-@pytest.mark.parametrize("lane", ["h2d", "d2h", "update", "disk"])
+@pytest.mark.parametrize("lane", ["h2d", "d2h", "comm", "update", "disk"])
 def test_the_bound_is_the_longest_lane(lane: str) -> None:
     spans = [*BY_HAND, (lane, "layer 0", 0.0, 50.0, 0)]
     assert overlap(spans, 60.0).bound == lane

@@ -47,7 +47,8 @@ def test_nothing_touches_memory_too_early(config: dict[str, Any], tied: bool, mo
     [
         {"window": 2},
         {"max_grad_norm": 0.1, "clip": "layer", "loss_tiles": 2},
-        {"max_grad_norm": 0.1, "resident_layers": 2, "disk_fraction": 0.5},
+        {"max_grad_norm": 0.1, "resident_layers": 2, "disk_fraction": 0.5, "optimizer": "torch"},
+        {"resident_layers": 1, "disk_fraction": 1.0, "disk_masters": True, "window": 2, "micro_batch_size": 1},
         {"max_grad_norm": 0.1, "clip": "global", "optimizer": "torch"},
     ],
     ids=str,
