@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.offload.model import make_family
+from benchmarks.offload.model import SHAPES, make_family
 from ondevice.methods.slideformer.window import bind
 from ondevice.models.base import Family
 from ondevice.offload.kernels import LigerLoss
@@ -224,9 +224,20 @@ class _Whole(nn.Module):
         return _loss(normed, self.lm.lm_head.weight, targets, self.liger)
 
 
+@torch.no_grad()
+def _fill(module: nn.Module, block: Tensor) -> None:
+    """Values of each rank's shards: norms 1, biases 0, others out of `block`."""
+    for name, parameter in module.named_parameters():
+        local = parameter.to_local().reshape(-1)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        if "norm" in name or name.endswith("bias"):
+            local.fill_(float(not name.endswith("bias")))
+        elif local.numel():
+            local.copy_(block[: local.numel()])
+
+
 class Fsdp2:
-    """`fully_shard` on each layer and on the rest, one rank: float32 parameters, gradients and moments on the host,
-    bf16 computation, torch's fused AdamW on the CPU after the backward pass."""
+    """`fully_shard` on each layer and on the rest, over the ranks that are there: float32 parameters, gradients and
+    moments on the host, bf16 computation, torch's fused AdamW on the CPU after the backward pass."""
 
     def __init__(self, shape: str, block: Tensor, device: str, liger: bool) -> None:
         import torch.distributed as dist
@@ -238,21 +249,29 @@ class Fsdp2:
             backend = "nccl" if kind == "cuda" else "gloo"
             store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        model: Any = make_family(shape, block, torch.float32, "cpu", liger).model
+        world, tied = dist.get_world_size(), SHAPES[shape][2]
+        # Only shares of a large model fit; a tied table would be two after `to_empty`.
+        later = world > 1 and not tied
+        model: Any = make_family(shape, block, *((torch.bfloat16,) if later else (torch.float32,)), "cpu", liger).model
+        if later:
+            model.to("meta").float()
         model.requires_grad_(True)
-        model.model.rotary_emb.to(device)
         keep = {"use_reentrant": False, "preserve_rng_state": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keep)
         model.train()
         self.device, self.whole = device, _Whole(model, liger)
         options: Any = {
-            "mesh": init_device_mesh(kind, (1,)),
+            "mesh": init_device_mesh(kind, (world,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
             "offload_policy": CPUOffloadPolicy(pin_memory=kind == "cuda"),
         }
         for layer in model.model.layers:
             fully_shard(layer, **options)
         fully_shard(self.whole, **options)
+        if later:
+            self.whole.to_empty(device="cpu")
+            _fill(self.whole, block)
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
         self.optimizer = torch.optim.AdamW(self.whole.parameters(), lr=RATE, fused=True)
 
     def step(self, ids: np.ndarray, labels: np.ndarray) -> float:

@@ -1,50 +1,215 @@
-"""Steps of one shape on the ranks that `torchrun` started.
+"""Steps on one and on several GPUs of a host, weak and strong: SlideFormer, and FSDP2 with offload beside it.
 
-torchrun --nproc-per-node 2 -m benchmarks.slideformer.ranks cuda SHAPE ROWS [LENGTH]
+    python -m benchmarks.slideformer.ranks --shape Qwen2.5-7B --gpus 1,2 --rows-each 16 --rows-all 64,16
+
+Weak: each GPU has `--rows-each` rows; strong: all have the same rows together. Every number of GPUs is a run of
+`torchrun`, one after the other, with random weights; a run on n of N GPUs has n / N of the cores. A value is the wall
+time from one step's end to the next one's on rank 0, the median after warm-up.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
+from benchmarks.common import finish, parse_args
 from benchmarks.offload import model as om
+from benchmarks.offload.peers import Fsdp2
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
+from ondevice.offload import cores
 from ondevice.offload.ranks import join
 
-WARMUP, STEPS = 3, 8
+NEEDS = ("cuda",)
+VARIANTS = ("slideformer", "fsdp2")
+RATE, LIMIT_S, LEAST_S = 1e-5, 120.0, 30.0
+COLUMNS = [
+    {"key": "variant", "title": "Variant"},
+    {"key": "gpus", "title": "GPUs"},
+    {"key": "rows", "title": "Batch"},
+    {"key": "step_s", "title": "Step (s)"},
+    {"key": "tokens_per_s", "title": "Tokens/s", "digits": 0},
+    {"key": "weak", "title": "Times one GPU, weak", "digits": 2},
+    {"key": "strong", "title": "Times one GPU, strong", "digits": 2},
+    {"key": "host_bytes_rank", "title": "Host, each (GB)", "scale": 1e-9, "digits": 1},
+    {"key": "device_bytes", "title": "GPU peak (GB)", "scale": 1e-9, "digits": 1},
+    {"key": "bound", "title": "Bound by"},
+    {"key": "error", "title": "Not run"},
+]
 
 
-def main(kind: str, shape: str, rows: int, length: int = 1024) -> None:
-    """Print tokens a second of all ranks, the loss, memory, and rank 0's overlap, as one JSON object."""
-    ranks, device = join(kind, 120.0)
-    family = om.make_family(shape, om.random_block(shape, device))
-    engine = SlideformerEngine(family, SlideformerConfig(timeout_s=120.0), device, ranks)
-    batches = om.Batches(om.shape_dims(shape)[0].vocab, length)
-    seconds, loss = [], 0.0
-    for step in range(WARMUP + STEPS):
-        ids, began = batches.get(rows, step), time.perf_counter()
-        loss = engine.step(ids, ids, step, 1e-5)
-        seconds.append(time.perf_counter() - began)
-    engine.flush()
-    if ranks.rank == 0:
-        figures = {
-            "ranks": ranks.world,
-            "shape": shape,
-            "rows": rows,
-            "tokens_per_s": rows * length / float(np.median(seconds[WARMUP:])),
-            "loss": loss,
-            "host_bytes_rank": engine.host_bytes,
-            "device_bytes": engine.device.peak_bytes(),
-            "overlap": engine.overlap.to_dict() if engine.overlap else None,
-        }
-        print(json.dumps(figures), flush=True)
-    engine.close()
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", default="Qwen2.5-7B", help=", ".join(om.SHAPES))
+    parser.add_argument("--gpus", default="1,2", help="numbers of GPUs")
+    parser.add_argument("--rows-each", type=int, default=16, help="weak scaling")
+    parser.add_argument("--rows-all", default="64,16", help="strong scaling")
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of SlideformerConfig")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--budget-s", type=float, default=480.0, help="end what still runs so long after the start")
+    parser.add_argument("--worker", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--batches", help=argparse.SUPPRESS)
+
+
+class Sliding:
+    """Ours, on the ranks of this run."""
+
+    def __init__(self, args: Any, options: dict[str, Any]) -> None:
+        self.ranks, device = join(args.device, LIMIT_S)
+        if self.ranks.single and torch.cuda.device_count() > 1:
+            everywhere = [cores.pci_address(index) for index in range(torch.cuda.device_count())]
+            cores.bind(cores.divide(os.sched_getaffinity(0), everywhere)[0])
+        family = om.make_family(args.shape, om.random_block(args.shape, device))
+        config = SlideformerConfig(timeout_s=LIMIT_S, **options)
+        self.rank, self.number = self.ranks.rank, 0
+        self.engine = SlideformerEngine(family, config, device, self.ranks)
+
+    def step(self, ids: np.ndarray) -> float:
+        self.number += 1
+        return self.engine.step(ids, ids, self.number - 1, RATE)
+
+    def flush(self) -> None:
+        self.engine.flush()
+
+    def figures(self) -> dict[str, Any]:
+        engine = self.engine
+        last = engine.overlap.to_dict() if engine.overlap else {}
+        figures = {"host_bytes_rank": engine.host_bytes, "device_bytes": engine.device.peak_bytes()}
+        return figures | {"threads": engine.updater.threads, "kernels": engine.kernels, **last}
+
+
+class Sharded:
+    """FSDP2 with all parameters, gradients and moments in host memory, on the ranks of this run."""
+
+    def __init__(self, args: Any, options: dict[str, Any]) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.world, self.device = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), args.device
+        if args.device == "cuda":
+            torch.cuda.set_device(self.rank)
+            self.device = f"cuda:{self.rank}"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+        addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())]
+        count = len(addresses) or self.world
+        parts = cores.divide(os.sched_getaffinity(0), addresses or [None] * count)
+        if parts[self.rank]:
+            cores.bind(parts[self.rank])
+        block = om.random_block(args.shape, self.device)
+        self.one = Fsdp2(args.shape, block, self.device, args.device == "cuda")
+
+    def step(self, ids: np.ndarray) -> float:
+        mine = np.ascontiguousarray(ids[self.rank :: self.world])
+        return self.one.step(mine, mine)
+
+    def flush(self) -> None:
+        self.one.flush()
+
+    def figures(self) -> dict[str, Any]:
+        return {"device_bytes": torch.cuda.max_memory_allocated() if self.device != "cpu" else 0}
+
+
+def work(args: Any) -> None:
+    """One rank of one run; rank 0 adds a line to the file after each batch size."""
+    began = time.perf_counter()
+    options = dict(word.split("=", 1) for word in args.option)
+    one: Any = Sliding(args, options) if args.worker == "slideformer" else Sharded(args, options)
+    built_s, data = time.perf_counter() - began, om.Batches(om.shape_dims(args.shape)[0].vocab, args.length)
+    for number, rows in enumerate(int(word) for word in args.batches.split(",")):
+        seconds, loss = [], 0.0
+        for step in range(args.warmup + (number == 0) + args.repeats):
+            ids, started = data.get(rows, step), time.perf_counter()
+            loss = one.step(ids)
+            seconds.append(time.perf_counter() - started)
+        one.flush()
+        row = {"rows": rows, "step_s": seconds[-args.repeats :], "loss": loss, "build_s": built_s, **one.figures()}
+        if one.rank == 0:
+            print(f"{args.worker} {rows} rows: {float(np.median(row['step_s'])):.3f} s a step", file=sys.stderr)
+            with open(args.out, "a") as file:
+                file.write(json.dumps(row) + "\n")
+    sys.stderr.flush()
+    os._exit(0)  # unlocking host memory takes longer than measuring
+
+
+def run(args: Any, variant: str, gpus: int, batches: list[int], left_s: float) -> list[dict[str, Any]]:
+    """One run of `torchrun`; rows of what it has measured, and of what it has not why."""
+    rows: list[dict[str, Any]] = []
+    why = "out of time"
+    if left_s > LEAST_S:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "rows"
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus)]
+            command += ["--master-port", str(port), "-m", "benchmarks.slideformer.ranks", "--worker", variant]
+            command += ["--batches", ",".join(map(str, batches)), "--out", str(out), "--shape", args.shape]
+            command += ["--length", str(args.length), "--device", args.device, "--warmup", str(args.warmup)]
+            command += ["--repeats", str(args.repeats), *(f"--option={word}" for word in args.option)]
+            most = max(gpus, torch.cuda.device_count())
+            threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // most)))
+            process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": threads}, start_new_session=True)
+            try:
+                code = process.wait(left_s)
+                why = f"ended with {code}"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if out.exists():
+                rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows += [{"rows": count, "error": f"not run: {why}"} for count in batches[len(rows) :]]
+    return [{"variant": variant, "gpus": gpus, "shape": args.shape, "length": args.length, **row} for row in rows]
+
+
+def compare(rows: list[dict[str, Any]], each: int, length: int) -> None:
+    """Add tokens a second, and how many times one GPU that is."""
+    rates = {}
+    for row in rows:
+        if "step_s" in row:
+            row["tokens_per_s"] = row["rows"] * length / float(np.median(row["step_s"]))
+            rates[row["variant"], row["gpus"], row["rows"]] = row["tokens_per_s"]
+    for row in rows:
+        for name, base in (("weak", each), ("strong", row["rows"])):
+            one = rates.get((row["variant"], 1, base))
+            if one and "step_s" in row and (name == "strong" or row["rows"] == each * row["gpus"]):
+                row[name] = row["tokens_per_s"] / one
+
+
+def main() -> None:
+    args = parse_args(__doc__, arguments)
+    if args.worker:
+        work(args)
+    began, rows = time.monotonic(), []
+    strong, counts = [int(word) for word in args.rows_all.split(",")], [int(word) for word in args.gpus.split(",")]
+    for variant in args.variants.split(","):
+        # The peer takes longer, so its run that says most comes first.
+        for gpus in counts if variant == "slideformer" else reversed(counts):
+            batches = list(dict.fromkeys([args.rows_each * gpus, *(n for n in strong if n % gpus == 0)]))
+            rows += run(args, variant, gpus, batches, args.budget_s - (time.monotonic() - began))
+            compare(rows, args.rows_each, args.length)
+            if args.out:
+                args.out.write_text(json.dumps({"benchmark": "slideformer/ranks", "partial": True, "rows": rows}))
+    notes = [
+        f"{args.shape}, {args.length:,} tokens a row, medians of {args.repeats} steps; options: "
+        f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of one, strong beside one GPU with "
+        "all rows; a run on n of N GPUs has n / N of the cores. FSDP2: float32 parameters, gradients and moments in "
+        "host memory, bfloat16 computation."
+    ]
+    finish("slideformer/ranks", rows, args, COLUMNS, title="SlideFormer on the GPUs of a host", notes=notes)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:5]))
+    main()

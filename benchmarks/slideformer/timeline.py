@@ -13,14 +13,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-LANES = ("forward", "backward", "h2d", "d2h", "update", "disk")
+LANES = ("forward", "backward", "h2d", "d2h", "comm", "update", "disk")
 TITLES = {
     "forward": "forward", "backward": "backward", "h2d": "to the GPU", "d2h": "to the host", "update": "update (CPU)",
-    "disk": "disk",
+    "comm": "ranks", "disk": "disk",
 }  # fmt: skip
 COLORS = {
     "forward": "#4477aa", "backward": "#225588", "h2d": "#66aa55", "d2h": "#ccaa33", "update": "#cc6677",
-    "disk": "#999999",
+    "comm": "#aa3377", "disk": "#999999",
 }  # fmt: skip
 
 

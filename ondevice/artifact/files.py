@@ -366,8 +366,9 @@ def _padded(items: list[tuple[str, np.ndarray]], alignment: int) -> Iterator[tup
             yield f"{PADDING}{number}", np.zeros(unused, np.uint8)
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
-    """Read what `write_tensors` wrote; the arrays can be written to.
+def read_tensors(path: Path, *, mapped: bool = False) -> dict[str, np.ndarray]:
+    """Read what `write_tensors` wrote; the arrays can be written to. `mapped` leaves them in the file until they are
+    looked at.
 
     Raises:
         DamagedError: if the file is not whole.
@@ -382,6 +383,10 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
             header = json.loads(file.read(size))
             for name, entry in header.items():
                 start, end = entry["data_offsets"]
+                if mapped and end > start:
+                    kind = np.dtype(kinds[entry["dtype"]])
+                    tensors[name] = np.memmap(path, kind, "c", 8 + size + start, tuple(entry["shape"])).view(np.ndarray)
+                    continue
                 file.seek(8 + size + start)
                 array = np.empty(entry["shape"], dtype=kinds[entry["dtype"]])
                 if array.nbytes != end - start or file.readinto(array.reshape(-1).view(np.uint8).data) != array.nbytes:

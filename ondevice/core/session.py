@@ -208,8 +208,14 @@ class Session(ABC):
     def written(self, name: str | None) -> None:
         """Release the array `name` of `state`, which has been read; None: nothing of it will be read any more."""
 
-    def save_beside(self, folder: Path) -> None:
-        """Write what belongs beside the state into a checkpoint's folder."""
+    def save_beside(self, folder: Path) -> Callable[[], dict[str, str]] | None:
+        """Write what belongs beside the state into a checkpoint's folder.
+
+        Returns:
+            Where other processes write their part of the state there: what waits for them, and gives the SHA-256 of
+            their files by name.
+        """
+        return None
 
     def follow(self) -> Any:
         """Compute with rank 0 until it ends, and return what it passed to `finish`; for methods that train in ranks."""

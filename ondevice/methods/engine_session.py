@@ -68,7 +68,7 @@ def steps_of(value: np.ndarray | None) -> int:
     """
     if value is None:
         raise CheckpointError("the checkpoint lacks optimizer_step", hint="resume from an older checkpoint")
-    return int(value[0])
+    return int(value[:1].item())
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:

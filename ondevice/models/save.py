@@ -21,16 +21,21 @@ def save_weights(folder: Path, weights: dict[str, Tensor], loaded: Any) -> None:
     """
     import torch
 
-    from ondevice.models.load import save_tokenizer
-
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {
         name: (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
         for name, tensor in weights.items()
     }
     write_tensors(folder / FILE_NAME, arrays, bfloat16=True)
+    save_description(folder, next(iter(weights.values())).dtype, loaded)
+
+
+def save_description(folder: Path, dtype: Any, loaded: Any) -> None:
+    """Write configuration and tokenizer of a model whose weights are of `dtype`."""
+    from ondevice.models.load import save_tokenizer
+
     config = loaded.model.config
-    config.dtype = next(iter(weights.values())).dtype
+    config.dtype = dtype
     config.architectures = [type(loaded.model).__name__]
     config.save_pretrained(folder)
     if getattr(loaded.model, "generation_config", None) is not None:

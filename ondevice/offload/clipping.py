@@ -38,8 +38,7 @@ class Clipping:
 
     def __init__(self, config: EngineConfig, units: Units, ranks: Ranks) -> None:
         self.limit, self.rule, self.ranks = config.max_grad_norm, config.clip, ranks
-        self.config, self.count = config, len(units.all)
-        self.owned = tuple(unit for unit in units.all if ranks.owns(unit))
+        self.config, self.units, self.count = config, units, len(units.all)
         self.now = Step(AdamStep(learning_rate=0.0), {}, {})
 
     @property
@@ -80,21 +79,16 @@ class Clipping:
         return ((self.limit or 0.0) / (norm + TINY)).clamp(max=1.0)
 
     def norms(self) -> dict[str, Tensor]:
-        """Return the last step's squared norms of the units that are kept here, for a checkpoint; nothing where no
-        later step reads them."""
+        """Return the last step's squared norms by unit, for a checkpoint; nothing where no later step reads them."""
         if self.limit is None or self.rule != "previous":
             return {}
         squares = self.now.squares
-        return {f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)]).double() for u in self.owned}
+        return {
+            f"square/{u.key}": torch.tensor([squares.get(u.index, 0.0)], dtype=torch.float64) for u in self.units.all
+        }
 
     def restore(self, arrays: Any) -> None:
         """Take back what `norms` gave."""
-        norms = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self.owned)}
-        squares = {index: float(value[0]) for index, value in norms.items() if value is not None}
+        norms = {unit.index: arrays.get(name) for name, unit in zip(self.norms(), self.units.all)}
+        squares = {index: float(value[:1].item()) for index, value in norms.items() if value is not None}
         self.now = replace(self.now, squares=squares if any(squares.values()) else {})
-
-    def share(self) -> None:
-        """Let all ranks know the last step's norms, where the rule needs them; its updates are done by now."""
-        if self.limit is not None and self.rule == "previous":
-            before = self.ranks.all_reduce_values(self.now.before, self.count)
-            self.now = replace(self.now, before=before if any(before.values()) else {})

@@ -20,7 +20,8 @@ from torch import Tensor
 from ondevice.core.errors import DoesNotFitError
 from ondevice.offload.drive import buffer
 
-Lane = Literal["compute", "h2d", "d2h"]
+Lane = Literal["compute", "h2d", "d2h", "comm"]
+"""`comm`: what several ranks do together."""
 BUS: tuple[Lane, ...] = ("h2d", "d2h")
 SPIN_CYCLES = 50_000_000
 MEASURED_BYTES = 64 << 20
@@ -153,7 +154,7 @@ class _CudaEvent:
 
 
 class CudaDevice:
-    """Two copy streams beside the current one."""
+    """Two copy streams, and one for ranks, beside the current one."""
 
     type = "cuda"
 
@@ -165,6 +166,7 @@ class CudaDevice:
                 "compute": torch.cuda.current_stream(),
                 "h2d": torch.cuda.Stream(),
                 "d2h": torch.cuda.Stream(),
+                "comm": torch.cuda.Stream(),
             }
             self.base = _CudaEvent(self.streams["compute"])
             self.base.wait()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
@@ -47,11 +48,17 @@ class OffloadEngine:
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
+        return self._row_losses(ids, labels, ids).numpy(), self._labels_a_row(labels)
+
+    def _row_losses(self, ids: np.ndarray, labels: np.ndarray, every: np.ndarray) -> Tensor:
+        """Float32 [rows] on the host; `every` is what all ranks read together."""
         self._open(False)
         micro_batches = self._micro_batches(ids)
-        h = self.passes.forward(ids, micro_batches, False, ids)
-        nll = self.passes.score(h, [labels[rows] for rows in micro_batches])
-        return nll.cpu().numpy(), (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
+        h = self.passes.forward(ids, micro_batches, False, every)
+        return self.passes.score(h, [labels[rows] for rows in micro_batches]).cpu()
+
+    def _labels_a_row(self, labels: np.ndarray) -> np.ndarray:
+        return (labels[:, 1:] != IGNORE).sum(1).astype(np.int64)
 
     def _open(self, step: bool) -> bool:
         """Begin a pass. True if the one before was a step, whose spans are taken."""
@@ -78,7 +85,8 @@ class OffloadEngine:
         return [slice(low, min(low + size, len(ids))) for low in range(0, len(ids), size)]
 
 
-def host_threads(device: str, ranks: int = 1) -> int:
-    """Return this rank's share of the processors, but for two beside an accelerator: they feed it."""
+def host_threads(device: str, sharing: int = 1) -> int:
+    """Return this process' part of the cores that `sharing` may use, but for two beside an accelerator: they feed
+    it."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, processors // ranks - 2 * (device != "cpu"))
+    return max(1, processors // sharing - 2 * (device != "cpu"))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ondevice.core.errors import CheckpointError, MissingPackageError
 from ondevice.offload.drive import buffer
+from ondevice.offload.shares import array_name, extent
 from ondevice.runtime_ops import layer_adam
 
 if TYPE_CHECKING:
@@ -103,16 +104,16 @@ class HostStore:
         """Fill a unit's state from its parameters, and let go of their memory."""
         master = torch.zeros(unit.numel) if self.split else self.device.pinned(unit.numel, torch.float32)
         for piece in unit.pieces:
-            flat = master[piece.offset : piece.offset + piece.numel]
-            flat.copy_(piece.parameter.detach().reshape(-1))
+            master[piece.offset : piece.offset + piece.numel].copy_(piece.values)
         release(unit, self.dtype)
         moment_buffers = moments_in(buffer(moments_bytes(unit.numel, moments), pin=False), unit.numel, moments)
-        state = layer_adam.HostState(master, None, None, moment_buffers, unit.index)
+        seed = unit.index + (unit.low << 16)  # stochastic rounding: each share has its own numbers
+        state = layer_adam.HostState(master, None, None, moment_buffers, seed)
         if self.split:
             high = self.device.pinned(unit.numel, torch.bfloat16)
             low = buffer(2 * unit.numel, pin=False).view(torch.uint16)[: unit.numel]
             layer_adam.split_(master, high, low, moment_buffers)
-            state = layer_adam.HostState(None, high, low, moment_buffers, unit.index)
+            state = layer_adam.HostState(None, high, low, moment_buffers, seed)
         return state
 
     def state(self, unit: Unit) -> layer_adam.HostState:
@@ -158,7 +159,15 @@ class HostStore:
 
     def arrays(self) -> dict[str, Tensor]:
         """Return everything a resume needs, as views."""
-        return {f"{part}/{unit.key}": tensor for unit in self.owned for part, tensor in self._parts(unit).items()}
+        arrays: dict[str, Tensor] = {}
+        for unit in self.owned:
+            arrays |= self._named(unit)
+        return arrays
+
+    def _named(self, unit: Unit) -> dict[str, Tensor]:
+        """The parts of a unit's state as a checkpoint has them; of a share without what fills it up."""
+        parts = {part: tensor[: extent(part, unit)[1]] for part, tensor in self._parts(unit).items()}
+        return {array_name(part, unit): tensor for part, tensor in parts.items() if len(tensor) or not unit.of}
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
         state = self.state(unit)
@@ -175,19 +184,20 @@ class HostStore:
             self._load(unit, arrays)
 
     def _load(self, unit: Unit, arrays: Arrays) -> dict[str, Tensor]:
-        """The unit's parts, filled from `arrays`."""
+        """The unit's parts, filled from `arrays`, which have those of the whole unit."""
         parts = self._parts(unit)
         for part, tensor in parts.items():
             target = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+            low, count, size = extent(part, unit)
             value = arrays.get(f"{part}/{unit.key}")
-            if value is None or value.shape != tuple(target.shape) or value.dtype != target.numpy().dtype:
+            if value is None or tuple(value.shape) != (size,) or value.dtype != target.numpy().dtype:
                 raise CheckpointError(
                     f"the checkpoint does not fit: {part}/{unit.key}",
-                    expected=f"{target.numpy().dtype} {list(target.shape)}",
+                    expected=f"{target.numpy().dtype} {[size]}",
                     received=None if value is None else f"{value.dtype} {list(value.shape)}",
                     hint="resume with the settings, and on a machine with the compiler, that wrote it",
                 )
-            target.copy_(torch.from_numpy(value))
+            target[:count].copy_(torch.from_numpy(value[low : low + count]))
         return parts
 
     @property

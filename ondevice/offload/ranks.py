@@ -1,196 +1,201 @@
-"""Data parallelism over the GPUs of one host, under `torchrun`: the processes, and what they say to each other.
+"""Data parallelism with sharded states (ZeRO) under `torchrun`: the processes, and what they say to each other.
 
-Every unit has one owner, which keeps its masters and moments and updates it: host memory and update are divided by the
-ranks. A fetched unit is broadcast from its owner, its gradients are summed on their way to the owner. Gradients are
-summed in the compute dtype, as they are stored: half the bytes of float32, and each of the `world - 1` additions rounds
-to bfloat16, as accumulation over micro-batches does.
+Every rank keeps a contiguous share of every unit, its masters and moments, and updates it: host memory, copies and
+update are divided by the ranks. A rank copies its share to its accelerator over its own link, the accelerators gather
+the unit from each other; gradients are summed on their way to the ranks that keep them (reduce-scatter), in the compute
+dtype, as they are stored: half the bytes of float32, and each of the `world - 1` additions rounds to bfloat16, as
+accumulation over micro-batches does.
 
-Two groups. `steps`: NCCL on GPUs, gloo on the CPU, only ever used by the engine's transfer thread, whose order of work
-is the same on every rank. `calls`: gloo, between the main threads, for what rank 0 asks the others to do; it waits as
-long as rank 0 lives, since a checkpoint or an evaluation may take any time.
+Groups, each used by one thread, in an order that is the same on every rank, and none waits longer than the time-out.
+`steps`: NCCL on GPUs, gloo on the CPU, the engine's transfer thread. `sums`: gloo, the update thread. `results`: gloo,
+the main thread in an evaluation. `calls` and `files` (`ondevice.offload.messages`): the main threads, for what rank 0
+asks the others to do, and the threads that write a checkpoint.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterator, Mapping
+import platform
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from itertools import pairwise
+from math import fsum
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
-from ondevice.core.errors import ConfigError, TrainingError
+from ondevice.core.errors import ConfigError
+from ondevice.offload import cores, shares
+from ondevice.offload.messages import Arrays, Beat, Messages, together
 
 if TYPE_CHECKING:
     from ondevice.offload.units import Unit
 
-CHUNK_BYTES = 256 << 20
-"""Of one message between hosts' memories."""
-PATIENCE = timedelta(days=30)
-T = TypeVar("T")
-
-
-class Arrays(Protocol):
-    """Arrays by name, of a checkpoint that lies here or on rank 0."""
-
-    def get(self, name: str, /) -> np.ndarray | None: ...
+_LOCAL = "LOCAL_WORLD_SIZE"
+START, GRACE = timedelta(minutes=10), timedelta(seconds=30)
+"""Ranks come when their model is loaded."""
+Bounds = tuple[int, ...]
+"""Where each rank's part begins, and where the last one ends."""
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Ranks:
-    """This process among those that train together; alone, every call gives back what it got at once."""
+    """This process among those that train together; alone, every call gives back what it got at once.
+
+    Attributes:
+        sharing: ranks that may use the same cores as this one.
+    """
 
     def __init__(self, rank: int = 0, world: int = 1, timeout_s: float = 600.0, device: str = "cpu") -> None:
         self.rank, self.world, self.single = rank, world, world == 1
+        self.sharing = 1
         self.steps: Any = None
-        self.calls: Any = None
         self.sums: Any = None
+        self.results: Any = None
         if self.single:
             return
         limit = timedelta(seconds=timeout_s)
-        with _together():
-            dist.init_process_group("gloo", rank=rank, world_size=world, timeout=limit)
-            self.calls = dist.new_group(backend="gloo", timeout=PATIENCE)
-            self.sums = dist.group.WORLD
-            self.steps = self.sums if device == "cpu" else dist.new_group(backend="nccl", timeout=limit)
+        with together():
+            start = max(limit, START)
+            store, rank, world = next(rendezvous("env://", rank, world, timeout=start))
+            store.set_timeout(start)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=limit)
+            self.beat = Beat(store, rank, world, limit)
+            self.calls, self.files = (
+                Messages(topic, store, world, rank, limit, self.beat) for topic in ("calls", "files")
+            )
+            self.sums, self.results = (dist.new_group(backend="gloo", timeout=limit) for _ in range(2))
+            world_group = dist.group.WORLD
+            # NCCL's own end of a wait ends the process without a word of the layer: ours comes before it.
+            self.steps = world_group if device == "cpu" else dist.new_group(backend="nccl", timeout=limit + GRACE)
+            self._bind(device)
+        atexit.register(self.close)
 
-    def owner(self, unit: Unit) -> int:
-        """Return the rank that keeps and updates `unit`."""
-        return unit.index % self.world
+    @property
+    def lost(self) -> Exception | None:
+        """Why the ranks no longer meet; None while they do."""
+        return None if self.single else self.beat.lost
 
-    def owns(self, unit: Unit) -> bool:
-        return self.owner(unit) == self.rank
+    def abort(self) -> None:
+        """Give up what the ranks do together; whatever waits for it goes on."""
+        if self.steps is not None:
+            self.steps.abort()
 
-    def share(self, rows: int) -> slice:
+    def close(self) -> None:
+        """Let the other ranks know that nothing more comes from here."""
+        if not self.single:
+            self.beat.close()
+
+    def _bind(self, device: str) -> None:
+        """Let this rank have cores of its own among those of its host."""
+        if not hasattr(os, "sched_getaffinity"):
+            return
+        mine = os.sched_getaffinity(0)
+        gpu = cores.pci_address(torch.cuda.current_device()) if device == "cuda" else None
+        every = self.calls.every((platform.node(), sorted(mine), gpu))
+        here = [rank for rank in range(self.world) if every[rank][:2] == every[self.rank][:2]]
+        self.sharing = len(here)
+        if 1 < len(here) <= len(mine):
+            parts = cores.divide(mine, [every[rank][2] for rank in here])
+            if all(parts):
+                cores.bind(parts[here.index(self.rank)])
+                self.sharing = 1
+
+    def share(self, unit: Unit) -> Unit:
+        """Return what this rank keeps and updates of `unit`."""
+        return shares.share(unit, self.rank, self.world)
+
+    def padded(self, unit: Unit) -> int:
+        """Return the elements of all shares together: what a unit needs where all of them come together."""
+        return shares.length(unit, self.world) * self.world
+
+    def bounds(self, unit: Unit, span: slice | None = None) -> Bounds:
+        """See `shares.bounds`."""
+        return shares.bounds(unit, self.world, span)
+
+    def row_bounds(self, unit: Unit, rows: Tensor) -> Bounds:
+        """See `shares.row_bounds`."""
+        return shares.row_bounds(unit, self.world, rows)
+
+    def own(self, bounds: Bounds) -> slice:
+        return slice(bounds[self.rank], bounds[self.rank + 1])
+
+    def rows(self, count: int) -> slice:
         """Return this rank's rows of a batch.
 
         Raises:
             ConfigError: the ranks cannot have equally many.
         """
-        check_rows(rows, self.world)
+        check_rows(count, self.world)
         return slice(self.rank, None, self.world)
 
-    def broadcast(self, memory: Tensor, unit: Unit) -> None:
-        """Fill `memory` on all ranks with the owner's, on the current stream (transfer thread)."""
-        if not self.single:
-            with _together():
-                dist.broadcast(memory, self.owner(unit), group=self.steps)
+    def gather(self, memory: Tensor, bounds: Bounds) -> None:
+        """Fill every rank's part of `memory` (its first dimension) from that rank, on the current stream (transfer
+        thread)."""
+        with together():
+            if _even(bounds):
+                _all_gather(memory[: bounds[-1]], memory[self.own(bounds)], group=self.steps)
+                return
+            for rank in range(self.world):
+                if bounds[rank] < bounds[rank + 1]:
+                    dist.broadcast(memory[bounds[rank] : bounds[rank + 1]], rank, group=self.steps)
 
-    def reduce(self, memory: Tensor, unit: Unit) -> None:
-        """Sum `memory` into the owner's, on the current stream; the others' is undefined after (transfer thread)."""
-        if not self.single:
-            with _together():
-                dist.reduce(memory, self.owner(unit), group=self.steps)
+    def reduce(self, memory: Tensor, bounds: Bounds) -> None:
+        """Sum every rank's part of `memory` there; the rest of it is undefined after. On the current stream (transfer
+        thread)."""
+        with together():
+            if _even(bounds):
+                _reduce_scatter(memory[self.own(bounds)], memory[: bounds[-1]], group=self.steps)
+                return
+            for rank in range(self.world):
+                if bounds[rank] < bounds[rank + 1]:
+                    dist.reduce(memory[bounds[rank] : bounds[rank + 1]], rank, group=self.steps)
 
     def all_reduce(self, memory: Tensor) -> None:
         """Sum `memory` into that of every rank, on the current stream (transfer thread)."""
         if not self.single:
-            with _together():
+            with together():
                 dist.all_reduce(memory, group=self.steps)
 
-    def all_reduce_values(self, values: dict[int, float], count: int) -> dict[int, float]:
-        """Return values of units below `count` from all ranks, in the same order everywhere; waits (transfer
-        thread)."""
+    def sum(self, value: float) -> float:
+        """Return the sum of all ranks' values, the same bits everywhere; waits (one thread at a time)."""
         if self.single:
-            return values
-        summed = torch.tensor([values.get(i, 0.0) for i in range(count)], dtype=torch.float64)
-        with _together():
-            dist.all_reduce(summed, group=self.sums)
-        return dict(enumerate(summed.tolist()))
+            return value
+        values = torch.zeros(self.world, dtype=torch.float64)
+        values[self.rank] = value
+        with together():
+            dist.all_reduce(values, group=self.sums)
+        return fsum(values.tolist())
 
-    def broadcast_object(self, value: T | None = None) -> T:
-        """Return the value that rank 0 gives, on every rank."""
-        values: list[Any] = [value]
-        if not self.single:
-            with _together():
-                dist.broadcast_object_list(values, src=0, group=self.calls)
-        return values[0]
+    def collect(self, values: Tensor) -> Tensor:
+        """Return [world, n] of every rank's values [n], on the host; waits (main thread)."""
+        if self.single:
+            return values[None]
+        collected = [torch.empty_like(values) for _ in range(self.world)]
+        with together():
+            dist.all_gather(collected, values, group=self.results)
+        return torch.stack(collected)
 
     def agree(self, problem: Exception | None) -> None:
         """Raise the first rank's problem on every rank."""
-        problems: list[Any] = [problem]
-        if not self.single:
-            problems = [None] * self.world
-            with _together():
-                dist.all_gather_object(problems, problem, group=self.calls)
-        for error in problems:
+        for error in [problem] if self.single else self.calls.every(problem):
             if error is not None:
                 raise error
 
-    def gather(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return on rank 0 the arrays of all ranks: its own as they are, copies of the others', one at a time."""
-        gathered = dict(arrays)
-        if self.single:
-            return gathered
-        with _together():
-            if self.rank:
-                for name, tensor in arrays.items():
-                    self._send(0, name, tensor)
-                self._send(0, None, None)
-            for other in range(1, self.world if self.rank == 0 else 1):
-                while (entry := self._receive(other))[0] is not None and entry[1] is not None:
-                    gathered[entry[0]] = entry[1]
-        return gathered
-
     @contextmanager
-    def lent(self, arrays: Mapping[str, np.ndarray] | None) -> Iterator[Arrays]:
-        """Yield the arrays of rank 0 by name, fetched when they are asked for; rank 0 serves the others when it is
-        done."""
-        if self.rank == 0:
-            yield arrays or {}
-            if not self.single:
-                self._serve(arrays or {})
-            return
-        try:
-            yield _Remote(self)
-        finally:
-            with _together():
-                dist.send_object_list([None], 0, group=self.calls)
-
-    def _serve(self, arrays: Mapping[str, np.ndarray]) -> None:
-        with _together():
-            for other in range(1, self.world):
-                while (name := self._ask(other)) is not None:
-                    value = arrays.get(name)
-                    self._send(other, name, None if value is None else torch.from_numpy(value))
-
-    def _ask(self, source: int) -> Any:
-        values: list[Any] = [None]
-        dist.recv_object_list(values, source, group=self.calls)
-        return values[0]
-
-    def _send(self, target: int, name: str | None, tensor: Tensor | None) -> None:
-        head = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        dist.send_object_list([(name, head)], target, group=self.calls)
-        if tensor is not None and tensor.numel():
-            for chunk in tensor.contiguous().reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
-                dist.send(chunk, target, group=self.calls)
-
-    def _receive(self, source: int) -> tuple[str | None, Tensor | None]:
-        name, head = self._ask(source)
-        if head is None:
-            return name, None
-        tensor = torch.empty(head[0], dtype=head[1])
-        if tensor.numel():
-            for chunk in tensor.reshape(-1).view(torch.uint8).split(CHUNK_BYTES):
-                dist.recv(chunk, source, group=self.calls)
-        return name, tensor
-
-
-class _Remote:
-    """Arrays of rank 0, seen from another."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-    def get(self, name: str, /) -> np.ndarray | None:
-        with _together():
-            dist.send_object_list([name], 0, group=self.ranks.calls)
-            tensor = self.ranks._receive(0)[1]
-        return None if tensor is None else tensor.numpy()
+    def lent(self, arrays: Arrays) -> Iterator[Arrays]:
+        """See `Messages.lent`."""
+        if self.single:
+            yield arrays
+        else:
+            with self.calls.lent(arrays) as lent:
+                yield lent
 
 
 SINGLE = Ranks()
@@ -198,16 +203,8 @@ SINGLE = Ranks()
 
 
 def launched() -> tuple[int, int]:
-    """Return rank and number of processes that `torchrun` set, else 0 and 1.
-
-    Raises:
-        ConfigError: they are spread over several hosts.
-    """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if local != world:
-        raise ConfigError("the ranks are spread over several hosts", expected="one host", received=f"{world // local}")
-    return rank, world
+    """Return rank and number of processes that `torchrun` set, else 0 and 1."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
 def check_rows(rows: int, world: int) -> None:
@@ -228,7 +225,7 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
     """Return the processes that `torchrun` started, once all are there, and this one's device.
 
     Raises:
-        ConfigError: there are fewer GPUs than ranks.
+        ConfigError: there are fewer GPUs than ranks on this host.
         TrainingError: the others do not come.
     """
     rank, world = launched()
@@ -236,20 +233,14 @@ def join(device: str, timeout_s: float) -> tuple[Ranks, str]:
         return SINGLE, device
     kind = torch.device(device).type
     if kind == "cuda":
-        if torch.cuda.device_count() < world:
-            raise ConfigError("there are fewer GPUs than ranks", expected=world, received=torch.cuda.device_count())
-        torch.cuda.set_device(rank)
-        device = f"cuda:{rank}"
+        local, count = (int(os.environ.get(name, value)) for name, value in (("LOCAL_RANK", rank), (_LOCAL, world)))
+        if torch.cuda.device_count() < count:
+            raise ConfigError("there are fewer GPUs than ranks", expected=count, received=torch.cuda.device_count())
+        torch.cuda.set_device(local)
+        device = f"cuda:{local}"
     return Ranks(rank, world, timeout_s, kind), device
 
 
-@contextmanager
-def _together() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        raise TrainingError(
-            "another rank has ended or does not answer",
-            received=str(error).split(". ")[0][:300],
-            hint="its own message says why; the last checkpoint is intact, resume from it",
-        ) from error
+def _even(bounds: Bounds) -> bool:
+    """True where all parts are equally long: one call moves them, over all links at once."""
+    return bounds[1] > bounds[0] and all(b - a == bounds[1] - bounds[0] for a, b in pairwise(bounds))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Spans = list[tuple[str, str, float, float, int]]
 """Lane, name, start and end in seconds of `time.perf_counter`, bytes."""
-LANES = ("forward", "backward", "h2d", "d2h", "update", "disk")
+LANES = ("forward", "backward", "h2d", "d2h", "comm", "update", "disk")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Overlap:
         hiding_factor: backward_s / (d2h_s + update_s or, where that is more, disk_s) (SlideFormer section 3.1); 1 and
             more hides the update.
         bound: the lane that was busy longest.
+        comm_s: of gathers and sums over ranks, with what they waited for other ranks; 0 in one process.
         simulated_gb_per_s: GB/s of a simulated bus (`bus_limit_gb_per_s`); None is the real one.
     """
 
@@ -44,6 +45,7 @@ class Overlap:
     h2d_bytes: int
     d2h_bytes: int
     bound: str
+    comm_s: float = 0.0
     simulated_gb_per_s: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None
             sizes[lane] += size
     busy["disk"] = _covered([(start, end) for lane, _, start, end, _ in spans if lane == "disk"])
     computed = busy["forward"] + busy["backward"]
-    groups = {"compute": computed, **{lane: busy[lane] for lane in ("h2d", "d2h", "update", "disk")}}
+    groups = {"compute": computed, **{lane: busy[lane] for lane in ("h2d", "d2h", "comm", "update", "disk")}}
     leaving = busy["d2h"] + max(busy["update"], busy["disk"])
     return Overlap(
         forward_s=busy["forward"],
@@ -114,6 +116,7 @@ def overlap(spans: Spans, wall_s: float, simulated_gb_per_s: float | None = None
         h2d_bytes=sizes["h2d"],
         d2h_bytes=sizes["d2h"],
         bound=max(groups, key=lambda lane: groups[lane]),
+        comm_s=busy["comm"],
         simulated_gb_per_s=simulated_gb_per_s,
     )
 

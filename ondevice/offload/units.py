@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from ondevice.core.errors import ModelError
 
@@ -19,13 +19,19 @@ Kind = Literal["layer", "rest", "embedding", "head"]
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter: elements `offset` to `offset + numel` of its unit."""
+    """One parameter: elements `offset` to `offset + numel` of its unit; of a share, those from `start` on."""
 
     name: str
     parameter: nn.Parameter
     shape: tuple[int, ...]
     offset: int
     numel: int
+    start: int = 0
+
+    @property
+    def values(self) -> Tensor:
+        """What the parameter holds of it, flat."""
+        return self.parameter.detach().reshape(-1)[self.start : self.start + self.numel]
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class Unit:
         name: `layer 3`, `embedding`, `head` or `rest` (what belongs to no layer: the final norm).
         order: when a forward pass needs it; the update thread takes the lowest first.
         numel: elements, with padding between parameters; `parameters` without.
+        low, of: of a rank's share (`ondevice.offload.shares`): its first element, and the elements of the whole unit.
     """
 
     index: int
@@ -44,6 +51,18 @@ class Unit:
     order: int
     pieces: tuple[Piece, ...]
     numel: int
+    low: int = 0
+    of: int = 0
+
+    @property
+    def total(self) -> int:
+        """Elements of the whole unit."""
+        return self.of or self.numel
+
+    @property
+    def here(self) -> int:
+        """Elements without what fills up a share that reaches beyond its unit's end."""
+        return min(self.numel, max(0, self.total - self.low))
 
     @property
     def key(self) -> str:

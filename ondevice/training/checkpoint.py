@@ -2,6 +2,7 @@
 
     checkpoint-00000100/
         state.safetensors   what `Session.state()` gave after 100 steps
+        state-00001.safetensors   and so on: what the other ranks gave, where several train together
         meta.json           schema version, step, identity, seed, backend, evaluation, SHA-256 of the state
         model/              the weights as transformers loads them, for methods that train a model on the host
 
@@ -19,6 +20,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,7 @@ class Meta:
         evaluation: the figures of the evaluation after this step, if there was one.
         score: what is compared to find the best evaluation, element by element, higher is better.
         state_sha256: of `state.safetensors`.
+        parts: SHA-256 by name of the files of other ranks, which belong to the state.
     """
 
     step: int
@@ -119,6 +122,7 @@ class Meta:
     score: tuple[float, ...] | None = None
     schema: int = SCHEMA_VERSION
     identity_sha256: str = field(default="")
+    parts: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -184,13 +188,14 @@ class CheckpointStore:
         evaluation: dict[str, Any] | None = None,
         score: tuple[float, ...] | None = None,
         written: Callable[[str], None] | None = None,
-        beside: Callable[[Path], None] | None = None,
+        beside: Callable[[Path], Callable[[], dict[str, str]] | None] | None = None,
     ) -> Path:
         """Write the checkpoint after `step` steps, then delete those that are no longer kept.
 
         Args:
             written: as for `write_tensors`.
-            beside: writes more into the checkpoint's folder, before the state.
+            beside: writes more into the checkpoint's folder, before the state; what it may return is called after the
+                state, and gives the SHA-256 by name of further files of the state.
 
         Raises:
             StorageError: if the disk is full; the checkpoints before are as they were.
@@ -198,9 +203,9 @@ class CheckpointStore:
         path = self.folder / f"checkpoint-{step:08d}"
         try:
             with atomic_directory(path) as folder:
-                if beside is not None:
-                    beside(folder)
+                others = None if beside is None else beside(folder)
                 digest = write_tensors(folder / STATE_FILE, state, written=written)
+                parts = {} if others is None else others()
                 meta = {
                     "schema": SCHEMA_VERSION,
                     "step": step,
@@ -211,6 +216,7 @@ class CheckpointStore:
                     "evaluation": evaluation,
                     "score": score,
                     "state_sha256": digest,
+                    **({"parts": parts} if parts else {}),
                 }
                 (folder / META_FILE).write_text(json.dumps(meta, indent=1) + "\n")
         except OSError as error:
@@ -232,9 +238,13 @@ class CheckpointStore:
             # A rename makes a whole folder, but a power cut or a copy can still damage what is in it: so the hash.
             try:
                 meta = read_meta(path)
-                if sha256_file(path / STATE_FILE) != meta.state_sha256:
-                    raise DamagedError(f"{path.name} is damaged: {STATE_FILE} is not what was written")
-                state = read_tensors(path / STATE_FILE)
+                expected = {STATE_FILE: meta.state_sha256, **meta.parts}
+                with ThreadPoolExecutor() as pool:
+                    actual = pool.map(lambda name, path=path: sha256_file(path / name), expected)
+                    for name, digest in zip(expected, actual, strict=True):
+                        if digest != expected[name]:
+                            raise DamagedError(f"{path.name} is damaged: {name} is not what was written")
+                state = read_state(path, meta)
             except (DamagedError, OSError) as error:
                 warn(f"{getattr(error, 'message', error)}; the checkpoint before it is used")
                 continue
@@ -279,6 +289,20 @@ class CheckpointStore:
         for path in paths:
             if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def read_state(path: Path, meta: Meta | None = None) -> dict[str, np.ndarray]:
+    """Read the arrays of a checkpoint: of one process into memory, of several ranks as private maps of their files,
+    because no process need have room for all.
+
+    Raises:
+        DamagedError: if a file is not whole.
+    """
+    parts = sorted((meta or read_meta(path)).parts)
+    state = read_tensors(path / STATE_FILE, mapped=bool(parts))
+    for name in parts:
+        state |= read_tensors(path / name, mapped=True)
+    return state
 
 
 def read_meta(path: Path) -> Meta:

@@ -19,13 +19,13 @@ from ondevice.artifact.adapter import (
     load_adapter,
     save_adapter,
 )
-from ondevice.artifact.files import atomic_directory, read_tensors, sha256_file
+from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.errors import ConfigError, TrainingError
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
 from ondevice.models.source import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.callbacks import Callback
-from ondevice.training.checkpoint import STATE_FILE
+from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.loggers import open_reports
 from ondevice.training.loop import RunResult, StopRequest, run_loop
@@ -343,7 +343,7 @@ def fit(
         figures["train"]["notes"] += options.notes
     restored = False
     if settings.restore_best and not result.interrupted and result.best_checkpoint not in (None, result.checkpoint):
-        session.load_state(read_tensors(result.best_checkpoint / STATE_FILE))
+        session.load_state(read_state(result.best_checkpoint))
         best_figures = result.best_evaluation or evaluate_now(lambda: False)
         result, restored = replace(result, evaluation=best_figures), True
     # The result: an adapter even where the run was interrupted, a whole model (gigabytes) only where it is finished.
@@ -406,7 +406,7 @@ def _save_best(session: Session, result: RunResult, out: Path, model: Any) -> Pa
     """Save the adapter of the best evaluation, where that is not the last checkpoint."""
     if result.best_checkpoint is None or result.best_checkpoint == result.checkpoint:
         return None
-    session.load_state(read_tensors(result.best_checkpoint / STATE_FILE))
+    session.load_state(read_state(result.best_checkpoint))
     adapter = session.adapter()
     if adapter is None:
         return None

@@ -189,8 +189,8 @@ def describe(event: events.Evaluate) -> str:
 
 def describe_overlap(overlap: dict[str, Any]) -> str:
     """Describe in one line what bounded a step of a method that offloads."""
-    lanes = ("forward", "backward", "h2d", "d2h", "update", "disk")
-    busy = ", ".join(f"{lane} {overlap[f'{lane}_s']:.3g}" for lane in lanes if overlap[f"{lane}_s"])
+    lanes = ("forward", "backward", "h2d", "d2h", "comm", "update", "disk")
+    busy = ", ".join(f"{lane} {overlap[f'{lane}_s']:.3g}" for lane in lanes if overlap.get(f"{lane}_s"))
     factor, idle = float(overlap["hiding_factor"]), overlap["idle_s"] / max(overlap["wall_s"], 1e-9)
     text = f"bound by {overlap['bound']} (s: {busy}); hiding factor {factor:.2f}, no computation {idle:.0%} of the time"
     limit = overlap.get("simulated_gb_per_s")  # logs of before have none

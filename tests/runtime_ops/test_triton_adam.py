@@ -46,18 +46,18 @@ def back(state: la.HostState) -> la.HostState:
 
 @pytest.mark.skipif(not la.available(), reason="no C++ compiler")
 @pytest.mark.parametrize(("form", "kind"), FORMS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # of the gradient
 def test_the_bits_of_the_compiled_step(ops, form: str, kind: str, dtype: torch.dtype) -> None:
-    """Gradients over 16 decades with zeros; nine tiles and a part of one; ties; a factor."""
+    """Gradients over 16 decades with zeros; a tile and a part of one; ties; a factor."""
     torch.manual_seed(0)
-    count = 9 * la.TILE + 37
+    count = la.TILE + 37
     master = torch.randn(count)
     words = master.view(torch.int32)
     words[::4] = (words[::4] & ~0xFFFF) | 0x8000
     host = make(master, form, kind)
     device = there(host)
     with np.errstate(all="ignore"):
-        for number in range(1, 7):
+        for number in range(1, 5):
             grad = torch.randn(count) * 10 ** torch.empty(count).uniform_(-12, 4)
             grad[torch.rand(count) < 0.4] = 0
             grad, scale = grad.to(dtype), torch.tensor([0.3 + 0.1 * number])

@@ -1,5 +1,6 @@
 """What `auto` means: how many layers and whether the tables stay on the accelerator, how wide the window is, and how
-many gradients may wait, by the memory of both sides and the rates of the machine.
+many gradients may wait, by the memory of both sides and the rates of the machine. Of several processes each decides by
+its own memory, as if all shared one host, and all take the least of what any of them chose (`agreed`).
 
 Every choice gives the same bits, so the one with the least predicted time is taken, and of equals the smallest. A step
 takes as long as its longest lane, and what its boundary adds: the gradients of the first unit on the host are the last
@@ -20,6 +21,7 @@ from ondevice.offload.rates import Rates
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.models import ModelDims
+    from ondevice.offload.ranks import Ranks
 
 SHARE = 0.92
 """Of the accelerator's usable memory that is filled: the plan's parts are estimates."""
@@ -50,7 +52,7 @@ def settle(
 
     Numbers that are set stay. What does not fit at all is decided as small as it can be: the plan then says so.
     """
-    options = [change for change in _options(config, dims) if _fits(config, change, dims, work, room)]
+    options = [change for change in _options(config, dims, work.world) if _fits(config, change, dims, work, room)]
     if not options:
         return _fixed(config), "nothing more fits: the smallest window, all states on the host"
     timed = {index: _seconds(_with(config, change), dims, work, rates) for index, change in enumerate(options)}
@@ -66,11 +68,20 @@ def settle_request(request: Any, rates: Rates | None, host_bytes: int | None) ->
     config = request.method
     if not config.is_auto:
         return config, ""
-    if request.device.torch_device == "cpu" or request.world > 1:
-        return _fixed(config), "" if request.world == 1 else "several processes: all states on the host"
+    if request.device.torch_device == "cpu":
+        return _fixed(config), ""
     room = Room(request.device.usable_bytes, host_bytes)
-    work = Work(request.batch_size, request.length_tokens)
+    work = Work(request.batch_size, request.length_tokens, request.world)
     return settle(config, request.dims, work, room, rates or assumed(request.device, config))
+
+
+def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
+    """Return the settings that every rank has memory for: of each number the least that any of them chose."""
+    if ranks.single:
+        return config
+    mine = {"window": config.slots, "resident_layers": config.kept_layers, "gradient_buffers": config.buffers}
+    every = ranks.calls.every(mine)
+    return config.model_copy(update={name: min(other[name] for other in every) for name in mine})
 
 
 def assumed(device: Any, config: SlideformerConfig) -> Rates:
@@ -92,11 +103,11 @@ def _with(config: SlideformerConfig, change: dict[str, Any]) -> SlideformerConfi
     return config.model_copy(update={name: to for name, to in change.items() if getattr(config, name) == "auto"})
 
 
-def _options(config: SlideformerConfig, dims: ModelDims) -> list[dict[str, Any]]:
+def _options(config: SlideformerConfig, dims: ModelDims, world: int) -> list[dict[str, Any]]:
     """Every number of layers on the accelerator, with and without the tables, each with windows from small to whole."""
     exact = config.max_grad_norm is not None
     may = not (exact and config.clip == "global") and config.disk_fraction < 1
-    tables = (False, True) if may and not exact and config.loss_tiles == 1 else (False,)
+    tables = (False, True) if may and not exact and config.loss_tiles == 1 and world == 1 else (False,)
     options = []
     for table in tables:
         for layers in range(dims.layers + 1 if may else 1):
@@ -120,7 +131,7 @@ def _fits(config: SlideformerConfig, change: dict[str, Any], dims: ModelDims, wo
 
 def _host_fits(settled: SlideformerConfig, dims: ModelDims, work: Work, room: Room) -> bool:
     assert MEMORY.host is not None  # noqa: S101  this method's
-    needed = sum(MEMORY.host(dims, settled, work.rows, work.length_tokens, 4).values())
+    needed = sum(MEMORY.host(dims, settled, work.rows * work.world, work.length_tokens, 4).values())
     return room.host_bytes is None or needed <= HOST_SHARE * room.host_bytes
 
 
@@ -129,8 +140,9 @@ def _seconds(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rate
     lanes = lanes_of(dims, config, work, rates, FITTED_MATRIX)
     hidden = lanes["compute"] / dims.layers * min(config.kept_layers, dims.layers)
     item = 2 if config.compute == "bfloat16" else 4
-    layer, moved = dims.block_parameters, dims.block_parameters * item
-    waits = 0.0 if config.keeps_tables else work.rows * work.length_tokens * dims.hidden / rates.parameters_s
+    layer, moved = dims.block_parameters, dims.block_parameters * item / work.world
+    tokens = work.rows * work.world * work.length_tokens
+    waits = 0.0 if config.keeps_tables else tokens * dims.hidden / rates.parameters_s
     if config.kept_layers < dims.layers:
         copies = moved / (rates.d2h_bytes_s or 50e9) + moved / (rates.h2d_bytes_s or 50e9)
         waits += max(0.0, layer / rates.parameters_s + copies - hidden)
@@ -160,9 +172,10 @@ def _why(config: SlideformerConfig, dims: ModelDims, work: Work, rates: Rates, s
     longest = max(lanes, key=lambda lane: lanes[lane])
     need = sum(MEMORY.step(dims, config, work.rows, work.length_tokens, 4).values())
     tables = "tables and " if config.keeps_tables else ""
+    least = "; all ranks take the least that any of them chose" if work.world > 1 else ""
     return (
         f"auto: {tables}{config.kept_layers} of {dims.layers} layers stay on the GPU, window {config.slots}, "
         f"{config.buffers} gradient buffers ({size_text(need)} of GPU memory); about {seconds:.3g} s a step, "
         f"bound by {longest} (compute {lanes['compute']:.3g}, update {lanes['update']:.3g}, "
-        f"copies {max(lanes['h2d'], lanes['d2h']):.3g} s)"
+        f"copies {max(lanes['h2d'], lanes['d2h']):.3g} s){least}"
     )

@@ -110,7 +110,7 @@ def open_disk(
         StorageError: there is no room for them.
     """
     kept = resident_units(units, config)
-    owned = [unit for unit in units.all if unit.kind != "rest" and ranks.owns(unit) and unit not in kept]
+    owned = [ranks.share(unit) for unit in units.all if unit.kind != "rest" and unit not in kept]
     states, activations = config.disk_fraction > 0 and bool(owned), config.activations == "disk"
     if not states and not activations:
         return Disk(None, None, None)

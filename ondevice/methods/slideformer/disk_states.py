@@ -53,7 +53,7 @@ class DiskStates:
         try:
             if layers:
                 self.files.append(TierFile(folder, "weights", widths, timeout_s=config.timeout_s))
-            self.free = [
+            self.free: list[tuple[Tensor, ...]] = [
                 (buffer(max(sizes), pin=False), *(buffer(max(widths), pin=False) for _ in layers[:1]))
                 for _ in range(min(STAGED, count))
             ]

@@ -20,6 +20,7 @@ from ondevice.methods.slideformer.updater import Updater
 from ondevice.methods.slideformer.window import Window
 from ondevice.offload.activations import Activations
 from ondevice.offload.engine import OffloadEngine, host_threads
+from ondevice.offload.overdue import Overdue
 from ondevice.offload.passes import Passes
 from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.worker import Task, Worker
@@ -27,6 +28,7 @@ from ondevice.offload.worker import Task, Worker
 if TYPE_CHECKING:
     from ondevice.methods.slideformer.config import SlideformerConfig
     from ondevice.models import Family
+    from ondevice.offload.ranks import Arrays
 
 
 class SlideformerEngine(OffloadEngine):
@@ -37,7 +39,7 @@ class SlideformerEngine(OffloadEngine):
         config: sizes and precisions.
         device: `cpu`, `cuda` or `cuda:N`.
         ranks: those that train together. All make the same calls with the same batches; a step computes this rank's
-            rows of its batch, and an evaluation all rows on every rank.
+            rows of its batch, and so does an evaluation.
 
     Raises:
         StorageError: host memory cannot be locked, or the disk tier does not fit.
@@ -54,6 +56,7 @@ class SlideformerEngine(OffloadEngine):
         self.last: Task | None = None
         self.disk = open_disk(units, config, self.device, self.timeline, ranks)
         self.transfers, self.updates = Worker("transfer", self.watch), Worker("update", self.watch)
+        self.overdue = None if ranks.single else Overdue(self.watch, ranks)
         try:
             self._allocate(family)
         except BaseException:  # no file and no thread stays where memory does not suffice
@@ -67,9 +70,11 @@ class SlideformerEngine(OffloadEngine):
             for worker in (self.transfers, self.updates):
                 worker.submit("its device", self.device.enter)
         shared = (self.units, self.store, config, self.device, self.timeline)
-        threads = config.threads or host_threads(self.device.type, ranks.world)
+        threads = config.threads or host_threads(self.device.type, ranks.sharing)
         self.updater = Updater(*shared, self.updates, self.watch, threads, self.disk.states)
         self.window = Window(*shared, self.transfers, self.updater)
+        if self.overdue is not None:
+            self.window.transfers.expect = self.overdue.expect
         self.activations = Activations(self.device, self.timeline, config.activations, self.disk.activations)
         ahead = (self.units, config, self.device, self.timeline, self.window, self.activations)
         self.passes = Passes(family, *ahead, self.where, self.liger)
@@ -88,12 +93,10 @@ class SlideformerEngine(OffloadEngine):
         count = self._labelled(labels)
         self._open(True)
         self.updater.clipping.begin(step, learning_rate)
-        every, rows = ids, self.ranks.share(len(ids))
+        every, rows = ids, self.ranks.rows(len(ids))
         ids, labels = ids[rows], labels[rows]
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, keep=True, every=every)
-        if not self.ranks.single:
-            self.transfers.submit("the norms of the last step", self.updater.clipping.share)
         for unit in self.store.resident.units:  # no fetch waits for their norms, which clipping needs from here on
             self.updater.wait(unit)
         gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
@@ -103,6 +106,24 @@ class SlideformerEngine(OffloadEngine):
         self.last = self.transfers.submit("the end of the step", self.updater.end_backward)
         known.wait()
         return float(self.total) / count
+
+    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `OffloadEngine.evaluate`; each rank computes its rows, and all get the result. Where rows do not divide
+        the first one fills up."""
+        count, world = len(ids), self.ranks.world
+        filled = np.concatenate([np.arange(count), np.zeros(-count % world, dtype=np.int64)])
+        rows = filled[self.ranks.rows(len(filled))]
+        nll = self._row_losses(ids[rows], labels[rows], ids)
+        return self.ranks.collect(nll).T.reshape(-1)[:count].numpy(), self._labels_a_row(labels)
+
+    def load(self, arrays: Arrays) -> None:
+        """Take back what `arrays` of all ranks' stores and the norms gave; the engine is at rest.
+
+        Raises:
+            CheckpointError: naming the first array that is missing or of another size or type.
+        """
+        self.store.load(arrays)
+        self.updater.clipping.restore(arrays)
 
     def flush(self) -> None:
         """Wait until all updates are done; the host then holds the state after the last step."""
@@ -119,6 +140,8 @@ class SlideformerEngine(OffloadEngine):
 
     def close(self) -> None:
         """End the threads and unlock the host memory; a hanging thread is left to die with the process."""
+        if self.overdue is not None:
+            self.overdue.close()
         if all([worker.close() for worker in (self.transfers, self.updates)]):
             self.disk.close()
             self.device.close()
@@ -134,11 +157,10 @@ class SlideformerEngine(OffloadEngine):
 
 def _check(config: SlideformerConfig, ranks: Ranks) -> None:
     """Settings that exclude each other."""
-    exact = config.max_grad_norm is not None and config.clip == "global"
-    if config.kept_layers and (exact or not ranks.single):
+    if config.kept_layers and config.max_grad_norm is not None and config.clip == "global":
         raise ConfigError(
-            "layers that stay on the accelerator are updated at once, before a global norm is known or summed",
-            expected="resident_layers: 0, or clip: previous or layer in one process",
+            "layers that stay on the accelerator are updated at once, before a global norm is known",
+            expected="resident_layers: 0, or clip: previous or layer",
             received=f"resident_layers: {config.kept_layers}",
         )
     if config.disk_masters and not config.disk_fraction:

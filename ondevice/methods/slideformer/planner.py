@@ -20,10 +20,11 @@ DEVICE_PARAMETERS_S = 60e9
 
 @dataclass(frozen=True)
 class Work:
-    """Rows of a step and their length, tokens."""
+    """Rows of a step and their length, tokens; `rows` are one's of `world` processes, which share the host."""
 
     rows: int
     length_tokens: int
+    world: int = 1
 
 
 def moved_bytes(config: SlideformerConfig) -> float:
@@ -33,7 +34,7 @@ def moved_bytes(config: SlideformerConfig) -> float:
 
 def lanes(request: Request, rates: Rates, rows: int, flops: float) -> dict[str, float]:
     """Return seconds by lane of a step of that many rows, which takes `flops` operations; see `MethodSpec.lanes`."""
-    return _lanes(request.dims, request.method, Work(rows, request.length_tokens), rates, flops)
+    return _lanes(request.dims, request.method, Work(rows, request.length_tokens, request.world), rates, flops)
 
 
 def lanes_of(
@@ -51,17 +52,18 @@ def _lanes(dims: ModelDims, config: SlideformerConfig, work: Work, rates: Rates,
     on_host = max(0, dims.parameters - here)
     layers = max(0, dims.layers - config.kept_layers)
     again = max(0, layers - min(config.slots, layers)) * dims.block_parameters  # fetched for the backward pass, too
-    entering, leaving = (on_host + again) * item + kept, on_host * item + kept
-    # A copy and an update share the host's memory: what one moves the other waits for.
-    memory = rates.parameters_s * moved_bytes(config)
+    # Each rank copies its share over its own link. Copies and updates of all share the host's memory: what one moves
+    # the other waits for.
+    entering, leaving, ranks = (on_host + again) * item, on_host * item, work.world
+    memory, moved = rates.parameters_s * moved_bytes(config), entering + leaving + 2 * kept * ranks
     on_disk = 2 * config.disk_fraction * (stored - 4) * on_host
     cold = config.disk_masters * config.disk_fraction
     on_disk += cold * (layers * dims.block_parameters * (8 + item) + again * item)
-    on_disk += 2 * kept * (config.activations == "disk")
+    on_disk += 2 * kept * ranks * (config.activations == "disk")
     return {
-        "compute": flops / rates.flops_s + here / DEVICE_PARAMETERS_S,
-        "h2d": entering / rates.h2d_bytes_s if rates.h2d_bytes_s else 0.0,
-        "d2h": leaving / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0,
-        "update": on_host / rates.parameters_s + ((entering + leaving) / memory if rates.h2d_bytes_s else 0.0),
+        "compute": flops / rates.flops_s + here / ranks / DEVICE_PARAMETERS_S,
+        "h2d": (entering / ranks + kept) / rates.h2d_bytes_s if rates.h2d_bytes_s else 0.0,
+        "d2h": (leaving / ranks + kept) / rates.d2h_bytes_s if rates.d2h_bytes_s else 0.0,
+        "update": on_host / rates.parameters_s + (moved / memory if rates.h2d_bytes_s else 0.0),
         "disk": on_disk / rates.disk_bytes_s if rates.disk_bytes_s else 0.0,
     }

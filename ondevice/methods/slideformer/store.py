@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ondevice.methods.slideformer.resident import Resident, fields, resident_units
 from ondevice.offload.host import DTYPES, HostStore, native, parameters, release
+from ondevice.offload.shares import array_name
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import HostState, Moments
 
@@ -21,17 +23,19 @@ if TYPE_CHECKING:
 
 
 class TieredStore(HostStore):
-    """Masters and moments of the units that this rank owns; those of `resident` stay on the accelerator."""
+    """Masters and moments of this rank's share of all units; those of `resident` stay on the accelerator."""
 
     def __init__(
         self, units: Units, config: SlideformerConfig, device: Device, disk: DiskStates | None, ranks: Ranks
     ) -> None:
         self.units, self.disk, self.ranks = units, disk, ranks
         kept = resident_units(units, config)
-        self.resident = Resident(kept, device, DTYPES[config.compute], native(config))
-        super().__init__([unit for unit in units.all if ranks.owns(unit) and unit not in kept], config, device)
+        self.resident = Resident(kept, device, DTYPES[config.compute], native(config), ranks)
+        super().__init__([ranks.share(unit) for unit in units.all if unit not in kept], config, device)
         for unit in kept:  # one after the other, so that no state is there twice for long
-            self.resident.adopt(unit, HostStore._host_state(self, unit, config.moments_dtype))
+            self.resident.fill(unit)
+            self.resident.adopt(unit, HostStore._host_state(self, ranks.share(unit), config.moments_dtype))
+            release(unit, self.dtype)
         for unit in units.all:
             release(unit, self.dtype)
 
@@ -74,34 +78,51 @@ class TieredStore(HostStore):
         else:
             out.copy_(view[rows])
 
+    @property
+    def shares(self) -> tuple[Unit, ...]:
+        """All that this rank keeps, wherever it is."""
+        return (*self.resident.shares, *self.owned)
+
+    @property
+    def flat_part(self) -> str:
+        """The array of a unit's state that weights are made of."""
+        return "high" if self.split else "master"
+
     def flats(self) -> dict[str, Tensor]:
         """Return those of `arrays` that `weights` is made of."""
-        part = "high" if self.split else "master"
-        flats = {f"{part}/{unit.key}": fields(self.state(unit))[part] for unit in self.owned}
-        for unit in self.resident.units:
-            flats |= {f"{part}/{unit.key}": tensor for part, tensor in self.resident.flat(unit).items()}
+        part = self.flat_part
+        flats = {array_name(part, unit): fields(self.state(unit))[part] for unit in self.owned}
+        for unit in self.resident.shares:
+            flats |= {array_name(part, unit): tensor for part, tensor in self.resident.flat(unit).items()}
         return flats
 
     def weights(self, arrays: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return every parameter by name, out of the `flats` or `arrays` of all ranks: bfloat16 as computed with in
+        """Return every parameter by name, out of the `flats` or `arrays` of the only rank: bfloat16 as computed with in
         split form, else the float32 masters; no copies."""
-        weights, part = {}, "high" if self.split else "master"
+        weights = {}
         for unit in self.units.all:
-            weights |= parameters(unit, arrays[f"{part}/{unit.key}"])
+            weights |= parameters(unit, arrays[array_name(self.flat_part, unit)])
         return weights
 
+    def weight_parts(self, arrays: dict[str, Tensor]) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield the same of this rank's share: parameter, its first element that is here, elements, flat."""
+        for unit in self.shares:
+            for piece in unit.pieces if unit.here else ():
+                flat = arrays[array_name(self.flat_part, unit)]
+                yield piece.name, piece.start, flat[piece.offset : piece.offset + piece.numel]
+
     def masters(self) -> dict[str, Tensor]:
-        """See `HostStore.masters`; of all units that are kept here."""
+        """See `HostStore.masters`; of all that is kept here, and of parameters that are cut the flat part."""
         masters = super().masters()
-        for unit in self.resident.units:
+        for unit in self.resident.shares:
             masters |= parameters(unit, self.resident.master(unit))
         return masters
 
     def arrays(self) -> dict[str, Tensor]:
         """See `HostStore.arrays`; of units on the accelerator copies."""
         arrays = {}
-        for unit in self.resident.units:
-            arrays |= {f"{part}/{unit.key}": tensor for part, tensor in self._parts(unit).items()}
+        for unit in self.resident.shares:
+            arrays |= self._named(unit)
         return arrays | super().arrays()
 
     def _parts(self, unit: Unit) -> dict[str, Tensor]:
@@ -110,7 +131,7 @@ class TieredStore(HostStore):
     def load(self, arrays: Arrays) -> None:
         """See `HostStore.load`."""
         super().load(arrays)
-        for unit in self.resident.units:
+        for unit in self.resident.shares:
             self.resident.load(unit, self._load(unit, arrays))
 
     def _load(self, unit: Unit, arrays: Arrays) -> dict[str, Tensor]:

@@ -51,7 +51,8 @@ class Updater:
         self.units, self.store, self.config, self.device = units, store, config, device
         self.worker, self.watch, self.timeline, self.threads, self.disk = worker, watch, timeline, threads, disk
         self.clipping = Clipping(config, units, store.ranks)
-        self.ranks, largest = store.ranks, max(unit.numel for unit in units.layers)
+        self.embedded = store.ranks.share(units.embedding)
+        largest = max(store.ranks.share(unit).numel for unit in units.layers)
         layers = sum(unit.kind == "layer" for unit in store.owned)
         count = layers if self.clipping.exact else min(config.buffers, layers)
         self.buffers = [device.pinned(largest, store.dtype) for _ in range(count)]
@@ -81,7 +82,8 @@ class Updater:
         return task is None or task.finished.is_set()
 
     def submit(self, unit: Unit, gradient: Tensor, event: Event, square: Tensor | None, pooled: bool) -> None:
-        """Update `unit` once its gradient is here at `event`; `square` is its squared norm, on the host by then."""
+        """Update `unit`, this rank's share, once its gradient is here at `event`; `square` is the squared norm of the
+        whole unit's, on the host by then."""
         now = self.clipping.now
         if self.disk is not None:
             self.disk.prefetch(unit)
@@ -114,7 +116,8 @@ class Updater:
         self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
 
     def submit_rows(self, rows: Tensor, gradient: Tensor, event: Event) -> None:
-        """Send the embedding's gradient: int64 [R] and [R, hidden]; held until the next batch says what it reads."""
+        """Send the embedding's gradient: int64 [R] of this rank's rows and [R, hidden]; held until the next batch says
+        what it reads."""
         self.rows = (rows, gradient, event, self.clipping.now)
 
     def end_backward(self) -> None:
@@ -128,22 +131,18 @@ class Updater:
         for event, arrived, _ in waiting:
             event.wait()
             arrived()
-        if not self.ranks.single:
-            merged = self.ranks.all_reduce_values(self.clipping.now.squares, len(self.units.all))
-            self.clipping.now.squares.clear()  # the order of the sum is the same on all ranks
-            self.clipping.now.squares.update(merged)
         for _, _, send in waiting:
             send()
 
     def read_rows(self, needed: Tensor | None) -> Task | None:
-        """Update the embedding: the rows `needed` (sorted) at once, the others later; None: all at once.
+        """Update the embedding: the rows `needed` of this rank's (sorted) at once, the others later; None: all at once.
 
         Returns:
             The task after which those rows may be read.
         """
         if self.rows is None:
             return self.pending.get(self.units.embedding.index)
-        waiting, unit = self.rows, self.units.embedding
+        waiting, unit = self.rows, self.embedded
         rows, now = waiting[0], waiting[3]
         merged = self.clipping.exact
         width = unit.pieces[0].shape[1]
@@ -195,12 +194,13 @@ class Updater:
     def _merge(self, rows: Tensor, gradient: Tensor, event: Event, now: Step) -> None:
         """Put the rows' gradient into the embedding's: added to the head's where they are tied."""
         event.wait()
-        started, unit = time.perf_counter(), self.units.embedding
+        started, unit = time.perf_counter(), self.embedded
         table = self.embedding[: unit.pieces[0].numel].view(unit.pieces[0].shape)
         (row_ops.add if self.units.tied else row_ops.scatter)(table, rows, gradient, self.threads)
         if self.config.max_grad_norm is not None:
             embedding_gradient = table if self.units.tied else gradient
-            now.squares[unit.index] = float(torch.linalg.vector_norm(embedding_gradient, dtype=torch.float32)) ** 2
+            square = float(torch.linalg.vector_norm(embedding_gradient, dtype=torch.float32)) ** 2
+            now.squares[unit.index] = self.clipping.ranks.sum(square)
         self.timeline.add("update", f"{unit.name} rows", started, time.perf_counter())
 
     def _cleared(self, rows: Tensor, width: int) -> None:

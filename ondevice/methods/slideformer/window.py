@@ -8,6 +8,7 @@ pass are still there when the backward pass begins.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ondevice.methods.slideformer.updater import Updater
     from ondevice.offload.device import Device, Event
     from ondevice.offload.graphs import Compute
+    from ondevice.offload.ranks import Bounds
     from ondevice.offload.report import Timeline
     from ondevice.offload.units import Unit, Units
     from ondevice.offload.worker import Task, Worker
@@ -35,6 +37,10 @@ def bind(unit: Unit, memory: Tensor, gradient: Tensor | None = None) -> None:
         piece.parameter.requires_grad_(gradient is not None)
         if gradient is not None:
             piece.parameter.grad = gradient[span].view(piece.shape)
+
+
+def _host(norm: tuple[Tensor | None, Tensor] | None) -> Tensor | None:
+    return None if norm is None else norm[1]
 
 
 class Window:
@@ -54,22 +60,22 @@ class Window:
         self.worker, self.ranks = worker, store.ranks
         self.dtype = dtype = store.dtype
         self.transfers = Transfers(device, timeline, store.ranks)
-        largest = max(unit.numel for unit in units.layers)
-        kept = store.resident
+        ranks, kept = self.ranks, store.resident
+        largest = max(ranks.padded(unit) for unit in units.layers)
         self.kept_layers = sum(unit.kind == "layer" for unit in kept.units)
         slots = min(config.slots, max(1, len(units.layers) - self.kept_layers))
         self.layers = [Slot(device.empty(largest, dtype)) for _ in range(slots)]
         self.gradients = [Slot(device.empty(largest, dtype)) for _ in range(2)]
         self.resident = {unit.index: Slot(kept.memory(unit)) for unit in kept.units}
-        self.rest = Slot(device.empty(units.rest.numel, dtype))
-        self.rest_gradient = Slot(device.empty(units.rest.numel, dtype))
+        self.rest = Slot(device.empty(ranks.padded(units.rest), dtype))
+        self.rest_gradient = Slot(device.empty(ranks.padded(units.rest), dtype))
         vocabulary, self.width = units.head.pieces[0].shape
         self.rows = -(-vocabulary // config.loss_tiles)
         self.tiles = [(low, min(low + self.rows, vocabulary)) for low in range(0, vocabulary, self.rows)]
-        count = min(2, len(self.tiles)) if units.head not in kept else 0
-        self.head = [Slot(device.empty(self.rows * self.width, dtype)) for _ in range(count)]
-        gradients = min(2, len(self.tiles))
-        self.head_gradient = [Slot(device.empty(self.rows * self.width, dtype)) for _ in range(gradients)]
+        count = min(2, len(self.tiles))
+        size = ranks.padded(units.head) if count == 1 else self.rows * self.width
+        self.head = [Slot(device.empty(size, dtype)) for _ in range(count if units.head not in kept else 0)]
+        self.head_gradient = [Slot(device.empty(size, dtype)) for _ in range(count)]
         scattered = units.embedding.numel if units.embedding in kept and not units.tied else 0
         self.embedding_gradient = device.empty(scattered, dtype)
         self.loaded: list[int | None] = [None] * len(self.layers)
@@ -93,7 +99,7 @@ class Window:
         at = i % len(self.layers)
         if i >= self.kept_layers and self.loaded[at] != i:
             self.loaded[at] = i
-            self._fetch(self.units.layers[i], self.layers[at], slice(0, self.units.layers[i].numel))
+            self._fetch(self.units.layers[i], self.layers[at])
 
     def forget_layers(self) -> None:
         """Forget which layers the slots hold: the layers are updated between two steps."""
@@ -102,18 +108,15 @@ class Window:
     def layer(self, i: int) -> Slot:
         """Return the unit of layer `i`; computations that follow run once it is there."""
         unit = self.units.layers[i]
-        return self.resident.get(unit.index) or self.arrive(self.layers[i % len(self.layers)])
+        return self.arrive(self.resident.get(unit.index) or self.layers[i % len(self.layers)])
 
     def fetch_rest(self) -> None:
-        self._fetch(self.units.rest, self.rest, slice(0, self.units.rest.numel))
+        self._fetch(self.units.rest, self.rest)
 
     def fetch_head(self, tile: int) -> None:
         """Ask for a tile of the output head."""
-        if self.units.head.index in self.resident:
-            return
-        low, high = self.tiles[tile]
-        span = slice(low * self.width, high * self.width)
-        self._fetch(self.units.head, self.head[tile % len(self.head)], span)
+        if self.units.head.index not in self.resident:
+            self._fetch(self.units.head, self.head[tile % len(self.head)], self._tile_span(tile))
 
     def head_tile(self, tile: int) -> tuple[Slot, Tensor]:
         """Return the unit of that tile, and its weight [rows, hidden]."""
@@ -125,7 +128,8 @@ class Window:
         """Return zeroed memory for the gradient of that tile, [rows, hidden]."""
         low, high = self.tiles[tile]
         slot = self.arrive(self.head_gradient[tile % len(self.head_gradient)])
-        return slot, slot.memory[: (high - low) * self.width].zero_().view(-1, self.width)
+        slot.memory.zero_()
+        return slot, slot.memory[: (high - low) * self.width].view(-1, self.width)
 
     def run(
         self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
@@ -143,23 +147,24 @@ class Window:
     def send_layer(self, i: int, slot: Slot) -> None:
         """Let the gradients of layer `i` leave, then update it; or update it where it is."""
         unit = self.units.layers[i]
-        norm = self._norm(unit.index, slot.memory[: unit.numel])
         if unit.index in self.resident:
-            self._update_here(unit, slot, norm)
+            (self._update_here if self.ranks.single else self._update_together)(unit, slot)
             return
+        norm = self._norm(unit.index, slot.memory[: unit.numel])
         computed = self.device.record("compute")  # after the norm, which leaves with the gradients
+        share, bounds = self.ranks.share(unit), self.ranks.bounds(unit)
 
         def run() -> Event:
-            if not self.ranks.owns(unit):
-                return self.transfers.to_host(unit, None, slot.memory[: unit.numel], computed)
+            summed, ready = self.transfers.reduce(unit, slot.memory[: bounds[-1]], bounds, computed, _host(norm))
             buffer = self.updater.pool.borrow(f"waiting for host memory for the gradients of {unit.name}")
-            event = self.transfers.to_host(unit, buffer[: unit.numel], slot.memory[: unit.numel], computed, norm)
-            self.updater.submit(unit, buffer, event, None if norm is None else norm[1], pooled=True)
+            event = self.transfers.to_host(unit, buffer[: share.numel], summed, ready, norm)
+            self.updater.submit(share, buffer, event, _host(norm), pooled=True)
             return event
 
         slot.task = self.worker.submit(unit.name, run)
 
-    def _update_here(self, unit: Unit, slot: Slot, norm: tuple[Tensor | None, Tensor] | None) -> None:
+    def _update_here(self, unit: Unit, slot: Slot) -> None:
+        norm = self._norm(unit.index, slot.memory[: unit.numel])
         started, scale = self.device.record("compute"), None
         if norm is not None and norm[0] is not None:
             scale = self.updater.clipping.scale(norm[0])
@@ -180,64 +185,97 @@ class Window:
 
         slot.task = self.worker.submit(unit.name, run)
 
+    def _update_together(self, unit: Unit, slot: Slot) -> None:
+        """Sum the gradients, update this rank's share on the accelerator, and gather what all have updated."""
+        computed, bounds, clipping = self.device.record("compute"), self.ranks.bounds(unit), self.updater.clipping
+        resident, gradient, now = self.resident[unit.index], slot.memory[: bounds[-1]], self.updater.clipping.now
+        host, threads = _host(self._norm(unit.index, gradient)), self.updater.threads
+
+        def update() -> None:
+            self.ranks.reduce(gradient, bounds)
+            own = gradient[self.ranks.own(bounds)]
+            total = self.transfers.norm(own, host)
+            scale = None if total is None else clipping.scale(total)
+            self.store.resident.update(unit, own, now.adam, scale, threads)
+            self.ranks.gather(resident.memory, bounds)
+
+        def run() -> Event:
+            event = self.transfers.together(unit, computed, update)
+            if host is not None:
+                self.updater.submit_norm(unit, event, host)
+            return event
+
+        slot.task = resident.task = self.worker.submit(unit.name, run)
+
+    def gather_resident(self) -> None:
+        """Let all ranks have what each has loaded of the layers that stay."""
+        loaded = self.device.record("compute")
+        for unit in self.store.resident.units:
+            slot = self.resident[unit.index]
+            run = partial(self.transfers.gather, unit, slot.memory, self.ranks.bounds(unit), loaded)
+            slot.task = self.worker.submit(unit.name, run)
+
     def send_rest(self) -> None:
         """Send the same for what belongs to no layer."""
         unit, slot = self.units.rest, self.rest_gradient
         norm = self._norm(unit.index, slot.memory)
         computed = self.device.record("compute")
+        share, bounds = self.ranks.share(unit), self.ranks.bounds(unit)
 
         def run() -> Event:
-            if not self.ranks.owns(unit):
-                return self.transfers.to_host(unit, None, slot.memory, computed)
+            summed, ready = self.transfers.reduce(unit, slot.memory, bounds, computed, _host(norm))
             self.updater.wait(unit)
-            event = self.transfers.to_host(unit, self.updater.rest, slot.memory, computed, norm)
-            self.updater.submit(unit, self.updater.rest, event, None if norm is None else norm[1], pooled=False)
+            event = self.transfers.to_host(unit, self.updater.rest, summed, ready, norm)
+            self.updater.submit(share, self.updater.rest, event, _host(norm), pooled=False)
             return event
 
         slot.task = self.worker.submit(unit.name, run)
 
     def send_head(self, tile: int, slot: Slot) -> None:
         """Send the same for a tile of the head; the update follows the last one, or for a tied head the embedding."""
-        unit = self.units.head
+        unit, span = self.units.head, self._tile_span(tile)
         if unit.index in self.resident:
             if not self.units.tied:  # else once the embedding's rows are in it
-                self._update_here(unit, slot, None)
+                self._update_here(unit, slot)
             return
-        low, high = (bound * self.width for bound in self.tiles[tile])
-        memory = slot.memory[: high - low]
+        share, bounds = self.ranks.share(unit), self.ranks.bounds(unit, span)
+        memory = slot.memory[: bounds[-1]]
         norm = None if self.units.tied else self._norm(len(self.units.all) + tile, memory)
         computed = self.device.record("compute")
 
         def run() -> Event:
-            if not self.ranks.owns(unit):
-                return self.transfers.to_host(unit, None, memory, computed)
+            summed, ready = self.transfers.reduce(unit, memory, bounds, computed, _host(norm))
             self.updater.wait(unit)
-            event = self.transfers.to_host(unit, self.updater.table[low:high], memory, computed, norm)
+            target = self.updater.table[self._of_share(share, bounds, span)]
+            event = self.transfers.to_host(unit, target, summed, ready, norm)
             if tile == len(self.tiles) - 1 and not self.units.tied:
                 total = self.norms[len(self.units.all) :] if self.clipping else None
-                self.updater.submit(unit, self.updater.table, event, total, pooled=False)
+                self.updater.submit(share, self.updater.table, event, total, pooled=False)
             return event
 
         slot.task = self.worker.submit(unit.name, run)
 
     def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
-        """Let the embedding's gradient go to its owner: int64 [R], [R, hidden]; or update it where it is."""
+        """Let the embedding's gradient leave: int64 [R], [R, hidden]; each rank gets that of its rows. Or update it
+        where it is."""
         if self.units.embedding.index in self.resident:
             self._update_embedding(rows, gradient)
             return
-        host = None
-        if self.ranks.owns(self.units.embedding):
-            if self.rows_out.numel() < gradient.numel():
-                self.rows_out = self.device.pinned(gradient.numel(), self.dtype)
-            host = self.rows_out[: gradient.numel()].view(gradient.shape)
         unit, computed = self.units.embedding, self.device.record("compute")
+        bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)
+        own, width = self.ranks.own(bounds), gradient.shape[1]
+        size = (own.stop - own.start) * width
+        if self.rows_out.numel() < size:
+            self.rows_out = self.device.pinned(size, self.dtype)
+        host = self.rows_out[:size].view(size // width, width)
+        here = rows[own] - share.low // width
 
         def run() -> None:
-            if host is not None and not self.units.tied:
+            summed, ready = self.transfers.reduce(unit, gradient, bounds, computed)
+            if not self.units.tied:
                 self.updater.wait(unit)
-            event = self.transfers.to_host(unit, host, gradient, computed)
-            if host is not None:
-                self.updater.submit_rows(rows, host, event)
+            event = self.transfers.to_host(unit, host, summed, ready)
+            self.updater.submit_rows(here, host, event)
 
         self.leaving = self.worker.submit(unit.name, run)  # keeps the rows until they have left
 
@@ -246,7 +284,7 @@ class Window:
         memory = self.head_gradient[0].memory if self.units.tied else self.embedding_gradient
         table = memory[: unit.numel].view(-1, self.width)
         table.index_copy_(0, at, table[at] + gradient if self.units.tied else gradient)
-        self._update_here(unit, Slot(memory), None)
+        self._update_here(unit, Slot(memory))
         if not self.units.tied:
             table.index_fill_(0, at, 0.0)
 
@@ -256,35 +294,46 @@ class Window:
             return rows
         return rows.pin_memory().to(self.head_gradient[0].memory.device, non_blocking=True)
 
-    def _fetch(self, unit: Unit, slot: Slot, span: slice) -> None:
-        used = slot.used
+    def _fetch(self, unit: Unit, slot: Slot, span: slice | None = None) -> None:
+        used, share, bounds = slot.used, self.ranks.share(unit), self.ranks.bounds(unit, span)
+        memory, here = slot.memory[: bounds[-1]], self._of_share(share, bounds, span)
+        own = memory[self.ranks.own(bounds)]
         if self.updater.idle(unit):
-            self.store.prefetch(unit)
+            self.store.prefetch(share)
 
         def run() -> Event:
-            source = None
-            if self.ranks.owns(unit):
-                self.updater.wait(unit)
-                source = self.store.outgoing(unit, span)
-            event = self.transfers.to_device(unit, slot.memory[: span.stop - span.start], source, used)
-            if source is not None:
-                self.store.sent(event)
-            return event
+            self.updater.wait(unit)
+            source = self.store.outgoing(share, here)
+            event = self.transfers.to_device(unit, own, source, used)
+            self.store.sent(event)
+            return self.transfers.gather(unit, memory, bounds, event)
 
         slot.task = self.worker.submit(unit.name, run)
 
+    def _tile_span(self, tile: int) -> slice | None:
+        """Elements of the head; None is all of it."""
+        low, high = self.tiles[tile]
+        return None if len(self.tiles) == 1 else slice(low * self.width, high * self.width)
+
+    def _of_share(self, share: Unit, bounds: Bounds, span: slice | None) -> slice:
+        """Elements of this rank's share that are in `span` of the unit, whose parts begin at `bounds`."""
+        own, first = self.ranks.own(bounds), (0 if span is None else span.start) - share.low
+        return slice(own.start + first, own.stop + first) if own.stop > own.start else slice(0, 0)
+
     def fetch_rows(self, rows: Tensor, most: int) -> Slot:
-        """Return rows of the embedding for all ranks: int64 [R], at most `most`; its owner reads them once they are
-        updated."""
+        """Return rows of the embedding for all ranks: int64 [R], at most `most`; each rank reads those that it keeps
+        once they are updated."""
         unit, width = self.units.embedding, self.units.embedding.pieces[0].shape[1]
         if unit.index in self.resident:
             table = self.resident[unit.index].memory[: unit.numel].view(-1, width)
             return Slot(table[self._upload(rows)].view(-1))
-        updated, host, size = self.updater.read_rows(rows), None, rows.numel() * width
-        if self.ranks.owns(unit):
-            if self.rows_in.numel() < size:
-                self.rows_in = self.device.pinned(size, self.dtype)
-            host = self.rows_in[:size].view(-1, width)
+        bounds, share = self.ranks.row_bounds(unit, rows), self.ranks.share(unit)
+        own = self.ranks.own(bounds)
+        here, size = rows[own] - share.low // width, (own.stop - own.start) * width
+        updated = self.updater.read_rows(here)
+        if self.rows_in.numel() < size:
+            self.rows_in = self.device.pinned(size, self.dtype)
+        host = self.rows_in[:size].view(size // width, width)
         if self.entering is None or self.entering.memory.numel() < most * width:
             self.entering = Slot(self.device.empty(most * width, self.store.dtype))
         slot, target = self.entering, self.entering.memory[: len(rows) * width].view(-1, width)
@@ -293,9 +342,9 @@ class Window:
         def run() -> Event:
             if updated is not None:
                 updated.wait()
-            if host is not None:
-                self.store.rows(unit, rows, host)
-            return self.transfers.to_device(unit, target, host, target_free)
+            self.store.rows(share, here, host)
+            event = self.transfers.to_device(unit, target[own], host, target_free)
+            return self.transfers.gather(unit, target, bounds, event)
 
         slot.task = self.worker.submit(unit.name, run)
         return slot

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +20,23 @@ import torch
 
 from ondevice.core.errors import CheckpointError, OndeviceError
 from ondevice.core.registry import method_config
+from ondevice.methods.slideformer import torch as slideformer_torch
+from ondevice.methods.slideformer.auto import agreed
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
-from ondevice.methods.slideformer.torch import Follower, Leader
+from ondevice.methods.slideformer.torch import Follower, Leader, SlideformerSession
 from ondevice.models.tiny import tiny_model
 from ondevice.offload.ranks import SINGLE, Ranks, join
+from ondevice.training.checkpoint import CheckpointStore
 from tests.methods.slideformer.reference import batches, run
 
-STEPS, ROWS = 10, 4
+STEPS = 10
+ROWS = {1: 12, 2: 4, 3: 6}
+"""Of a batch, by the number of ranks."""
 EXACT = {"compute": "float32", "optimizer": "torch", "eps": 1e-4}
 """Where a gradient is nothing but rounding (the bias of keys), a smaller epsilon would make steps of it."""
 SMALL = {"max_grad_norm": 0.05}
-LIMIT_S = 4.0
+LIMIT_S = 6.0
 """Longest wait for a rank that dies or hangs."""
 RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "tied": (EXACT, "llama", {"layers": 3}),
@@ -41,22 +48,46 @@ RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "global untied": ({**EXACT, **SMALL, "clip": "global"}, "gpt2", {"layers": 1, "tied": False}),
     "parts": ({**EXACT, "loss_tiles": 3, "window": 2}, "qwen2", {"layers": 4, "tied": False}),
     "disk": ({**EXACT, "disk_fraction": 0.5, "activations": "disk"}, "llama", {"layers": 4}),
+    "masters on disk": (
+        {**EXACT, "disk_fraction": 1, "disk_masters": True, "resident_layers": 1},
+        "llama",
+        {"layers": 3},
+    ),
+    "resident": ({**EXACT, "resident_layers": 2}, "llama", {"layers": 4}),
+    "resident clipped": ({**EXACT, **SMALL, "resident_layers": 1}, "llama", {"layers": 3, "tied": False}),
     "bfloat16": ({}, "llama", {"layers": 4, "tied": False}),
+    "small moments": ({"moments": "int8"}, "llama", {"layers": 3}),
 }
 """Settings, family and sizes of each comparison with one process."""
+THREE = ("untied", "parts", "previous", "resident clipped", "small moments")
+"""Those that three ranks make, too: no size of a unit is a multiple of three."""
 
 
-def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, Any]:
-    """Losses, this rank's masters, an evaluation, what the accelerator holds, and host bytes."""
+def parts(engine: SlideformerEngine) -> dict[tuple[str, int], torch.Tensor]:
+    """Masters that this rank keeps, flat, by parameter and the first element that is here."""
+    masters = engine.store.masters()
+    pieces = [p for unit in (*engine.store.owned, *engine.store.resident.shares) for p in unit.pieces]
+    return {(piece.name, piece.start): masters[piece.name].reshape(-1) for piece in pieces}
+
+
+def settled(ranks: Ranks) -> dict[str, Any]:
+    """What ranks agree on that have decided by memory of different sizes, and what each would have chosen."""
+    sizes = {"window": 3 + ranks.rank, "resident_layers": 2 - ranks.rank, "gradient_buffers": 4}
+    return agreed(SlideformerConfig(**sizes), ranks).model_dump(include=set(sizes))
+
+
+def compute(name: str, world: int, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, Any]:
+    """Losses, this rank's masters, an evaluation, what the accelerator holds, and host bytes; of the batches that
+    `world` ranks have."""
     settings, family, sizes = RUNS[name]
     config = SlideformerConfig(timeout_s=30.0, threads=1, **settings)
     engine = SlideformerEngine(tiny_model(family, **sizes).family, config, device, ranks)
-    losses = run(engine, batches(STEPS, rows=ROWS), 1e-3)
-    ids, labels = batches(1, rows=3, seed=7)[0]
+    losses = run(engine, batches(STEPS, rows=ROWS[world]), 1e-3)
+    ids, labels = batches(1, rows=5, seed=7)[0]
     nll, _ = engine.evaluate(ids, labels)
     by_name = {
         "losses": losses,
-        "masters": engine.store.masters(),
+        "masters": parts(engine),
         "nll": torch.from_numpy(nll),
         "window": [slot.memory.cpu().clone() for slot in (*engine.window.layers, *engine.window.head)],
         "bytes": engine.store.bytes,
@@ -66,31 +97,57 @@ def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, 
     return by_name
 
 
-def session(ranks: Ranks, device: str) -> dict[str, Any]:
-    """State out of three steps and into another session, which goes on with the same bits; errors on every rank."""
-    config = method_config("slideformer", {"timeout_s": 30.0, "threads": 1})
+SESSION = {"timeout_s": 30.0, "threads": 1, "resident_layers": 1, "moments": "int8", "max_grad_norm": 0.5}
+
+
+def opened(kind: Any, layers: int, ranks: Ranks, device: str, seed: int = 0) -> Any:
+    return kind(tiny_model("llama", seed, layers=layers), method_config("slideformer", SESSION), device, ranks)
+
+
+def checkpoints(folder: Path) -> CheckpointStore:
+    return CheckpointStore(folder, {}, seed=0, backend="torch-cpu")
+
+
+def session(ranks: Ranks, device: str, folder: Path) -> dict[str, Any]:
+    """A checkpoint after three steps, written by all ranks beside the next three; another session goes on from it with
+    the same bits; errors on every rank."""
     kind = Follower if ranks.rank else Leader
-    first, second = (kind(tiny_model("llama", seed, layers=3), config, device, ranks) for seed in (0, 1))
+    first, second = (opened(kind, 3, ranks, device, seed) for seed in (0, 1))
     if ranks.rank:
         assert [first.follow(), second.follow()] == ["first", "second"]
-        third = Follower(tiny_model("llama", layers=2), config, device, ranks)
-        return {"refused": _refused(third.follow)}
-    data = batches(6, rows=ROWS)
+        return {"refused": _refused(opened(kind, 2, ranks, device).follow)}
+    store, data = checkpoints(folder / "two"), batches(6, rows=ROWS[2])
     for step, batch in enumerate(data[:3]):
         first.step(*batch, step, 1e-3)
-    state = {name: value.copy() for name, value in first.state().items()}
-    first.written(None)
+    state = first.state()
+    first.hold()
+    save = partial(store.save, written=first.written, beside=first.save_beside)
+    thread = threading.Thread(target=save, args=(3, state))
+    thread.start()
     straight = [first.step(*batch, 3 + step, 1e-3).loss for step, batch in enumerate(data[3:])]
-    end = first.weights()
+    thread.join()
+    first.written(None)
+    first.save_model(folder / "straight")
     first.finish("first")
-    second.load_state(state)
+    loaded = store.newest(lambda _: None)
+    assert loaded is not None
+    second.load_state(loaded.state)
     resumed = [second.step(*batch, 3 + step, 1e-3).loss for step, batch in enumerate(data[3:])]
-    same = all(torch.equal(value, end[name]) for name, value in second.weights().items())
+    second.save_model(folder / "resumed")
     second.finish("second")
-    third = Leader(tiny_model("llama", layers=2), config, device, ranks)
-    missing = {name: value for name, value in state.items() if "layer.1" not in name}
+    third = opened(kind, 2, ranks, device)
+    missing = {name: value for name, value in loaded.state.items() if "layer.1" not in name}
     refused = _refused(lambda: third.load_state(missing))
-    return {"straight": straight, "resumed": resumed, "same": same, "state": state, "refused": refused}
+    return {"straight": straight, "resumed": resumed, "refused": refused}
+
+
+def save_again(one: SlideformerSession, source: Path, target: Path) -> None:
+    """Load a checkpoint, whoever wrote it, and write another one."""
+    loaded = checkpoints(source).newest(lambda _: None)
+    assert loaded is not None
+    one.load_state(loaded.state)
+    checkpoints(target).save(4, one.state(), written=one.written, beside=one.save_beside)
+    one.written(None)
 
 
 def _refused(call: Any) -> str:
@@ -101,32 +158,90 @@ def _refused(call: Any) -> str:
     return "not refused"
 
 
-def left_alone(ranks: Ranks, device: str, dies: bool) -> dict[str, Any]:
-    """Rank 1 is killed between two steps, or stops to do anything."""
+def left_alone(ranks: Ranks, device: str, how: int) -> dict[str, Any]:
+    """Rank 1 is killed or stopped between two steps."""
     engine = SlideformerEngine(
         tiny_model("llama").family, SlideformerConfig(timeout_s=LIMIT_S, threads=1), device, ranks
     )
     began = 0.0
     try:
-        for step, batch in enumerate(batches(3, rows=ROWS)):
+        for step, batch in enumerate(batches(3, rows=ROWS[ranks.world])):
             if step == 1 and ranks.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL if dies else signal.SIGSTOP)
+                os.kill(os.getpid(), how)
             began = time.monotonic()
             engine.step(*batch, step, 1e-3)
     except OndeviceError as error:
-        return {"message": error.message, "seconds": time.monotonic() - began}
+        seconds = time.monotonic() - began
+        engine.close()
+        return {"message": str(error), "seconds": seconds}
     return {"message": "no error", "seconds": 0.0}
+
+
+def silent(ranks: Ranks, device: str) -> dict[str, Any]:
+    """Rank 0 is stopped while the others wait for its next word."""
+    began = 0.0
+    try:
+        one = opened(Follower if ranks.rank else Leader, 2, ranks, device)
+        began = time.monotonic()
+        if ranks.rank:
+            one.follow()
+        one.step(*batches(1, rows=ROWS[ranks.world])[0], 0, 1e-3)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    except OndeviceError as error:
+        return {"message": str(error), "seconds": time.monotonic() - began}
+    return {"message": "no error", "seconds": 0.0}
+
+
+def killed_in_a_checkpoint(ranks: Ranks, device: str, folder: Path) -> dict[str, Any]:
+    """Rank 1 is killed in the midst of the second checkpoint."""
+    one, store = opened(Follower if ranks.rank else Leader, 2, ranks, device), checkpoints(folder / "killed")
+    if isinstance(one, Follower):
+        write = slideformer_torch.write_tensors
+        calls: list[Path] = []
+
+        def dies(path: Path, *rest: Any, **options: Any) -> str:
+            calls.append(path)
+            if len(calls) == 2:
+                path.write_bytes(b"half")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return write(path, *rest, **options)
+
+        slideformer_torch.write_tensors = dies
+        return one.follow()
+    message = "no error"
+    for step, batch in enumerate(batches(2, rows=ROWS[ranks.world])):
+        one.step(*batch, step, 1e-3)
+        try:
+            store.save(step, one.state(), written=one.written, beside=one.save_beside)
+        except OndeviceError as error:
+            message = error.message
+        one.written(None)
+    newest = store.newest(lambda _: None)
+    return {"message": message, "newest": newest and newest.meta.step, "left": len(list(store.folder.iterdir()))}
 
 
 def main(case: str, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
-    ranks, device = join(device, 30.0 if case == "runs" else LIMIT_S)
+    ranks, device = join(device, 30.0 if case in ("runs", "three") else LIMIT_S)
     by_name: Any
     if case == "runs":
-        by_name = {name: compute(name, ranks, device) for name in RUNS}
-        by_name["session"] = session(ranks, device)
+        by_name = {name: compute(name, 2, ranks, device) for name in RUNS}
+        by_name["session"] = session(ranks, device, folder)
+        by_name["settled"] = settled(ranks)
+    elif case == "three":
+        by_name = {name: compute(name, 3, ranks, device) for name in THREE}
+        one = opened(Follower if ranks.rank else Leader, 3, ranks, device)
+        if isinstance(one, Leader):
+            save_again(one, folder / "one", folder / "three")
+            one.finish(None)
+        else:
+            one.follow()
+    elif case == "silent":
+        by_name = silent(ranks, device)
+    elif case == "killed":
+        by_name = killed_in_a_checkpoint(ranks, device, folder)
     else:
-        by_name = left_alone(ranks, device, case == "dies")
+        by_name = left_alone(ranks, device, signal.SIGKILL if case == "dies" else signal.SIGSTOP)
     torch.save(by_name, folder / f"{case}-{ranks.rank}.pt")
 
 

@@ -21,9 +21,9 @@ RATES = Rates(700e12, 54e9, 54e9, 5.2e9, 3e9)
 HOST = 120 * 10**9
 
 
-def chosen(gpu_gb: float, rows: int, host: int | None = HOST, **settings: Any) -> SlideformerConfig:
+def chosen(gpu_gb: float, rows: int, host: int | None = HOST, world: int = 1, **settings: Any) -> SlideformerConfig:
     room = Room(int(gpu_gb * 1e9), host)
-    settled, why = settle(SlideformerConfig(**settings), DIMS, Work(rows, 1024), room, RATES)
+    settled, why = settle(SlideformerConfig(**settings), DIMS, Work(rows, 1024, world), room, RATES)
     assert not settled.is_auto and why
     return settled
 
@@ -56,6 +56,14 @@ def test_what_excludes_states_on_the_accelerator_is_kept_to() -> None:
     assert exact.resident_layers == 0 and exact.resident_tables is False
     assert chosen(80, 8, max_grad_norm=1.0).resident_tables is False
     assert chosen(80, 8, loss_tiles=4).resident_tables is False
+
+
+def test_ranks_leave_layers_on_the_accelerator_and_no_tables() -> None:
+    """Four ranks compute as long as one with as many rows each, and one host updates as long: not more stays."""
+    for rows in (8, 32):
+        four, one = chosen(80, rows, world=4), chosen(80, rows, resident_tables=False)
+        assert four.resident_tables is False and four.kept_layers > 0
+        assert abs(four.kept_layers - one.kept_layers) <= 6
 
 
 def test_where_nothing_fits_it_is_as_small_as_it_can_be() -> None:

@@ -105,7 +105,7 @@ def test_a_scale_on_the_accelerator_is_the_host_s(rule: str) -> None:
     clipping = opened(rule)
     for step in range(3):
         clipping.begin(step, RATE)
-        for unit, square in zip(clipping.owned, (1e-4, 0.09, 0.36, 4.0, 0.01 * step), strict=True):
+        for unit, square in zip(clipping.units.all, (1e-4, 0.09, 0.36, 4.0, 0.01 * step), strict=True):
             clipping.now.squares[unit.index] = square
             host = clipping.apply(clipping.now, unit)
             assert float(clipping.scale(torch.tensor(square))) == pytest.approx(host.grad_scale, rel=1e-6)
@@ -116,25 +116,15 @@ def test_a_scale_on_the_accelerator_is_the_host_s(rule: str) -> None:
 def test_a_checkpoint_keeps_the_norms_that_the_next_step_reads(rule: str) -> None:
     clipping, other = opened(rule), opened(rule)
     clipping.begin(0, RATE)
-    clipping.now.squares.update({unit.index: 0.5 + unit.index for unit in clipping.owned})
+    clipping.now.squares.update({unit.index: 0.5 + unit.index for unit in clipping.units.all})
     kept = clipping.norms()
-    assert len(kept) == (len(clipping.owned) if rule == "previous" else 0)
+    assert len(kept) == (len(clipping.units.all) if rule == "previous" else 0)
     other.restore({name: value.numpy() for name, value in kept.items()})
     for each in (clipping, other):
         each.begin(1, RATE)
     assert other.now.before == (clipping.now.before if rule == "previous" else {})
     clipping.restore({})
     assert clipping.now.squares == {}
-
-
-@pytest.mark.parametrize("square", [0.0, 2.0])
-def test_a_step_without_gradients_says_nothing_of_the_next(square: float) -> None:
-    clipping = opened("previous")
-    clipping.begin(0, RATE)
-    clipping.now.squares.update({unit.index: square for unit in clipping.owned})
-    clipping.begin(1, RATE)
-    clipping.share()
-    assert clipping.now.before == ({unit.index: square for unit in clipping.owned} if square else {})
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])

@@ -41,10 +41,23 @@ def test_nothing_touches_memory_too_early(config: dict[str, Any], tied: bool, mo
     assert races(config, tied, False, monkeypatch) == []
 
 
-@pytest.mark.parametrize("config", [{"window": 2}, {"max_grad_norm": 0.1, "clip": "layer", "loss_tiles": 2}], ids=str)
-def test_ranks_do_one_thing_after_the_other(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Broadcasts and sums are in lanes, too, and share one communicator."""
-    assert races(config, False, True, monkeypatch) == []
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"window": 2},
+        {"max_grad_norm": 0.1, "clip": "layer", "loss_tiles": 2},
+        {"max_grad_norm": 0.1, "resident_layers": 2, "disk_fraction": 0.5, "optimizer": "torch"},
+        {"resident_layers": 1, "disk_fraction": 1.0, "disk_masters": True, "window": 2, "micro_batch_size": 1},
+        {"max_grad_norm": 0.1, "clip": "global", "optimizer": "torch"},
+    ],
+    ids=str,
+)
+def test_ranks_do_one_thing_after_the_other(
+    config: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathers and sums have a lane of their own, beside both copies, and share one communicator."""
+    assert races(config, tied, True, monkeypatch) == []
 
 
 @pytest.mark.parametrize(
@@ -53,7 +66,10 @@ def test_ranks_do_one_thing_after_the_other(config: dict[str, Any], monkeypatch:
         ("transfers", "to_device", {}, False),
         ("transfers", "to_host", {}, False),
         ("transfers", "all_reduce", {"max_grad_norm": 0.1, "clip": "layer", "loss_tiles": 2}, True),
-        ("transfers", "_together", {"window": 2}, True),
+        ("transfers", "together", {"window": 2}, True),
+        ("transfers", "to_device", {"window": 2}, True),
+        ("transfers", "to_host", {"window": 2}, True),
+        ("window", "arrive", {"resident_layers": 5}, True),
         ("window", "arrive", {}, False),
         ("activations", "save", {}, False),
         ("activations", "prefetch", {}, False),
@@ -79,7 +95,7 @@ def races(config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.
             engine = SlideformerEngine(model, settings, "cpu", ranks)
         names(checker, engine, "engine")
         try:
-            data = batches(3, rows=2, length=6)
+            data = batches(3, rows=2 + 2 * ranked, length=6)
             run(engine, data)
             engine.evaluate(*data[0])
             run(engine, data[:1])

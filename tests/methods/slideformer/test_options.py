@@ -136,7 +136,7 @@ def test_other_orders_of_addition_change_last_bits(
 @pytest.mark.parametrize("fraction", [0.01, 0.1])
 def test_a_small_share_is_at_least_one_unit(fraction: float, engine: Any) -> None:
     opened = engine({"disk_fraction": fraction}, layers=1)
-    assert len(opened.disk.moments.records) == 1
+    assert len(opened.disk.states.records) == 1
     assert run(opened, batches(2)) == outcome({}, "llama", {"layers": 1}, batches(2))[0]
 
 

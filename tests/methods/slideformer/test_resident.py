@@ -10,8 +10,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from ondevice.core.errors import ConfigError  # noqa: E402
+from ondevice.methods.slideformer.config import SlideformerConfig  # noqa: E402
+from ondevice.methods.slideformer.engine import SlideformerEngine  # noqa: E402
+from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.runtime_ops.layer_adam import KINDS  # noqa: E402
 from tests.methods.slideformer.reference import batches, differing, open_engine, outcome, run  # noqa: E402
+from tests.offload.happens_before import CheckedRanks, Checker  # noqa: E402
 
 SIZES = {"layers": 5, "intermediate": 77}
 TORCH = {"optimizer": "torch", "weight_decay": 0.1}
@@ -81,3 +85,7 @@ def test_what_is_not_updated_at_once_excludes_them() -> None:
     for other in ({"max_grad_norm": 1.0}, {"loss_tiles": 2}):
         with pytest.raises(ConfigError, match="at once and whole"):
             open_engine({"resident_tables": True, **other}, **SIZES)
+    model, config = tiny_model("llama", **SIZES).family, SlideformerConfig(resident_tables=True)
+    with pytest.raises(ConfigError, match="at once and whole") as refused:
+        SlideformerEngine(model, config, "cpu", CheckedRanks(Checker()))
+    assert "2 processes" in str(refused.value)

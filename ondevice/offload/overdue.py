@@ -1,0 +1,58 @@
+"""Ends the wait for ranks on accelerators: a kernel that waits for a rank that is gone would wait for ever."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from ondevice.core.errors import TrainingError
+
+if TYPE_CHECKING:
+    from ondevice.offload.device import Event
+    from ondevice.offload.ranks import Ranks
+    from ondevice.offload.worker import Watch
+
+LOOK_S = 0.1
+
+
+class Overdue:
+    """Looks at what the ranks have begun together, in order. Where the first of it is not done in time, or another rank
+    is gone, the watch fails with its name, and the communicator is given up, so that nothing waits for it any more."""
+
+    def __init__(self, watch: Watch, ranks: Ranks) -> None:
+        self.watch, self.ranks = watch, ranks
+        self.begun: deque[tuple[str, Event]] = deque()
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="ondevice-overdue", daemon=True)
+        self.thread.start()
+
+    def expect(self, name: str, event: Event) -> None:
+        """Watch over the transfer of a unit, which is done at `event`."""
+        self.begun.append((name, event))
+
+    def close(self) -> None:
+        self.closing.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        since = time.monotonic()
+        while not self.closing.wait(LOOK_S):
+            while self.begun and self.begun[0][1].done():
+                self.begun.popleft()
+                since = time.monotonic()
+            if not self.begun:
+                since = time.monotonic()
+                continue
+            lost, waited_s = self.ranks.lost, time.monotonic() - since
+            if lost is None and waited_s < self.watch.timeout_s:
+                continue
+            error = TrainingError(
+                "another rank has ended or does not answer",
+                received=str(lost).split(". ")[0][:300] if lost else f"no answer for {waited_s:.1f} s",
+                hint="its own message says why; the last checkpoint is intact, resume from it",
+            )
+            self.watch.fail(f"transfer of {self.begun[0][0]}", error)
+            self.ranks.abort()
+            return
