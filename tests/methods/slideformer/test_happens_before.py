@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ondevice.models.tiny import tiny_model  # noqa: E402
 from ondevice.offload import engine as offload_engine  # noqa: E402
 from ondevice.offload.ranks import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
+from tests.offload import mutations  # noqa: E402
 from tests.offload.happens_before import CheckedRanks, checking, leave_out_hold, names  # noqa: E402
 
 CONFIGS: list[dict[str, Any]] = [
@@ -84,6 +86,20 @@ def test_a_lane_that_does_not_wait_is_noticed(
     assert races(config, False, ranked, monkeypatch)
 
 
+def test_the_list_of_what_was_taken_out_is_of_these_sources() -> None:
+    """`python -m tests.offload.mutations TEXT` tries a place again."""
+    known = json.loads(mutations.LIST.read_text())
+    assert list(known) == [site.place for site in mutations.sites()]
+    assert "NOT NOTICED" not in known.values()
+
+
+@pytest.mark.parametrize("text", ["DiskStates.load", "Window._update_here: self.device.hold", "Transfers._ended"])
+def test_what_is_taken_out_is_noticed(text: str) -> None:
+    site = next(site for site in mutations.sites() if text in site.place)
+    name = json.loads(mutations.LIST.read_text())[site.place].removeprefix("noticed: ")
+    assert mutations.noticed(site, [config for config in mutations.CONFIGS if config[0] == name]) == name
+
+
 def races(config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Return the races of some steps, an evaluation and another step."""
     with checking(monkeypatch, updater, store, disk, disk_states, resident) as (checker, device):
@@ -97,6 +113,8 @@ def races(config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.
         try:
             data = batches(3, rows=2 + 2 * ranked, length=6)
             run(engine, data)
+            for state in engine.store.arrays().values():  # as a checkpoint does
+                state.clone()
             engine.evaluate(*data[0])
             run(engine, data[:1])
         finally:

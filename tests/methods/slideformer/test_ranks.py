@@ -230,16 +230,16 @@ def test_what_a_checkpoint_lacks_is_an_error_on_every_rank(ranks: list[dict[str,
 def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path) -> None:
     """Each of the others says which layer waits for it; and what rank 0 leaves without a word ends, too. A checkpoint
     that a rank has not written does not get its name."""
-    needs_three()
-    cases = {case: start(case, tmp_path, world) for case, world in (("dies", 3), ("hangs", 3))}
-    survivors = {"dies": (0, 2), "hangs": (0, 2), "silent": (1,), "killed": (0,)}
+    world = 3 if DEVICE == "cpu" else 2
+    cases = {case: start(case, tmp_path, world) for case in ("dies", "hangs")}
+    survivors = {"dies": (0, 2)[: world - 1], "hangs": (0, 2)[: world - 1], "silent": (1,), "killed": (0,)}
     loaded: dict[str, list[dict[str, Any]]] = {}
     try:
         for case, ranks in survivors.items():
             if case not in cases:
                 cases[case] = start(case, tmp_path, 2)
             for rank in ranks:
-                _, errors = cases[case][rank].communicate(timeout=90)
+                _, errors = cases[case][rank].communicate(timeout=240)
                 assert cases[case][rank].returncode == 0, errors
                 path = tmp_path / f"{case}-{rank}.pt"
                 loaded.setdefault(case, []).append(torch.load(path, weights_only=False))
