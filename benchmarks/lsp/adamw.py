@@ -13,7 +13,7 @@ from ondevice.core.errors import ModelError
 from ondevice.methods.lsp.config import ProjectorConfig
 from ondevice.methods.lsp.linear import attach, detach, is_linear
 from ondevice.methods.lsp.matrix import BiasCheck, Group, Matrix, Plane, carried
-from ondevice.methods.lsp.part import is_projected
+from ondevice.methods.lsp.projected import is_projected
 from ondevice.offload.graphs import recorder
 from ondevice.runtime_ops.layer_adam import AdamStep, torch_step
 

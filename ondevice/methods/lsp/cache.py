@@ -18,7 +18,7 @@ from ondevice.offload.transfers import Slot, square
 if TYPE_CHECKING:
     from ondevice.methods.lsp.bases import Base
     from ondevice.methods.lsp.config import LspConfig
-    from ondevice.methods.lsp.part import Part
+    from ondevice.methods.lsp.projected import ProjectedUnit
     from ondevice.methods.lsp.updates import Updates
     from ondevice.offload.device import Device, Event
     from ondevice.offload.graphs import Compute, Graphs
@@ -29,8 +29,8 @@ class ProjectedWeightCache:
     """Slots for layers and for the head's weights, and gradients; see `WeightCache` for what `Passes` asks of it."""
 
     def __init__(
-        self, units: Units, parts: list[Part], base: Base | None, tables: dict[int, Tensor], exact: dict[int, Tensor],
-        config: LspConfig, device: Device, dtype: torch.dtype, updates: Updates, graphs: Graphs,
+        self, units: Units, parts: list[ProjectedUnit], base: Base | None, tables: dict[int, Tensor],
+        exact: dict[int, Tensor], config: LspConfig, device: Device, dtype: torch.dtype, updates: Updates, graphs: Graphs,
     ) -> None:  # fmt: skip
         self.units, self.parts, self.base, self.tables = units, parts, base, tables
         self.device, self.dtype, self.updates, self.config = device, dtype, updates, config
@@ -53,10 +53,10 @@ class ProjectedWeightCache:
         self.entering: Slot | None = None
         self.views: dict[tuple[int, int, tuple[int, ...]], Tensor] = {}
 
-    def _slot(self, parts: list[Part]) -> Slot:
+    def _slot(self, parts: list[ProjectedUnit]) -> Slot:
         return Slot(self.device.empty(max(part.numel for part in parts), self.dtype))
 
-    def resolve(self, part: Part) -> None:
+    def resolve(self, part: ProjectedUnit) -> None:
         """Take the answer to the part's last gradient, if there is one; computations that follow see it."""
         now = self.updates.wait(part)
         if now is None:
@@ -224,11 +224,11 @@ class ProjectedWeightCache:
         event = self.updates.transfers.all_reduce(total, host, self.device.record("compute"))
         return lambda: event
 
-    def _table(self, part: Part) -> Tensor:
+    def _table(self, part: ProjectedUnit) -> Tensor:
         """The base of a projected table: [vocabulary, hidden]."""
         return self.tables[part.unit.index].view(-1, self.width)
 
-    def _send_table(self, part: Part, gradient: Slot) -> None:
+    def _send_table(self, part: ProjectedUnit, gradient: Slot) -> None:
         """Let the gradient of a table leave, or what its matrix makes of it."""
         leaving = self.table[part.unit.index]
         if part.matrices:
@@ -236,12 +236,12 @@ class ProjectedWeightCache:
             part.matrices[0][1].collect_whole(gradient.memory.view(-1, self.width))
         self._send(part, leaving if part.matrices else gradient)
 
-    def _begin(self, part: Part, slot: Slot) -> None:
+    def _begin(self, part: ProjectedUnit, slot: Slot) -> None:
         self.arrive(slot).memory.zero_()
         for _, matrix, offset in part.matrices:
             matrix.gradient = slot.memory[offset : offset + matrix.numel].view(matrix.sizes)
 
-    def _send(self, part: Part, slot: Slot) -> None:
+    def _send(self, part: ProjectedUnit, slot: Slot) -> None:
         norm = square(slot.memory[: part.numel]) if self.config.max_grad_norm is not None else None
         self.updates.send(part, slot, self.exact[part.unit.index], norm)
 

@@ -20,7 +20,7 @@ from ondevice.methods.lsp.cache import ProjectedWeightCache, view
 from ondevice.methods.lsp.config import FOLDED
 from ondevice.methods.lsp.linear import attach, detach, is_linear
 from ondevice.methods.lsp.matrix import BiasCheck, Matrix, Plane, carried
-from ondevice.methods.lsp.part import Older, Part, split, widen
+from ondevice.methods.lsp.projected import PastChange, ProjectedUnit, split, widen
 from ondevice.methods.lsp.updates import Updates
 from ondevice.offload.activations import Activations
 from ondevice.offload.engine import OffloadEngine, host_threads
@@ -146,16 +146,16 @@ class LspEngine(OffloadEngine):
                 )
         return weights
 
-    def base_of(self, part: Part) -> Tensor:
+    def base_of(self, part: ProjectedUnit) -> Tensor:
         """Return the weights that a part's changes are added to, flat on the host, for a checkpoint."""
         return self._base_for(part).flat(part.unit)
 
-    def put_base(self, part: Part, flat: Tensor) -> None:
+    def put_base(self, part: ProjectedUnit, flat: Tensor) -> None:
         """Take back what `base_of` gave, bfloat16 as uint16."""
         part.folded = True
         self._base_for(part).load(part.unit, flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16))
 
-    def put_exact(self, part: Part) -> None:
+    def put_exact(self, part: ProjectedUnit) -> None:
         """Let the accelerator have what the host holds of the parameters that are trained as they are."""
         if part.exact.numel:
             self.exact[part.unit.index].copy_(self.store.outgoing(part.exact, slice(0, part.exact.numel)))
@@ -167,7 +167,7 @@ class LspEngine(OffloadEngine):
         if self.updates.close():
             self.device.close()
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[ProjectedUnit]:
         config, plane = self.config if self.config.project else None, self.plane
         numbers = {name: number for number, (name, _) in enumerate(self.family.model.named_parameters())}
         where = (self.device, self.where)
@@ -191,11 +191,11 @@ class LspEngine(OffloadEngine):
                 view(memory, piece).copy_(piece.parameter.detach())
         return exact
 
-    def _base_for(self, part: Part) -> Base:
+    def _base_for(self, part: ProjectedUnit) -> Base:
         """Return the base that the changes of a part's matrices are added to."""
         return self.tables if part.unit.kind != "layer" or self.base is None else self.base
 
-    def _whole(self, part: Part) -> Tensor:
+    def _whole(self, part: ProjectedUnit) -> Tensor:
         """The unit's base, flat, in the compute dtype or in float32; where it stays, if that is on the accelerator."""
         base = self._base_for(part)
         if isinstance(base, Resident):
@@ -218,10 +218,10 @@ class LspEngine(OffloadEngine):
                 matrix.watch = partial(self._check_bias, part, piece, offset) if due else None
 
     @torch.no_grad()
-    def _check_bias(self, part: Part, piece: Piece, offset: int, matrix: Matrix, gradient: Tensor) -> None:
+    def _check_bias(self, part: ProjectedUnit, piece: Piece, offset: int, matrix: Matrix, gradient: Tensor) -> None:
         """Check the bias on a gradient; with other projectors the change goes into the base, and moments are carried.
         The host is at rest for this unit: its forward pass has waited for its last update."""
-        old = Older(matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone())
+        old = PastChange(matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone())
         check = self.bias_checks[matrix.name] = matrix.refresh(gradient)
         if check.carry is None:
             return
@@ -235,7 +235,7 @@ class LspEngine(OffloadEngine):
         for moment, value in zip((m, v), moved, strict=True):
             moment.copy_(value.reshape(-1))
 
-    def _fold(self, part: Part, piece: Piece, matrix: Matrix, old: Older) -> None:
+    def _fold(self, part: ProjectedUnit, piece: Piece, matrix: Matrix, old: PastChange) -> None:
         """Let the base have what the old projectors gave, or keep them beside it."""
         target = self._base_for(part)
         if not target.folds:

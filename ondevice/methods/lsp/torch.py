@@ -14,7 +14,7 @@ from ondevice.core.errors import CheckpointError
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.engine_session import EngineSession, as_numpy, steps_of
 from ondevice.methods.lsp.engine import LspEngine
-from ondevice.methods.lsp.part import Older
+from ondevice.methods.lsp.projected import PastChange
 from ondevice.methods.lsp.projector import Projector
 from ondevice.models.save import save_weights
 from ondevice.offload.device import memory_errors
@@ -163,7 +163,9 @@ def load_arrays(engine: LspEngine, saved: Arrays) -> None:
                 name = f"{number}/{matrix.name}"
                 change = _array(saved, f"older/{name}", torch.zeros(matrix.sizes)).to(matrix.device)
                 gain = float(_array(saved, f"gain/{name}", torch.zeros(1, dtype=torch.float64)))
-                part.older.setdefault(matrix.number, []).append(Older(*_projectors(saved, name, matrix), gain, change))
+                part.older.setdefault(matrix.number, []).append(
+                    PastChange(*_projectors(saved, name, matrix), gain, change)
+                )
 
 
 def _pair(name: str, left: Projector, right: Projector) -> dict[str, Tensor]:

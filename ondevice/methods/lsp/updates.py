@@ -27,7 +27,7 @@ from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, tor
 
 if TYPE_CHECKING:
     from ondevice.methods.lsp.config import LspConfig
-    from ondevice.methods.lsp.part import Part
+    from ondevice.methods.lsp.projected import ProjectedUnit
     from ondevice.offload.device import Device, Event
     from ondevice.offload.host import HostStore
     from ondevice.offload.report import Timeline
@@ -49,7 +49,7 @@ class Updates:
     """Host memory for gradients and answers, the three threads, and clipping."""
 
     def __init__(
-        self, units: Units, parts: list[Part], store: HostStore, config: LspConfig, device: Device,
+        self, units: Units, parts: list[ProjectedUnit], store: HostStore, config: LspConfig, device: Device,
         timeline: Timeline, watch: Watch, threads: int,
     ) -> None:  # fmt: skip
         self.units, self.parts, self.store, self.config = units, parts, store, config
@@ -69,7 +69,7 @@ class Updates:
         self.scratch = None if store.native else torch.empty(max(narrow, exact))
         self.norms = device.pinned(len(units.all), torch.float32)
         self.tickets: dict[int, Ticket] = {}
-        self.waiting: list[tuple[Part, Ticket, Tensor, Tensor]] = []
+        self.waiting: list[tuple[ProjectedUnit, Ticket, Tensor, Tensor]] = []
         self.transition = 0
         self.offload, self.update, self.upload = (Worker(name, watch) for name in ("offload", "update", "upload"))
 
@@ -85,7 +85,7 @@ class Updates:
         """True where updates wait for the end of the backward pass."""
         return self.config.schedule == "zero" or self.clipping.exact
 
-    def send(self, part: Part, slot: Slot, exact: Tensor, norm: Tensor | None) -> None:
+    def send(self, part: ProjectedUnit, slot: Slot, exact: Tensor, norm: Tensor | None) -> None:
         """Let a gradient leave.
 
         Args:
@@ -125,7 +125,7 @@ class Updates:
 
         self.offload.submit("the end of the backward pass", run, 2 * LATER)
 
-    def wait(self, part: Part) -> Step | None:
+    def wait(self, part: ProjectedUnit) -> Step | None:
         """Wait until the answer is on the accelerator; return its step, None where there is none that was not taken."""
         ticket = self.tickets.pop(part.unit.index, None)
         if ticket is None:
@@ -152,13 +152,13 @@ class Updates:
         """End the threads; False if one hangs."""
         return all([worker.close() for worker in (self.offload, self.update, self.upload)])
 
-    def _priority(self, part: Part) -> int:
+    def _priority(self, part: ProjectedUnit) -> int:
         if self.config.schedule == "zero":
             return 0
         order = part.unit.order
         return LATER if order >= self.transition else order
 
-    def _submit(self, part: Part, ticket: Ticket, buffer: Tensor, exact: Tensor) -> None:
+    def _submit(self, part: ProjectedUnit, ticket: Ticket, buffer: Tensor, exact: Tensor) -> None:
         unit, priority = part.unit, self._priority(part)
 
         def update() -> None:
@@ -184,7 +184,7 @@ class Updates:
 
         self.update.submit(unit.name, update, priority)
 
-    def _step(self, part: Part, now: Step, buffer: Tensor) -> None:
+    def _step(self, part: ProjectedUnit, now: Step, buffer: Tensor) -> None:
         """AdamW: of the changes a step of length one, which the accelerator multiplies by the learning rate. What the
         memory held decays to nothing in it, so it is written once."""
         adam = self.clipping.apply(now, part.unit)
@@ -203,7 +203,7 @@ class Updates:
         else:
             layer_adam(gradient, state, adam, threads=self.threads)
 
-    def _buffer(self, part: Part) -> Tensor:
+    def _buffer(self, part: ProjectedUnit) -> Tensor:
         """Host memory for a gradient: one of the layers' buffers, or the table's own, free since the forward pass."""
         own = self.own.get(part.unit.index)
         return (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Older:
+class PastChange:
     """A change in a subspace that was left, beside a base that cannot take it."""
 
     left: Projector
@@ -32,8 +32,8 @@ class Older:
 
 
 @dataclass
-class Part:
-    """One unit.
+class ProjectedUnit:
+    """A unit whose large matrices change in a subspace and whose other parameters change as they are.
 
     Attributes:
         matrices: each with its piece and where its s x s numbers begin.
@@ -54,7 +54,7 @@ class Part:
     change: Tensor
     moments: Moments
     decay: float = 1.0
-    older: dict[int, list[Older]] = field(default_factory=dict)
+    older: dict[int, list[PastChange]] = field(default_factory=dict)
     folded: bool = False
     factor: Tensor | None = None
 
@@ -81,7 +81,7 @@ class Part:
         return out
 
 
-def widen(old: Older, out: Tensor, factor: float = 1.0) -> None:
+def widen(old: PastChange, out: Tensor, factor: float = 1.0) -> None:
     """Add an older change to a weight [m, n]."""
     pair = [None if side.exact else side.dense(out.dtype) for side in (old.left, old.right)]
     add_change(out, old.change.to(out.dtype), (pair[0], pair[1]), old.gain * factor, 1.0, out)
@@ -96,7 +96,7 @@ def is_projected(shape: tuple[int, ...], subspace: int) -> bool:
 def split(
     unit: Unit, config: ProjectorConfig | None, seed: int, numbers: dict[str, int], device: Device, where: torch.device,
     plane: Plane, decays: bool = False,
-) -> Part:  # fmt: skip
+) -> ProjectedUnit:  # fmt: skip
     """Decide what of a unit is projected: matrices with a side longer than the subspace, of layers and tables.
 
     Args:
@@ -116,7 +116,7 @@ def split(
     exact = unit if not matrices else _packed(unit, rest)
     factor = device.empty(1, torch.float32).fill_(1.0) if decays and matrices else None
     change = device.empty(narrow, torch.float32)
-    return Part(unit, matrices, exact, narrow, change, Moments.empty(narrow), factor=factor)
+    return ProjectedUnit(unit, matrices, exact, narrow, change, Moments.empty(narrow), factor=factor)
 
 
 def _packed(unit: Unit, pieces: list[Piece]) -> Unit:
