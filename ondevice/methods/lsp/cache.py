@@ -30,7 +30,8 @@ class ProjectedWeightCache:
 
     def __init__(
         self, units: Units, parts: list[ProjectedUnit], base: Base | None, tables: dict[int, Tensor],
-        exact: dict[int, Tensor], config: LspConfig, device: Device, dtype: torch.dtype, updates: Updates, graphs: Graphs,
+        exact: dict[int, Tensor], config: LspConfig, device: Device, dtype: torch.dtype, updates: Updates,
+        graphs: Graphs,
     ) -> None:  # fmt: skip
         self.units, self.parts, self.base, self.tables = units, parts, base, tables
         self.device, self.dtype, self.updates, self.config = device, dtype, updates, config
