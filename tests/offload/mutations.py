@@ -150,13 +150,8 @@ def noticed(site: Site, configs: Any = CONFIGS) -> str | None:
 
 def likely(site: Site) -> Any:
     """`CONFIGS`, those first that use the site's module most."""
-    word = (
-        "disk"
-        if "disk" in site.module
-        else "ranks"
-        if site.function.endswith(("together", "all_reduce", "gather_resident"))
-        else ""
-    )
+    together = site.function.endswith(("together", "all_reduce", "gather_resident"))
+    word = "disk" if "disk" in site.module else "ranks" if together else ""
     return sorted(CONFIGS, key=lambda config: not (word and word in config[0]))
 
 
