@@ -117,6 +117,7 @@ class TierFile:
             message = f"{self.path}: not the offload file that was kept"
             raise StorageError(message, expected=f"{self._starts[-1]} bytes", received=f"{actual_bytes} bytes")
         self._generations = list(generations or [0] * len(self._sizes))
+        self._failed: dict[int, BaseException] = {}
         self._lines: list[deque[Job]] = [deque() for _ in self._sizes]
         self._reads, self._writes = Meter(), Meter()
         self._changed = threading.Condition()
@@ -166,8 +167,9 @@ class TierFile:
         """Begin to read a record as the last write before left it; see `write` for the arguments and errors.
 
         Returns:
-            A future; its result() raises StorageError if the record was never written, or if what came back
-            is short, damaged, of another record or of an older write. `into` is then not to be used.
+            A future; its result() raises StorageError if the record was never written, as the last write of it did
+            where that failed, or if what came back is short, damaged, of another record or of an older write.
+            `into` is then not to be used.
         """
         return self._submit(record, into, write=False)
 
@@ -248,6 +250,8 @@ class TierFile:
             job.generation = self._generations[job.record]
         if runs and job.generation == 0:
             job.error = StorageError(f"{self.path}: record {job.record} was never written", hint="write it first")
+        elif not job.write:
+            job.error = self._failed.get(job.record)
         if not runs or job.error:
             return self._end(job)
         stop = len(job.payload) + (0 if job.write else BLOCK_BYTES)
@@ -304,6 +308,10 @@ class TierFile:
     def _end(self, job: Job) -> None:
         with self._changed:
             self._meter(job).run(-1)
+            if job.write and job.error is not None:
+                self._failed[job.record] = job.error
+            elif job.write and not job.future.cancelled():
+                self._failed.pop(job.record, None)
         job.resolve(job.error)
         with self._changed:
             line = self._lines[job.record]

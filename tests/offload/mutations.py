@@ -37,6 +37,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], bool], ...] = (
     ("disk for all", {"activations": "disk", "micro_batch_size": 2, "disk_fraction": 0.5, "optimizer": "torch",
                       "disk_masters": True}, False),
     ("ranks", {"max_grad_norm": 0.1, "clip": "layer", "loss_tiles": 2, "window": 2}, True),
+    ("resident ranks", {"max_grad_norm": 0.1, "resident_layers": 2, "window": 2}, True),
 )  # fmt: skip
 """Name, settings, and whether several ranks train; the head is not tied."""
 
@@ -149,7 +150,8 @@ def noticed(site: Site, configs: Any = CONFIGS) -> str | None:
 
 def likely(site: Site) -> Any:
     """`CONFIGS`, those first that use the site's module most."""
-    word = "disk" if "disk" in site.module else "ranks" if site.function.endswith(("_together", "all_reduce")) else ""
+    together = site.function.endswith(("together", "all_reduce", "gather_resident"))
+    word = "disk" if "disk" in site.module else "ranks" if together else ""
     return sorted(CONFIGS, key=lambda config: not (word and word in config[0]))
 
 

@@ -73,6 +73,9 @@ def traced(engine: Any, config: dict[str, Any], **sizes: Any) -> Any:
     opened.began = None
     opened.step(*second, 1, 1e-3)
     opened.flush()
+    if opened.disk.states is not None:  # writes go on after the updates are done
+        opened.disk.states.flush()
+        time.sleep(0.05)
     opened.step(*third, 2, 1e-3)
     return opened, second
 

@@ -116,6 +116,10 @@ def races(config: dict[str, Any], tied: bool, ranked: bool, monkeypatch: pytest.
             for state in engine.store.arrays().values():  # as a checkpoint does
                 state.clone()
             engine.evaluate(*data[0])
+            for share in engine.store.resident.shares:  # as loading one does
+                engine.store.resident.load(share, engine.store.resident.arrays(share))
+            if ranked:
+                engine.window.gather_resident()
             run(engine, data[:1])
         finally:
             engine.close()
