@@ -16,7 +16,7 @@ from benchmarks.fleet import sst2  # noqa: E402
 from benchmarks.fleet.devices import FirstOrder, Mixed, Setting, ZerothOrder  # noqa: E402
 from benchmarks.prge.racing import RacingModel  # noqa: E402
 from ondevice import read_dataset  # noqa: E402
-from ondevice.data.answers import answers_of_rows, with_answers  # noqa: E402
+from ondevice.data.answers import answers_of_rows  # noqa: E402
 from ondevice.data.batching import Batches  # noqa: E402
 from ondevice.data.encode import IGNORE, Example  # noqa: E402
 from ondevice.fleet.charter import Charter  # noqa: E402
@@ -58,9 +58,8 @@ def test_batched_devices_answer_as_members_over_a_session_do(rows: Any) -> None:
         batched.round()
     assert (batched.evaluate(batched.table)[1] != before).all()
     charter: Charter = batched.servers[0].charter
-    config = with_answers(
-        PrgeConfig(rank=2, alpha=2, queries=2, noise="rademacher", subspace="random"), answers_of_rows(rows)
-    )
+    config = PrgeConfig(rank=2, alpha=2, queries=2, noise="rademacher", subspace="random")
+    config = config.with_answers(lambda: answers_of_rows(rows))
     session = spec_of(config).open_session(tiny_model(), config, SEED, "cpu", "torch")
     members = [
         Member(charter, session, Batches(part, 2, None, SEED, 0), device)

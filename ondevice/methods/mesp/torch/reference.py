@@ -34,8 +34,11 @@ class AutogradModel(Model):
     """A model whose blocks are differentiated by autograd; each is computed again in the backward pass."""
 
     @torch.no_grad()
-    def forward_backward(self, ids_BT: Tensor, labels_BT: Tensor, scale: float) -> Tensor:
-        """See `Model.forward_backward`."""
+    def forward_backward(
+        self, ids_BT: Tensor, labels_BT: Tensor, scale: float, places_BT: Tensor | None = None
+    ) -> Tensor:
+        """See `Model.forward_backward`; of rows that are not packed."""
+        assert places_BT is None  # noqa: S101 - the reference of a packed step is the step of its rows
         x, positions = self.weights.embed(ids_BT), self.weights.positions(ids_BT.shape[1])
         leaves: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         with torch.enable_grad():
