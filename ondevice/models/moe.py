@@ -57,8 +57,8 @@ class MoeDims(ModelDims):
 
     def resolve_targets(self, config: Any) -> tuple[str, ...]:
         """Return what `ModelDims.resolve_targets` does; ModelError names the targets that do work."""
-        targets = tuple(config.target_modules)
-        if targets != tuple(type(config).model_fields["target_modules"].default):
+        targets = tuple(getattr(config, "target_modules", ()))
+        if targets and targets != tuple(type(config).model_fields["target_modules"].default):
             for target in set(targets) & set(super().linear_shapes) - set(ATTENTION):
                 _refuse_adapter(self.family, target)
         return super().resolve_targets(config)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 
 import ondevice as sdk
 from ondevice.artifact.adapter import WEIGHTS_NAME
-from ondevice.artifact.files import read_tensors
 from ondevice.training.events import Resume, Step, read_log
 from tests.cli.command import write_rows
 
@@ -197,7 +197,7 @@ def test_rows_packed_and_rows_streamed(ondevice, tmp_path) -> None:
                      "--out", tmp_path / "resumed")  # fmt: skip
     assert first.code == 0 and "streamed: 4 windows of 5 records, so far" in first.err
     assert losses("resumed", *window, "--resume") == whole  # the same rows, and the same bits
-    one, other = (read_tensors(tmp_path / out / "adapter" / WEIGHTS_NAME) for out in ("streamed", "resumed"))
+    one, other = (load_file(tmp_path / out / "adapter" / WEIGHTS_NAME) for out in ("streamed", "resumed"))
     assert all((one[name] == other[name]).all() for name in one) and set(one) == set(other)
     for flags, why in (
         (["--validation-split", "0.2"], "a streamed file is not split"),

@@ -89,7 +89,8 @@ def test_a_repository_without_safetensors_is_told_as_the_hub_s(server: Hub) -> N
 
 def test_the_command_line_shows_progress_to_who_looks(server: Hub, tmp_path: Path) -> None:
     """On a terminal a download has a bar, and `--json` is one object all the same."""
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "TERM": "xterm"}
+    os_environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_DISABLE_PROGRESS_BARS"}
+    environment = {**os_environment, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "TERM": "xterm"}
     command = [sys.executable, "-m", "ondevice", "export", "--model", NAME, "--method", "lora", "--target", "jetson"]
     command += ["--out", str(tmp_path / "out"), "--set", "export.check_steps=1", "--json"]
     # script(1) gives the command a terminal; standard output goes to a file, as `--json > file` does.

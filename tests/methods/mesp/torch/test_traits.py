@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ondevice.methods.mesp.blocks import seen
-from ondevice.methods.mesp.lora import IN_BLOCKS, IN_TORCH
+from ondevice.methods.mesp.lora import EXPERTS, IN_BLOCKS, IN_TORCH
 from ondevice.methods.mesp.torch import attention
 from ondevice.methods.mesp.torch.kernels import GraphKernels, TorchKernels
 from ondevice.methods.mesp.torch.loss import Loss
@@ -65,7 +65,7 @@ def tensors(dims: ModelDims, adapted: set[str], seed: int) -> Block:
 
 def in_graph(dims: ModelDims) -> ModelDims:
     """The same block without traits that block programs do not know."""
-    plain = {name: getattr(LLAMA, name) for name in IN_TORCH if name not in IN_BLOCKS}
+    plain = {name: getattr(LLAMA, name) for name in IN_TORCH if name not in (*IN_BLOCKS, EXPERTS)}
     return replace(dims, traits=replace(dims.traits, **plain))
 
 
