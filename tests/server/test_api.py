@@ -90,13 +90,13 @@ def test_a_job_from_upload_to_adapter(served, tmp_path) -> None:
     assert [[part["trained"] for part in example] for example in seen["examples"]] == [[False, True]] * 2
     assert seen["labels"] == {"no": 6, "yes": 6} and seen["file"] == "rows.jsonl"
     (adapter,) = [item for item in client.adapters() if item["job"] == job["id"]]
-    assert adapter["name"] == "first" and adapter["rank"] == 2 and adapter["base_model"] == "tiny:llama"
+    assert adapter["name"] == "first" and adapter["rank"] == 8 and adapter["base_model"] == "tiny:llama"
     folder = client.download_adapter(adapter["id"], tmp_path / "adapter")
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     from ondevice.models import save_tiny
 
     model = transformers.AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "model"))
-    assert peft.PeftModel.from_pretrained(model, str(folder)).peft_config["default"].r == 2
+    assert peft.PeftModel.from_pretrained(model, str(folder)).peft_config["default"].r == 8
 
 
 def test_a_dry_run_gives_the_plan_and_queues_nothing(served) -> None:

@@ -22,6 +22,8 @@ def test_judged_answers_leave_as_rows_that_are_read_again(served, tmp_path) -> N
     from ondevice.data import read_rows
 
     client, adapter = served.client, served.job["id"]
+    for row in client.thumbs(limit=1000):  # of other tests of this daemon
+        client.delete_thumb(row["id"])
     down = client.judge("a text\n", "goes on", False, model="tiny:llama")
     up = client.judge(TURNS, "Darum.", True, model="tiny:llama", adapter=adapter)
     assert client.judge("a text\n", "goes on", True, model="tiny:llama")["id"] == down["id"] != up["id"]
