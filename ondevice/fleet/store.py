@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 
-from ondevice.core.errors import BusyError, FleetError, StorageError
 from ondevice.fleet.charter import Charter
+from ondevice.fleet.file import FleetFile, storage_error
 from ondevice.fleet.log import FleetLog, checked
 from ondevice.fleet.messages import Answer, Event, Task, read_event
 from ondevice.fleet.state import State
@@ -24,7 +23,6 @@ SNAPSHOT_EVERY = 50
 """Rounds between two copies of the whole state: what a restart applies again is less."""
 
 SCHEMA = """
-CREATE TABLE charter (json BLOB NOT NULL);
 CREATE TABLE events (
     place INTEGER PRIMARY KEY, round INTEGER NOT NULL, event BLOB NOT NULL, loss REAL, answers INTEGER NOT NULL,
     refused INTEGER NOT NULL, bytes INTEGER NOT NULL, time_s REAL NOT NULL
@@ -40,15 +38,15 @@ CREATE TABLE snapshot (
     id INTEGER PRIMARY KEY CHECK (id = 0), place INTEGER NOT NULL, round INTEGER NOT NULL,
     vector BLOB NOT NULL, velocity BLOB NOT NULL, frozen BLOB NOT NULL
 );
-CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 
 
-class Store:
+class Store(FleetFile):
     """A fleet's file; a context manager. Use `create` or `open`."""
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection, charter: Charter) -> None:
-        self.folder, self.connection, self.charter = folder, connection, charter
+    file_name, schema, version, charter_type = FILE_NAME, SCHEMA, SCHEMA_VERSION, Charter
+    none_here = "no fleet"
+    charter: Charter
 
     @classmethod
     def create(cls, folder: Path, charter: Charter) -> Self:
@@ -57,66 +55,7 @@ class Store:
         Raises:
             FleetError: another fleet is there.
         """
-        path = Path(folder) / FILE_NAME
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            connection = connect(path)
-            with connection:  # one transaction: a fleet is whole or not there, whenever the process is killed
-                connection.execute("BEGIN IMMEDIATE")
-                if not connection.execute("PRAGMA user_version").fetchone()[0]:
-                    for statement in filter(str.strip, SCHEMA.split(";")):
-                        connection.execute(statement)
-                    connection.execute("INSERT INTO charter VALUES (?)", (charter.to_bytes(),))
-                    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-            connection.close()
-        except (OSError, sqlite3.Error) as error:
-            raise storage_error(path, error) from None
-        store = cls.open(folder)
-        if store.charter != charter:
-            store.close()
-            ours, theirs = charter.model_dump(mode="json"), store.charter.model_dump(mode="json")
-            names = sorted(name for name in ours if ours[name] != theirs[name])
-            raise FleetError(
-                f"{folder} holds another fleet: {', '.join(names)}",
-                expected={name: theirs[name] for name in names},
-                received={name: ours[name] for name in names},
-                hint="choose another folder with --out, or repeat the settings that it was begun with",
-            )
-        return store
-
-    @classmethod
-    def open(cls, folder: Path, name: str = FILE_NAME) -> Self:
-        """Open the fleet in `folder`.
-
-        Raises:
-            FleetError: there is none, or a newer version wrote it.
-            StorageError: the file is damaged.
-        """
-        path = Path(folder) / name
-        if not path.is_file():
-            raise FleetError(f"{folder} holds no fleet", expected=f"a folder with {FILE_NAME}")
-        try:
-            connection = connect(path)
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version != SCHEMA_VERSION:
-                connection.close()
-                raise FleetError(
-                    f"{path} is of another version", expected=f"version {SCHEMA_VERSION}", received=f"version {version}"
-                )
-            (head,) = connection.execute("SELECT json FROM charter").fetchone()
-        except sqlite3.Error as error:
-            raise storage_error(path, error) from None
-        return cls(Path(folder), connection, Charter.from_bytes(head))
-
-    def close(self) -> None:
-        """Close the file."""
-        self.connection.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        return cls._create(folder, charter)
 
     def add(
         self,
@@ -203,11 +142,7 @@ class Store:
 
     def table(self) -> list[dict[str, Any]]:
         """Return for each round its number, loss, answers, refused answers and bytes."""
-        rows = self.connection.execute(
-            "SELECT round, loss, answers, refused, bytes, time_s FROM events ORDER BY place"
-        ).fetchall()
-        names = ("round", "loss", "answers", "refused", "bytes", "time_s")
-        return [dict(zip(names, row, strict=True)) for row in rows]
+        return self._table("events", "place")
 
     def most_answers(self) -> int:
         """Return how many answers the device with the most has given."""
@@ -231,30 +166,7 @@ class Store:
             state.apply(read_event(event), check=number == len(rest))
         return state
 
-    def set_fact(self, name: str, value: str) -> None:
-        """Keep a value by name, such as a device's number."""
-        with self.connection:
-            self.connection.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
-
-    def fact(self, name: str) -> str | None:
-        """Return a value that was kept."""
-        row = self.connection.execute("SELECT value FROM facts WHERE name = ?", (name,)).fetchone()
-        return None if row is None else row[0]
-
 
 def _signed(number: int) -> int:
     """SQLite's integers are signed; a device's number is not."""
     return number - (1 << 64) if number >= 1 << 63 else number
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, timeout=30, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = FULL")
-    return connection
-
-
-def storage_error(path: Path, error: Exception) -> Exception:
-    if "locked" in str(error):
-        return BusyError(f"{path}: another process is writing this fleet", hint="stop it first")
-    return StorageError(f"{path}: the fleet's file cannot be used: {error}", hint="choose another folder with --out")

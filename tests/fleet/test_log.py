@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ondevice.core.errors import FleetError, StorageError
-from ondevice.fleet import store as store_module
+from ondevice.fleet import file as file_module
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.log import log_bytes, read_file, read_log, replay
 from ondevice.fleet.rounds import Rounds
@@ -116,7 +116,7 @@ def test_a_server_that_is_killed_before_any_statement_of_its_database_loses_no_w
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "SNAPSHOT_EVERY", 2)
-    connect, rounds, found = store_module.connect, 2, set()
+    connect, rounds, found = file_module.connect, 2, set()
     with Store.create(tmp_path / "whole", charter()) as store:
         expected = run(store, rounds)
     for point in itertools.count(1):
@@ -130,7 +130,7 @@ def test_a_server_that_is_killed_before_any_statement_of_its_database_loses_no_w
         child = os.fork()
         if child == 0:  # nothing of pytest may run here, whatever happens
             try:
-                store_module.connect = connect_and_die
+                file_module.connect = connect_and_die
                 with Store.create(folder, charter()) as store:
                     run(store, rounds)
             finally:
