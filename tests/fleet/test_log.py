@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from ondevice.core.errors import FleetError, StorageError
 from ondevice.fleet import file as file_module
+from ondevice.fleet import store as store_module
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.log import log_bytes, read_file, read_log, replay
 from ondevice.fleet.rounds import Rounds
