@@ -42,7 +42,9 @@ class Setting:
 
     Attributes:
         devices: 1 is central training, in whole numbers as a fleet is.
-        rows: of a device's step.
+        rows: of a device's step; where `share_rows`, of a device's step on average.
+        share_rows: a device's step reads rows in proportion to those that it has, one at least, and its answer counts
+            by those that it has; else every device reads `rows`, and all count alike.
         hostile: devices that lie (`flip`: their numbers negated, ten times as large).
         weak: the last so many devices of a first-order fleet, which send numbers; they are away where `weak_rate` is 0.
         agreement: combination, clipping and noise, as keywords of `Agreement`.
@@ -57,6 +59,7 @@ class Setting:
     dirichlet: float | None = None
     rank: int = 16
     first_order: bool = False
+    share_rows: bool = False
     hostile: int = 0
     weak: int = 0
     weak_rate: float = 0.0
@@ -65,7 +68,7 @@ class Setting:
     def group(self) -> tuple[Any, ...]:
         """Fleets of one value run in the same pass."""
         return (self.first_order, self.devices, self.rows, self.rounds, self.local_steps, self.queries, self.rank,
-                self.weak, self.weak_rate)  # fmt: skip
+                self.weak, self.weak_rate, self.share_rows)  # fmt: skip
 
     @property
     def row_forwards(self) -> int:
@@ -88,7 +91,8 @@ class Group:
         self.fleets, self.devices = len(members), self.shape.devices
         self.table = AnswerRows(train, self.device)
         self.rates = torch.tensor([rate for _, rate, _ in members], device=self.device, dtype=torch.float32)
-        self.jobs = self._jobs(train)
+        self.held = np.zeros((self.fleets, self.devices), dtype=np.int64)
+        self.jobs, self.owners = self._jobs(train)
         config = PrgeConfig(target_modules=TARGETS, rank=self.shape.rank, subspace="random")
         seeds = sorted({seed for _, _, seed in members})
         layouts = {seed: AdapterLayout.build(model.dims, config, seed) for seed in seeds}
@@ -97,20 +101,24 @@ class Group:
         first = [torch.from_numpy(self._flat_a(layouts[seed])) for _, _, seed in members]
         self.a = torch.stack(first).to(self.device)
 
-    def _jobs(self, train: Dataset) -> np.ndarray:
-        """Rows of every step, int64 [steps, fleets * devices, rows], as indices into all rows."""
+    def _jobs(self, train: Dataset) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of every step, int64 [steps, runs, rows], as indices into all rows; and each run's device, [runs],
+        counted through all fleets. A run is a device, or one row of a device where these have different numbers."""
         places = {id(item): place for place, item in enumerate(train.items)}
-        steps, parts = self.shape.rounds * self.shape.local_steps, {}
-        for setting, _, seed in self.members:
-            key = (setting.dirichlet, seed)
-            if key not in parts:
-                columns = []
-                for part in split(train, self.devices, setting.dirichlet, seed):
-                    own = np.array([places[id(item)] for item in part.items])
-                    batches = Batches(part, self.shape.rows, None, seed, 0)
-                    columns.append(own[np.array([batches.rows_at(step) for step in range(steps)])])
-                parts[key] = np.stack(columns, 1)
-        return np.concatenate([parts[setting.dirichlet, seed] for setting, _, seed in self.members], 1)
+        steps, columns, owners = self.shape.rounds * self.shape.local_steps, [], []
+        for fleet, (setting, _, seed) in enumerate(self.members):
+            for device, part in enumerate(split(train, self.devices, setting.dirichlet, seed)):
+                own = np.array([places[id(item)] for item in part.items])
+                size = setting.rows
+                if setting.share_rows:
+                    size = max(1, round(setting.rows * self.devices * len(own) / len(train.items)))
+                batches = Batches(part, size, None, seed, 0)
+                jobs = own[np.array([batches.rows_at(step) for step in range(steps)])]
+                runs = size if setting.share_rows else 1
+                columns += np.split(jobs, runs, axis=1)
+                owners += [fleet * self.devices + device] * runs
+                self.held[fleet, device] = len(own)
+        return np.stack(columns, 1), np.array(owners)
 
     def _flat_a(self, layout: AdapterLayout) -> np.ndarray:
         return np.concatenate([layout.frozen_a(entry).reshape(-1) for entry in layout.entries])
@@ -138,27 +146,31 @@ class Group:
 
     @torch.no_grad()
     def _answers(
-        self, state_FP: Tensor, each_a: Tensor, jobs: np.ndarray, rates_F: Tensor
+        self, state_FP: Tensor, each_a: Tensor, jobs: np.ndarray, rates_F: Tensor, owners: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Zeroth-order local steps from `state_FP`, the same directions on each device of a fleet.
 
         Args:
-            each_a: A of every device, fleet by fleet.
-            jobs: rows of the local steps, int64 [steps, fleets * devices, rows].
+            each_a: A of every run.
+            jobs: rows of the local steps, int64 [steps, runs, rows].
+            owners: the device of each run, [runs], counted through all fleets; a device's loss is its runs' mean.
 
         Returns:
             numbers, float64 [fleets, devices, steps * queries], and mean losses, float32 [fleets, devices].
         """
         q, size = self.shape.queries, self.layout.size
-        devices = len(each_a) // self.fleets
+        devices = (int(owners[-1]) + 1) // self.fleets
+        owner = torch.from_numpy(owners).to(self.device)
+        mean = functional.one_hot(owner).double().T  # float64: a loss in TF32 would lose what a direction changes
+        mean /= mean.sum(1, keepdim=True)
         local = state_FP.repeat_interleave(devices, 0).view(self.fleets, devices, size)
         numbers, losses = [], []
         for place in range(self.shape.local_steps):
             noise_FQP = self._noise(self.done * self.shape.local_steps + place)
             moved = EPSILON * noise_FQP[:, None]
-            copies = torch.cat([local[:, :, None] + moved, local[:, :, None] - moved], 2).view(-1, size)
-            with self._fitted(each_a, copies):
-                loss = self._losses(jobs[place], 2 * q).view(self.fleets, devices, 2 * q)
+            copies = torch.cat([local[:, :, None] + moved, local[:, :, None] - moved], 2).view(-1, 2 * q, size)
+            with self._fitted(each_a, copies[owner].view(-1, size)):
+                loss = (mean @ self._losses(jobs[place], 2 * q).double()).float().view(self.fleets, devices, 2 * q)
             slope = (loss[..., :q] - loss[..., q:]) / (2 * EPSILON)
             local -= (rates_F / q)[:, None, None] * torch.einsum("fdq,fqp->fdp", slope, noise_FQP)
             numbers.append(slope)
@@ -210,11 +222,11 @@ class ZerothOrder(Group):
         self.servers = [Rounds(self._charter(*member)) for member in members]
         self.draws = [np.random.default_rng([seed, 11]) for _, _, seed in members]
         self.state = torch.zeros(self.fleets, self.layout.size, device=self.device)
-        self.each_a = self.a.repeat_interleave(self.devices, 0)
+        self.each_a = self.a[torch.from_numpy(self.owners // self.devices).to(self.device)]
         self.threads = ThreadPoolExecutor(16)
 
     def _charter(self, setting: Setting, rate: float, seed: int) -> Charter:
-        agreement = Agreement(local_steps=setting.local_steps, **dict(setting.agreement))
+        agreement = Agreement(local_steps=setting.local_steps, most_rows=1 << 31, **dict(setting.agreement))
         return Charter(
             model_source="sst2", model_sha256="0" * 64, method={}, data={}, seed=seed, size=self.layout.size,
             noise="rademacher", queries=setting.queries, learning_rate=rate, fleet=agreement,
@@ -226,7 +238,7 @@ class ZerothOrder(Group):
 
     def round(self) -> None:
         jobs = self.jobs[self.done * self.shape.local_steps :]
-        values, loss = self._answers(self.state, self.each_a, jobs, self.rates)
+        values, loss = self._answers(self.state, self.each_a, jobs, self.rates, self.owners)
         states = list(self.threads.map(self._close, range(self.fleets), values, loss))
         self.state = torch.from_numpy(np.stack(states)).to(self.device)
         self.done += 1
@@ -238,7 +250,7 @@ class ZerothOrder(Group):
         sent = 0
         for device, task in current.tasks.items():
             numbers = pack(private(values_DN[device].tolist(), server.charter.fleet, draw))
-            rows = self.shape.rows * self.shape.local_steps
+            rows = int(self.held[fleet, device]) if setting.share_rows else 1
             answer = Answer(task.fleet, task.round, task.begin, device, rows, float(loss_D[device]), numbers)
             if device < setting.hostile:
                 answer = lie(answer, "flip", draw)
@@ -326,7 +338,8 @@ class Mixed(FirstOrder):
         """B that the weak devices' numbers make, as 16 bits hold them: float32 [fleets, weak, elements]."""
         weak, steps, q = self.shape.weak, self.shape.local_steps, self.shape.queries
         rows = jobs[:, :, self.strong :, : self.WEAK_ROWS].reshape(steps, self.fleets * weak, -1)
-        values, _ = self._answers(self.b, self.a.repeat_interleave(weak, 0), rows, self.weak_rates)
+        owners = np.arange(self.fleets * weak)
+        values, _ = self._answers(self.b, self.a.repeat_interleave(weak, 0), rows, self.weak_rates, owners)
         sent = [[pack(device.tolist()).values() for device in fleet] for fleet in values]
         numbers = torch.tensor(sent, dtype=torch.float32, device=self.device)
         found = self.b[:, None].repeat(1, weak, 1)

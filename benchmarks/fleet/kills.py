@@ -113,7 +113,7 @@ def _put(folder: Path, name: str, files: list[bytes]) -> None:
 def take_part(folder: Path, number: int) -> None:
     """Be a device until the fleet ends."""
     end = Device(DeviceSettings(str(folder / f"device-{number}"), ""))
-    batches: Any = SimpleNamespace(at=lambda step: SimpleNamespace(ids=np.zeros((1, 2)), labels=None))
+    batches: Any = SimpleNamespace(rows=1, at=lambda step: SimpleNamespace(ids=np.zeros((1, 2)), labels=None))
     opened: list[Member] = []
 
     def member(fleet: Charter, device: int) -> Member:

@@ -5,7 +5,10 @@ B behind a random A of rank 16 on q and v, loss over the answers, sign noise, q 
 
     central        one device with the rows of all: the same steps, the same rows a step
     iid            8 devices, rows dealt out evenly
-    dirichlet      8 devices, split by label with a Dirichlet distribution of 0.1
+    dirichlet      8 devices, split by label with a Dirichlet distribution of 0.1; every device counts alike
+    dirichlet-rows        the same; a device counts by the rows that it has, and its step reads rows in proportion
+    dirichlet-rows-1step  the same with one local step a round, in as many more rounds
+    iid-1step             iid with one local step a round
     fedavg-iid     8 devices, FedAvg over LoRA (A and B), as many forward passes a device as the fleets above
     fedavg-dirichlet
     fedavg-bytes   FedAvg over LoRA of rank 1, as many whole rounds as the fleets' bytes pay for, one at least; all the
@@ -16,6 +19,8 @@ B behind a random A of rank 16 on q and v, loss over the answers, sign noise, q 
     hostile        iid, 2 of 8 devices send their numbers negated and ten times as large; trimmed mean of 0.25
     hostile-mean   the same against a plain mean
     trimmed        iid, nobody lies, trimmed mean of 0.25
+    trimmed-10, hostile-10, median-10, hostile-median-10   10 devices, nobody or 2 of them lie, trimmed mean of 0.2 or
+                   median
     private-M      iid, vectors of numbers clipped to --clip, Gaussian noise of M times that on each number
 
 The rate of all zeroth-order fleets is the one of --rates that central training likes best, the rate of FedAvg the one
@@ -81,7 +86,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fo-rows", type=int, default=8, help="of a first-order device's step")
     parser.add_argument("--queries", type=int, default=4)
     parser.add_argument("--clip", type=float, default=4.0, help="of a private device's vector of numbers")
-    parser.add_argument("--eval-every", type=int, default=25, help="rounds")
+    parser.add_argument("--eval-every", type=int, default=25, help="rounds of --local-steps")
     parser.add_argument("--eval-rows", type=int, default=500)
     parser.add_argument("--choose-rows", type=int, default=200, help="the last training rows, for the choice of a rate")
     parser.add_argument("--together", type=int, default=20, help="zeroth-order fleets in one pass")
@@ -102,6 +107,10 @@ def setting(name: str, args: argparse.Namespace, weak_rate: float = 0.0) -> Sett
         return Setting(name, 1, DEVICES * args.rows, args.rounds, steps, q)
     if name in ("iid", "dirichlet"):
         return Setting(name, DEVICES, args.rows, args.rounds, steps, q, dirichlet)
+    if name in ("dirichlet-rows", "dirichlet-rows-1step", "iid-1step"):
+        rounds, each = (args.rounds * steps, 1) if name.endswith("-1step") else (args.rounds, steps)
+        by_rows = name.startswith("dirichlet")
+        return Setting(name, DEVICES, args.rows, rounds, each, q, 0.1 if by_rows else None, share_rows=by_rows)
     if name in ("fedavg-iid", "fedavg-dirichlet"):
         rounds = max(1, round(first_order / steps))
         return Setting(name, DEVICES, args.fo_rows, rounds, steps, q, dirichlet, first_order=True)
@@ -118,6 +127,10 @@ def setting(name: str, args: argparse.Namespace, weak_rate: float = 0.0) -> Sett
         rule = () if name == "hostile-mean" else robust
         lying = 0 if name == "trimmed" else 2
         return Setting(name, DEVICES, args.rows, args.rounds, steps, q, hostile=lying, agreement=rule)
+    if name in ("trimmed-10", "hostile-10", "median-10", "hostile-median-10"):
+        rule = (("combine", "median"),) if "median" in name else (("combine", "trimmed_mean"), ("trim", 0.2))
+        lying = 2 if name.startswith("hostile") else 0
+        return Setting(name, 10, args.rows, args.rounds, steps, q, hostile=lying, agreement=rule)
     if name.startswith("private-"):
         noise = (("clip_norm", args.clip), ("noise_multiplier", float(name.removeprefix("private-"))))
         return Setting(name, DEVICES, args.rows, args.rounds, steps, q, agreement=noise)
@@ -169,12 +182,13 @@ class Bench:
         fleets = kind(self.model, self.train, members)
         curves: list[list[list[float]]] = [[] for _ in members]
         evaluating = self._evaluate(fleets, curves)
-        while fleets.done < fleets.shape.rounds:
+        every = max(1, args.eval_every * args.local_steps // shape.local_steps)
+        while fleets.done < shape.rounds:
             if time.perf_counter() - self.started > args.budget_s:
                 print(f"left out for want of time: {', '.join(sorted({m[0].name for m in members}))}", flush=True)
                 return
             fleets.round()
-            if fleets.done % args.eval_every == 0 or fleets.done == fleets.shape.rounds:
+            if fleets.done % every == 0 or fleets.done == shape.rounds:
                 evaluating += self._evaluate(fleets, curves)
         seconds = (time.perf_counter() - began - evaluating) / len(members)
         for place, (member, digest) in enumerate(zip(members, fleets.hashes(), strict=True)):
@@ -292,8 +306,9 @@ def main() -> None:
     note = (
         f"Trained on all training rows but the last {args.choose_rows}, where rates were chosen; accuracies are of "
         f"the last round on {args.eval_rows} validation rows of at most {MAX_TOKENS} tokens. Forward passes in float32 "
-        "with TF32 products on a GPU. A backward pass counts as two forward passes. Every device counts alike, however "
-        "many rows it has. Seconds are a fleet's share of a pass that several went through together, without "
+        "with TF32 products on a GPU. A backward pass counts as two forward passes. Every device counts alike, "
+        "however many rows it has, but in dirichlet-rows: there it counts by its rows, and reads them in proportion. "
+        "Seconds are a fleet's share of a pass that several went through together, without "
         "evaluations."
     )
     finish("fleet/sst2", summarize(bench.records, names), args, columns=COLUMNS, notes=[note],

@@ -95,6 +95,11 @@ class Batches:
         self._room = max(dataset.max_length_tokens, longest)
 
     @property
+    def rows(self) -> int:
+        """Rows of the data set."""
+        return len(self._examples)
+
+    @property
     def steps_per_epoch(self) -> float:
         """Batches in which every row is seen once; not whole if the last one is shared."""
         return len(self._examples) / self.batch_size

@@ -38,8 +38,12 @@ class Agreement(StrictConfig):
     noise_multiplier: float = Field(default=0.0, ge=0)
     """Gaussian noise that a device adds to each of its clipped numbers, in multiples of `clip_norm`."""
 
-    most_rows: int = Field(default=10_000, ge=1)
+    most_rows: int = Field(default=10_000, ge=1, lt=1 << 32)
     """A device counts for at most so many rows in a mean, whatever it claims."""
+
+    batch_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of its own rows that a device's step reads, one row at least, so that devices with many rows measure more
+    exactly. None: every device reads as many as its owner says. A program reads what it was exported for."""
 
     server_rate: float = Field(default=1.0, gt=0)
     """Factor of the learning rate that the server applies to the combined numbers."""
@@ -49,6 +53,10 @@ class Agreement(StrictConfig):
 
     open_rounds: int = Field(default=1, ge=1, le=64)
     """Rounds under way at once: a slow device may answer to an older one while it is open."""
+
+    def batch_rows(self, held: int, otherwise: int) -> int:
+        """Return the rows of a step of a device that holds `held`; `otherwise` without `batch_share`."""
+        return otherwise if self.batch_share is None else max(1, round(self.batch_share * held))
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

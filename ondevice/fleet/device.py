@@ -188,7 +188,10 @@ def _open(charter: Charter | AdapterCharter, settings: DeviceSettings) -> tuple[
         train_on_prompt=bool(charter.data.get("train_on_prompt")),
         columns=settings.columns,
     )
-    size = session.batch_size or settings.batch_size
+    size = settings.batch_size
+    if isinstance(charter, Charter):
+        size = charter.fleet.batch_rows(len(rows), size)
+    size = session.batch_size or size
     return session, Batches(rows, size, session.lengths_tokens, charter.seed, pad_id_of(tokenizer))
 
 

@@ -17,9 +17,9 @@ from ondevice.fleet.numbers import pack
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
+    from ondevice.data import Batches
     from ondevice.fleet.charter import Agreement, Charter
     from ondevice.fleet.state import State
-    from ondevice.training.loop import BatchSource
 
 
 def vector_name(session: Session, size: int) -> str:
@@ -72,7 +72,7 @@ class Member:
         self,
         charter: Charter,
         session: Session,
-        batches: BatchSource,
+        batches: Batches,
         device: int,
         state: State | None = None,
         noise: np.random.Generator | None = None,
@@ -124,13 +124,12 @@ class Member:
             raise FleetError("the task has other local steps than the charter", received=task.local_steps)
         load_vector(self.session, self.state.flat(), self.name)
         numbers: list[float] = []
-        losses, rows = [], 0
+        losses = []
         for step in range(task.local_steps):
             batch = self.batches.at(task.round * task.local_steps + step)
             result = self.session.step(batch.ids, batch.labels, task.first_step + step, task.learning_rate)
             numbers += result.projected_gradients
             losses.append(result.loss)
-            rows += len(batch.ids)
         loss = math.fsum(losses) / len(losses)
         if not math.isfinite(loss) or not all(map(math.isfinite, numbers)):
             raise TrainingError(
@@ -145,6 +144,7 @@ class Member:
                 received=len(numbers),
             )
         sent = private(numbers, self.charter.fleet, self.noise)
+        rows = min(self.batches.rows, self.charter.fleet.most_rows)  # no more is said than counts
         return Answer(task.fleet, task.round, task.begin, self.device, rows, float(np.float32(loss)), pack(sent))
 
     def adapter(self) -> Any:

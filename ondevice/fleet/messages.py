@@ -154,7 +154,7 @@ class Answer(Message):
     Attributes:
         begin: hash of the state that it began from.
         device: the device's number.
-        rows: rows of data that its steps read.
+        rows: of data that it has, which is what it counts by; no more than count.
         loss: mean of its steps' losses, nats a labelled token; float32.
         numbers: projected gradients, local step by local step, query by query.
     """

@@ -123,12 +123,14 @@ class Simulation:
         simulated, seed = config.simulation, config.train.seed
         parts = split(rows.train, simulated.devices, simulated.dirichlet, seed)
         self.row_counts = [len(part) for part in parts]
-        size = session.batch_size or config.train.batch_size
+        sizes = [
+            session.batch_size or self.charter.fleet.batch_rows(len(part), config.train.batch_size) for part in parts
+        ]
         self.members = [
             Member(
                 self.charter,
                 session,
-                Batches(part, size, session.lengths_tokens, seed, rows.pad),
+                Batches(part, sizes[device], session.lengths_tokens, seed, rows.pad),
                 device,
                 noise=np.random.default_rng([seed, 4, device]),
             )

@@ -48,10 +48,13 @@ def one_token(example: Example) -> Example:
     return Example(example.ids[: letter + 1], (IGNORE,) * letter + (example.labels[letter],))
 
 
-def test_batched_devices_answer_as_members_over_a_session_do(rows: Any) -> None:
+@pytest.mark.parametrize("share", [None, 1 / 3])
+def test_batched_devices_answer_as_members_over_a_session_do(rows: Any, share: float | None) -> None:
     from ondevice.core.registry import spec_of
 
     setting = Setting("iid", 2, 2, rounds=2, local_steps=2, queries=2, rank=2)
+    if share:
+        setting = replace(setting, dirichlet=0.5, share_rows=True)
     batched = ZerothOrder(RacingModel(tiny_model()), rows, [(setting, RATE, SEED), (setting, RATE, SEED + 1)])
     before = batched.evaluate(batched.table)[1]
     for _ in range(2):
@@ -61,9 +64,12 @@ def test_batched_devices_answer_as_members_over_a_session_do(rows: Any) -> None:
     config = PrgeConfig(rank=2, alpha=2, queries=2, noise="rademacher", subspace="random")
     config = config.with_answers(lambda: answers_of_rows(rows))
     session = spec_of(config).open_session(tiny_model(), config, SEED, "cpu", "torch")
+    parts = split(rows, 2, setting.dirichlet, SEED)
+    assert len({len(part) for part in parts}) == (2 if share else 1)
+    agreed = charter.fleet.model_copy(update={"batch_share": share})
     members = [
-        Member(charter, session, Batches(part, 2, None, SEED, 0), device)
-        for device, part in enumerate(split(rows, 2, None, SEED))
+        Member(charter, session, Batches(part, agreed.batch_rows(len(part), 2), None, SEED, 0), device)
+        for device, part in enumerate(parts)
     ]
     server = Rounds(charter)
     for number in range(2):
