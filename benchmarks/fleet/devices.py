@@ -120,6 +120,12 @@ class Group:
                 self.held[fleet, device] = len(own)
         return np.stack(columns, 1), np.array(owners)
 
+    def row_forwards(self, fleet: int) -> int:
+        """Rows that pass forward on one device of a fleet in all, mean over its devices."""
+        runs = int((self.owners // self.devices == fleet).sum())
+        each = self.devices * (self.shape.rows if self.shape.share_rows else 1)
+        return round(self.shape.row_forwards * runs / each)
+
     def _flat_a(self, layout: AdapterLayout) -> np.ndarray:
         return np.concatenate([layout.frozen_a(entry).reshape(-1) for entry in layout.entries])
 

@@ -39,15 +39,16 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import RESULTS, concise, finish, parse_args, write
 from benchmarks.fleet.devices import FirstOrder, Mixed, Setting, ZerothOrder
 from benchmarks.prge.race import MAX_TOKENS, read_log, read_sets
 
 NEEDS = ("cuda",)
 DEVICES = 8
 DEFAULT = (
-    "central,iid,dirichlet,fedavg-iid,fedavg-dirichlet,hostile,private-20,private-4,private-1,mixed,strong,"
-    "fedavg-bytes,trimmed,hostile-mean"
+    "central,iid,iid-1step,dirichlet,dirichlet-rows,dirichlet-rows-1step,fedavg-iid,fedavg-dirichlet,fedavg-bytes,"
+    "mixed,strong,trimmed,hostile,hostile-mean,trimmed-10,hostile-10,median-10,hostile-median-10,private-20,private-4,"
+    "private-1,private-0.3,private-0.2,private-0.1,private-0.05,private-0"
 )
 KEY = ("setting", "rate", "seed", "rounds", "local_steps", "rows", "queries", "clip")
 COLUMNS = [
@@ -94,6 +95,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget-s", type=float, default=float("inf"), help="end after so many seconds, with what is done"
     )
+    parser.add_argument("--from-result", type=Path, help="run nothing: write the rows of --log into this result file's "
+                        "frame, to benchmarks/results")  # fmt: skip
     parser.add_argument("--log", type=Path, help="file of finished runs, a line each; read first, then added to")
 
 
@@ -193,7 +196,7 @@ class Bench:
         seconds = (time.perf_counter() - began - evaluating) / len(members)
         for place, (member, digest) in enumerate(zip(members, fleets.hashes(), strict=True)):
             record = self._key(*member) | {
-                "row_forwards": member[0].row_forwards, "bytes": round(float(fleets.bytes[place])), "hash": digest,
+                "row_forwards": fleets.row_forwards(place), "bytes": round(float(fleets.bytes[place])), "hash": digest,
                 "noise_multiplier": dict(member[0].agreement).get("noise_multiplier"), "seconds": round(seconds, 2),
                 "curve": curves[place],
             }  # fmt: skip
@@ -245,9 +248,10 @@ class Bench:
 
 
 def summarize(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
-    """A row for each setting and rate over its seeds; `against_central` is of the seeds that both have."""
+    """A row for each setting and rate over its seeds; `against_central` is of the seeds that both have. A run that
+    two logs have counts once."""
     grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for record in records:
+    for record in {tuple(record[name] for name in KEY): record for record in records}.values():
         grouped.setdefault(tuple(record[name] for name in KEY if name != "seed"), []).append(record)
     most = max((len(runs) for runs in grouped.values()), default=0)
     central = {
@@ -260,7 +264,8 @@ def summarize(records: list[dict[str, Any]], names: list[str]) -> list[dict[str,
         runs.sort(key=lambda record: record["seed"])
         accuracy = [record["curve"][-1][3] for record in runs]
         both = [100 * (value - central[run["seed"]]) for run, value in zip(runs, accuracy) if run["seed"] in central]
-        row = {name: runs[0][name] for name in (*KEY, "row_forwards", "bytes") if name != "seed"}
+        row = {name: runs[0][name] for name in (*KEY, "bytes") if name != "seed"}
+        row["row_forwards"] = round(statistics.mean(run["row_forwards"] for run in runs))
         rows.append(row | {
             "seeds": len(runs), "accuracy": accuracy, "mean": statistics.mean(accuracy),
             "before": statistics.mean(run["curve"][0][3] for run in runs),
@@ -273,7 +278,11 @@ def summarize(records: list[dict[str, Any]], names: list[str]) -> list[dict[str,
     return sorted(rows, key=lambda row: (names.index(row["setting"]) if row["setting"] in names else 99, row["rate"]))
 
 
-EPSILONS = {(1.0, 250): 654.861, (4.0, 250): 67.424, (20.0, 250): 8.0794, (50.0, 250): 2.8137}
+EPSILONS = {
+    (0.05, 125): 110112.0, (0.1, 125): 27611.8, (0.2, 125): 6986.78, (0.3, 125): 3167.33, (1.0, 125): 354.861,
+    (4.0, 125): 40.9705, (20.0, 125): 5.37773, (1.0, 250): 654.861, (4.0, 250): 67.424, (20.0, 250): 8.0794,
+    (50.0, 250): 2.8137,
+}  # fmt: skip
 """What `ondevice.fleet.privacy.epsilon` says of (multiplier, answers), for machines without its accountant; a test
 holds it against the accountant."""
 
@@ -293,6 +302,12 @@ def epsilon_of(record: dict[str, Any]) -> float | None:
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
+    if args.from_result:
+        document = json.loads(args.from_result.read_text())
+        rows = summarize(read_log(args.log), DEFAULT.split(","))
+        document |= {"rows": rows, "columns": COLUMNS, "notes": [note_of(args)]}
+        print(write(concise(document), args.out or RESULTS / "fleet/sst2" / f"{document['machine']['name']}.json"))
+        return
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention is faster on short rows
     bench, names = Bench(args), [name for name in args.settings.split(",") if name]
@@ -303,7 +318,13 @@ def main() -> None:
     chosen = [setting(name, args, rates[False]) for name in names]
     for each in chosen:  # one by one, so that little is lost where the time ends
         bench.run([(each, rates[each.first_order], seed) for seed in range(args.seeds)])
-    note = (
+    finish("fleet/sst2", summarize(bench.records, names), args, columns=COLUMNS, notes=[note_of(args)],
+           title="SST-2, SmolLM2-135M-Instruct, 8 devices")  # fmt: skip
+
+
+def note_of(args: argparse.Namespace) -> str:
+    """Return what the table says of its runs."""
+    return (
         f"Trained on all training rows but the last {args.choose_rows}, where rates were chosen; accuracies are of "
         f"the last round on {args.eval_rows} validation rows of at most {MAX_TOKENS} tokens. Forward passes in float32 "
         "with TF32 products on a GPU. A backward pass counts as two forward passes. Every device counts alike, "
@@ -311,8 +332,6 @@ def main() -> None:
         "Seconds are a fleet's share of a pass that several went through together, without "
         "evaluations."
     )
-    finish("fleet/sst2", summarize(bench.records, names), args, columns=COLUMNS, notes=[note],
-           title="SST-2, SmolLM2-135M-Instruct, 8 devices")  # fmt: skip
 
 
 if __name__ == "__main__":
