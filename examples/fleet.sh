@@ -9,6 +9,7 @@ MODEL="${MODEL:-tiny:llama}"
 ROUNDS="${ROUNDS:-3}"
 OUT="${OUT:-build/fleet}"
 PORT="${PORT:-9092}"
+MORE="${MORE:-}"  # more of `ondevice fleet begin`, such as: --set fleet.clip_norm=50 --set fleet.secure=true
 DATA="$PWD/examples/data/reviews_train.jsonl"
 rm -rf "$OUT"
 mkdir -p "$OUT"
@@ -19,7 +20,7 @@ stop() { [ ${#devices[@]} -eq 0 ] || kill "${devices[@]}" 2>/dev/null || true; w
 trap stop EXIT
 
 say "1/4  Begin the fleet: its charter, which every device checks"
-ondevice fleet begin --model "$MODEL" --task sst2 --max-length 64 --queries 4 --out "$OUT/server"
+ondevice fleet begin --model "$MODEL" --task sst2 --max-length 64 --queries 4 $MORE --out "$OUT/server"
 
 say "2/4  Certificates for the server, a key for each device"
 ondevice fleet certificates "$OUT/keys" --host localhost --devices 3

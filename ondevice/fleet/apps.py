@@ -22,7 +22,8 @@ from ondevice.fleet.averaging.apps import AdapterServer, reply_of, request_of
 from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.device import ask
-from ondevice.fleet.rounds import Rounds
+from ondevice.fleet.rounds import OpenRound, Rounds
+from ondevice.fleet.secure import collect, means_of
 from ondevice.fleet.store import Store
 
 if TYPE_CHECKING:
@@ -133,6 +134,8 @@ class Server:
         """Run one round; returns how many answers it had."""
         began = time.time()
         current = self.rounds.begin(devices)
+        if self.store.charter.fleet.secure:
+            return self._secure_round(current, began)
         contents = {node: self._content(node, {"task": current.tasks[node].to_bytes()}) for node in devices}
         place, sizes = self.store.count(), {}
         for node, reply in self._send(contents).items():
@@ -157,6 +160,38 @@ class Server:
             f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  {len(answers)} answers", flush=True
         )
         return len(answers)
+
+    def _secure_round(self, current: OpenRound, began: float) -> int:
+        """Run a round whose answers only their sum is known of; returns how many there were."""
+        place, fleet, sent = self.store.count(), self.store.charter.fleet, 0
+
+        def send(contents: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+            nonlocal sent
+            tasks = {node: {"events": [], "task": current.tasks[node].to_bytes(), **content}
+                     for node, content in contents.items()}  # fmt: skip
+            replies = self._send(tasks)
+            for record in (*contents.values(), *replies.values()):
+                sent += sum(len(value) for value in record.values() if isinstance(value, bytes))
+            self.places.update({node: place for node, reply in replies.items() if "error" not in reply})
+            return replies
+
+        means, loss, devices = None, None, []
+        try:
+            first = {node: {"events": self.store.events(self.places[node])} for node in current.tasks}
+            total, devices = collect(send, first, self.store.charter.numbers + 2)
+            means, loss = means_of(total, fleet)
+        except FleetError as error:
+            self.refused, devices = self.refused + 1, []
+            log.warning("round %s: %s", current.number, error)
+        outcome = self.rounds.close(current.number, means)
+        sent += len(devices) * len(outcome.to_bytes())
+        self.store.add(
+            outcome, self.rounds.state, summed=len(devices), refused=self.refused, loss=loss, sent_bytes=sent,
+            time_s=time.time() - began,
+        )  # fmt: skip
+        shown = "no sum" if loss is None else f"loss {loss:.4f}"
+        print(f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  sum of {len(devices)}", flush=True)
+        return len(devices)
 
 
 @client_app.train()

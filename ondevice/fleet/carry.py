@@ -127,6 +127,8 @@ class Desk:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        if store.charter.fleet.secure:
+            raise FleetError("a secure fleet's rounds need a network: its devices talk four times in each")
         self.rounds = Rounds(store.charter, store.state())
         for number, begin, tasks in store.asked():
             answers = {answer.device: answer for answer in store.answers(number)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,6 +13,7 @@ from ondevice.core.config import StrictConfig
 from ondevice.core.errors import ConfigError, FleetError
 from ondevice.fleet.combine import Rule
 from ondevice.fleet.messages import MOST_NUMBERS, VERSION
+from ondevice.fleet.secure import MOST_ROWS
 from ondevice.fleet.state import MOMENTUM_BITS, State
 
 
@@ -58,6 +60,19 @@ class Agreement(StrictConfig):
         """Return the rows of a step of a device that holds `held`; `otherwise` without `batch_share`."""
         return otherwise if self.batch_share is None else max(1, round(self.batch_share * held))
 
+    secure: bool = False
+    """Secure aggregation (SecAgg+): the server learns the sum of the devices' numbers, losses and rows, and no device's
+    own. For `combine: mean` of `seeds: shared` with a `clip_norm`; a server over Flower, and three devices at least."""
+
+    def longest(self, count: int) -> float:
+        """Return the longest vector of `count` numbers that a device may send: noise makes a clipped one longer.
+
+        Noise of a standard deviation s is longer than s (sqrt(count) + 4) once in more than a thousand vectors.
+        """
+        if self.clip_norm is None:
+            return math.inf
+        return self.clip_norm * (1 + self.noise_multiplier * (math.sqrt(count) + 4 if self.noise_multiplier else 0))
+
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if self.seeds == "own" and self.combine != "mean":
@@ -66,6 +81,10 @@ class Agreement(StrictConfig):
             raise ValueError("noise_multiplier is in multiples of clip_norm: set clip_norm too")
         if self.open_rounds > 1 and self.momentum:
             raise ValueError("momentum needs rounds in order: open_rounds must be 1")
+        if self.secure and (self.seeds != "shared" or self.combine != "mean" or self.clip_norm is None):
+            raise ValueError("secure: sums need seeds: shared, combine: mean, and a clip_norm to fix their units")
+        if self.secure and (self.most_rows > MOST_ROWS or self.open_rounds > 1):
+            raise ValueError(f"secure: most_rows is {MOST_ROWS} at most, and open_rounds 1")
         return self
 
 

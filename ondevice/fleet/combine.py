@@ -52,15 +52,26 @@ def median(columns: Sequence[Sequence[float]]) -> list[float]:
     return [math.fsum((column[middle[0]], column[middle[1]])) / 2 for column in ordered]
 
 
+def shortened(answer: Answer, config: Agreement) -> list[float]:
+    """Return an answer's numbers, shortened where no honest device's would be longer; a secure sum cannot be."""
+    values = answer.numbers.values()
+    return values if config.secure else clip(values, config.longest(len(values)))
+
+
 def combined(answers: Sequence[Answer], config: Agreement) -> list[float]:
     """Return one number for each of the directions that all devices share."""
-    given = [clip(answer.numbers.values(), config.clip_norm) for answer in answers]
+    given = [shortened(answer, config) for answer in answers]
     columns = list(zip(*given, strict=True))
     if config.combine == "trimmed_mean":
         return trimmed_mean(columns, config.trim)
     if config.combine == "median":
         return median(columns)
     return mean(columns, [weight(answer.rows, config.most_rows) for answer in answers])
+
+
+def shared_group(first_step: int, values: Sequence[float], factor: float) -> Group:
+    """Return the group of directions that all devices share, of their combined numbers."""
+    return Group(first_step, pack([factor * value for value in values], UNIT, LARGEST_UNIT))
 
 
 def coefficients_of(
@@ -78,13 +89,13 @@ def coefficients_of(
     ordered = sorted(answers, key=lambda pair: (pair[0], pair[1].device))
     if config.seeds == "shared":
         values = combined([answer for _, answer in ordered], config)
-        return (Group(ordered[0][0], pack([factor * value for value in values], UNIT, LARGEST_UNIT)),)
+        return (shared_group(ordered[0][0], values, factor),)
     # Directions of one device alone have nothing to be compared with: clipping is what bounds them.
     weights = [weight(answer.rows, config.most_rows) for _, answer in ordered]
     total = sum(weights)
     groups = []
     for (first_step, answer), rows in zip(ordered, weights, strict=True):
-        values = clip(answer.numbers.values(), config.clip_norm)
+        values = shortened(answer, config)
         scaled = [factor * value * rows / total for value in values]
         groups.append(Group(first_step, pack(scaled, UNIT, LARGEST_UNIT)))
     return tuple(groups)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import atomic_write
-from ondevice.core.errors import OndeviceError
+from ondevice.core.errors import FleetError, OndeviceError
 from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
 from ondevice.fleet.averaging.charter import AdapterCharter
 from ondevice.fleet.averaging.member import AdapterMember
@@ -26,6 +26,7 @@ from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.member import Member
 from ondevice.fleet.messages import Task, read_event
+from ondevice.fleet.secure import Secrets, vector_of
 from ondevice.fleet.store import Store
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Device:
         self.settings = settings
         self._member: Member | None = None
         self._averaging: AdapterMember | None = None
+        self._secrets: tuple[bytes, Secrets] | None = None
 
     def reply(self, content: dict[str, Any], number: int) -> dict[str, Any]:
         """Answer one message; a mistake is a reply too.
@@ -114,8 +116,29 @@ class Device:
                 return {"digest": state.digest(), "place": store.count()}
             member = self._open(store.charter, number)
             member.state, member.device = state, number
-            answer = member.answer(Task.from_bytes(content["task"]))
-            return {"answer": answer.to_bytes()}
+            task = Task.from_bytes(content["task"])
+            if store.charter.fleet.secure:
+                return self._secure(member, task, content)
+            return {"answer": member.answer(task).to_bytes()}
+
+    def _secure(self, member: Member, task: Task, content: dict[str, Any]) -> dict[str, Any]:
+        """Answer a stage of a secure sum; nothing else leaves a device of such a fleet.
+
+        Raises:
+            FleetError: the message is of no stage.
+        """
+        if "secure" not in content:
+            raise FleetError(
+                "a secure fleet's devices answer with masked sums alone", hint="run the server over Flower"
+            )
+        message = json.loads(content["secure"])
+        if message.get("stage") == "keys":
+            self._secrets = (content["task"], Secrets(member.device))
+        known, secrets = self._secrets or (b"", None)
+        if secrets is None or known != content["task"]:
+            raise FleetError("this device has begun no secure sum of this task")
+        most = member.charter.fleet.most_rows
+        return {"secure": json.dumps(secrets.reply(message, lambda: vector_of(member.answer(task), most))).encode()}
 
     def _average(self, folder: Path, content: dict[str, Any]) -> dict[str, Any]:
         """Take an adapter of a first-order fleet: train from it, or keep it as the last one and say its hash."""

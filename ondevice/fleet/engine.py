@@ -57,6 +57,8 @@ def simulate_with_flower(
     if config.averages:
         raise ConfigError("Flower's engine runs fleets of numbers", expected="--engine own", received="--engine flower")
     odd = [name for name in IGNORED if getattr(config.simulation, name)]
+    if config.fleet.secure:
+        raise ConfigError("a device of Flower's engine keeps no secret between messages", expected="--engine own")
     if odd:
         raise ConfigError(f"simulation.{odd[0]} needs the own engine", expected="--engine own", received=", ".join(odd))
     from flwr.serverapp import ServerApp

@@ -13,7 +13,8 @@ from ondevice.core.errors import ArtifactError, FleetError, TrainingError
 from ondevice.fleet.combine import clip
 from ondevice.fleet.log import checked
 from ondevice.fleet.messages import Answer, Event, Task
-from ondevice.fleet.numbers import pack
+from ondevice.fleet.numbers import Numbers, pack
+from ondevice.fleet.secure import exponent_of
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
@@ -145,7 +146,17 @@ class Member:
             )
         sent = private(numbers, self.charter.fleet, self.noise)
         rows = min(self.batches.rows, self.charter.fleet.most_rows)  # no more is said than counts
-        return Answer(task.fleet, task.round, task.begin, self.device, rows, float(np.float32(loss)), pack(sent))
+        return Answer(
+            task.fleet, task.round, task.begin, self.device, rows, float(np.float32(loss)), self._packed(sent)
+        )
+
+    def _packed(self, sent: list[float]) -> Numbers:
+        """Numbers as they travel: a secure fleet's all have one exponent."""
+        fleet = self.charter.fleet
+        if not fleet.secure:
+            return pack(sent)
+        exponent = exponent_of(fleet, len(sent))
+        return pack(sent, exponent, exponent)
 
     def adapter(self) -> Any:
         """Return the adapter of the state, as the session writes it."""

@@ -5,13 +5,14 @@ Nothing here waits, sends or writes; `store.Store` keeps what must survive and `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet.charter import Charter
-from ondevice.fleet.combine import coefficients_of
+from ondevice.fleet.combine import coefficients_of, shared_group
 from ondevice.fleet.messages import Answer, Outcome, Refresh, Task
+from ondevice.fleet.secure import check_exponent
 from ondevice.fleet.state import State
 
 
@@ -105,11 +106,16 @@ class Rounds:
                 expected=self.charter.numbers,
                 received=len(answer.numbers.mantissas),
             )
+        if self.charter.fleet.secure:
+            check_exponent(answer.numbers, self.charter.fleet)
         current.answers[answer.device] = answer
         return answer
 
-    def close(self, number: int) -> Outcome:
+    def close(self, number: int, means: Sequence[float] | None = None) -> Outcome:
         """End a round: its answers become its outcome, which is applied; without answers nothing changes.
+
+        Args:
+            means: of the devices' numbers, where a secure sum gave them and there are no answers.
 
         Raises:
             FleetError: the round is not open.
@@ -118,7 +124,11 @@ class Rounds:
             raise FleetError(f"round {number} is not open")
         current = self.open.pop(number)
         answers = [(current.tasks[device].first_step, answer) for device, answer in current.answers.items()]
-        groups = coefficients_of(answers, self.charter.fleet, self.charter.queries, self.charter.learning_rate)
+        charter = self.charter
+        groups = coefficients_of(answers, charter.fleet, charter.queries, charter.learning_rate)
+        if means is not None:
+            factor = charter.fleet.server_rate * charter.learning_rate / charter.queries
+            groups = (shared_group(charter.first_step(number, 0), means, factor),)
         before = self.state.hash
         outcome = Outcome(self.charter.id, number, before, bytes(8), groups)
         self.state.apply(outcome, check=False)

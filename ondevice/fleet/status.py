@@ -31,7 +31,7 @@ def status(path: Path, delta: float = DELTA) -> dict[str, Any]:
     if (path.is_dir() or path.name == FILE_NAME) and (folder / FILE_NAME).is_file():
         with Store.open(folder) as store:
             state, charter, table = store.state(), store.charter, store.table()
-            most = store.most_answers()
+            most = store.count() if charter.fleet.secure else store.most_answers()
             devices = json.loads(store.fact("devices") or "{}")
     else:
         log = read_file(path)

@@ -63,12 +63,17 @@ class Store(FleetFile):
         state: State,
         *,
         answers: list[Answer] | None = None,
+        summed: int = 0,
         refused: int = 0,
         loss: float | None = None,
         sent_bytes: int = 0,
         time_s: float = 0.0,
     ) -> None:
-        """Add the event that gave `state`, with the answers it was made of, in one transaction."""
+        """Add the event that gave `state`, with the answers it was made of, in one transaction.
+
+        Args:
+            summed: how many answers there were, where only their sum is known.
+        """
         given = answers or []
         try:
             with self.connection:
@@ -76,7 +81,7 @@ class Store(FleetFile):
                 place = self.count()
                 self.connection.execute(
                     "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                    (place, event.round, event.to_bytes(), loss, len(given), refused, sent_bytes, time_s),
+                    (place, event.round, event.to_bytes(), loss, len(given) or summed, refused, sent_bytes, time_s),
                 )
                 self.connection.executemany(
                     "INSERT OR REPLACE INTO answers VALUES (?, ?, ?)",

@@ -1,0 +1,188 @@
+"""Secure sums: the plain sum to the bit, whoever goes away when, and nothing else that a server could read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ondevice.core.errors import ConfigError, FleetError
+from ondevice.data import Batches
+from ondevice.fleet.carry import Desk
+from ondevice.fleet.charter import Agreement, Charter
+from ondevice.fleet.device import Device, DeviceSettings
+from ondevice.fleet.member import Member
+from ondevice.fleet.messages import read_event
+from ondevice.fleet.rounds import Rounds
+from ondevice.fleet.secure import Secrets, collect, exponent_of
+from ondevice.fleet.store import Store
+from tests.fleet.fleets import charter
+from tests.fleet.quadratic import Quadratic, QuadraticRows
+
+ROUNDS = 4
+NUMBERS = (7, 8, (1 << 64) - 9, 10, 11)
+AWAY = {1: {("keys", 7)}, 2: {("shares", 8), ("mask", 11)}, 3: {("reveal", 10)}}
+"""Stages before which a device goes away, by round."""
+
+
+def secure(**more: Any) -> Charter:
+    return charter(size=70, secure=True, clip_norm=9.0, **more)
+
+
+def member(fleet: Charter, device: int) -> Member:
+    """A device with rows of its own number, whose loss falls by its own numbers."""
+    session = Quadratic(fleet.size, fleet.seed, fleet.queries)
+    session.target *= device % 5 + 1
+    return Member(fleet, session, Batches(QuadraticRows(device % 6 + 1).train, 1, None, 0, 0), device)
+
+
+def plain(fleet: Charter, taking: list[list[int]]) -> Rounds:
+    """The same rounds with answers that the server sees."""
+    server, members = Rounds(fleet), {device: member(fleet, device) for device in NUMBERS}
+    for number, devices in enumerate(taking):
+        current = server.begin(NUMBERS)
+        for device in devices:
+            server.receive(members[device].answer(current.tasks[device]).to_bytes(), device)
+        outcome = server.close(number)
+        for each in members.values():
+            each.follow([outcome])
+    return server
+
+
+class Grid:
+    """Flower's grid, and devices of this project behind it."""
+
+    def __init__(self, fleet: Charter, folder: Path) -> None:
+        self.devices, self.seen = {}, b""
+        for number in NUMBERS:
+            device = Device(DeviceSettings(folder=str(folder / f"device {number}"), data=""))
+            device._member = member(fleet, number)
+            self.devices[number] = device
+
+    def get_node_ids(self) -> list[int]:
+        return list(self.devices)
+
+    def send_and_receive(self, messages: Any, timeout: float) -> list[Any]:
+        from ondevice.fleet.apps import RECORD
+        from ondevice.fleet.messages import Task
+
+        replies = []
+        for message in messages:
+            number, content = message.metadata.dst_node_id, dict(message.content[RECORD])
+            if "secure" in content:
+                stage = json.loads(content["secure"])["stage"]
+                if (stage, number) in AWAY.get(Task.from_bytes(content["task"]).round, ()):
+                    continue
+            reply = self.devices[number].reply(content, number)
+            self.seen += repr(reply).encode()
+            meta = SimpleNamespace(src_node_id=number)
+            replies.append(SimpleNamespace(metadata=meta, has_error=lambda: False, content={RECORD: reply}))
+        return replies
+
+
+def test_a_secure_fleet_has_the_hash_of_plain_answers_whoever_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from ondevice.fleet import apps
+
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
+    fleet = secure()
+    grid, store = Grid(fleet, tmp_path), Store.create(tmp_path / "server", fleet)
+    settings = {"rounds": ROUNDS, "least_devices": 5, "sample": 1.0, "wait_s": 0.5}
+    apps.Server(grid, store, settings).run()  # type: ignore[arg-type]
+    first, last = NUMBERS[0], NUMBERS[-1]
+    taking = [list(NUMBERS), [n for n in NUMBERS if n != first], [n for n in NUMBERS if n not in (8, last)],
+              list(NUMBERS)]  # fmt: skip
+    assert [row["answers"] for row in store.table()] == [len(devices) for devices in taking]
+    expected = plain(fleet, taking)
+    assert np.abs(expected.state.vector).max() > 1 << 16
+    assert store.state().digest() == expected.state.digest()
+    assert json.loads(store.fact("devices") or "") == {str(number): True for number in NUMBERS}
+    assert b"answer" not in grid.seen
+    assert store.table()[-1]["loss"] == pytest.approx(
+        np.average([member_loss(fleet, store, n) for n in NUMBERS], weights=[n % 6 + 1 for n in NUMBERS]), abs=1e-2
+    )
+
+
+def member_loss(fleet: Charter, store: Store, number: int) -> float:
+    """What a device measured in the last round."""
+    own, server = member(fleet, number), Rounds(fleet)
+    for event in map(read_event, store.events()[:-1]):
+        server.state.apply(event)
+    server.next, own.state = ROUNDS - 1, server.state
+    return own.answer(server.begin([number]).tasks[number]).loss
+
+
+def test_a_device_shows_no_share_that_would_open_its_vector() -> None:
+    pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
+    devices = {number: Secrets(number) for number in (1, 2, 3, 4)}
+    keys = {number: each.public for number, each in devices.items()}
+    sealed = {number: each.share(keys) for number, each in devices.items()}
+    vector = np.arange(5, dtype=np.uint64)
+    masked = devices[1].masked(vector, {n: sealed[n][1] for n in (2, 3, 4)})
+    assert not (masked == vector).any()
+    with pytest.raises(FleetError, match="too few"):
+        devices[1].masked(vector, {n: sealed[n][1] for n in (2, 3, 4)})
+    for alive, gone in (({1, 2, 3, 4}, {4}), ({1, 2, 3}, set()), ({1, 2, 3, 4, 5}, set())):
+        with pytest.raises(FleetError, match="own numbers"):
+            devices[1].reveal(alive, gone)
+    with pytest.raises(FleetError, match="too few"):
+        devices[1].reveal({1, 2}, {3, 4})
+    devices[1].reveal({1, 2, 3}, {4})
+    with pytest.raises(FleetError, match="own numbers"):
+        devices[1].reveal({1, 2, 3, 4}, set())
+    with pytest.raises(FleetError, match="not those of different devices"):
+        Secrets(1).share(keys)
+    with pytest.raises(FleetError, match="too few"):
+        collect(lambda contents: {}, {1: {}, 2: {}}, 5)
+
+
+def test_forty_devices_share_secrets_with_their_neighbours_alone() -> None:
+    pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
+    devices = {number: Secrets(number) for number in range(40)}
+    most: list[int] = []
+
+    def send(contents: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        replies = {}
+        for number, content in contents.items():
+            message = json.loads(content["secure"])
+            if message["stage"] == "mask" and number == 12:
+                continue
+            most.append(len(message.get("peers", ())))
+            vector = np.array([number, -3], np.int64).view(np.uint64)
+            reply = devices[number].reply(message, lambda vector=vector: vector)
+            replies[number] = {"secure": json.dumps(reply).encode()}
+        return replies
+
+    total, alive = collect(send, {number: {} for number in devices}, 2)
+    assert total.view(np.int64).tolist() == [sum(range(40)) - 12, -3 * 39]
+    assert len(alive) == 39
+    assert max(most) == 33
+
+
+def test_a_secure_fleet_is_of_sums_that_have_units(tmp_path: Path) -> None:
+    for wrong in ({"clip_norm": None}, {"combine": "median", "clip_norm": 1.0}, {"seeds": "own", "clip_norm": 1.0}):
+        with pytest.raises((ConfigError, ValueError), match="secure"):
+            Agreement(secure=True, **wrong)
+    fleet = secure()
+    server = Rounds(fleet)
+    task = server.begin([1]).tasks[1]
+    answer = member(fleet, 1).answer(task)
+    assert answer.numbers.exponent == exponent_of(fleet.fleet, 2)
+    from dataclasses import replace
+
+    with pytest.raises(FleetError, match="another exponent"):
+        server.receive(replace(answer, numbers=replace(answer.numbers, exponent=3)))
+    with Store.create(tmp_path, fleet) as store, pytest.raises(FleetError, match="need a network"):
+        Desk(store)
+    device = Device(DeviceSettings(folder=str(tmp_path), data=""))
+    device._member = member(fleet, 1)
+    assert "masked sums alone" in device.reply({"events": [], "task": task.to_bytes()}, 1)["error"]
