@@ -45,6 +45,8 @@ class Zero3:
 
         model: Any = make_family(shape, block, torch.bfloat16, "cpu", liger).model
         hidden, cuda = model.config.hidden_size, torch.device(device).type == "cuda"
+        for parameter in model.parameters():  # views of one block are not for a partition
+            parameter.data = parameter.data.clone()
         model.requires_grad_(True)
         keep = {"use_reentrant": False, "preserve_rng_state": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keep)
