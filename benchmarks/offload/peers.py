@@ -162,7 +162,8 @@ class _Loss(torch.autograd.Function):
         return *ctx.saved_tensors, None, None  # the loss is the root: its own gradient is 1
 
 
-def _loss(normed: Tensor, weight: Tensor, targets: Tensor, liger: bool) -> Any:
+def head_loss(normed: Tensor, weight: Tensor, targets: Tensor, liger: bool) -> Any:
+    """The mean loss of [B, T, H] and a head in any dtype, as a tensor to go backward from."""
     hidden = normed[:, :-1].reshape(-1, normed.shape[-1]).to(torch.bfloat16)
     return _Loss.apply(hidden, weight.to(torch.bfloat16), targets, liger)
 
@@ -200,7 +201,7 @@ class TorchAo:
             for i in range(self.family.dims.layers):
                 h = checkpoint(self.family.block, i, h, position, use_reentrant=False, preserve_rng_state=False)
             normed = self.family.final_norm(h)
-        loss = _loss(normed, self.family.head_weight, targets, self.liger)
+        loss = head_loss(normed, self.family.head_weight, targets, self.liger)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -221,7 +222,7 @@ class _Whole(nn.Module):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         normed = self.lm.model(input_ids=ids, use_cache=False).last_hidden_state
-        return _loss(normed, self.lm.lm_head.weight, targets, self.liger)
+        return head_loss(normed, self.lm.lm_head.weight, targets, self.liger)
 
 
 @torch.no_grad()
@@ -259,7 +260,7 @@ class Fsdp2:
         keep = {"use_reentrant": False, "preserve_rng_state": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keep)
         model.train()
-        self.device, self.whole = device, _Whole(model, liger)
+        self.device, self.whole, self.version = device, _Whole(model, liger), torch.__version__
         options: Any = {
             "mesh": init_device_mesh(kind, (world,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),

@@ -1,10 +1,10 @@
-"""Steps on one and on several GPUs of a host, weak and strong: SlideFormer, and FSDP2 with offload beside it.
+"""Steps on one and on several GPUs of a host, weak and strong: SlideFormer, FSDP2 and DeepSpeed with offload beside it.
 
     python -m benchmarks.slideformer.ranks --shape Qwen2.5-7B --gpus 1,2 --rows-each 16 --rows-all 64,16
 
 Weak: each GPU has `--rows-each` rows; strong: all have the same rows together. Every number of GPUs is a run of
-`torchrun`, one after the other, with random weights; a run on n of N GPUs has n / N of the cores. A value is the wall
-time from one step's end to the next one's on rank 0, the median after warm-up.
+`torchrun`, one after the other, the variants in turns, with random weights; a run on n of N GPUs has n / N of the
+cores. A value is the wall time from one step's end to the next one's on rank 0, the median after warm-up.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ import torch
 from benchmarks.common import finish, parse_args
 from benchmarks.offload import model as om
 from benchmarks.offload.peers import Fsdp2
+from benchmarks.offload.zero import Zero3
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.offload import cores
+from ondevice.offload.kernels import use_liger
 from ondevice.offload.ranks import join
 
 NEEDS = ("cuda",)
-VARIANTS = ("slideformer", "fsdp2")
+VARIANTS = ("slideformer", "fsdp2", "deepspeed")
 RATE, LIMIT_S, LEAST_S = 1e-5, 120.0, 30.0
 COLUMNS = [
     {"key": "variant", "title": "Variant"},
@@ -45,6 +47,8 @@ COLUMNS = [
     {"key": "strong", "title": "Times one GPU, strong", "digits": 2},
     {"key": "host_bytes_rank", "title": "Host, each (GB)", "scale": 1e-9, "digits": 1},
     {"key": "device_bytes", "title": "GPU peak (GB)", "scale": 1e-9, "digits": 1},
+    {"key": "kernels", "title": "Kernels"},
+    {"key": "version", "title": "Version"},
     {"key": "bound", "title": "Bound by"},
     {"key": "error", "title": "Not run"},
 ]
@@ -56,7 +60,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows-each", type=int, default=16, help="weak scaling")
     parser.add_argument("--rows-all", default="64,16", help="strong scaling")
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+    parser.add_argument("--variants", default="slideformer,fsdp2", help=", ".join(VARIANTS))
+    parser.add_argument("--peers-strong", help="rows of the peers' strong scaling; as --rows-all where not said")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="of SlideformerConfig")
     parser.add_argument("--warmup", type=int, default=2)
@@ -93,7 +98,7 @@ class Sliding:
 
 
 class Sharded:
-    """FSDP2 with all parameters, gradients and moments in host memory, on the ranks of this run."""
+    """A peer with all parameters, gradients and moments in host memory, on the ranks of this run."""
 
     def __init__(self, args: Any, options: dict[str, Any]) -> None:
         import torch.distributed as dist
@@ -102,14 +107,17 @@ class Sharded:
         if args.device == "cuda":
             torch.cuda.set_device(self.rank)
             self.device = f"cuda:{self.rank}"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+        if args.worker == "fsdp2":
+            dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
         addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())]
         count = len(addresses) or self.world
         parts = cores.divide(os.sched_getaffinity(0), addresses or [None] * count)
         if parts[self.rank]:
             cores.bind(parts[self.rank])
         block = om.random_block(args.shape, self.device)
-        self.one = Fsdp2(args.shape, block, self.device, args.device == "cuda")
+        self.kernels = "liger" if use_liger(SlideformerConfig(), args.device) else "torch"
+        kind: Any = Fsdp2 if args.worker == "fsdp2" else Zero3
+        self.one = kind(args.shape, block, self.device, self.kernels == "liger")
 
     def step(self, ids: np.ndarray) -> float:
         mine = np.ascontiguousarray(ids[self.rank :: self.world])
@@ -119,7 +127,8 @@ class Sharded:
         self.one.flush()
 
     def figures(self) -> dict[str, Any]:
-        return {"device_bytes": torch.cuda.max_memory_allocated() if self.device != "cpu" else 0}
+        peak = torch.cuda.max_memory_allocated() if self.device != "cpu" else 0
+        return {"device_bytes": peak, "kernels": self.kernels, "version": self.one.version}
 
 
 def work(args: Any) -> None:
@@ -193,10 +202,11 @@ def main() -> None:
     if args.worker:
         work(args)
     began, rows = time.monotonic(), []
-    strong, counts = [int(word) for word in args.rows_all.split(",")], [int(word) for word in args.gpus.split(",")]
-    for variant in args.variants.split(","):
-        # The peer takes longer, so its run that says most comes first.
-        for gpus in counts if variant == "slideformer" else reversed(counts):
+    counts = [int(word) for word in args.gpus.split(",")]
+    for gpus in counts:
+        for variant in args.variants.split(","):
+            theirs = args.peers_strong if variant != "slideformer" and args.peers_strong is not None else args.rows_all
+            strong = [int(word) for word in theirs.split(",") if word]
             batches = list(dict.fromkeys([args.rows_each * gpus, *(n for n in strong if n % gpus == 0)]))
             rows += run(args, variant, gpus, batches, args.budget_s - (time.monotonic() - began))
             compare(rows, args.rows_each, args.length)
@@ -206,7 +216,8 @@ def main() -> None:
         f"{args.shape}, {args.length:,} tokens a row, medians of {args.repeats} steps; options: "
         f"{' '.join(args.option) or 'none'}. Weak is beside one GPU with the rows of one, strong beside one GPU with "
         "all rows; a run on n of N GPUs has n / N of the cores. FSDP2: float32 parameters, gradients and moments in "
-        "host memory, bfloat16 computation."
+        "host memory, bfloat16 computation. DeepSpeed: ZeRO-3, parameters and AdamW offloaded, float32 masters and "
+        "moments, bfloat16 computation, bucket sizes as transformers sets them."
     ]
     finish("slideformer/ranks", rows, args, COLUMNS, title="SlideFormer on the GPUs of a host", notes=notes)
 

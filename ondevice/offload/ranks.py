@@ -61,6 +61,9 @@ class Ranks:
         if self.single:
             return
         limit = timedelta(seconds=timeout_s)
+        # NCCL's monitor would be inside the store when this process ends; who is gone the engine finds out itself.
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         with together():
             start = max(limit, START)
             store, rank, world = next(rendezvous("env://", rank, world, timeout=start))
@@ -75,6 +78,9 @@ class Ranks:
             # NCCL's own end of a wait ends the process without a word of the layer: ours comes before it.
             self.steps = world_group if device == "cpu" else dist.new_group(backend="nccl", timeout=limit + GRACE)
             self._bind(device)
+            if device != "cpu":  # NCCL connects at the first call, which takes seconds: not within a step's time-out
+                dist.all_reduce(torch.zeros(1, device=device), group=self.steps)
+                torch.cuda.synchronize()
         atexit.register(self.close)
 
     @property

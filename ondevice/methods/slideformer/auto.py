@@ -107,7 +107,7 @@ def _options(config: SlideformerConfig, dims: ModelDims, world: int) -> list[dic
     """Every number of layers on the accelerator, with and without the tables, each with windows from small to whole."""
     exact = config.max_grad_norm is not None
     may = not (exact and config.clip == "global") and config.disk_fraction < 1
-    tables = (False, True) if may and not exact and config.loss_tiles == 1 and world == 1 else (False,)
+    tables = (False, True) if may and world == 1 else (False,)
     options = []
     for table in tables:
         for layers in range(dims.layers + 1 if may else 1):

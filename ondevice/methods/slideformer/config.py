@@ -38,7 +38,7 @@ class SlideformerConfig(EngineConfig):
     parameter as on the host, for a shorter boundary between steps and less work on the host."""
 
     resident_tables: bool | Literal["auto"] = "auto"
-    """Embedding and output head keep theirs there, too; not with `max_grad_norm` or `loss_tiles`."""
+    """Embedding and output head keep theirs there, too; in one process, and not with `clip: global`."""
 
     gradient_buffers: Annotated[int, Field(ge=2)] | Literal["auto"] = "auto"
     """Layers whose gradients wait in host memory for their update. More of them hide a slow update behind the next

@@ -157,11 +157,11 @@ class SlideformerEngine(OffloadEngine):
 
 def _check(config: SlideformerConfig, ranks: Ranks) -> None:
     """Settings that exclude each other."""
-    if config.kept_layers and config.max_grad_norm is not None and config.clip == "global":
+    if (config.kept_layers or config.keeps_tables) and config.max_grad_norm is not None and config.clip == "global":
         raise ConfigError(
-            "layers that stay on the accelerator are updated at once, before a global norm is known",
-            expected="resident_layers: 0, or clip: previous or layer",
-            received=f"resident_layers: {config.kept_layers}",
+            "what stays on the accelerator is updated at once, before a global norm is known",
+            expected="resident_layers: 0 and resident_tables: false, or clip: previous or layer",
+            received=f"resident_layers: {config.kept_layers}, resident_tables: {config.keeps_tables}",
         )
     if config.disk_masters and not config.disk_fraction:
         raise ConfigError(
@@ -169,9 +169,9 @@ def _check(config: SlideformerConfig, ranks: Ranks) -> None:
             expected="disk_fraction above 0, or disk_masters: false",
             received="disk_masters: true, disk_fraction: 0",
         )
-    if config.keeps_tables and (config.max_grad_norm is not None or config.loss_tiles > 1 or not ranks.single):
+    if config.keeps_tables and not ranks.single:
         raise ConfigError(
-            "tables that stay on the accelerator are updated at once and whole",
-            expected="resident_tables: false, or no max_grad_norm, loss_tiles: 1 and one process",
-            received=f"max_grad_norm: {config.max_grad_norm}, loss_tiles: {config.loss_tiles}, {ranks.world} processes",
+            "tables that stay on the accelerator are updated whole",
+            expected="resident_tables: false, or one process",
+            received=f"{ranks.world} processes",
         )

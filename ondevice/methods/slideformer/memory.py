@@ -35,12 +35,12 @@ def memory(
     item = 2 if config.compute == "bfloat16" else 4
     tile = -(-dims.vocab // config.loss_tiles)
     slots = min(config.slots, max(1, dims.layers - config.kept_layers)) + GRADIENT_SLOTS
-    tables = 2 * min(2, config.loss_tiles)
-    if config.keeps_tables:  # the head is among the resident parts; an untied embedding's gradient is whole
-        tables = 1 if dims.tied else 2
+    tables, rows = 2 * min(2, config.loss_tiles), tile
+    if config.keeps_tables:  # the head is among the resident parts; gradients of what stays are whole
+        tables, rows = 1 if dims.tied else 2, dims.vocab
     parts = {
         "window": slots * dims.block_parameters * item,
-        "head": tables * tile * dims.hidden * item,
+        "head": tables * rows * dims.hidden * item,
         "noise": 0,
         **passes_bytes(dims, config, config.activations, batch_size, length_tokens, tile),
         "resident states": int(_here_bytes(config) * resident_parameters(dims, config)),

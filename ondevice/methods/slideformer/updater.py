@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ondevice.offload.clipping import Clipping, Step
+from ondevice.offload.transfers import square
 from ondevice.offload.worker import Pool
 from ondevice.runtime_ops import rows as row_ops
 from ondevice.runtime_ops.layer_adam import TILE, AdamStep, layer_adam, torch_adam
@@ -81,16 +82,16 @@ class Updater:
         task = self.pending.get(unit.index)
         return task is None or task.finished.is_set()
 
-    def submit(self, unit: Unit, gradient: Tensor, event: Event, square: Tensor | None, pooled: bool) -> None:
-        """Update `unit`, this rank's share, once its gradient is here at `event`; `square` is the squared norm of the
+    def submit(self, unit: Unit, gradient: Tensor, event: Event, total: Tensor | None, pooled: bool) -> None:
+        """Update `unit`, this rank's share, once its gradient is here at `event`; `total` is the squared norm of the
         whole unit's, on the host by then."""
         now = self.clipping.now
         if self.disk is not None:
             self.disk.prefetch(unit)
 
         def arrived() -> None:
-            if square is not None:
-                now.squares[unit.index] = float(square.sum())
+            if total is not None:
+                now.squares[unit.index] = float(total.sum())
 
         def run() -> None:
             arrived()
@@ -106,12 +107,12 @@ class Updater:
         else:
             send()
 
-    def submit_norm(self, unit: Unit, event: Event, square: Tensor) -> None:
+    def submit_norm(self, unit: Unit, event: Event, total: Tensor) -> None:
         """Note the squared norm of a unit that the accelerator updates, once it is here at `event`."""
         now = self.clipping.now
 
         def run() -> None:
-            now.squares[unit.index] = float(square)
+            now.squares[unit.index] = float(total)
 
         self.pending[unit.index] = self.worker.submit(unit.name, run, unit.order, event.done, event.wait)
 
@@ -199,8 +200,7 @@ class Updater:
         (row_ops.add if self.units.tied else row_ops.scatter)(table, rows, gradient, self.threads)
         if self.config.max_grad_norm is not None:
             embedding_gradient = table if self.units.tied else gradient
-            square = float(torch.linalg.vector_norm(embedding_gradient, dtype=torch.float32)) ** 2
-            now.squares[unit.index] = self.clipping.ranks.sum(square)
+            now.squares[unit.index] = self.clipping.ranks.sum(float(square(embedding_gradient)))
         self.timeline.add("update", f"{unit.name} rows", started, time.perf_counter())
 
     def _cleared(self, rows: Tensor, width: int) -> None:

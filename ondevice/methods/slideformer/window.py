@@ -72,15 +72,16 @@ class Window:
         vocabulary, self.width = units.head.pieces[0].shape
         self.rows = -(-vocabulary // config.loss_tiles)
         self.tiles = [(low, min(low + self.rows, vocabulary)) for low in range(0, vocabulary, self.rows)]
-        count = min(2, len(self.tiles))
+        stays = units.head in kept  # its tiles are parts of one table, and so are those of its gradient
+        count = 1 if stays else min(2, len(self.tiles))
         size = ranks.padded(units.head) if count == 1 else self.rows * self.width
-        self.head = [Slot(device.empty(size, dtype)) for _ in range(count if units.head not in kept else 0)]
+        self.head = [Slot(device.empty(size, dtype)) for _ in range(0 if stays else count)]
         self.head_gradient = [Slot(device.empty(size, dtype)) for _ in range(count)]
         scattered = units.embedding.numel if units.embedding in kept and not units.tied else 0
         self.embedding_gradient = device.empty(scattered, dtype)
         self.loaded: list[int | None] = [None] * len(self.layers)
         self.norms = device.pinned(len(units.all) + len(self.tiles), torch.float32)
-        self.clipping = config.max_grad_norm is not None
+        self.clipping, self.head_squares = config.max_grad_norm is not None, list[Tensor]()
         self.leaving: Task | None = None
         self.entering: Slot | None = None
         self.rows_in, self.rows_out = (device.pinned(0, dtype) for _ in range(2))
@@ -120,16 +121,21 @@ class Window:
 
     def head_tile(self, tile: int) -> tuple[Slot, Tensor]:
         """Return the unit of that tile, and its weight [rows, hidden]."""
-        low, high = self.tiles[tile]
         slot = self.resident.get(self.units.head.index) or self.arrive(self.head[tile % len(self.head)])
-        return slot, slot.memory[: (high - low) * self.width].view(-1, self.width)
+        return slot, self._tile(slot, tile).view(-1, self.width)
 
     def head_gradient_tile(self, tile: int) -> tuple[Slot, Tensor]:
         """Return zeroed memory for the gradient of that tile, [rows, hidden]."""
-        low, high = self.tiles[tile]
         slot = self.arrive(self.head_gradient[tile % len(self.head_gradient)])
-        slot.memory.zero_()
-        return slot, slot.memory[: (high - low) * self.width].view(-1, self.width)
+        memory = self._tile(slot, tile) if len(self.tiles) > 1 else slot.memory
+        memory.zero_()
+        return slot, self._tile(slot, tile).view(-1, self.width)
+
+    def _tile(self, slot: Slot, tile: int) -> Tensor:
+        """Return the tile's part of `slot`, which holds that tile alone or, of a head that stays, the whole table."""
+        low, high = self.tiles[tile]
+        first = low if self.units.head.index in self.resident else 0
+        return slot.memory[first * self.width : (first + high - low) * self.width]
 
     def run(
         self, kind: str, i: int, leaving: Slot | None, position: tuple[Tensor, ...], inputs: tuple[Tensor, ...],
@@ -163,8 +169,18 @@ class Window:
 
         slot.task = self.worker.submit(unit.name, run)
 
-    def _update_here(self, unit: Unit, slot: Slot) -> None:
-        norm = self._norm(unit.index, slot.memory[: unit.numel])
+    def _update_head(self, unit: Unit, slot: Slot, tile: int) -> None:
+        """Update the head after its last tile; norms are summed as of a head that leaves tile by tile."""
+        if self.clipping:
+            self.head_squares.append(square(self._tile(slot, tile)))
+        if tile == len(self.tiles) - 1:
+            total = torch.cat(self.head_squares).sum().reshape(1) if self.clipping else None
+            self.head_squares.clear()
+            self._update_here(unit, slot, total)
+
+    def _update_here(self, unit: Unit, slot: Slot, total: Tensor | None = None) -> None:
+        """Run AdamW where the gradient is; `total` is its squared norm, if that is known."""
+        norm = self._norm(unit.index, slot.memory[: unit.numel], total)
         started, scale = self.device.record("compute"), None
         if norm is not None and norm[0] is not None:
             scale = self.updater.clipping.scale(norm[0])
@@ -236,7 +252,7 @@ class Window:
         unit, span = self.units.head, self._tile_span(tile)
         if unit.index in self.resident:
             if not self.units.tied:  # else once the embedding's rows are in it
-                self._update_here(unit, slot)
+                self._update_head(unit, slot, tile)
             return
         share, bounds = self.ranks.share(unit), self.ranks.bounds(unit, span)
         memory = slot.memory[: bounds[-1]]
@@ -284,7 +300,8 @@ class Window:
         memory = self.head_gradient[0].memory if self.units.tied else self.embedding_gradient
         table = memory[: unit.numel].view(-1, self.width)
         table.index_copy_(0, at, table[at] + gradient if self.units.tied else gradient)
-        self._update_here(unit, Slot(memory))
+        total = square(gradient) if self.clipping and not self.units.tied else None
+        self._update_here(unit, Slot(memory), total)
         if not self.units.tied:
             table.index_fill_(0, at, 0.0)
 
@@ -361,8 +378,10 @@ class Window:
             slot.task = None
         return slot
 
-    def _norm(self, index: int, gradient: Tensor) -> tuple[Tensor | None, Tensor] | None:
+    def _norm(self, index: int, gradient: Tensor, total: Tensor | None = None) -> tuple[Tensor | None, Tensor] | None:
         """The squared norm, None while the sum over the ranks is still to come, and where it goes on the host."""
         if not self.clipping:
             return None
-        return square(gradient) if self.ranks.single else None, self.norms[index : index + 1]
+        if total is None and self.ranks.single:
+            total = square(gradient)
+        return total, self.norms[index : index + 1]

@@ -1,0 +1,79 @@
+"""DeepSpeed's ZeRO-3 with everything offloaded, a peer of benchmarks/slideformer/ranks.py: on the ranks that are there.
+
+DeepSpeed is an sdist that compiles its AdamW at run time: `DS_BUILD_OPS=0 pip install --no-build-isolation --no-deps
+--target FOLDER deepspeed-*.tar.gz`, FOLDER on PYTHONPATH, `DS_SKIP_CUDA_CHECK=1`, and a CUDA compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.offload.model import make_family
+from benchmarks.offload.peers import RATE, head_loss
+
+
+class _Head(nn.Module):
+    """The head with its loss: ZeRO-3 gathers a module's own parameters alone."""
+
+    def __init__(self, weight: nn.Parameter, liger: bool) -> None:
+        super().__init__()
+        self.weight, self.liger = weight, liger
+
+    def forward(self, normed: Tensor, targets: Tensor) -> Tensor:
+        return head_loss(normed, self.weight, targets, self.liger)
+
+
+class _Whole(nn.Module):
+    def __init__(self, model: Any, liger: bool) -> None:
+        super().__init__()
+        self.body, self.head = model.model, _Head(model.lm_head.weight, liger)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.head(self.body(input_ids=ids, use_cache=False).last_hidden_state, targets)
+
+
+class Zero3:
+    """bf16 computation, float32 masters and moments, all in host memory; DeepSpeed's CPU AdamW after the backward pass.
+    Bucket sizes are those that transformers sets for `auto`."""
+
+    def __init__(self, shape: str, block: Tensor, device: str, liger: bool) -> None:
+        import deepspeed  # pyright: ignore[reportMissingImports]
+
+        model: Any = make_family(shape, block, torch.bfloat16, "cpu", liger).model
+        hidden, cuda = model.config.hidden_size, torch.device(device).type == "cuda"
+        for parameter in model.parameters():  # views of one block are not for a partition
+            parameter.data = parameter.data.clone()
+        model.requires_grad_(True)
+        keep = {"use_reentrant": False, "preserve_rng_state": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keep)
+        model.train()
+        model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+        place = {"device": "cpu", "pin_memory": cuda}
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0}},
+            "zero_optimization": {
+                "stage": 3, "offload_optimizer": place, "offload_param": place, "overlap_comm": True,
+                "contiguous_gradients": True, "reduce_bucket_size": hidden * hidden,
+                "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
+                "stage3_param_persistence_threshold": 10 * hidden, "sub_group_size": 1_000_000_000,
+            },
+        }  # fmt: skip
+        self.device, self.version = device, deepspeed.__version__
+        self.engine: Any = deepspeed.initialize(model=_Whole(model, liger), config=settings)[0]
+
+    def step(self, ids: np.ndarray, labels: np.ndarray) -> float:
+        targets = torch.from_numpy(np.ascontiguousarray(labels[:, 1:])).to(self.device).reshape(-1)
+        loss = self.engine(torch.from_numpy(ids).to(self.device), targets)
+        self.engine.backward(loss)
+        self.engine.step()
+        return float(loss.detach())
+
+    def flush(self) -> None:
+        if torch.device(self.device).type == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,177 @@
+"""Everything that a host with two GPUs is asked about, in one command; each part has its own limit and its own file.
+
+    python -m benchmarks.slideformer.host --parts tests,large,ranks --out FOLDER
+
+`tests`: the tests of ranks through NCCL, then those marked `gpu`. `large`: the 32B shape under 24 GiB of GPU memory.
+`ranks`: one and two GPUs beside FSDP2. `auto` and `auto-small`: the default settings beside no offload. `deepspeed`:
+DeepSpeed's ZeRO-3 on two GPUs; it is built from the sdist in `--wheels`. Only `tests` and `large` run at the same time:
+the first has no seconds in it, and each has the cores of one GPU. A part that outlasts its limit is ended; what it has
+written stays, and so does its log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PYTHON = sys.executable
+TESTED = (
+    "tests/methods/slideformer", "tests/methods/lsp/test_engine.py", "tests/methods/revffn", "tests/offload",
+    "tests/runtime_ops/test_triton_adam.py",
+)  # fmt: skip
+BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load()"
+
+
+@dataclass
+class Part:
+    """Commands that run one after the other, at most `seconds` together, on the cores and GPUs numbered `gpus`."""
+
+    name: str
+    seconds: float
+    commands: list[list[str]]
+    gpus: tuple[int, ...] = (0, 1)
+    environment: dict[str, str] = field(default_factory=dict)
+    beside: str | None = None
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="tests,large,ranks,auto,auto-small,deepspeed")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--wheels", type=Path, help="folder with deepspeed-*.tar.gz and hjson-*.whl")
+    parser.add_argument("--budget-s", type=float, default=900.0, help="end the part that runs then; begin no other")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, to try the commands")
+    return parser.parse_args()
+
+
+def every_part(args: argparse.Namespace) -> list[Part]:
+    """All parts, with the seconds after which each is ended."""
+    tiny, out = args.tiny, args.out
+    large, middle, small = ("tiny",) * 2 + ("tiny-tied",) if tiny else ("Qwen2.5-32B", "Qwen2.5-7B", "Qwen2.5-1.5B")
+    common = ["--device", "cpu", "--length", "16"] if tiny else []
+
+    def bench(module: str, *words: object) -> list[str]:
+        return [PYTHON, "-u", "-m", f"benchmarks.slideformer.{module}", *map(str, words), *common]
+
+    def auto(name: str, shapes: str, batches: str, budget_s: int) -> list[str]:
+        words = ["--shapes", shapes, "--batches", batches, "--variants", "resident,auto", "--warmup", 2, "--repeats", 3]
+        words += ["--parameters", 10**6 if tiny else 10**8, "--gpu-bytes", 76e9, "--host-gib", 200]
+        return bench("auto", *words, "--budget-s", budget_s, "--out", out / f"{name}.json")
+
+    def ranks(name: str, variants: str, gpus: str, rows_each: int, strong: str, budget_s: int) -> list[str]:
+        words = ["--shape", middle, "--gpus", gpus, "--variants", variants, "--rows-each", rows_each]
+        words += ["--rows-all", strong, "--repeats", 4, "--warmup", 1, "--budget-s", budget_s]
+        return bench("ranks", *words, "--out", out / f"{name}.json")
+
+    site = out / "site"
+    pip = [PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target"]
+    deepspeed = {
+        "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]), "DS_BUILD_OPS": "0",
+        "DS_SKIP_CUDA_CHECK": "1", "CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda"), "MAX_JOBS": "8",
+    }  # fmt: skip
+    found = [p for name in ("hjson*", "deepspeed*") for p in args.wheels.glob(name)] if args.wheels else []
+    pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8"]
+    one = "--shapes", large, "--variants", "slideformer-int8", "--batches", "2" if tiny else "8", "--calibrate", 10**7
+    return [
+        Part(
+            "tests", 170,
+            [[*pytest, "tests/methods/slideformer/test_ranks.py"], [*pytest, "-m", "gpu", *TESTED]],
+            environment={} if tiny else {"ONDEVICE_RANKS_DEVICE": "cuda"}, beside="large",
+        ),
+        Part(
+            "large", 170,
+            [bench("step", *one, "--limit-gib", 24, "--host-gib", 250, "--warmup", 1, "--repeats", 3, "--rounds", 1,
+                   "--option", "resident_layers=0", "--option", "gradient_buffers=4", "--option", "window=3",
+                   "--out", out / "large.json")],
+            gpus=(1,),
+        ),
+        Part("ranks", 235, [ranks("ranks", "slideformer,fsdp2", "2,1", 16, "16", 230)]),
+        Part("auto", 110, [auto("auto", f"{middle},{middle}:bfloat16", "8,4", 105)], gpus=(0,)),
+        Part("auto-small", 60, [auto("auto-small", small, "8,4,16,32", 55)], gpus=(0,)),
+        Part(
+            "deepspeed", 170,
+            [[*pip, str(site), *map(str, found)], [PYTHON, "-c", BUILD],
+             ranks("deepspeed", "deepspeed", "2", 16, "16", 110)],
+            environment=deepspeed,
+        ),
+    ]  # fmt: skip
+
+
+def cores_of(gpus: tuple[int, ...]) -> list[set[int]]:
+    """Cores of these GPUs: equal shares of those of this process, of the GPU's NUMA node where there are several."""
+    import torch
+
+    from ondevice.offload import cores
+
+    count = max(2, torch.cuda.device_count())
+    addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())] or [None] * count
+    parts = cores.divide(os.sched_getaffinity(0), addresses)
+    return [parts[number] for number in gpus if parts[number]] or [os.sched_getaffinity(0)]
+
+
+class Running:
+    """A part, its current command, and its log."""
+
+    def __init__(self, part: Part, args: argparse.Namespace, limit_s: float) -> None:
+        self.part, self.left, self.ends = part, list(part.commands), time.monotonic() + min(part.seconds, limit_s)
+        self.cores = set().union(*cores_of(part.gpus))
+        self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, part.gpus)), **part.environment}
+        self.log = (args.out / f"{part.name}.log").open("w")
+        self.process: subprocess.Popen[bytes] | None = None
+        self.codes: list[int] = []
+
+    def going(self) -> bool:
+        """Start what is next; end what is late. False when there is nothing more."""
+        if self.process is not None:
+            if (code := self.process.poll()) is not None:
+                self.codes.append(code)
+                self.process = None
+            elif time.monotonic() > self.ends:
+                self.log.write("ended: out of time\n")
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.codes.append(self.process.wait())
+                self.left, self.process = [], None
+        if self.process is None and self.left and time.monotonic() < self.ends:
+            command, cores = self.left.pop(0), self.cores
+            self.log.write(" ".join(command) + "\n")
+            self.log.flush()
+            self.process = subprocess.Popen(
+                command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment},
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            )  # fmt: skip
+        return self.process is not None
+
+
+def main() -> int:
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
+    wanted, began, codes = args.parts.split(","), time.monotonic(), list[int]()
+    waiting = [part for part in every_part(args) if part.name in wanted]
+    while waiting:
+        first = waiting.pop(0)
+        group = [first, *(part for part in waiting if part.name == first.beside)]
+        waiting = [part for part in waiting if part not in group]
+        left_s = args.budget_s - (time.monotonic() - began)
+        if left_s < 20:
+            print(f"{', '.join(part.name for part in group)}: not begun, out of time", flush=True)
+            continue
+        running = [Running(part, args, left_s) for part in group]
+        for one in running:
+            print(f"[{time.monotonic() - began:5.0f} s] {one.part.name} on {len(one.cores)} cores", flush=True)
+        while any([one.going() for one in running]):
+            time.sleep(0.2)
+        for one in running:
+            print(f"[{time.monotonic() - began:5.0f} s] {one.part.name} ended with {one.codes}", flush=True)
+            codes += one.codes
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
