@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,6 +146,14 @@ class BuiltProgram:
     eval_batch_size: int | None = None
 
 
+class Preparing(Protocol):
+    """What `Session.before_step` and `Session.before_replay` do for a program."""
+
+    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None: ...
+
+    def before_replay(self, step: int, folder: Path) -> None: ...
+
+
 @dataclass(frozen=True)
 class GraphProgram:
     """A step that `torch.export` takes, for ExecuTorch.
@@ -159,6 +167,8 @@ class GraphProgram:
             `float32` is the program built over the model as it was, `batches` gives so many.
         rounded: values of `export.quantize` for which `rounding` is asked.
         uses_ops: (export) whether the program needs kernels of this project in the runtime.
+        renewal: (session) to what prepares its steps and its replay, for a method that now and then changes the state
+            from outside the program.
     """
 
     problems: Callable[[Any, ExportConfig, ModelDims], list[str]]
@@ -172,6 +182,7 @@ class GraphProgram:
     ) = None
     rounded: tuple[str, ...] = ()
     uses_ops: Callable[[ExportConfig], bool] = lambda export: export.uses_ops
+    renewal: Callable[[ProgramSession], Preparing] | None = None
 
 
 @dataclass(frozen=True)

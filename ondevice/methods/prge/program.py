@@ -18,6 +18,7 @@ from ondevice.core.errors import ModelError
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
 from ondevice.methods.prge.informed import InformedProgram, Places
 from ondevice.methods.prge.layout import AdapterLayout
+from ondevice.methods.prge.renewal import Renewal
 from ondevice.methods.prge.step import PrgeProgram
 from ondevice.methods.prge.subspace import read_factors
 from ondevice.models.traits import check_traits
@@ -427,5 +428,5 @@ def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
     return GraphedPrgeSession(loaded, config, seed)
 
 
-EXECUTORCH = GraphProgram(problems, build, compare, rounding, rounded=("8da4w",))
+EXECUTORCH = GraphProgram(problems, build, compare, rounding, rounded=("8da4w",), renewal=Renewal)
 TORCH = TorchProgram(trains_a=lambda config: False, open_fixed=_open_fixed)
