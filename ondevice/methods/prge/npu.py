@@ -29,7 +29,7 @@ from ondevice.methods.prge.program import (
 from ondevice.methods.prge.program import (
     problems as graph_problems,
 )
-from ondevice.methods.prge.renewal import Renewal
+from ondevice.methods.prge.renewal import Renewal, calibrate
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
@@ -203,4 +203,4 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
     return Agreement(values, {"loss": loss_error, "update": adapter_error}, shares)
 
 
-QNN = GraphProgram(problems, build, compare, renewal=Renewal)
+QNN = GraphProgram(problems, build, compare, calibrate=calibrate, renewal=Renewal)

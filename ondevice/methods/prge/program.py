@@ -18,7 +18,7 @@ from ondevice.core.errors import ModelError
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
 from ondevice.methods.prge.informed import InformedProgram, Places
 from ondevice.methods.prge.layout import AdapterLayout
-from ondevice.methods.prge.renewal import Renewal
+from ondevice.methods.prge.renewal import Renewal, calibrate
 from ondevice.methods.prge.step import PrgeProgram
 from ondevice.methods.prge.subspace import read_factors
 from ondevice.models.traits import check_traits
@@ -158,7 +158,8 @@ def built(program: PrgeProgram, loaded: LoadedModel, modules: tuple[ProgramModul
         }
     else:
         rank = places.rank
-        more["first"] = places.begun(read_factors(config.factors, places.small.entries))
+        if config.factors.is_file():  # else the state has it: an artifact's, or that of a calibration
+            more["first"] = places.begun(read_factors(config.factors, places.small.entries))
     return BuiltProgram(
         eager=program,
         loaded=loaded,
@@ -428,5 +429,5 @@ def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
     return GraphedPrgeSession(loaded, config, seed)
 
 
-EXECUTORCH = GraphProgram(problems, build, compare, rounding, rounded=("8da4w",), renewal=Renewal)
+EXECUTORCH = GraphProgram(problems, build, compare, rounding, rounded=("8da4w",), calibrate=calibrate, renewal=Renewal)
 TORCH = TorchProgram(trains_a=lambda config: False, open_fixed=_open_fixed)

@@ -7,6 +7,7 @@ and where PyTorch and the model are at hand it is computed when one is due, with
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,14 +24,36 @@ from ondevice.runtime_ops import graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from ondevice.core.session import ProgramSession
+    from ondevice.data.encode import Dataset
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.methods.prge.layout import Entry
+    from ondevice.models import LoadedModel
 
 OFFERED = "subspace-next.safetensors"
 """In a run's folder: a subspace that is taken before the next step."""
+
+
+IN_STATE = Path("state_first.safetensors")
+"""`method.factors` of a program whose subspace was computed at its export: the artifact's state begins in it."""
+
+
+def calibrate(
+    loaded: LoadedModel, config: PrgeConfig, rows: Dataset, seed: int
+) -> tuple[PrgeConfig, dict[str, np.ndarray]] | None:
+    """Take the subspace of an exact gradient of some rows; see `GraphProgram.calibrate`. The model stays as it is."""
+    if config.factors is not None or config.subspace == "random" or config.top_layers is not None:
+        return None
+    config = config.model_copy(update={"factors": IN_STATE})
+    places = Places(loaded.dims, config.for_program(), seed)
+    program = PrgeProgram(loaded.family, places.small, config.for_program(), graph.aten_normal)
+    chosen = np.random.default_rng(seed).permutation(len(rows.items))[: config.calibration_rows]
+    examples = [rows.items[number].example for number in chosen]
+    factors = gradient_factors(program, ((torch.tensor([e.ids]), torch.tensor([e.labels])) for e in examples))
+    for entry, linear in program.linears.items():
+        loaded.family.replace(loaded.family.linear_name(entry.layer, entry.target), linear.base)
+    return config, places.begun(factors)
 
 
 class Renewal:

@@ -12,6 +12,7 @@ from ondevice.api.open import open_artifact
 from ondevice.api.phone import push
 from ondevice.api.verify import verify
 from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.artifact.files import read_tensors
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError, CheckpointError
 from ondevice.data.batching import Batch
@@ -117,27 +118,33 @@ def test_a_program_takes_new_subspaces_as_eager_does(tmp_path) -> None:
     ours.mkdir(), theirs.mkdir()
     scalars = []
     for step in range(5):
-        if step == 4:
+        if step:
             eager.before_step(step, batch_at, theirs)
+        if step == 4:
             (theirs / "subspace-00000004.safetensors").replace(ours / "subspace-next.safetensors")
         wrote = session.before_step(step, batch_at, ours)
         assert (wrote is not None) == (step % 2 == 0)
         if step == 0:
             eager.before_replay(0, ours)
-        elif step == 2:
-            eager.before_step(step, batch_at, theirs)
+        elif step == 2:  # their gradients are one, up to rounding, which the last directions are made of
+            leading = [
+                read_tensors(folder / "subspace-00000002.safetensors")["1.q_proj.c"][0] for folder in (ours, theirs)
+            ]
+            assert abs(np.dot(*leading)) > 0.999 * np.dot(leading[0], leading[0])
+            eager.subspace.read(step, ours)
         batch = batch_at(step)
-        result, expected = (
-            session.step(batch.ids, batch.labels, step, 0.02),
-            eager.step(batch.ids, batch.labels, step, 0.02),
-        )
-        np.testing.assert_allclose(result.losses, expected.losses, rtol=2e-5)
+        result = session.step(batch.ids, batch.labels, step, 0.02)
+        with torch.inference_mode():
+            at = eager.program.perturbed(eager._adapter, eager.seed, torch.tensor([step]))
+            losses = eager.program.losses(torch.from_numpy(batch.ids), torch.from_numpy(batch.labels), at)
+        np.testing.assert_allclose(result.losses, losses.numpy(), rtol=2e-5)
+        eager.apply_update(result.projected_gradients, step, 0.02)
         scalars.append(result.projected_gradients)
     received, wanted = session.adapter(), eager.adapter()
     for name in received.linears:
         (a, b), (c, d) = received.pair(name), wanted.pair(name)
         assert np.abs(d @ c).max() > 1e-3
-        np.testing.assert_allclose(b @ a, d @ c, atol=2e-3 * np.abs(d @ c).max())
+        np.testing.assert_allclose(b @ a, d @ c, atol=1e-4 * np.abs(d @ c).max())
     replayed = open_artifact(program("subspace, answers"))
     for step, gradients in enumerate(scalars):
         replayed.before_replay(step, ours)
