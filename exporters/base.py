@@ -23,6 +23,7 @@ from ondevice.core.version import own_version
 if TYPE_CHECKING:
     from ondevice.core.program import Agreement, Batch
     from ondevice.core.session import ProgramSession, Session
+    from ondevice.data.encode import Dataset
     from ondevice.models import LoadedModel, ModelDims, ModelFiles
 
 DEFAULT_STEPS = 20
@@ -49,6 +50,8 @@ class ExportJob:
     task: str | None = None
     overwrite: bool = False
     memory_limit_bytes: int | None = None
+    rows: Dataset | None = None
+    """Rows that a method may begin from."""
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,20 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.batch_size": 2,
             "method.answers": [70, 9],
             "method.factors": "@subspace",
-            "method.perturbation_scale": 0.03,
+            "method.refresh_every": 2,
+            "method.calibration_rows": 4,
         },
     ),
-    "labelled, q4 answers": ("two layers", {"export.quantize": "q4", "method.answers": [70, 9, 33]}),
+    "subspace, stateful": (
+        "two layers",
+        {
+            "export.quantize": "q4",
+            "export.form": "stateful",
+            "method.answers": [70, 9, 33],
+            "method.factors": "@subspace",
+            "method.refresh_every": None,
+        },
+    ),
     "labelled": ("one layer", {"method.labelled_tokens": 2, "export.batch_size": 2}),
     "8da4w": ("one layer", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.prge.racing import EVAL_TOKENS, TARGETS, AnswerRows, RacingModel
+from benchmarks.prge.racing import EVAL_TOKENS
+from benchmarks.prge.racing_model import TARGETS, AnswerRows, RacingModel
 from ondevice.data.batching import Batches
 from ondevice.data.encode import Dataset
 from ondevice.fleet.charter import Agreement, Charter

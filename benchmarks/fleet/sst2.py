@@ -144,7 +144,7 @@ class Bench:
     """The runs that are done, and how to do more."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        from benchmarks.prge.racing import AnswerRows, RacingModel
+        from benchmarks.prge.racing_model import AnswerRows, RacingModel
         from ondevice import load_model
 
         self.args, self.started = args, time.perf_counter()

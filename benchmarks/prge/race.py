@@ -5,7 +5,8 @@ Each variant is written in words, behind '@' its rates: 'xs q4 r16 adam refresh5
 small R of C R A from one exact gradient, `diag` its diagonal alone, `rand` the whole between random C and A), `q4`,
 `r16`, `b4` (rows a step), `onesided`, `fo` (backpropagation), a rule (`sgd`, `momentum`, `adam`, `sign`, `muon`,
 `norm`, `norm-momentum`), `vocab` (the loss over all tokens instead of the answers), `refresh500` (a new exact gradient
-every so many steps), `cal256` (of so many rows, 64 otherwise), `power0.5` (A's columns by their singular values),
+every so many steps), `cal256` (of so many rows, 64 otherwise), `exact5` (each exact gradient is a step of five
+rates, too), `power0.5` (A's columns by their singular values),
 `eps1e-2`, `t500` (steps). Rates fall linearly to 0.
 
 Training takes all rows but the last --choose-rows; the rate of a variant is chosen by accuracy on those, and accuracy
@@ -184,7 +185,7 @@ def read_sets(args: argparse.Namespace, task: str, tokenizer: Any) -> tuple[Any,
 
 def chunks(args: argparse.Namespace, task: str, log: Log) -> list[list[tuple[Any, float, int]]]:
     """Runs that the log has not, as (variant, rate, seed), in passes."""
-    from benchmarks.prge.racing import Variant
+    from benchmarks.prge.variants import Variant
 
     seeds = [int(x) for x in args.seeds.split(",") if x] if "," in args.seeds else list(range(int(args.seeds)))
     groups: dict[tuple[Any, ...], list[tuple[Variant, float, int]]] = {}
@@ -204,7 +205,8 @@ def chunks(args: argparse.Namespace, task: str, log: Log) -> list[list[tuple[Any
 
 def main() -> None:
     args = parse_args(__doc__, arguments)
-    from benchmarks.prge.racing import RacingModel, race
+    from benchmarks.prge.racing import race
+    from benchmarks.prge.racing_model import RacingModel
     from ondevice import load_model
 
     started = time.perf_counter()

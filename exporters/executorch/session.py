@@ -21,14 +21,15 @@ from ondevice.artifact.adapter_fit import check_fits, check_frozen_a
 from ondevice.artifact.files import read_tensors
 from ondevice.artifact.manifest import Manifest
 from ondevice.core.errors import ArtifactError, CheckpointError, MissingPackageError
-from ondevice.core.registry import method_config
+from ondevice.core.registry import method, method_config, target
 from ondevice.core.session import ProgramSession, StepResult
 from ondevice.exporters.executorch.quiet import without_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ondevice.artifact.manifest import AdapterEntry, StateTensor
+    from ondevice.core.program import Preparing
 
 CHATTER = "[cpuinfo_utils.cpp"
 """ExecuTorch's message about a processor that it does not know."""
@@ -139,6 +140,20 @@ class ExecutorchSession(ProgramSession):
                 hint="export the model again",
             )
         return value
+
+    @cached_property
+    def _preparing(self) -> Preparing | None:
+        program = method(self.manifest.method["name"]).program(target(self.manifest.target).kind)
+        return None if program is None or program.renewal is None else program.renewal(self)
+
+    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
+        """Let the method prepare the state; see `Session.before_step`."""
+        return None if self._preparing is None else self._preparing.before_step(step, batch_at, folder)
+
+    def before_replay(self, step: int, folder: Path) -> None:
+        """Let the method take back what it prepared; see `Session.before_replay`."""
+        if self._preparing is not None:
+            self._preparing.before_replay(step, folder)
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one whole training step inside the program; see `Session.step`."""

@@ -6,6 +6,8 @@ import importlib.util
 import logging
 import tempfile
 from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +116,13 @@ class ExecutorchTarget(Exporter):
 
         log.info("loading %s", job.model.source)
         loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
+        first: Mapping[str, np.ndarray] = {}
+        if job.rows is not None and program.calibrate is not None:
+            if found := program.calibrate(loaded, job.method, job.rows, job.seed):
+                method, first = found
+                job = replace(job, method=method)
         built = program.build(loaded, job.method, job.export, job.seed)
+        built = replace(built, first={**built.first, **first})
         with atomic_directory(out, marker=MANIFEST_NAME) as folder:
             built, lowered = self.lower(job, built, folder)
             manifest = self.write(job, loaded, built, lowered, folder)

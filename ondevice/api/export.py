@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ConfigError
-from ondevice.core.registry import target
+from ondevice.core.registry import spec_of, target
 from ondevice.data.answers import answers_of_rows, answers_of_task
 from ondevice.data.templates import is_template
 from ondevice.exporters.base import ExportJob, ExportReport
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
+    from ondevice.data.encode import Dataset
 
 
 def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob]:
@@ -22,8 +23,9 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
     if spec.perturbation_scale is not None and "perturbation_scale" in type(method).model_fields:
         if "perturbation_scale" not in method.model_fields_set:
             method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
+    rows = _rows(config)
     if not getattr(method, "answers", ()):
-        method = method.with_answers(lambda: _answers(config))
+        method = method.with_answers(lambda: _answers(config, rows))
     if socs := spec.socs:
         chosen = list(socs) if config.export.soc == ("all",) else list(dict.fromkeys(config.export.soc))
         sections = [config.export.model_copy(update={"soc": (soc,)}) for soc in chosen]
@@ -37,26 +39,38 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
             task=None if is_template(config.data.task) else config.data.task,
             overwrite=overwrite,
             memory_limit_bytes=config.train.memory_limit_bytes,
+            rows=rows,
         )
         for section in sections
     ]
 
 
-def _answers(config: RunConfig) -> tuple[tuple[int, ...], str]:
-    """Find the answers of the run's rows, or of its task where no rows are named."""
+def _rows(config: RunConfig) -> Dataset | None:
+    """Read the run's rows, where the method's program has a use for them."""
     from ondevice.data import read_dataset
     from ondevice.models import load_tokenizer
 
-    data = config.data
-    if data.path is None and data.task is None:
-        return (), "neither data.task nor data.path is given"
+    data, spec = config.data, spec_of(config.method)
+    program = spec.program(target(config.export.target).kind)
+    wanted = getattr(program, "calibrate", None) is not None or "answers" in type(config.method).model_fields
+    if data.path is None or not wanted:
+        return None
     tokenizer = load_tokenizer(config.model.source, revision=config.model.revision)
-    if data.path is None:
-        return answers_of_task(str(data.task), tokenizer)
-    rows = read_dataset(
+    return read_dataset(
         data.path, tokenizer, task=data.task, columns=data.columns, max_length_tokens=max(config.export.lengths_tokens)
     )
-    return answers_of_rows(rows)
+
+
+def _answers(config: RunConfig, rows: Dataset | None) -> tuple[tuple[int, ...], str]:
+    """Find the answers of the run's rows, or of its task where no rows are named."""
+    from ondevice.models import load_tokenizer
+
+    if rows is not None:
+        return answers_of_rows(rows)
+    if config.data.task is None:
+        return (), "neither data.task nor data.path is given"
+    tokenizer = load_tokenizer(config.model.source, revision=config.model.revision)
+    return answers_of_task(config.data.task, tokenizer)
 
 
 def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> list[ExportReport]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ondevice.artifact.manifest import AdapterEntry, Constant, Counter, ProgramMethod, StateTensor, TensorPort
     from ondevice.core.config import ExportConfig
     from ondevice.core.session import ProgramSession, Session
+    from ondevice.data.encode import Dataset
     from ondevice.models import LoadedModel, ModelDims, ModelFiles
 
 Batch = tuple["np.ndarray", "np.ndarray"]
@@ -146,6 +147,14 @@ class BuiltProgram:
     eval_batch_size: int | None = None
 
 
+class Preparing(Protocol):
+    """What `Session.before_step` and `Session.before_replay` do for a program."""
+
+    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None: ...
+
+    def before_replay(self, step: int, folder: Path) -> None: ...
+
+
 @dataclass(frozen=True)
 class GraphProgram:
     """A step that `torch.export` takes, for ExecuTorch.
@@ -159,6 +168,10 @@ class GraphProgram:
             `float32` is the program built over the model as it was, `batches` gives so many.
         rounded: values of `export.quantize` for which `rounding` is asked.
         uses_ops: (export) whether the program needs kernels of this project in the runtime.
+        calibrate: (loaded, config, rows, seed) to the settings of a program that begins with what the exported model's
+            rows say, and the first values of its state; None where the settings ask for nothing of the kind.
+        renewal: (session) to what prepares its steps and its replay, for a method that now and then changes the state
+            from outside the program.
     """
 
     problems: Callable[[Any, ExportConfig, ModelDims], list[str]]
@@ -172,6 +185,8 @@ class GraphProgram:
     ) = None
     rounded: tuple[str, ...] = ()
     uses_ops: Callable[[ExportConfig], bool] = lambda export: export.uses_ops
+    calibrate: Callable[[LoadedModel, Any, Dataset, int], tuple[Any, Mapping[str, np.ndarray]] | None] | None = None
+    renewal: Callable[[ProgramSession], Preparing] | None = None
 
 
 @dataclass(frozen=True)

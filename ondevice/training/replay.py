@@ -152,10 +152,16 @@ def replay(
 
 
 def _check_prepared(log: RunLog, step: int) -> None:
-    """Refuse a file that is not the one that the run wrote before this step; a missing one is the session's to name."""
+    """Refuse to go on without the file that the run wrote before this step."""
     name, digest = log.prepared[step]
     path = log.folder / name
-    if path.is_file() and (received := sha256_file(path)) != digest:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is not there: the run wrote it before step {step}",
+            expected="the files that the log names, beside the log",
+            hint="copy them with the log, or take the adapter from the run's newest checkpoint",
+        )
+    if (received := sha256_file(path)) != digest:
         raise CheckpointError(
             f"{path} is not the file that the run wrote before step {step}",
             expected=digest,

@@ -23,6 +23,7 @@ from ondevice.core.registry import target as find_target
 from ondevice.exporters.base import ExportJob
 from ondevice.exporters.cuda.session import TorchProgramSession
 from ondevice.methods.prge.program import build_program
+from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from ondevice.nn.packed import pack_model, unpack_model
@@ -156,8 +157,10 @@ def reference(row: Row, session: Any) -> Plain:
 def in_memory(row: Row, session: Any) -> Plain:
     """The method in memory, at the same start."""
     family, sizes = row.family, row.sizes
-    if row.program in ("q4", "subspace, answers"):
+    if row.program == "q4":
         return EagerProgram(row)
+    if row.program == "subspace, answers":
+        return EagerSubspace(row)
     if row.program:
         source = next(name for name in MODELS if str(model(name)) == config(row.program).model.source)
         sizes = dict(MODELS[source])
@@ -196,6 +199,32 @@ class EagerProgram:
         family = self.program.family
         keys = [(entry.layer, entry.target) for entry in self.program.layout.entries]
         return self.program.layout.to_tensors(self.flat.numpy(), {key: family.linear_name(*key) for key in keys})
+
+
+class EagerSubspace:
+    """A session in PyTorch in the subspace that the program begins in."""
+
+    def __init__(self, row: Row) -> None:
+        settings = config(row.program)
+        own = settings.method.model_copy(update={"factors": None, "refresh_every": None}).for_training()
+        self.session = PrgeSession(load_model(settings.model.source), own, SEED)
+        self.session.before_replay(0, settings.method.factors.parent)
+
+    @torch.no_grad()
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
+        program, tokens = self.session.program, (torch.from_numpy(ids), torch.from_numpy(labels))
+        at = program.perturbed(self.session._adapter, self.session.seed, torch.tensor([step]))
+        losses = program.losses(*tokens, at)
+        return losses.numpy(), program.projected_gradients(losses).numpy()
+
+    def apply(self, gradients: np.ndarray, step: int, learning_rate: float) -> None:
+        self.session.apply_update(tuple(gradients.tolist()), step, learning_rate)
+
+    def trained(self) -> dict[str, np.ndarray]:
+        """The adapter with room for earlier subspaces, which is three times its own directions."""
+        room = {"A": ((0, 48), (0, 0)), "B": ((0, 0), (0, 48))}
+        tensors = self.session.adapter().tensors
+        return {name: np.pad(value, room["A" if "lora_A" in name else "B"]) for name, value in tensors.items()}
 
 
 def batches(session: Any) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -53,22 +53,23 @@ class PrgeConfig(AnswerLossConfig):
     subspace: Literal["auto", "gradient", "random"] = "auto"
     """What a step moves. `random`: B behind a random A (the paper's). `gradient`: a diagonal R of A R C, where A and C
     are singular vectors of an exact gradient of `calibration_rows` rows, as one backward pass a row gives it; a
-    hundredth of the numbers, learned with far fewer steps. `auto` is gradient where a run trains in PyTorch, random in
-    exported programs."""
+    hundredth of the numbers, learned with far fewer steps. `auto` is gradient where a run trains in PyTorch and in
+    exported programs with `factors`, random in other programs."""
 
     refresh_every: int | None = Field(default=100, ge=2)
     """Steps after which a new exact gradient gives a new subspace; null keeps the first one."""
 
     factors: Path | None = None
-    """A subspace that a run wrote (`subspace-*.safetensors` in its folder), for an export: the program moves B along
-    its `rank` leading directions alone, with A and C as constants."""
+    """A subspace that a run wrote (`subspace-*.safetensors` in its folder), for an export: the program begins in its
+    leading directions, four for each unit of `rank`. With `refresh_every` it has room for what earlier subspaces
+    changed, and takes new ones."""
 
     calibration_rows: int = Field(default=64, ge=1)
     """Rows of an exact gradient."""
 
     optimizer: Literal["auto", "sgd", "adam"] = "auto"
     """What is done with the estimate: `sgd` (the paper's), or `adam` with two moments of what is trained. `auto` is
-    adam in a gradient's subspace where a run trains in PyTorch, else sgd."""
+    adam in a gradient's subspace, else sgd."""
 
     noise: Literal["gaussian", "rademacher"] = "gaussian"
     """Distribution of the directions."""
@@ -130,10 +131,16 @@ class PrgeConfig(AnswerLossConfig):
         optimizer = optimizer if self.optimizer == "auto" else self.optimizer
         return self.model_copy(update={"subspace": subspace, "optimizer": optimizer})
 
+    def for_program(self) -> Self:
+        """Return the settings of an exported program, which begins in `factors` where there are such."""
+        if self.factors is not None:
+            return self.for_training()
+        return self.model_copy(update={"subspace": "random", "optimizer": "sgd"})
+
     @property
     def default_schedule(self) -> str | None:
         """Schedule of a run that names none; None for the loop's own."""
-        return "linear" if self.subspace == "gradient" else None
+        return "linear" if self.subspace == "gradient" or self.factors is not None else None
 
     @property
     def copies(self) -> int:

@@ -7,7 +7,7 @@ elements, because one generator word holds 64 Rademacher signs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,21 +62,16 @@ class AdapterLayout:
     size: int
     """Elements of the flat vector, padding included."""
     seed: int
-    given_a: dict[tuple[int, str], np.ndarray] | None = field(default=None, compare=False, repr=False)
-    """A of each layer and target, float32 [inputs, rank], where it is not drawn from the seed."""
 
     @classmethod
-    def build(cls, dims: ModelDims, config: PrgeConfig, seed: int, directions: int = DIRECTIONS) -> AdapterLayout:
-        """Lay out `config.target_modules` of the perturbed layers of a model with dimensions `dims`.
-
-        Args:
-            directions: of a gradient's subspace, times the rank; a small matrix has no more than its sides.
-        """
+    def build(cls, dims: ModelDims, config: PrgeConfig, seed: int) -> AdapterLayout:
+        """Lay out `config.target_modules` of the perturbed layers of a model with dimensions `dims`. A small matrix has
+        no more directions of a gradient's subspace than its sides."""
         first = 0 if config.top_layers is None else max(0, dims.layers - config.top_layers)
         entries, offset = [], 0
         diagonal = config.subspace == "gradient"
         for linear in dims.adapted(config, first):
-            rank = min(directions * config.rank, linear.inputs, linear.outputs) if diagonal else config.rank
+            rank = min(DIRECTIONS * config.rank, linear.inputs, linear.outputs) if diagonal else config.rank
             entries.append(Entry(linear.layer, linear.target, offset, rank, linear.inputs, linear.outputs, diagonal))
             offset += -(-entries[-1].count // ALIGNMENT) * ALIGNMENT
         return cls(tuple(entries), offset, seed)
@@ -94,10 +89,7 @@ class AdapterLayout:
         return entries[0].offset, entries[-1].offset + entries[-1].count - entries[0].offset
 
     def frozen_a(self, entry: Entry) -> np.ndarray:
-        """Return the frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs) where it
-        is drawn."""
-        if self.given_a is not None:
-            return self.given_a[(entry.layer, entry.target)]
+        """Return the frozen A of `entry`: float32 [inputs, rank], Gaussian with PEFT's variance 1/(3 inputs)."""
         count = entry.inputs * entry.rank
         position = self.entries.index(entry)
         values = generator.normal(self.seed, position, FROZEN_A_TENSOR, 1, 0, count)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ondevice.core.method import MemoryModel, Reduction
+from ondevice.methods.prge.informed import Places
 from ondevice.methods.prge.layout import KEPT_BLOCKS, AdapterLayout
 from ondevice.methods.step_model import backward_bytes, forward_bytes, loss_bytes
 
@@ -36,6 +37,9 @@ def memory(
     noise = max(largest_layer * (config.copies + config.queries), update * config.queries) * 4
     activations = forward_bytes(dims, rows, length_tokens, activation_bytes)
     subspace: dict[str, int] = {}
+    if config.factors is not None:  # a program: the adapter with A, C and the moments, going in and coming out
+        places = Places(dims, config.for_program(), 0)
+        adapter, frozen_a = 8 * (places.size + places.c_size + 2 * places.small.size), 0
     if config.subspace == "gradient":
         # An exact gradient is of one row at a time, between two steps: its activations take the step's place.
         activations = max(activations, backward_bytes(dims, 1, length_tokens, activation_bytes))

@@ -24,10 +24,12 @@ from ondevice.methods.prge.program import (
     build_program,
     built,
     ports,
+    state_of,
 )  # fmt: skip
 from ondevice.methods.prge.program import (
     problems as graph_problems,
 )
+from ondevice.methods.prge.renewal import Renewal, calibrate
 
 if TYPE_CHECKING:
     from ondevice.core.config import ExportConfig
@@ -52,7 +54,8 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
 
 
 class Body(nn.Module):
-    """All blocks: hidden [copies * batch, T, D] and one B [copies, rank, outputs] for each linear to the new hidden.
+    """All blocks: hidden [copies * batch, T, D] and one B [copies, rank, outputs] for each linear, and behind them what
+    else the layers take of the adapter (`PrgeProgram.bindings`), to the new hidden.
 
     Args:
         program: the training program whose model and layout these are.
@@ -67,6 +70,7 @@ class Body(nn.Module):
     def __init__(self, program: PrgeProgram, length_tokens: int, unrolled: bool = False) -> None:
         super().__init__()
         self.model, self.family, self.unrolled = program.model, program.family, unrolled
+        self.bind, self.linears = program.bind, len(program.layout.entries)
         positions = {entry: index for index, entry in enumerate(program.layout.entries)}
         self.slots = [
             [(program.linears[entry].slot, positions[entry]) for entry in program.layout.of_layer(layer)]
@@ -78,7 +82,15 @@ class Body(nn.Module):
         self.register_buffer("sin", sin.detach().clone())
         self.register_buffer("mask", torch.full((1, 1, length_tokens, length_tokens), -1e4).triu(1))
 
-    def forward(self, hidden: Tensor, *b: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, *given: Tensor) -> Tensor:
+        b, rest = given[: self.linears], given[self.linears :]
+        self.bind(rest)
+        try:
+            return self._blocks(hidden, b)
+        finally:
+            self.bind(())
+
+    def _blocks(self, hidden: Tensor, b: tuple[Tensor, ...]) -> Tensor:
         if not self.unrolled:
             return self._rows(hidden, b)
         rows, copies = hidden.shape[0], b[0].shape[0]
@@ -109,25 +121,19 @@ class NpuStep(nn.Module):
         self,
         ids_RT: Tensor,
         labels_RT: Tensor,
-        adapter_P: Tensor,
-        seed: Tensor,
-        step: Tensor,
-        learning_rate: Tensor,
-        scale: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        program, layout, copies = self.program, self.program.layout, self.program.config.copies
-        copies_GP = program.perturbed(adapter_P, seed, step, scale)(0, layout.size)
-        b = [
-            copies_GP[:, entry.offset : entry.offset + entry.count].reshape(-1, entry.rank, entry.outputs)
-            for entry in layout.entries
-        ]
-        hidden = self.body(program.family.embed(ids_RT), *b)
+        *rest: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """`rest` is the state, seed, step, learning rate and the perturbation's scale."""
+        state, (seed, step, learning_rate, scale) = rest[:-4], rest[-4:]
+        program, copies = self.program, self.program.config.copies
+        with program.bound(state):
+            b = program.every_copy(program.perturbed(state[0], seed, step, scale))
+        hidden = self.body(program.family.embed(ids_RT), *b, *program.bindings(state[0]))
         hidden = program.family.final_norm(hidden[0] if isinstance(hidden, list | tuple) else hidden)
         nll, tokens = program.row_nll(hidden, labels_RT)
         losses = nll.reshape(copies, -1).sum(1) / tokens.reshape(copies, -1).sum(1)
         gradients = program.projected_gradients(losses, scale.clamp(min=SMALLEST_SCALE))
-        adapter = program.apply_update(adapter_P, gradients, seed, step, learning_rate)
-        return losses, gradients, adapter, nll, tokens
+        return losses, gradients, *program.update(state, gradients, seed, step, learning_rate), nll, tokens
 
 
 def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> BuiltProgram:
@@ -136,16 +142,17 @@ def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: i
     rows = config.copies * export.batch_size
     hidden = torch.zeros(rows, length, loaded.dims.hidden)
     copies = (torch.zeros(config.copies, entry.rank, entry.outputs) for entry in program.layout.entries)
-    blocks = Body(program, length, export.rows == "unrolled"), (hidden, *copies)
+    given = program.bindings(torch.zeros(next(iter(program.state_shapes.values()))))
+    blocks = Body(program, length, export.rows == "unrolled"), (hidden, *copies, *given)
 
     def finish(body: nn.Module) -> tuple[ProgramModule, ...]:
-        adapter, scalars, gradients, losses = ports(program)
+        state, scalars, gradients, losses = ports(program)
         scale = port(SCALE, "constant", (1,))
-        inputs = (*token_ports(rows, length), adapter, *scalars, scale)
-        outputs = (losses, gradients, adapter, *row_ports(rows))
+        inputs = (*token_ports(rows, length), *state, *scalars, scale)
+        outputs = (losses, gradients, *state, *row_ports(rows))
         return (
             ProgramModule("train_step", NpuStep(program, body), inputs, outputs),
-            ProgramModule("apply_update", ApplyUpdate(program), (adapter, gradients, *scalars), (adapter,)),
+            ProgramModule("apply_update", ApplyUpdate(program), (*state, gradients, *scalars), state),
         )
 
     constants = (Constant(name=SCALE, train=config.perturbation_scale, evaluate=0.0),)
@@ -170,13 +177,14 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
     expected: list[float] = []
     loss_error = adapter_error = 0.0
     for number, (ids, labels) in enumerate(batches):
-        before, step = torch.from_numpy(session.state()["adapter"]), torch.tensor([number])
+        before, step = state_of(session, program), torch.tensor([number])
         result = session.step(ids, labels, number, learning_rate)
         gradients = torch.tensor(result.projected_gradients, dtype=torch.float32)
         tokens = torch.from_numpy(ids), torch.from_numpy(labels)
         with torch.inference_mode():
-            losses = program.losses(*tokens, program.perturbed(before, seed, step, scale))
-            updated = program.apply_update(before, gradients, seed, step, rate)
+            with program.bound(before):
+                losses = program.losses(*tokens, program.perturbed(before[0], seed, step, scale))
+            updated = program.update(before, gradients, seed, step, rate)[0]
         reference = losses.double().numpy()
         difference = np.abs(np.array(result.losses) - reference) / np.maximum(np.abs(reference), 1e-12)
         loss_error = float(np.maximum(loss_error, difference.max()))  # NaN stays NaN
@@ -195,4 +203,4 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
     return Agreement(values, {"loss": loss_error, "update": adapter_error}, shares)
 
 
-QNN = GraphProgram(problems, build, compare)
+QNN = GraphProgram(problems, build, compare, calibrate=calibrate, renewal=Renewal)

@@ -6,8 +6,7 @@ but the adapter. Stateful form: the adapter is a buffer inside the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +16,11 @@ from torch import Tensor, nn
 from ondevice.artifact.manifest import AdapterEntry, Counter, StateTensor, TensorPort, port, row_ports, token_ports
 from ondevice.core.errors import ModelError
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule, TorchProgram
+from ondevice.methods.prge.informed import InformedProgram, Places
 from ondevice.methods.prge.layout import AdapterLayout
+from ondevice.methods.prge.renewal import Renewal, calibrate
 from ondevice.methods.prge.step import PrgeProgram
-from ondevice.methods.prge.subspace import SubspaceNoise, read_factors
+from ondevice.methods.prge.subspace import read_factors
 from ondevice.models.traits import check_traits
 from ondevice.nn.graph_loss import weight_tiles
 from ondevice.nn.program_loss import quantize_model
@@ -52,8 +53,8 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
         problems.append(str(error))
     if not (config.batch_signs and config.batch_queries):
         problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
-    if config.optimizer == "adam":
-        problems.append(f"method.optimizer is {config.optimizer}: a prge program has sgd")
+    if config.optimizer == "adam" and config.factors is None:
+        problems.append("method.optimizer is adam: a prge program has it with method.factors, else sgd")
     if config.subspace == "gradient" and config.factors is None:
         problems.append(
             "method.subspace is gradient: a program computes none; give method.factors, a subspace-*.safetensors that "
@@ -83,15 +84,14 @@ def build_program(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig,
     export = export.resolved()
     token_loss = quantize_model(loaded.family, export, config.loss_tiles, config.answers)
     noise: Any = noise_op(config, export.generator)
-    plain = config.model_copy(update={"subspace": "random", "factors": None})
-    layout = AdapterLayout.build(loaded.dims, plain, seed)
+    config = config.for_program()
     if config.factors is not None:
-        small = AdapterLayout.build(loaded.dims, config.model_copy(update={"subspace": "gradient"}), seed, directions=1)
-        factors = read_factors(config.factors, small.entries)
-        given = {(entry.layer, entry.target): value.a.numpy() for entry, value in factors.items()}
-        layout = replace(layout, given_a=given)
-        noise = SubspaceNoise(noise, small, layout, factors)
-    program = PrgeProgram(loaded.family, layout, plain, noise, token_loss=token_loss)
+        program: PrgeProgram = InformedProgram(
+            loaded.family, Places(loaded.dims, config, seed), config, noise, token_loss
+        )
+    else:
+        layout = AdapterLayout.build(loaded.dims, config, seed)
+        program = PrgeProgram(loaded.family, layout, config, noise, token_loss=token_loss)
     program.labelled_tokens = 1 if config.answers else config.labelled_tokens
     program.use_explicit_masks(export.lengths_tokens)
     return program
@@ -110,78 +110,95 @@ def noise_op(config: PrgeConfig, generator: str) -> Any:
 def build(loaded: LoadedModel, config: PrgeConfig, export: ExportConfig, seed: int) -> BuiltProgram:
     """See `GraphProgram.build`; the longest bucket has the plain names, others carry their length."""
     program = build_program(loaded, config, export, seed)
-    adapter, scalars, gradients, losses = ports(program)
-    state = AdapterState(program.layout.size) if export.form == "stateful" else None
+    state, scalars, gradients, losses = ports(program)
+    kept = KeptState(program.state_shapes) if export.form == "stateful" else None
     modules = []
 
     def add(name: str, functional: nn.Module, stateful: Any, inputs: tuple, outputs: tuple) -> None:
-        """Add one method; the functional form takes the adapter behind the tokens, and gives what changes it last."""
-        module = functional if state is None else stateful(program, state)
+        """Add one method; the functional form takes the state behind the tokens, and gives what changes it last."""
+        module = functional if kept is None else stateful(program, kept)
         modules.append(ProgramModule(name, module, inputs, outputs))
 
     # Passed in and out unless the program keeps it: Android's API can read and write no buffer of a program.
-    passed = () if state is not None else (adapter,)
+    passed, adapter = ((), ()) if kept is not None else (state, state[:1])
     for length in export.lengths_tokens:
         suffix = "" if length == max(export.lengths_tokens) else f"_{length}"
         rows, tokens = export.eval_batch_size, token_ports(export.batch_size, length)
         add(f"train_step{suffix}", TrainStep(program), StatefulTrainStep, (*tokens, *passed, *scalars),
             (losses, gradients, *passed))  # fmt: skip
-        add(f"evaluate{suffix}", Evaluate(program), StatefulEvaluate, (*token_ports(rows, length), *passed),
+        add(f"evaluate{suffix}", Evaluate(program), StatefulEvaluate, (*token_ports(rows, length), *adapter),
             row_ports(rows))  # fmt: skip
     if export.next_token:
         longest, vocab = max(export.lengths_tokens), loaded.dims.vocab
         row = token_ports(1, longest)[0], port("length", "length", (1,), "int64", "tokens")
         logits = port("logits", "logits", (vocab,))
-        modules.append(ProgramModule("next_token", NextToken(program), (*row, adapter), (logits,)))
+        modules.append(ProgramModule("next_token", NextToken(program), (*row, *adapter), (logits,)))
     total = port("sum", "sum", (1,))
     replayed = gradients, *scalars
     add("apply_update", ApplyUpdate(program), StatefulApplyUpdate, (*passed, *replayed), passed or (total,))
-    if state is not None:
-        modules.append(ProgramModule("get_adapter", GetAdapter(state), (), (adapter,)))
-        modules.append(ProgramModule("set_adapter", SetAdapter(state), (adapter,), (total,)))
-    return built(program, loaded, tuple(modules), kept="host" if state is None else "program")
+    if kept is not None:
+        for one in state:
+            modules.append(ProgramModule(f"get_{one.name}", GetState(kept, one.name), (), (one,)))
+            modules.append(ProgramModule(f"set_{one.name}", SetState(kept, one.name), (one,), (total,)))
+    return built(program, loaded, tuple(modules), kept="host" if kept is None else "program")
 
 
 def built(program: PrgeProgram, loaded: LoadedModel, modules: tuple[ProgramModule, ...], **more: Any) -> BuiltProgram:
-    """Return the state of a program: the adapter, the run's step number, and the frozen A of every layer."""
-    config, layout = program.config, program.layout
+    """Return the state of a program, the run's step number, and the frozen A of every layer where A is no state."""
+    config, layout, where = program.config, program.layout, more.pop("kept", "host")
     names = {entry: loaded.family.linear_name(entry.layer, entry.target) for entry in layout.entries}
-    adapter = StateTensor(
-        name="adapter", dtype="float32", shape=(layout.size,), role="adapter", kept=more.pop("kept", "host")
+    state = tuple(
+        StateTensor(name=name, dtype="float32", shape=(size,), role="optimizer" if number else "adapter", kept=where)
+        for number, (name, size) in enumerate(program.state_shapes.items())
     )
+    rank, places = config.rank, program.places if isinstance(program, InformedProgram) else None
+    if places is None:
+        more["frozen"] = {
+            f"{names[entry]}.lora_A.weight": np.ascontiguousarray(layout.frozen_a(entry).T) for entry in layout.entries
+        }
+    else:
+        rank = places.rank
+        if config.factors.is_file():  # else the state has it: an artifact's, or that of a calibration
+            more["first"] = places.begun(read_factors(config.factors, places.small.entries))
     return BuiltProgram(
         eager=program,
         loaded=loaded,
         modules=modules,
-        state=(adapter,),
+        state=state,
         counters=(Counter(name="step", counts="run_steps"),),
         layout=tuple(
             AdapterEntry(
-                linear=names[entry], layer=entry.layer, target=entry.target, offset=entry.offset, rank=entry.rank,
-                inputs=entry.inputs, outputs=entry.outputs,
+                linear=names[entry], layer=entry.layer, target=entry.target, offset=entry.offset,
+                rank=entry.rank if places is None else rank, inputs=entry.inputs, outputs=entry.outputs,
+                a_offset=None if places is None else places.a_offsets[entry],
             )
             for entry in layout.entries
         ),
-        frozen={
-            f"{names[entry]}.lora_A.weight": np.ascontiguousarray(layout.frozen_a(entry).T) for entry in layout.entries
-        },
-        rank=config.rank,
-        alpha=config.alpha,
+        rank=rank,
+        alpha=config.alpha * rank / config.rank,
         noise=config.noise,
         **more,
     )  # fmt: skip
 
 
-def ports(program: PrgeProgram) -> tuple[TensorPort, tuple[TensorPort, ...], TensorPort, TensorPort]:
-    """Return adapter, the three scalars, projected gradients, losses."""
+def ports(
+    program: PrgeProgram,
+) -> tuple[tuple[TensorPort, ...], tuple[TensorPort, ...], TensorPort, TensorPort]:
+    """Return the state, the three scalars, projected gradients, losses."""
     config = program.config
     rate = port("learning_rate", "learning_rate", (1,))
     return (
-        port("adapter", "state", (program.layout.size,)),
+        tuple(port(name, "state", (size,)) for name, size in program.state_shapes.items()),
         (port("seed", "seed", (1,), "int64"), port("step", "counter", (1,), "int64"), rate),
         port("projected_gradients", "projected_gradients", (config.queries,), unit="nats per unit of perturbation"),
         port("losses", "losses", (config.copies,), unit="nats per labelled token"),
     )
+
+
+def state_of(session: ProgramSession, program: PrgeProgram) -> tuple[Tensor, ...]:
+    """Return the state of a session as eager takes it."""
+    state = session.state()
+    return tuple(torch.from_numpy(state[name]) for name in program.state_shapes)
 
 
 def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batch], learning_rate: float) -> Agreement:
@@ -195,7 +212,7 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
     program: PrgeProgram = built.eager
     seed = torch.tensor([session.seed])
     rate = torch.tensor([learning_rate], dtype=torch.float32)
-    free = replayed = torch.from_numpy(session.state()["adapter"])
+    free = replayed = state_of(session, program)
     free_error = replay_error = 0.0
     pairs: list[tuple[float, float]] = []
     steps = 0
@@ -204,24 +221,23 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
             step = torch.tensor([number])
             tokens = torch.from_numpy(ids), torch.from_numpy(labels)
             result = session.step(ids, labels, number, learning_rate)
-            losses, gradients, free = program.train_step(*tokens, free, seed, step, rate)
+            losses, gradients, *free = program.stepped(*tokens, free, seed, step, rate)
             free_error = float(np.maximum(free_error, _relative(result.losses, losses)))  # NaN stays NaN
             if number:
-                losses = program.losses(*tokens, program.perturbed(replayed, seed, step))
-                gradients = program.projected_gradients(losses)
+                losses, gradients, *_ = program.stepped(*tokens, replayed, seed, step, rate)
             replay_error = float(np.maximum(replay_error, _relative(result.losses, losses)))
             pairs += zip(result.projected_gradients, gradients.tolist(), strict=True)
             own = torch.tensor(result.projected_gradients, dtype=torch.float32)
-            replayed = program.apply_update(replayed, own, seed, step, rate)
+            replayed = program.update(replayed, own, seed, step, rate)
             steps += 1
     flat = session.state()["adapter"]
-    adapter_error = float(np.abs(flat - replayed.numpy()).max())
+    adapter_error = float(np.abs(flat - replayed[0].numpy()).max())
     values = {
         "steps": steps,
         "max_rel_loss_error": free_error,
         "max_rel_loss_error_replayed": replay_error,
         "max_abs_adapter_error": adapter_error,
-        "max_abs_adapter_error_free": float(np.abs(flat - free.numpy()).max()),
+        "max_abs_adapter_error_free": float(np.abs(flat - free[0].numpy()).max()),
         "gradient_correlation": float(np.corrcoef(np.array(pairs).T)[0, 1]) if len(pairs) > 2 else float("nan"),
     }
     return Agreement(values, {"loss": replay_error, "loss_free": free_error, "update": adapter_error})
@@ -230,7 +246,7 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
 def rounding(
     session: ProgramSession, float32: BuiltProgram, config: PrgeConfig, batches: Callable[[int], Iterable[Batch]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Measure the effect of 8-bit activations on the projected gradients, at the adapter zero: the program against the
+    """Measure the effect of 8-bit activations on the projected gradients, at the run's start: the program against the
     float32 model in eager."""
     correlation = gradient_correlation(session, float32.eager, batches(-(-CORRELATED // config.queries)))
     warnings = []
@@ -244,20 +260,19 @@ def rounding(
 
 
 def gradient_correlation(session: ProgramSession, program: PrgeProgram, batches: Iterable[Batch]) -> float:
-    """Correlate the session's projected gradients with those of `program` in eager, at the adapter zero.
+    """Correlate the session's projected gradients with those of `program` in eager, at the run's start.
 
     Args:
         program: of the same method and seed; it may be another model, such as the one before quantisation.
     """
-    seed, zero = torch.tensor([session.seed]), torch.zeros(program.layout.size)
-    session.load_state({"adapter": zero.numpy(), "seed": seed.numpy()})
+    session.restart()
+    seed, first, rate = torch.tensor([session.seed]), state_of(session, program), torch.zeros(1)
     received, expected = [], []
     with torch.inference_mode():
         for number, (ids, labels) in enumerate(batches):
             received += session.step(ids, labels, number, 0.0).projected_gradients
-            copies_of = program.perturbed(zero, seed, torch.tensor([number]))
-            losses = program.losses(torch.from_numpy(ids), torch.from_numpy(labels), copies_of)
-            expected += program.projected_gradients(losses).tolist()
+            tokens = torch.from_numpy(ids), torch.from_numpy(labels)
+            expected += program.stepped(*tokens, first, seed, torch.tensor([number]), rate)[1].tolist()
     return float(np.corrcoef(received, expected)[0, 1])
 
 
@@ -273,10 +288,9 @@ class TrainStep(nn.Module):
         super().__init__()
         self.program = program
 
-    def forward(
-        self, ids: Tensor, labels: Tensor, adapter: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.program.train_step(ids, labels, adapter, seed, step, learning_rate)
+    def forward(self, ids: Tensor, labels: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """`rest` is the state, seed, step and learning rate."""
+        return self.program.stepped(ids, labels, rest[:-3], *rest[-3:])
 
 
 class Evaluate(nn.Module):
@@ -287,7 +301,8 @@ class Evaluate(nn.Module):
         self.program = program
 
     def forward(self, ids: Tensor, labels: Tensor, adapter: Tensor) -> tuple[Tensor, Tensor]:
-        return self.program.evaluate(ids, labels, adapter)
+        with self.program.bound((adapter,)):
+            return self.program.evaluate(ids, labels, adapter)
 
 
 class NextToken(nn.Module):
@@ -299,7 +314,8 @@ class NextToken(nn.Module):
         self.tiles = weight_tiles(program.family.head_weight, program.config.loss_tiles)
 
     def forward(self, ids: Tensor, length: Tensor, adapter: Tensor) -> Tensor:
-        last = self.program.hidden(ids, adapter)[0].index_select(0, length - 1)
+        with self.program.bound((adapter,)):
+            last = self.program.hidden(ids, adapter)[0].index_select(0, length - 1)
         return torch.cat([head(last)[0] for _, head in self.tiles])
 
 
@@ -308,97 +324,102 @@ class ApplyUpdate(nn.Module):
 
     def __init__(self, program: PrgeProgram) -> None:
         super().__init__()
-        self.update = program.apply_update
+        self.update = program.update
 
-    def forward(
-        self, adapter: Tensor, projected_gradients: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
-    ) -> Tensor:
-        return self.update(adapter, projected_gradients, seed, step, learning_rate)
+    def forward(self, *rest: Tensor) -> tuple[Tensor, ...]:
+        """`rest` is the state, projected gradients, seed, step and learning rate."""
+        return self.update(rest[:-4], *rest[-4:])
+
+
+class KeptState(nn.Module):
+    """Owner of the buffers that the methods of a program share."""
+
+    def __init__(self, sizes: dict[str, int]) -> None:
+        super().__init__()
+        self.names = tuple(sizes)
+        for name, size in sizes.items():
+            self.register_buffer(name, torch.zeros(size))
+
+    def read(self) -> tuple[Tensor, ...]:
+        """Return the buffers. It writes them back unchanged: in a method that only reads one it would be baked in as a
+        constant."""
+        return tuple(self.get_buffer(name).add_(0.0) for name in self.names)
+
+    def write(self, values: Sequence[Tensor]) -> None:
+        for name, value in zip(self.names, values, strict=True):
+            self.get_buffer(name).copy_(value)
 
 
 class StatefulApplyUpdate(nn.Module):
-    """`ApplyUpdate` on the buffer; returns the sum of its elements."""
+    """`ApplyUpdate` on the buffers; returns the sum of the adapter's elements."""
 
-    state: AdapterState
+    state: KeptState
 
-    def __init__(self, program: PrgeProgram, state: AdapterState) -> None:
+    def __init__(self, program: PrgeProgram, state: KeptState) -> None:
         super().__init__()
-        self.update, self.state = program.apply_update, state
+        self.update, self.state = program.update, state
 
     def forward(self, projected_gradients: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor) -> Tensor:
-        adapter = self.update(self.state.adapter, projected_gradients, seed, step, learning_rate)
-        self.state.adapter.copy_(adapter)
-        return adapter.sum(dim=0, keepdim=True)
+        after = self.update(self.state.read(), projected_gradients, seed, step, learning_rate)
+        self.state.write(after)
+        return after[0].sum(dim=0, keepdim=True)
 
 
 class StatefulTrainStep(nn.Module):
-    """`TrainStep` with the adapter as a buffer that the methods of the program share."""
+    """`TrainStep` with the state as buffers that the methods of the program share."""
 
-    state: AdapterState
+    state: KeptState
 
-    def __init__(self, program: PrgeProgram, state: AdapterState) -> None:
+    def __init__(self, program: PrgeProgram, state: KeptState) -> None:
         super().__init__()
         self.program, self.state = program, state
 
     def forward(
         self, ids: Tensor, labels: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
     ) -> tuple[Tensor, Tensor]:
-        losses, gradients, adapter = self.program.train_step(ids, labels, self.state.adapter, seed, step, learning_rate)
-        self.state.adapter.copy_(adapter)
+        losses, gradients, *after = self.program.stepped(ids, labels, self.state.read(), seed, step, learning_rate)
+        self.state.write(after)
         return losses, gradients
 
 
 class StatefulEvaluate(nn.Module):
-    """`Evaluate` on the buffer. It writes the buffer back unchanged: a method that only reads it would have it
-    baked in as a constant."""
+    """`Evaluate` on the buffer."""
 
-    state: AdapterState
+    state: KeptState
 
-    def __init__(self, program: PrgeProgram, state: AdapterState) -> None:
+    def __init__(self, program: PrgeProgram, state: KeptState) -> None:
         super().__init__()
-        self.program, self.state = program, state
+        self.evaluate, self.state = Evaluate(program), state
 
     def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        self.state.adapter.add_(0.0)
-        return self.program.evaluate(ids, labels, self.state.adapter)
+        return self.evaluate(ids, labels, self.state.read()[0])
 
 
-class AdapterState(nn.Module):
-    """Owner of the shared buffer."""
+class GetState(nn.Module):
+    """A buffer as an output."""
 
-    adapter: Tensor
+    state: KeptState
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, state: KeptState, name: str) -> None:
         super().__init__()
-        self.register_buffer("adapter", torch.zeros(size))
-
-
-class GetAdapter(nn.Module):
-    """The buffer as an output."""
-
-    state: AdapterState
-
-    def __init__(self, state: AdapterState) -> None:
-        super().__init__()
-        self.state = state
+        self.state, self.name = state, name
 
     def forward(self) -> Tensor:
-        self.state.adapter.add_(0.0)
-        return self.state.adapter.clone()
+        return self.state.get_buffer(self.name).add_(0.0).clone()
 
 
-class SetAdapter(nn.Module):
-    """Replaces the buffer; returns the sum of its elements."""
+class SetState(nn.Module):
+    """Replaces a buffer; returns the sum of its elements."""
 
-    state: AdapterState
+    state: KeptState
 
-    def __init__(self, state: AdapterState) -> None:
+    def __init__(self, state: KeptState, name: str) -> None:
         super().__init__()
-        self.state = state
+        self.state, self.name = state, name
 
-    def forward(self, adapter: Tensor) -> Tensor:
-        self.state.adapter.copy_(adapter)
-        return adapter.sum(dim=0, keepdim=True)
+    def forward(self, value: Tensor) -> Tensor:
+        self.state.get_buffer(self.name).copy_(value)
+        return value.sum(dim=0, keepdim=True)
 
 
 def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
@@ -408,5 +429,5 @@ def _open_fixed(loaded: LoadedModel, config: PrgeConfig, seed: int) -> Session:
     return GraphedPrgeSession(loaded, config, seed)
 
 
-EXECUTORCH = GraphProgram(problems, build, compare, rounding, rounded=("8da4w",))
+EXECUTORCH = GraphProgram(problems, build, compare, rounding, rounded=("8da4w",), calibrate=calibrate, renewal=Renewal)
 TORCH = TorchProgram(trains_a=lambda config: False, open_fixed=_open_fixed)

@@ -7,7 +7,8 @@ section 3.2 describes). Copies are ordered +z_1 .. +z_q, -z_1 .. -z_q.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,6 +44,8 @@ class Slot:
 
     def __init__(self) -> None:
         self.copies: Tensor | None = None
+        self.a: Tensor | None = None
+        """A with the factor alpha / rank, where it is no constant."""
 
 
 class DualForwardingLinear(nn.Module):
@@ -86,7 +89,8 @@ class DualForwardingLinear(nn.Module):
         if b_GRO is None:
             return y_RTO
         groups = b_GRO.shape[0]
-        xa = (x_RTI @ self.lora_a).reshape(groups, -1, b_GRO.shape[1])
+        a_IR = self.lora_a if self.slot.a is None else self.slot.a.to(x_RTI.dtype)
+        xa = (x_RTI @ a_IR).reshape(groups, -1, b_GRO.shape[1])
         b = b_GRO.to(x_RTI.dtype)
         if x_RTI.is_cuda:  # product and sum in one kernel
             return torch.baddbmm(y_RTO.reshape(groups, -1, b.shape[2]), xa, b).reshape(y_RTO.shape)
@@ -131,6 +135,38 @@ class PrgeProgram(nn.Module):
     def state_size(self) -> int:
         """Elements of the state: the adapter, and behind it Adam's two moments."""
         return self.layout.size * (3 if self.config.optimizer == "adam" else 1)
+
+    @property
+    def state_shapes(self) -> dict[str, int]:
+        """Elements of each tensor of an exported program's state, the adapter first."""
+        return {"adapter": self.layout.size}
+
+    def bindings(self, adapter_P: Tensor) -> tuple[Tensor, ...]:
+        """Return what the layers take of the adapter beside its copies."""
+        return ()
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Put what `bindings` gave into the layers."""
+
+    @contextmanager
+    def bound(self, state: Sequence[Tensor]) -> Iterator[None]:
+        """Compute with this state within the block, where more than the copies of B is taken from it."""
+        yield
+
+    def update(
+        self, state: Sequence[Tensor], gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return an exported program's state after `apply_update`."""
+        return (self.apply_update(state[0], gradients_Q, seed, step, learning_rate),)
+
+    def stepped(
+        self, ids: Tensor, labels: Tensor, state: Sequence[Tensor], seed: Tensor, step: Tensor, learning_rate: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Return losses, projected gradients, and an exported program's state after the step; see `train_step`."""
+        with self.bound(state):
+            losses = self.losses(ids, labels, self.perturbed(state[0], seed, step))
+        gradients = self.projected_gradients(losses)
+        return losses, gradients, *self.update(state, gradients, seed, step, learning_rate)
 
     @property
     def device(self) -> torch.device:
@@ -230,9 +266,8 @@ class PrgeProgram(nn.Module):
             return self._adam(adapter_P, gradients_Q, seed, step, learning_rate)
         coefficients = gradients_Q * (learning_rate / self.config.queries)
         parts = []
-        chunks = ((start, UPDATE_CHUNK) for start in range(0, self.layout.size, UPDATE_CHUNK))
-        for start, most in getattr(self.noise, "ranges", chunks):
-            count = min(most, self.layout.size - start)
+        for start in range(0, self.layout.size, UPDATE_CHUNK):
+            count = min(UPDATE_CHUNK, self.layout.size - start)
             z = self.noise(seed, step, NOISE_TENSOR, self.config.queries, start, count)
             parts.append(adapter_P[start : start + count] - (coefficients[:, None] * z).sum(dim=0))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -310,18 +345,29 @@ class PrgeProgram(nn.Module):
     def _run_suffix(self, hidden_RTD: Tensor, copies_of: CopiesOf, position_ids_RT: Tensor | None = None) -> Tensor:
         position, mask = self._places(hidden_RTD, position_ids_RT)
         for layer in range(self.layout.first_layer, self.family.dims.layers):
-            base, count = self.layout.layer_range(layer)
-            layer_copies = copies_of(base, count)
-            for entry in self.layout.of_layer(layer):
+            for entry, copies in self.layer_copies(layer, copies_of):
                 if entry.diagonal and self.linears[entry].c_RO is None:  # before the first subspace
                     continue
-                low = entry.offset - base
-                copies = layer_copies[:, low : low + entry.count].reshape(-1, entry.rank, entry.width)
-                self.linears[entry].slot.copies = self.linears[entry].matrices(copies)
+                shaped = copies.reshape(-1, entry.rank, entry.width)
+                self.linears[entry].slot.copies = self.linears[entry].matrices(shaped)
             hidden_RTD = self.family.block(layer, hidden_RTD, position, mask)
             for entry in self.layout.of_layer(layer):
                 self.linears[entry].slot.copies = None
         return self.family.final_norm(hidden_RTD)
+
+    def layer_copies(self, layer: int, copies_of: CopiesOf) -> Iterator[tuple[Entry, Tensor]]:
+        """Yield the copies [copies, entry.count] of each trained matrix of a layer."""
+        base, count = self.layout.layer_range(layer)
+        layer_copies = copies_of(base, count)
+        for entry in self.layout.of_layer(layer):
+            low = entry.offset - base
+            yield entry, layer_copies[:, low : low + entry.count]
+
+    def every_copy(self, copies_of: CopiesOf) -> list[Tensor]:
+        """Return the copies of each trained matrix, [copies, rank, width]."""
+        whole = copies_of(0, self.layout.size)
+        found = [(entry, whole[:, entry.offset : entry.offset + entry.count]) for entry in self.layout.entries]
+        return [values.reshape(-1, entry.rank, entry.width) for entry, values in found]
 
     def row_nll(self, hidden_RTD: Tensor, labels_RT: Tensor) -> tuple[Tensor, Tensor]:
         rows = labels_RT.shape[0]

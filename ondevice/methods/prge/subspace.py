@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,8 +23,8 @@ from ondevice.core.errors import CheckpointError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ondevice.methods.prge.layout import AdapterLayout, Entry
-    from ondevice.methods.prge.step import Noise, PrgeProgram
+    from ondevice.methods.prge.layout import Entry
+    from ondevice.methods.prge.step import PrgeProgram
 
 OVERSAMPLED, POWERS = 8, 3
 """Columns and rounds of the subspace iteration beyond what is asked for."""
@@ -161,38 +160,3 @@ def read_factors(path: Path, entries: Iterable[Entry]) -> dict[Entry, Factors]:
             arrays[f"{name}.a"] = a[:, : entry.rank]
             arrays[f"{name}.c"] = c[: entry.rank] * np.float32((len(c) / entry.rank) ** 0.5)
     return from_arrays(arrays, wanted, torch.device("cpu"))
-
-
-class SubspaceNoise:
-    """Noise of the whole B that lies in a subspace: Z C of every linear layer, Z being the noise of the small R.
-
-    B = R C is then what a program keeps, and its hosts know no subspace.
-
-    Args:
-        noise: of R.
-        small, layout: of R and of B, in the same order and of one rank.
-    """
-
-    def __init__(
-        self, noise: Noise, small: AdapterLayout, layout: AdapterLayout, factors: dict[Entry, Factors]
-    ) -> None:
-        self.noise, self.pairs = noise, list(zip(small.entries, layout.entries, strict=True))
-        self.c = {of_b: factors[of_r].c for of_r, of_b in self.pairs}
-        starts = [*sorted({layout.layer_range(entry.layer)[0] for entry in layout.entries}), layout.size]
-        self.ranges = [(low, high - low) for low, high in pairwise(starts)]
-        """Start and count of what is updated at once: whole layers."""
-
-    def __call__(self, seed: Tensor, step: Tensor, tensor: int, queries: int, start: int, count: int) -> Tensor:
-        parts, at = [], start
-        for of_r, of_b in self.pairs:
-            if not start <= of_b.offset < start + count:
-                continue
-            if of_b.offset > at:
-                parts.append(torch.zeros(queries, of_b.offset - at))
-            z = self.noise(seed, step, tensor, queries, of_r.offset, of_r.count)
-            product = z[:, :, None] * self.c[of_b]
-            parts.append(product.reshape(queries, of_b.count))
-            at = of_b.offset + of_b.count
-        if start + count > at:
-            parts.append(torch.zeros(queries, start + count - at))
-        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]

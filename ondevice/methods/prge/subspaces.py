@@ -28,6 +28,26 @@ AT = "subspace_step"
 """Step of the subspace in a session's state, int64 [1]; -1 before the first."""
 
 
+def subspace_path(step: int, folder: Path) -> Path:
+    """Return where the subspace is that a run takes before this step."""
+    return folder / f"subspace-{step:08d}.safetensors"
+
+
+def calibration_rows(
+    step: int, batch_at: Callable[[int], Any], config: PrgeConfig, device: Any
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield `calibration_rows` rows of this and the next batches, each alone and without its padding."""
+    left = config.calibration_rows
+    while left > 0:
+        rows = list(batch_at(step).rows())
+        for ids, labels in rows[:left]:
+            # What follows the last labelled token has no part in the loss.
+            end = int(np.flatnonzero(labels != IGNORE)[-1]) + 1 if (labels != IGNORE).any() else 2
+            one, other = (torch.from_numpy(np.ascontiguousarray(v[None, :end])).to(device) for v in (ids, labels))
+            yield one, other
+        left, step = left - len(rows), step + 1
+
+
 class Subspaces:
     """What a session with `subspace: gradient` has beside its flat vector.
 
@@ -67,8 +87,9 @@ class Subspaces:
 
     def measure(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path:
         """Take the subspace of an exact gradient of this and the next batches' rows, and write it."""
-        self._set(gradient_factors(self.program, self._rows(step, batch_at)), step)
-        path = self._path(step, folder)
+        rows = calibration_rows(step, batch_at, self.config, self.program.device)
+        self._set(gradient_factors(self.program, rows), step)
+        path = subspace_path(step, folder)
         beside = path.with_name(path.name + ".part")
         write_tensors(beside, to_arrays(self.factors))
         beside.replace(path)
@@ -80,7 +101,7 @@ class Subspaces:
         Raises:
             CheckpointError: it is not there, or of another run.
         """
-        path = self._path(step, folder)
+        path = subspace_path(step, folder)
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is not there: the run took a new subspace before step {step}",
@@ -89,25 +110,9 @@ class Subspaces:
             )
         self._set(from_arrays(read_tensors(path), self.program.linears, self.program.device), step)
 
-    @staticmethod
-    def _path(step: int, folder: Path) -> Path:
-        return folder / f"subspace-{step:08d}.safetensors"
-
     def _set(self, factors: dict[Entry, Factors], step: int) -> None:
         self.factors, self.at = factors, step
         self.program.set_factors(factors)
-
-    def _rows(self, step: int, batch_at: Callable[[int], Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield `calibration_rows` rows, each alone and without its padding."""
-        left, device = self.config.calibration_rows, self.program.device
-        while left > 0:
-            rows = list(batch_at(step).rows())
-            for ids, labels in rows[:left]:
-                # What follows the last labelled token has no part in the loss.
-                end = int(np.flatnonzero(labels != IGNORE)[-1]) + 1 if (labels != IGNORE).any() else 2
-                one, other = (torch.from_numpy(np.ascontiguousarray(v[None, :end])).to(device) for v in (ids, labels))
-                yield one, other
-            left, step = left - len(rows), step + 1
 
     def state(self) -> dict[str, np.ndarray]:
         """Return what a resume needs beside the flat vector."""

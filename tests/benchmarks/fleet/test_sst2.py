@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from benchmarks.fleet import sst2  # noqa: E402
 from benchmarks.fleet.devices import FirstOrder, Mixed, Setting, ZerothOrder  # noqa: E402
-from benchmarks.prge.racing import RacingModel  # noqa: E402
+from benchmarks.prge.racing_model import RacingModel  # noqa: E402
 from ondevice import read_dataset  # noqa: E402
 from ondevice.data.answers import answers_of_rows  # noqa: E402
 from ondevice.data.batching import Batches  # noqa: E402

@@ -14,7 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from benchmarks.prge import race  # noqa: E402
-from benchmarks.prge.racing import AnswerRows, Group, RacingModel, Variant, top_subspace  # noqa: E402
+from benchmarks.prge.calibrating import gradients_of, refresh, top_subspace  # noqa: E402
+from benchmarks.prge.racing import Group  # noqa: E402
+from benchmarks.prge.racing_model import AnswerRows, RacingModel  # noqa: E402
+from benchmarks.prge.variants import Variant  # noqa: E402
 from ondevice import read_dataset  # noqa: E402
 from ondevice.models import tiny_model  # noqa: E402
 
@@ -53,7 +56,7 @@ def test_a_new_subspace_keeps_what_was_learned(data: Path, space: str) -> None:
     runs.run(2)
     before = runs.evaluate(runs.table)[1]
     untouched = runs.state.abs().sum(1)
-    runs._refresh([0], first=False)
+    refresh(runs, [0], 2)
     after = runs.evaluate(runs.table)[1]
     assert runs.state[0].abs().sum() == 0 < untouched[0]
     assert runs.state[1].abs().sum() == untouched[1]
@@ -63,7 +66,7 @@ def test_a_new_subspace_keeps_what_was_learned(data: Path, space: str) -> None:
 def test_the_exact_gradient_is_that_of_the_plain_model(data: Path) -> None:
     loaded, rows, runs = group(data, "xs q2 r3")
     every = np.arange(len(rows.items))[None]
-    found = runs._gradients([0], every, [0])[0]
+    found = gradients_of(runs, [0], every, [0])[0]
     weight = loaded.family.linear(1, "v_proj").weight.requires_grad_(True)
     losses = plain_losses(loaded, runs.table)
     losses.sum().backward()
@@ -75,8 +78,8 @@ def test_the_exact_gradient_is_that_of_the_plain_model(data: Path) -> None:
 def test_an_estimate_is_the_slope_along_its_noise(data: Path, space: str) -> None:
     """With many queries the projected gradients of a small R are those of the exact gradient, C and A."""
     _, _, runs = group(data, f"{space} q8 r2 b8 eps1e-3")
-    runs._refresh([0], first=True)
-    gradient = runs._gradients([0], runs.jobs[0][:1], [0])[0]
+    refresh(runs, [0], 0)
+    gradient = gradients_of(runs, [0], runs.jobs[0][:1], [0])[0]
     parts = []
     for layer, target, _, _ in runs.layout:
         exact = gradient[layer][target] / 8  # a sum over the batch's rows
@@ -89,10 +92,17 @@ def test_an_estimate_is_the_slope_along_its_noise(data: Path, space: str) -> Non
     slope = ((noise @ expected) @ noise / 8).numpy()
     np.testing.assert_allclose(estimate[0].numpy(), slope, rtol=0.02, atol=1e-3 * np.abs(slope).max())
     _, _, fo = group(data, f"fo {space} r2 b8 sgd")
-    fo._refresh([0], first=True)
+    refresh(fo, [0], 0)
     fo._step(0)
     moved = -fo.state[0] / 1e-2
     np.testing.assert_allclose(moved.numpy(), expected.numpy(), rtol=2e-3, atol=1e-5)
+    _, _, exact = group(data, f"{space} q8 r2 cal16 exact5 refresh2")
+    refresh(exact, [0], 2)  # half of the steps are done, and so is half of the rate
+    slope = exact.state[0].double()
+    np.testing.assert_allclose(slope.square().mean().sqrt(), 5 * 1e-2 / 2, rtol=1e-5)
+    before = exact.evaluate(exact.table)[1]
+    exact.state *= -1
+    assert exact.evaluate(exact.table)[1] > before
 
 
 def test_top_subspace_is_that_of_the_svd() -> None:

@@ -12,10 +12,13 @@ from ondevice.api.open import open_artifact
 from ondevice.api.phone import push
 from ondevice.api.verify import verify
 from ondevice.artifact.adapter import load_adapter, save_adapter
+from ondevice.artifact.files import read_tensors
 from ondevice.artifact.manifest import read_manifest
 from ondevice.core.errors import ArtifactError, CheckpointError
+from ondevice.data.batching import Batch
 from ondevice.exporters.base import random_batches
 from ondevice.methods.prge.program import build_program
+from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models import load_model
 from tests.programs import PROGRAMS, config, model, program, report
 
@@ -23,6 +26,7 @@ pytest.importorskip("executorch.exir")
 STOCK = {"aten", "dim_order_ops"}
 """Namespaces of the portable kernels that every build of the runtime has."""
 SLOW = {"8da4w", "q4 untied, tiled"}
+REPLAYED = ("functional", "stateful", "q4", "fused loss, one-sided", "subspace, answers", "subspace, stateful")
 EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS]
 
 
@@ -40,16 +44,17 @@ def test_verify_holds_a_program_against_eager(name) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_the_manifest_says_what_the_program_is(name) -> None:
     manifest, settings = read_manifest(program(name)), config(name)
-    (adapter,) = manifest.program_spec.state
-    stateful = settings.export.form == "stateful"
-    assert adapter.kept == ("program" if stateful else "host") and manifest.quantize == settings.export.quantize
+    state, stateful = manifest.program_spec.state, settings.export.form == "stateful"
+    names = ["adapter", "subspace", "moments"] if settings.method.factors else ["adapter"]
+    assert [tensor.name for tensor in state] == names and manifest.quantize == settings.export.quantize
+    assert {tensor.kept for tensor in state} == {"program" if stateful else "host"}
     assert manifest.lengths_tokens == tuple(sorted(settings.export.lengths_tokens))
     assert manifest.method == settings.method.model_dump(mode="json") and manifest.generator.seed == 4
     assert set(manifest.files) >= {"program.pte", "README.md", "tokenizer/tokenizer.json"}
     assert manifest.check["adapter_round_trip"] is True and manifest.check["max_rel_loss_error_replayed"] < 1e-2
     assert bool(manifest.custom_ops) == settings.export.uses_ops
     kinds = {"train_step", "evaluate", "apply_update"}
-    kinds |= {"get_adapter", "set_adapter"} if stateful else set()
+    kinds |= {f"{access}_{name}" for access in ("get", "set") for name in names} if stateful else set()
     kinds |= {"next_token"} if settings.export.next_token else set()
     if len(manifest.lengths_tokens) == 2:
         kinds |= {"train_step_16", "evaluate_16"}
@@ -83,7 +88,9 @@ def test_no_custom_op_is_in_a_program_for_a_stock_runtime() -> None:
     assert manifest.program_spec.methods["train_step"].delegates >= 1
 
 
-@pytest.mark.parametrize("name", ["functional", "stateful", "q4", "fused loss, one-sided"])
+@pytest.mark.parametrize(
+    "name", ["functional", "stateful", "q4", "fused loss, one-sided", "subspace, answers", "subspace, stateful"]
+)
 def test_a_restart_goes_on_with_the_same_bits(name) -> None:
     straight, first, second = (open_artifact(program(name)) for _ in range(3))
     batches = list(random_batches(straight, 200, 7))
@@ -96,7 +103,63 @@ def test_a_restart_goes_on_with_the_same_bits(name) -> None:
         second.load_state({"adapter": np.zeros(3, np.float32), "seed": np.array([4])})
 
 
-@pytest.mark.parametrize("name", ["functional", "stateful", "q4", "fused loss, one-sided"])
+def test_a_program_takes_new_subspaces_as_eager_does(tmp_path) -> None:
+    """A run over two refreshes, the second of them with a file that is handed in, and its replay."""
+    settings, session = config("subspace, answers"), open_artifact(program("subspace, answers"))
+    method = settings.method.model_copy(update={"factors": None}).for_training()
+    eager = PrgeSession(load_model(settings.model.source), method, settings.train.seed)
+
+    def batch_at(step: int) -> Batch:
+        ids, labels = np.random.default_rng(step).integers(0, 200, (2, 16)), np.full((2, 16), -100)
+        labels[:, -1] = 9, 70
+        return Batch(ids, labels)
+
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir(), theirs.mkdir()
+    scalars = []
+    for step in range(5):
+        if step:
+            eager.before_step(step, batch_at, theirs)
+        if step == 4:
+            (theirs / "subspace-00000004.safetensors").replace(ours / "subspace-next.safetensors")
+        wrote = session.before_step(step, batch_at, ours)
+        assert (wrote is not None) == (step % 2 == 0)
+        if step == 0:
+            eager.before_replay(0, ours)
+        elif step == 2:  # their gradients are one, up to rounding, which the last directions are made of
+            leading = [
+                read_tensors(folder / "subspace-00000002.safetensors")["1.q_proj.c"][0] for folder in (ours, theirs)
+            ]
+            assert abs(np.dot(*leading)) > 0.999 * np.dot(leading[0], leading[0])
+            eager.subspace.read(step, ours)
+        batch = batch_at(step)
+        result = session.step(batch.ids, batch.labels, step, 0.02)
+        with torch.inference_mode():
+            at = eager.program.perturbed(eager._adapter, eager.seed, torch.tensor([step]))
+            losses = eager.program.losses(torch.from_numpy(batch.ids), torch.from_numpy(batch.labels), at)
+        np.testing.assert_allclose(result.losses, losses.numpy(), rtol=2e-5)
+        eager.apply_update(result.projected_gradients, step, 0.02)
+        scalars.append(result.projected_gradients)
+    received, wanted = session.adapter(), eager.adapter()
+    for name in received.linears:
+        (a, b), (c, d) = received.pair(name), wanted.pair(name)
+        assert np.abs(d @ c).max() > 1e-3
+        np.testing.assert_allclose(b @ a, d @ c, atol=1e-4 * np.abs(d @ c).max())
+    replayed = open_artifact(program("subspace, answers"))
+    for step, gradients in enumerate(scalars):
+        replayed.before_replay(step, ours)
+        replayed.apply_update(gradients, step, 0.02)
+    assert all(value.tobytes() == session.state()[name].tobytes() for name, value in replayed.state().items())
+    without = open_artifact(program("subspace, stateful"))
+    without.step(*(array[:1] for array in (batch.ids, batch.labels)), 0, 0.02)
+    (ours / "subspace-00000004.safetensors").replace(ours / "subspace-next.safetensors")
+    with pytest.raises(CheckpointError, match="no room"):
+        without.before_step(1, batch_at, ours)
+
+
+@pytest.mark.parametrize(
+    "name", ["functional", "stateful", "q4", "fused loss, one-sided", "subspace, answers", "subspace, stateful"]
+)
 def test_a_replay_of_the_scalars_gives_the_same_bits(name) -> None:
     trained, replayed = open_artifact(program(name)), open_artifact(program(name))
     for step, batch in enumerate(random_batches(trained, 200, 5)):

@@ -18,6 +18,7 @@ from ondevice.core.config import ExportConfig  # noqa: E402
 from ondevice.core.errors import CheckpointError, ConfigError  # noqa: E402
 from ondevice.data.batching import Batch  # noqa: E402
 from ondevice.methods.prge.config import PrgeConfig  # noqa: E402
+from ondevice.methods.prge.informed import InformedProgram  # noqa: E402
 from ondevice.methods.prge.layout import AdapterLayout  # noqa: E402
 from ondevice.methods.prge.program import build_program  # noqa: E402
 from ondevice.methods.prge.subspace import joined, leading_vectors, read_factors  # noqa: E402
@@ -148,33 +149,45 @@ def test_a_new_subspace_keeps_what_was_learned_and_the_adapter_is_the_model(tmp_
     np.testing.assert_allclose(started.evaluate(ids, labels)[0], own, rtol=1e-5)
 
 
-def test_a_program_s_b_is_the_session_s_r_times_c(tmp_path: Path) -> None:
-    """Exported, B moves along Z C; here R moves along Z: the same losses, numbers, and adapter."""
-    session = PrgeSession(tiny_model(), settings(alpha=1.0, answers=(70, 9)), SEED)
+def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
+    """Exported, the subspace is a part of the state: the same losses, numbers, moments and adapter."""
+    session = PrgeSession(tiny_model(), settings(answers=(70, 9), optimizer="adam"), SEED)
     path = session.before_step(0, batch_at, tmp_path)
-    config = PrgeConfig(rank=4, alpha=4.0, queries=2, factors=path, answers=(70, 9))
+    config = settings(subspace="auto", factors=path, answers=(70, 9), refresh_every=None)
     program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
-    flat, seed, rate = torch.zeros(program.state_size), torch.tensor([SEED]), torch.tensor([0.05])
-    for step in range(1, 5):
+    assert isinstance(program, InformedProgram) and path is not None and session.subspace is not None
+    places = program.places
+    begun = places.begun(read_factors(path, places.small.entries))
+    first = [torch.from_numpy(begun[name]) for name in ("adapter", "subspace")]
+    state = (*first, torch.zeros(program.state_shapes["moments"]))
+    seed, rate = torch.tensor([SEED]), torch.tensor([0.05])
+    for step in range(2):  # then the session's moments would begin anew
         ids, labels = batch(2, seed=step)
         labels[:, :-1], labels[:, -1] = -100, (9, 70)
         result = session.step(ids, labels, step, 0.05)
         with torch.inference_mode():
             tokens = torch.from_numpy(ids), torch.from_numpy(labels)
-            losses, gradients, flat = program.train_step(*tokens, flat, seed, torch.tensor([step]), rate)
+            losses, gradients, *state = program.stepped(*tokens, state, seed, torch.tensor([step]), rate)
         np.testing.assert_allclose(result.losses, losses.numpy(), rtol=1e-5)
         np.testing.assert_allclose(result.projected_gradients, gradients.numpy(), rtol=1e-2, atol=1e-3)
+    size = places.small.size
+    np.testing.assert_allclose(session.flat()[size:], state[2][:-1].numpy(), rtol=2e-2, atol=1e-4)
+    assert state[2][-1] == 2
     adapter = session.adapter()
-    assert adapter is not None
-    theirs = program.layout.to_tensors(flat.numpy(), session.names)
-    assert np.abs(flat.numpy()).max() > 1e-3
-    for name, value in adapter.tensors.items():
-        np.testing.assert_allclose(theirs[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
-    assert path is not None and session.subspace is not None
-    two = read_factors(path, AdapterLayout.build(tiny_model().dims, settings(rank=2), SEED, directions=1).entries)
-    for (_, whole), (_, leading) in zip(session.subspace.factors.items(), two.items(), strict=True):
-        torch.testing.assert_close(leading.a, whole.a[:, :2])
-        torch.testing.assert_close(leading.c, whole.c[:2] * 2**0.5)
+    for of_r, entry in zip(places.small.entries, places.trained.entries, strict=True):
+        name = session.names[(entry.layer, entry.target)]
+        a, b = (adapter.tensors[f"{name}.lora_{x}.weight"] for x in "AB")
+        np.testing.assert_array_equal(places.a(state[0], entry).numpy(), a)
+        np.testing.assert_allclose(places.b(state[0], entry).numpy().T, b, rtol=5e-3, atol=1e-5)
+        assert np.abs(b).max() > 1e-2 and of_r.rank == entry.rank == 4
+    small = settings(rank=1, target_modules=("q_proj",))
+    wide = PrgeSession(tiny_model(), settings(rank=2, target_modules=("q_proj",)), SEED)
+    path = wide.before_step(0, batch_at, tmp_path)
+    assert path is not None and wide.subspace is not None
+    leading = read_factors(path, AdapterLayout.build(tiny_model().dims, small, SEED).entries)
+    for (_, whole), (_, few) in zip(wide.subspace.factors.items(), leading.items(), strict=True):
+        torch.testing.assert_close(few.a, whole.a[:, :4])
+        torch.testing.assert_close(few.c, whole.c[:4] * 2**0.5)
     with pytest.raises(ConfigError, match="for exported programs"):
         PrgeSession(tiny_model(), config, SEED)
 
