@@ -8,7 +8,7 @@ changes nothing in it. Methods are those of the registry: 60 steps with gradient
 rows as conversations. The held-out rows are evaluated before and after. A method learns where every seed lowers the
 held-out loss and, on SST-2, raises the accuracy. Runs that --log already has are not run again.
 
-    --rates "mezo=3e-6,1e-5"       other rates beside the default, to choose one
+    --variants "mezo loss=answers learning_rate=1e-5; full learning_rate=3e-5"      others beside them, to choose
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ COLUMNS = [
     {"key": "method", "title": "Method"},
     {"key": "set", "title": "Rows"},
     {"key": "steps", "title": "Steps"},
-    {"key": "rate", "title": "Learning rate"},
-    {"key": "default", "title": "Default"},
+    {"key": "settings", "title": "Settings"},
     {"key": "accuracy_before", "title": "Accuracy before", "digits": 3},
     {"key": "mean_accuracy", "title": "after, mean", "digits": 3},
     {"key": "accuracy", "title": "after, by seed", "digits": 3},
@@ -53,7 +52,7 @@ class Job:
     set: str
     method: str
     steps: int
-    rate: float
+    settings: str
     seed: int
 
 
@@ -67,7 +66,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=60, help="of methods with a gradient")
     parser.add_argument("--zeroth-steps", type=int, default=500)
     parser.add_argument("--eval-rows", type=int, default=200)
-    parser.add_argument("--rates", default="", help="other learning rates: METHOD=RATE,RATE;METHOD=RATE")
+    parser.add_argument("--variants", default="", help="settings that are not the default: METHOD KEY=VALUE ...; ...")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over the GPUs")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="start nothing new after so many seconds")
     parser.add_argument("--log", type=Path, help="file of finished runs, a line each; read first, then added to")
@@ -79,17 +78,16 @@ def main() -> None:
 
     args = parse_args(__doc__, arguments, repeats=1)
     names = args.methods.split(",") if args.methods else method_names()
-    steps = {name: args.zeroth_steps if method(name).order == "zeroth" else args.steps for name in names}
     sets = args.sets.split(",")
-    rates = {name: [default_rate(name)] for name in names}
-    for words in filter(None, args.rates.split(";")):
-        name, _, values = words.partition("=")
-        rates[name] += [float(value) for value in values.split(",")]
+    variants = [(name, default_of(name)) for name in names]
+    for words in filter(None, map(str.strip, args.variants.split(";"))):
+        name, _, settings = words.partition(" ")
+        variants.append((name, settings.strip()))
     jobs = [
-        Job(rows, name, steps[name], rate, seed)
-        for name in names for rate in rates[name] for rows in sets for seed in range(args.seeds)
+        Job(rows, name, args.zeroth_steps if method(name).order == "zeroth" else args.steps, settings, seed)
+        for name, settings in variants for rows in sets for seed in range(args.seeds)
     ]  # fmt: skip
-    jobs = [*(Job(rows, "", 0, 0.0, 0) for rows in sets), *sorted(jobs, key=lambda job: (-job.steps, job.seed))]
+    jobs = [*(Job(rows, "", 0, "", 0) for rows in sets), *sorted(jobs, key=lambda job: (-job.steps, job.seed))]
     records = read_log(args.log)
     done = {job_of(record) for record in records}
     for record in run([job for job in jobs if job not in done], args):
@@ -156,7 +154,8 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
     task = "sst2" if job.set == "sst2" else None
     rows, held_out = (rows_of(job.set, part, args.data, folder) for part in ("train", "valid"))
     if not job.method:
-        length = length_of(read_rows(rows, task=task), load_model(args.model).tokenizer).tokens  # what training takes
+        model, read = load_model(args.model), read_rows(rows, task=task)
+        length = length_of(read, model.tokenizer, most_tokens=model.dims.max_positions).tokens  # what training takes
         shared: dict[str, Any] = {"rows": args.eval_rows, "device": args.device, "max_length_tokens": length}
         before = evaluate(args.model, held_out, task=task, **shared)
         return {"accuracy": before.accuracy, "loss": before.loss}
@@ -165,8 +164,8 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
         "data.task": task, "train.steps": job.steps, "train.seed": job.seed, "train.out": str(folder / "run"),
         "data.eval_path": str(held_out), "train.eval_rows": args.eval_rows,
     }  # fmt: skip
-    if job.rate != default_rate(job.method):
-        settings["method.learning_rate"] = job.rate
+    if job.settings != default_of(job.method):
+        settings |= {f"method.{key}": value for key, value in (pair.split("=") for pair in job.settings.split())}
     seen: dict[str, Any] = {"losses": []}
 
     def keep(event: Any) -> None:
@@ -180,10 +179,12 @@ def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
     return {**seen, "accuracy": result.evaluation.accuracy, "loss": result.evaluation.loss}
 
 
-def default_rate(name: str) -> float:
+def default_of(name: str) -> str:
+    """The words of a method's default: what mostly decides how it learns, so that a log outlives a change of it."""
     from ondevice.core.registry import method
 
-    return method(name).config.model_fields["learning_rate"].default
+    fields = method(name).config.model_fields
+    return "default " + " ".join(f"{key}={fields[key].default}" for key in ("learning_rate", "loss") if key in fields)
 
 
 def rows_of(name: str, part: str, data: Path, folder: Path) -> Path:
@@ -212,22 +213,24 @@ def read_log(path: Path | None) -> list[dict[str, Any]]:
 
 
 def job_of(record: dict[str, Any]) -> Job:
-    return Job(record["set"], record["method"], record["steps"], record["rate"], record["seed"])
+    return Job(record["set"], record["method"], record["steps"], record["settings"], record["seed"])
 
 
 def table(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each set and method, over its seeds."""
     before = {record["set"]: record for record in records if not record["method"]}
-    groups: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda record: record["seed"]):
         if record["method"] and "error" not in record:
-            groups.setdefault((record["set"], record["method"], record["rate"]), []).append(record)
+            groups.setdefault((record["set"], record["method"], record["settings"]), []).append(record)
     rows = []
-    for (name, method, rate), runs in sorted(groups.items(), key=lambda item: (SETS.index(item[0][0]), item[0][1:])):
+    for (name, method, settings), runs in sorted(
+        groups.items(), key=lambda item: (SETS.index(item[0][0]), item[0][1:])
+    ):
         start = before.get(name, {"accuracy": None, "loss": None})
         row: dict[str, Any] = {
-            "method": method, "set": name, "steps": runs[0]["steps"], "rate": rate,
-            "default": "yes" if rate == default_rate(method) else "no", "seeds": [run["seed"] for run in runs],
+            "method": method, "set": name, "steps": runs[0]["steps"], "settings": settings,
+            "seeds": [run["seed"] for run in runs],
             **{f"{key}_before": start[key] for key in ("accuracy", "loss")},
             **{key: [run[key] for run in runs] for key in ("accuracy", "loss")},
         }  # fmt: skip
