@@ -168,14 +168,15 @@ class RunConfig(StrictConfig):
         Args:
             given: the rows, where Python holds them.
         """
-        from ondevice.artifact.files import sha256_file
+        from ondevice.artifact.files import sha256_file, sha256_spread
         from ondevice.data.records import check_source
         from ondevice.data.templates import is_template
 
         data = self.data
         hidden = {"path", "eval_path"} | {name for name in LATER if not getattr(data, name)}
         hidden |= set() if data.streaming else {"shuffle_records"}
-        digest = sha256_file(data.path) if data.path is not None and data.path.is_file() else None
+        hash_file = sha256_spread if data.streaming else sha256_file
+        digest = hash_file(data.path) if data.path is not None and data.path.is_file() else None
         if data.path is not None and not data.path.is_file() and check_source(data.path) == "folder":
             from ondevice.data.folders import hash_files
 

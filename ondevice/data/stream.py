@@ -12,6 +12,7 @@ import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ import numpy as np
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import DataError
 from ondevice.data.batching import Batch, collate
-from ondevice.data.encode import Dataset, Example, refuse_preferences
+from ondevice.data.encode import IGNORE, Dataset, Example, refuse_preferences
 from ondevice.data.formats import named_task, rows_of
 from ondevice.data.records import Record, Source, check_source, check_text_file, json_lines
-from ondevice.data.rows import Rows, count_reasons
+from ondevice.data.rows import RowProblem, Rows, count_reasons
 
 BEGIN_BYTES = 1 << 18
 """Read to see what kind of text a file is."""
+TRIES = 16
+"""Windows that are read for the first row that can be used: a mistake is told before all of a large file is read."""
 WINDOWS = 2
 """Kept in memory: a batch may have rows of two."""
 
@@ -73,14 +76,23 @@ def open_records(path: Path, skip: int = 0) -> Source:
 
 
 def first_rows(path: Path, records: int, *, task: str | None, columns: Mapping[str, str] | None) -> Rows:
-    """Read the rows of the first so many records, as `read_rows` reads a file's.
+    """Read the rows of the first so many records, as `read_rows` reads a file's; of the next, where none can be used.
 
     Raises:
-        DataError: as `open_records`, or none of them can be used.
+        DataError: as `open_records`, or no row of `TRIES` such windows can be used.
     """
-    source = open_records(Path(path))
-    source.records = islice(source.records, records)
-    return rows_of(source, str(path), named_task(task, path) if task else None, columns=columns)
+    source, chosen = open_records(Path(path)), named_task(task, path) if task else None
+    failed: DataError | None = None
+    for _ in range(TRIES):
+        window = list(islice(source.records, records))
+        if not window and failed is not None:
+            break
+        try:
+            return rows_of(Source(source.kind, iter(window), source.notes), str(path), chosen, columns=columns)
+        except DataError as error:
+            failed = failed or error
+    assert failed is not None  # noqa: S101  the first window was returned, or has failed
+    raise failed
 
 
 def _no_stream(path: Path, why: str) -> DataError:
@@ -109,7 +121,7 @@ class Stream:
         seed: of the order, 0 or above.
 
     Raises:
-        DataError: the first window has no row that can be used.
+        DataError: no row of the first `TRIES` windows can be used.
     """
 
     def __init__(
@@ -128,6 +140,8 @@ class Stream:
         self.ends: list[int] = []
         """Sequences up to the end of each window that was read; all of the file's once it has `ended`."""
         self.ended = False
+        self.answers: frozenset[int] = frozenset()
+        """Tokens that the rows are answered with, where a loss is over them: rows with others are left out."""
         self.left_out: Counter[str] = Counter()
         self.cut = self.cut_tokens = 0
         self._windows: dict[int, list[Example]] = {}
@@ -136,8 +150,13 @@ class Stream:
         self._records: Iterator[Record] = iter(())
         self._next = -1
         self._kept: tuple[Path, dict[str, Any]] | None = None
+        self._failed: DataError | None = None
         self.first = self._read(0)
-        """The rows of the first window."""
+        """The rows of the first window that has any."""
+        while not self._leaders:
+            if self._failed and (self.ended or len(self.ends) >= TRIES):
+                raise self._failed
+            self.first = self._read(len(self.ends))
 
     def figures(self) -> dict[str, Any]:
         """Return what `Dataset.figures` does, of the windows that were read so far."""
@@ -206,15 +225,22 @@ class Stream:
         begun = bool(self._leaders)
         kind, notes = (source.kind, source.notes) if source and not begun else ("stream", [])
         found = Source(kind, iter([*self._leaders, *records]), notes)
-        rows = rows_of(found, str(self.path), self.task, columns=self.columns)
+        try:
+            rows = rows_of(found, str(self.path), self.task, columns=self.columns)
+        except DataError as error:
+            if begun:
+                raise
+            self._failed = self._failed or error
+            bad = [RowProblem(str(self.path), record.line, "", "fits no format") for record in records]
+            rows = Rows(str(self.path), "text", [], bad)
         if begun:
             rows.items = [row for row in rows.items if row.line]
             rows.problems = [problem for problem in rows.problems if problem.line]
-        else:
+        elif rows.items:
             refuse_preferences(rows)
             # The records that decided the format decide it for every window, as they do where a file is read whole.
             self._leaders = [record._replace(line=0) for record in records if record.line <= rows.items[0].line]
-        dataset = self.encoded(rows)
+        dataset = self._answered(self.encoded(rows))
         while len(self._windows) >= WINDOWS:
             del self._windows[next(iter(self._windows))]
         self._windows[window] = [item.example for item in dataset.items]
@@ -230,6 +256,17 @@ class Stream:
         self.cut_tokens += sum(item.dropped_tokens for item in dataset.items)
         self._save()
         return dataset
+
+    def _answered(self, dataset: Dataset) -> Dataset:
+        """Leave out rows with other answers than the first window's, which a loss over the answers does not know."""
+        if not self.answers:
+            return dataset
+        allowed = self.answers | {IGNORE}
+        items = [item for item in dataset.items if allowed.issuperset(item.example.labels)]
+        others = [item for item in dataset.items if not allowed.issuperset(item.example.labels)]
+        why = "is not among the labels of the first window; name all of them in a template, --task FILE.yaml"
+        problems = [RowProblem(str(self.path), item.line, "label", why) for item in others]
+        return replace(dataset, items=items, problems=[*dataset.problems, *problems])
 
     def _save(self) -> None:
         if self._kept is None:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from pydantic import Field, field_validator
 
@@ -139,6 +139,7 @@ def resolve(spec: JobSpec, store: Store, out: Path) -> RunConfig:
     for key, value in dataset_options(store, spec.dataset).items():
         if not config["data"].get(key):
             config["data"][key] = value
+    _check_method(config["method"])
     return RunConfig.load(None, _sections(config))
 
 
@@ -206,11 +207,27 @@ def _check_sections(config: dict[str, Any]) -> None:
                     expected="the job's fields model, dataset, eval_dataset, limits",
                     received=f"config.{section}.{key}",
                 )
+            if key == "objective_command":
+                raise ConfigError("a job runs no program of its own", expected="objective loss, accuracy or f1",
+                                  received=f"config.{section}.{key}", hint="ondevice train takes one")  # fmt: skip
             if (section, key) == ("data", "task") and not re.fullmatch(TASK_NAME, str(values[key])):
                 raise ConfigError("a job takes a task by its name", expected="a task of GET /v1/settings",
                                   received=str(values[key])[:80])  # fmt: skip
             if "." in key:
                 raise ConfigError("a key has a dot", expected=f"a setting of '{section}'", received=repr(key))
+
+
+def _check_method(values: Any) -> None:
+    """Refuse settings of a method that are paths: they would be the server's."""
+    from ondevice.core.registry import method
+
+    if not isinstance(values, dict):
+        return
+    fields = method(values["name"]).config.model_fields
+    for key in values:
+        if key in fields and Path in (fields[key].annotation, *get_args(fields[key].annotation)):
+            raise ConfigError("a job names no path of the server", expected="a job without it",
+                              received=f"config.method.{key}")  # fmt: skip
 
 
 def _check_values(config: dict[str, Any]) -> None:

@@ -174,6 +174,8 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens, options=options)
     config = config.model_copy(update={"method": config.method.with_answers(lambda: _answers(rows))})
+    if rows.stream is not None:
+        rows.stream.answers = frozenset(getattr(config.method, "answers", ()))
     session = open_session(options.settled or config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
     trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
@@ -183,11 +185,12 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
 
 
 def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
-    if rows.stream is not None and not rows.train.template:
-        return (), "the labels of a streamed file are not all known"
     from ondevice.data.answers import answers_of_rows
 
-    return answers_of_rows(rows.train)
+    answers, reason = answers_of_rows(rows.train)
+    if rows.stream is not None and len(answers) == 1:
+        return (), "the first window has one label alone"
+    return answers, reason
 
 
 @dataclass(frozen=True)

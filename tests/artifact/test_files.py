@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ondevice.artifact import files
-from ondevice.artifact.files import atomic_directory, atomic_write, sha256_file
+from ondevice.artifact.files import atomic_directory, atomic_write, sha256_file, sha256_spread
 from ondevice.core.errors import StorageError
 
 
@@ -159,3 +159,18 @@ def test_sha256(tmp_path: Path) -> None:
     data = np.random.default_rng(0).bytes((1 << 20) + 17)
     (tmp_path / "file").write_bytes(data)
     assert sha256_file(tmp_path / "file") == hashlib.sha256(data).hexdigest()
+
+
+def test_a_large_file_is_known_by_its_size_and_pieces_of_all_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(bytes(range(200)))
+    assert sha256_spread(path, pieces=50, piece_bytes=4) == sha256_file(path)
+    first = sha256_spread(path, pieces=4, piece_bytes=10)
+    assert first != sha256_file(path)
+    for place, seen in ((0, True), (30, False), (65, True), (199, True)):
+        changed = bytearray(range(200))
+        changed[place] += 1
+        path.write_bytes(changed)
+        assert (sha256_spread(path, pieces=4, piece_bytes=10) != first) is seen, place
+    path.write_bytes(bytes(range(201)))
+    assert sha256_spread(path, pieces=4, piece_bytes=10) != first

@@ -13,8 +13,9 @@ import pytest
 
 from ondevice.core.errors import DataError
 from ondevice.data import Batches, read_dataset
-from ondevice.data.encode import encode
+from ondevice.data.encode import IGNORE, encode
 from ondevice.data.stream import Stream, StreamBatches, first_rows
+from ondevice.training.fit import RunRows, _answers
 
 LENGTH = 48
 
@@ -138,6 +139,39 @@ def test_a_file_that_cannot_be_streamed_says_why(name, content, why, tokenizer, 
 
 def test_the_length_is_measured_on_the_first_window(tokenizer, tmp_path) -> None:
     assert len(first_rows(lines(tmp_path / "rows.jsonl", rows(37)), 8, task=None, columns=None)) == 6
+
+
+def test_windows_without_a_usable_row_at_the_beginning_are_passed_over(tokenizer, tmp_path) -> None:
+    bad, good = [{"note": n} for n in range(11)], rows(20)
+    path = lines(tmp_path / "rows.jsonl", [*bad, *good])
+    opened = stream(path, tokenizer, window=4)
+    assert len(opened.first.items) == len(first_rows(path, 4, task=None, columns=None)) == 4
+    wanted = sorted(
+        item.example.ids for item in read_dataset(path, tokenizer, task=None, max_length_tokens=LENGTH).items
+    )
+    assert sorted(opened.example(place).ids for place in range(len(wanted))) == wanted
+    opened.example(len(wanted))
+    assert opened.ended and sum(opened.figures()["left_out"].values()) == 11 + 4
+    lines(path, bad * 9)
+    with pytest.raises(DataError, match="cannot tell the format"):
+        stream(path, tokenizer, window=4)
+    with pytest.raises(DataError, match="cannot tell the format"):
+        first_rows(path, 4, task=None, columns=None)
+
+
+def test_a_loss_over_answers_takes_the_labels_of_the_first_window(tokenizer, tmp_path) -> None:
+    labels = ["foo", "bar", "foo", "bar", "foo", "new", "bar"]
+    path = lines(tmp_path / "rows.jsonl", [{"text": f"{n} foo", "label": label} for n, label in enumerate(labels)])
+    opened = stream(path, tokenizer, window=4)
+    answers, why = _answers(RunRows(opened.first, None, 0, opened))
+    assert len(answers) == 2, why
+    opened.answers = frozenset(answers)
+    for place in range(12):
+        assert {*opened.example(place).labels} <= {*answers, IGNORE}
+    (reason,) = opened.figures()["left_out"].items()
+    assert reason[0].startswith("label: is not among the labels of the first window") and reason[1] == 1
+    sorted_ = stream(path, tokenizer, window=1)
+    assert _answers(RunRows(sorted_.first, None, 0, sorted_)) == ((), "the first window has one label alone")
 
 
 def test_a_file_that_changes_under_a_run_ends_it(tokenizer, tmp_path) -> None:

