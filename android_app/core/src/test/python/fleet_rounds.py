@@ -30,9 +30,8 @@ def write(out: Path, artifact: Path) -> None:
     from ondevice.models import load_model
 
     manifest = json.loads((artifact / "manifest.json").read_text())
-    method = {"name": manifest["method"]["name"], **manifest["method"]["config"]}
     config = FleetRun.parse({
-        "model": {"source": manifest["model"]["source"]}, "method": method, "train": {"seed": 7},
+        "model": {"source": manifest["model"]["source"]}, "method": manifest["method"], "train": {"seed": 7},
         "data": {"path": "rows.jsonl", "task": "sst2", "max_length_tokens": 64},
         "fleet": {"local_steps": 2, "momentum": 0.5, "clip_norm": 40.0},
     })  # fmt: skip
