@@ -22,12 +22,14 @@ ROOT = HERE.parents[4]
 sys.path.insert(0, str(HERE))
 
 import data_files  # noqa: E402
+import fleet_rounds  # noqa: E402
 import small_tokenizers  # noqa: E402
 import texts  # noqa: E402
 
 ARTIFACT = "artifact with a space"
 BLOCKS = "blocks"
 WRITER = "writer"
+FLEET = "fleet artifact"
 
 
 def main() -> None:
@@ -41,6 +43,7 @@ def main() -> None:
     for run in ("run", "blocks run"):
         write_mlx_lm(out, run)
     npu(out)
+    fleet(out)
     small_tokenizers.write(out / "tokenizers", ROOT)
     write_texts(out)
     write_encoded(out)
@@ -116,6 +119,14 @@ def write_mlx_lm(out: Path, run: str) -> None:
     from ondevice.artifact.mlx_lm_files import save_mlx_lm_adapter
 
     save_mlx_lm_adapter(load_adapter(out / run / "adapter"), out / f"{run} mlx")
+
+
+def fleet(out: Path) -> None:
+    """A program of a fleet's method, and the rounds of a fleet that has it beside a device in float32."""
+    more = "--method prge --task sst2 --queries 4 --set method.noise=rademacher --set method.subspace=random"
+    make_artifact(out / FLEET, "android-cpu", f"{more} --length 64 --batch-size 2 --set export.generator=aten")
+    (out / "fleet").mkdir(exist_ok=True)
+    fleet_rounds.write(out / "fleet", out / FLEET)
 
 
 def npu(out: Path) -> None:

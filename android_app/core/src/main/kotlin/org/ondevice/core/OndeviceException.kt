@@ -10,6 +10,7 @@ enum class ErrorKind(val errorName: String, val exitCode: Int) {
     BUSY("BusyError", 7),
     TRAINING("TrainingError", 9),
     STORAGE("StorageError", 11),
+    FLEET("FleetError", 14),
 }
 
 /**

@@ -82,7 +82,9 @@ class Session(val artifact: Artifact, val program: Program) {
     }
 
     /** One whole training step; [step] counts from 0 and picks the noise. */
-    fun step(batch: Batch, step: Int, learningRate: Double): StepResult {
+    fun step(batch: Batch, step: Int, learningRate: Double): StepResult = step(batch, step.toLong(), learningRate)
+
+    fun step(batch: Batch, step: Long, learningRate: Double): StepResult {
         val stepped = calls.step(state, batch, scalars(step, learningRate) { it.train })
         state = stepped.state
         for (counter in updates.keys) updates[counter] = updates.getValue(counter) + 1
@@ -91,7 +93,7 @@ class Session(val artifact: Artifact, val program: Program) {
 
     /** Losses of the rows of a batch of [Manifest.evalBatchSize] rows, with this session's adapter or [flat]. */
     fun evaluate(batch: Batch, flat: FloatArray = adapter): RowLosses =
-        calls.evaluate(with(flat), batch, scalars(0, 0.0) { it.evaluate })
+        calls.evaluate(with(flat), batch, scalars(0L, 0.0) { it.evaluate })
 
     /** Whether the program can say which token comes next. */
     val generates: Boolean get() = spec.generates
@@ -107,8 +109,8 @@ class Session(val artifact: Artifact, val program: Program) {
 
     private fun with(flat: FloatArray): State = state + (spec.adapter.name to vector(flat))
 
-    private fun scalars(step: Int, learningRate: Double, constant: (Constant) -> Double): Map<Key, Tensor> =
+    private fun scalars(step: Long, learningRate: Double, constant: (Constant) -> Double): Map<Key, Tensor> =
         mapOf(Key(Role.SEED) to scalar(seed), Key(Role.LEARNING_RATE) to scalar(learningRate)) +
-            spec.counters.associate { Key(Role.COUNTER, it.name) to scalar(updates[it.name] ?: step.toLong()) } +
+            spec.counters.associate { Key(Role.COUNTER, it.name) to scalar(updates[it.name] ?: step) } +
             spec.constants.associate { Key(Role.CONSTANT, it.name) to scalar(constant(it)) }
 }
