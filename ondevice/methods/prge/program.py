@@ -250,9 +250,7 @@ def rounding(
 ) -> tuple[dict[str, Any], list[str]]:
     """Measure the effect of 8-bit activations on the projected gradients: the program against the
     float32 model in eager."""
-    correlation = gradient_correlation(
-        session, float32.eager, zeros | dict(float32.first), batches(-(-CORRELATED // config.queries))
-    )
+    correlation = gradient_correlation(session, float32.eager, batches(-(-CORRELATED // config.queries)))
     warnings = []
     if config.perturbation_scale < ROUGH_SCALE:
         warnings.append(
