@@ -156,6 +156,7 @@ NPU: dict[str, tuple[str, dict[str, Any]]] = {
             "method.target_modules": ["k_proj", "o_proj", "up_proj", "down_proj"],
         },
     ),
+    "npu subspace": ("wide", {"method.factors": "@subspace", "method.answers": [70, 9]}),
     "npu w8": ("wide", {"export.quantize": "w8", "method.top_layers": 1}),
 }
 """Programs for a Qualcomm NPU; they need the `qnn` extra, so tests ask `needs_qnn` first."""

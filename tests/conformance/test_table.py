@@ -159,7 +159,7 @@ def in_memory(row: Row, session: Any) -> Plain:
     family, sizes = row.family, row.sizes
     if row.program == "q4":
         return EagerProgram(row)
-    if row.program == "subspace, answers":
+    if row.method == "prge" and row.program and config(row.program).method.factors is not None:
         return EagerSubspace(row)
     if row.program:
         source = next(name for name in MODELS if str(model(name)) == config(row.program).model.source)
@@ -205,10 +205,9 @@ class EagerSubspace:
     """A session in PyTorch in the subspace that the program begins in."""
 
     def __init__(self, row: Row) -> None:
-        settings = config(row.program)
-        own = settings.method.model_copy(update={"factors": None, "refresh_every": None}).for_training()
-        self.session = PrgeSession(load_model(settings.model.source), own, SEED)
-        self.session.before_replay(0, settings.method.factors.parent)
+        own = method(row).model_copy(update={"factors": None, "refresh_every": None}).for_training()
+        self.session = PrgeSession(load_model(config(row.program).model.source), own, SEED)
+        self.session.before_replay(0, method(row).factors.parent)
 
     @torch.no_grad()
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:

@@ -158,7 +158,9 @@ def built(program: PrgeProgram, loaded: LoadedModel, modules: tuple[ProgramModul
         }
     else:
         rank = places.rank
-        if config.factors.is_file():  # else the state has it: an artifact's, or that of a calibration
+        if (
+            config.factors is not None and config.factors.is_file()
+        ):  # else the state has it: an artifact's, or that of a calibration
             more["first"] = places.begun(read_factors(config.factors, places.small.entries))
     return BuiltProgram(
         eager=program,
@@ -246,7 +248,7 @@ def compare(session: ProgramSession, built: BuiltProgram, batches: Iterable[Batc
 def rounding(
     session: ProgramSession, float32: BuiltProgram, config: PrgeConfig, batches: Callable[[int], Iterable[Batch]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Measure the effect of 8-bit activations on the projected gradients, at the run's start: the program against the
+    """Measure the effect of 8-bit activations on the projected gradients: the program against the
     float32 model in eager."""
     correlation = gradient_correlation(session, float32.eager, batches(-(-CORRELATED // config.queries)))
     warnings = []
@@ -260,13 +262,16 @@ def rounding(
 
 
 def gradient_correlation(session: ProgramSession, program: PrgeProgram, batches: Iterable[Batch]) -> float:
-    """Correlate the session's projected gradients with those of `program` in eager, at the run's start.
+    """Correlate the session's projected gradients with those of `program` in eager: at the adapter zero, or where the
+    session stands if A is a part of it.
 
     Args:
         program: of the same method and seed; it may be another model, such as the one before quantisation.
     """
-    session.restart()
-    seed, first, rate = torch.tensor([session.seed]), state_of(session, program), torch.zeros(1)
+    seed, rate = torch.tensor([session.seed]), torch.zeros(1)
+    if program.config.factors is None:
+        session.load_state({**session.state(), "adapter": np.zeros(program.layout.size, np.float32)})
+    first = state_of(session, program)
     received, expected = [], []
     with torch.inference_mode():
         for number, (ids, labels) in enumerate(batches):

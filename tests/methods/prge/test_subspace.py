@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from ondevice.artifact.adapter import load_adapter  # noqa: E402
 from ondevice.core.config import ExportConfig  # noqa: E402
 from ondevice.core.errors import CheckpointError, ConfigError  # noqa: E402
 from ondevice.data.batching import Batch  # noqa: E402
+from ondevice.data.encode import Example  # noqa: E402
 from ondevice.methods.prge.config import PrgeConfig  # noqa: E402
 from ondevice.methods.prge.informed import InformedProgram  # noqa: E402
 from ondevice.methods.prge.layout import AdapterLayout  # noqa: E402
 from ondevice.methods.prge.program import build_program  # noqa: E402
-from ondevice.methods.prge.subspace import joined, leading_vectors, read_factors  # noqa: E402
+from ondevice.methods.prge.renewal import calibrate  # noqa: E402
+from ondevice.methods.prge.subspace import gradient_factors, joined, leading_vectors, read_factors  # noqa: E402
 from ondevice.methods.prge.torch import PrgeSession  # noqa: E402
 from ondevice.models import tiny_model  # noqa: E402
 from ondevice.runtime_ops import generator  # noqa: E402
@@ -190,6 +193,30 @@ def test_a_program_s_state_follows_the_session(tmp_path: Path) -> None:
         torch.testing.assert_close(few.c, whole.c[:4] * 2**0.5)
     with pytest.raises(ConfigError, match="for exported programs"):
         PrgeSession(tiny_model(), config, SEED)
+
+
+def test_an_export_begins_in_the_subspace_of_its_rows() -> None:
+    """Its first state is the session's subspace of the same rows, and the model is as it was."""
+    rows = [Example(tuple(ids), tuple(labels)) for ids, labels in zip(*(x.tolist() for x in batch(4, seed=0)))]
+    dataset = SimpleNamespace(items=[SimpleNamespace(example=row) for row in rows])
+    config, loaded = settings(subspace="auto", calibration_rows=4), tiny_model()
+    before = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    found = calibrate(loaded, config, dataset, SEED)  # type: ignore[arg-type]
+    assert found is not None
+    after = loaded.model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+    recorded, state = found
+    program = build_program(loaded, recorded, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
+    assert isinstance(program, InformedProgram) and program.config.optimizer == "adam"
+    exact = gradient_factors(
+        PrgeSession(tiny_model(), settings(), SEED).program,
+        ((torch.tensor([row.ids]), torch.tensor([row.labels])) for row in rows),
+    )
+    for value, entry in zip(exact.values(), program.places.trained.entries, strict=True):
+        a = program.places.a(torch.from_numpy(state["adapter"]), entry)[: entry.rank].t()
+        cosines = (a * value.a).sum(0).abs() / (a.norm(dim=0) * value.a.norm(dim=0))
+        assert cosines[0] > 0.999 and not program.places.b(torch.from_numpy(state["adapter"]), entry).any()
+    assert calibrate(tiny_model(), settings(subspace="random"), dataset, SEED) is None  # type: ignore[arg-type]
 
 
 def test_a_limit_of_labelled_tokens_gives_the_same_loss_or_none() -> None:
