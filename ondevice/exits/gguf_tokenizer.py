@@ -11,21 +11,15 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
+from ondevice.models.gguf_tokenizer import LLAMA3, QWEN2, SPACE
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
 
     from ondevice.models import LoadedModel
 
-_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORT = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_WORDS = {
-    rf"{_SHORT}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}": "llama-bpe",
-    rf"{_SHORT}|{_LETTERS}|\p{{N}}|{_REST}": "qwen2",
-}
+_WORDS = {LLAMA3: "llama-bpe", QWEN2: "qwen2"}
 """llama.cpp's name of each pattern that words are cut by; a byte-level step without a pattern of its own follows."""
-_SPACE = "▁"
 _NO_MERGE = ("<none>", "<none>")
 """llama.cpp loads no file without merges; no piece of a text has this name, so it never applies."""
 
@@ -117,10 +111,10 @@ def _adds_space(rules: dict[str, Any], where: str) -> bool:
     steps = normalizer.get("normalizers", [normalizer] if normalizer else [])
     kinds = [step["type"] for step in steps]
     if rules["pre_tokenizer"] is None and kinds in (["Prepend", "Replace"], ["Replace"]):
-        if all(step.get("content", step.get("prepend")) == _SPACE for step in steps):
+        if all(step.get("content", step.get("prepend")) == SPACE for step in steps):
             return kinds[0] == "Prepend"
     step = rules["pre_tokenizer"] or {}
-    if step.get("type") == "Metaspace" and step.get("replacement") == _SPACE and not steps:
+    if step.get("type") == "Metaspace" and step.get("replacement") == SPACE and not steps:
         return step.get("prepend_scheme") != "never"
     raise ModelError(
         f"{where}: llama.cpp has no name for how the tokenizer treats spaces",

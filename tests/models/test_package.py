@@ -146,7 +146,7 @@ def test_a_conversion_that_dies_is_done_again(own_cache: Path) -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == -9
     assert cache.find("gguf/shared") is None
     folder = cache.convert_once("gguf/shared", "shared.gguf", lambda folder: {"file": "shared.gguf"})
-    assert cache.read_record(folder).origin == {"file": "shared.gguf"}
+    assert cache.read_record(folder).origin == {"conversion": cache.CONVERSION, "file": "shared.gguf"}
     assert [path.name for path in (own_cache / "models" / "gguf").iterdir()] == ["shared"]
 
 
