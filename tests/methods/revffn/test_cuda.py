@@ -66,6 +66,8 @@ def test_a_fused_walk_has_the_bits_of_stored_activations(family, coupling, same_
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "adafactor", "sgd"])
 def test_a_resume_has_the_same_bits(optimizer, same_order) -> None:
+    if optimizer == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
     settings = {"coupling": "exact", "optimizer": optimizer, "micro_batch_size": 3, "max_grad_norm": 1.0}
     straight = opened(on_gpu(), **settings)
     _, state = after(straight)
