@@ -15,6 +15,8 @@ from unittest.mock import patch
 import torch._export.utils as export_utils
 from executorch.backends.xnnpack import _passes as xnnpack_passes
 from executorch.exir.lowered_backend_module import LoweredBackendModule
+from executorch.exir.program import _program as edge
+from torch.export import ExportedProgram
 from torch.fx.traceback import NodeSource
 
 VISION = (
@@ -40,6 +42,8 @@ def shortcuts() -> Iterator[None]:
       torch.fx copies both, deeply, in every pass (measured: the provenance alone is a fifth of the time).
     - PyTorch's composite operators are listed once, not at every decomposition.
     - XNNPACK's passes for other kinds of networks are left out.
+    - A program is made functional once: with its decompositions, not in a tracing of its own before them.
+    - A graph is checked where its edge program is finished, not after each of the passes before.
     - The garbage collector looks less often, and not at what was there before.
     """
     transform, materialize = xnnpack_passes._transform, export_utils._materialize_cpp_cia_ops
@@ -54,6 +58,23 @@ def shortcuts() -> Iterator[None]:
             materialize()
             listed.append(True)
 
+    build, decompose, validate = edge._gen_edge_manager_for_partitioners, ExportedProgram.run_decompositions, (
+        ExportedProgram._validate
+    )
+
+    def decompose_if_any(program: Any, table: Any = None, *more: Any, **options: Any) -> Any:
+        return program if type(table) is dict and not table else decompose(program, table, *more, **options)
+
+    def build_and_validate(*arguments: Any, **options: Any) -> Any:
+        with (
+            patch.object(ExportedProgram, "run_decompositions", decompose_if_any),
+            patch.object(ExportedProgram, "_validate", lambda self: None),
+        ):
+            manager = build(*arguments, **options)
+        for program in manager._edge_programs.values():
+            validate(program)
+        return manager
+
     thresholds = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER, *thresholds[1:])
@@ -62,6 +83,7 @@ def shortcuts() -> Iterator[None]:
             patch.object(NodeSource, "__deepcopy__", lambda self, memo: self, create=True),
             patch.object(LoweredBackendModule, "__deepcopy__", lambda self, memo: self),
             patch.object(xnnpack_passes, "_transform", transform_unless_vision),
+            patch.object(edge, "_gen_edge_manager_for_partitioners", build_and_validate),
             patch.object(export_utils, "_materialize_cpp_cia_ops", materialize_once),
         ):
             yield
