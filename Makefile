@@ -36,7 +36,7 @@ demo-prge: model
 # Three processes also on two cores: tests of daemons and of ranks wait much of their time. Each takes up to 3 GB.
 # A worker that crashes ends the run at once: with its tests handed on, the others would wait for ever.
 test: model
-	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
+	@CI=true PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
 
 ## make test-fast  the tests that need neither the model nor much time
 test-fast: setup
