@@ -107,7 +107,7 @@ def _functional_and_valid_once() -> Iterator[None]:
 
 @contextmanager
 def _code_when_called() -> Iterator[None]:
-    write, reduce = GraphModule.recompile, GraphModule.__reduce__
+    write = GraphModule.recompile
 
     def write_when_called(module: Any) -> None:
         def forward(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -118,17 +118,12 @@ def _code_when_called() -> Iterator[None]:
             module._in_spec, module._out_spec = module.graph._codegen.pytree_info[1:]
         type(module).forward = forward
 
-    def reduce_written(module: Any) -> Any:
-        with patch.object(GraphModule, "recompile", write):
-            return reduce(module)
-
     def code(module: Any) -> str:
         write(module)
         return module._code
 
     with (
         patch.object(GraphModule, "recompile", write_when_called),
-        patch.object(GraphModule, "__reduce__", reduce_written),
         patch.object(GraphModule, "code", property(code)),
         patch.object(GraphModule, "__str__", object.__repr__),  # ExecuTorch writes graphs into logs that nobody reads
     ):

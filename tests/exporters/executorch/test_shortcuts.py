@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import operator
-import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -68,7 +67,7 @@ def test_a_pass_that_a_program_needs_would_be_missed(monkeypatch) -> None:
 
 
 def test_a_graph_that_is_changed_computes_what_it_says_now() -> None:
-    """Its code is written late, and is whole for whoever calls, copies or reads it, within the block and after."""
+    """Its code is written late, and is whole for whoever calls or reads it, within the block and after."""
     x = torch.arange(16.0).reshape(2, 8)
     with shortcuts.shortcuts():
         graph = torch.fx.symbolic_trace(Five())
@@ -78,10 +77,8 @@ def test_a_graph_that_is_changed_computes_what_it_says_now() -> None:
                 node.target = operator.truediv
         graph.recompile()
         assert "/" in graph.code and "*" not in graph.code
-        copied = pickle.loads(pickle.dumps(graph))
-        graph.recompile()
         inside = graph(x)
         graph.recompile()
     expected = torch.cat([x + 1, x / 2, x - 3, x / 4, x + 5, x / 6], -1)
-    for actual in (inside, graph(x), copied(x)):
+    for actual in (inside, graph(x)):
         assert torch.equal(actual, expected)
