@@ -36,7 +36,7 @@ demo-prge: model
 # Three processes also on two cores: tests of daemons and of ranks wait much of their time. Each takes up to 3 GB.
 # A worker that crashes ends the run at once: with its tests handed on, the others would wait for ever.
 test: model
-	@CI=true OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
+	@CI=true PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 ONDEVICE_REQUIRE_MODEL=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 40 $(ARGS)
 
 ## make test-fast  the tests that need neither the model nor much time
 test-fast: setup
@@ -53,7 +53,7 @@ android-test: model
 ## make fleet-test  a fleet of three devices over Flower, in an environment that has it beside .venv's packages
 fleet-test: setup
 	@.ci/fleet
-	@CI=true PYTHONPATH="$(CURDIR)" build/fleet-venv/bin/python -m pytest tests/fleet/test_flower.py tests/fleet/test_server.py tests/fleet/test_secure.py tests/fleet/test_averaging.py tests/server/test_fleets.py $(ARGS)
+	@CI=true PYTHONPATH="$(CURDIR)" build/fleet-venv/bin/python -m pytest tests/fleet tests/server/test_fleets.py -m flower $(ARGS)
 
 ## make browser    what the tests of the daemon's page need: Debian's Chromium, packages from npm
 browser:

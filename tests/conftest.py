@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,6 +62,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def root() -> Path:
     """The checkout."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def warm() -> Iterator[Warm]:
+    """Commands `python` and `ondevice` that begin with torch and transformers imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = Warm(Path(folder))
+        yield processes
+        processes.close()
 
 
 def _skip(items: list[pytest.Item], marker: str, present: Callable[[], bool], reason: str) -> None:

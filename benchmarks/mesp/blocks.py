@@ -81,6 +81,8 @@ def main() -> None:
     rows = []
     for model in models:
         layers = args.layers or (SHAPES[model]["layers"] if model in SHAPES else 30)
+        if args.scratch:
+            args.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
             rows += measure(names, model, layers, args.tokens, Path(scratch), args.repeats)
     notes = [

@@ -16,6 +16,7 @@ from ondevice.core.method import MethodSpec
 from ondevice.core.registry import method, method_config, method_names, methods, open_session
 from tests.core.foreign import METHOD, install
 from tests.core.names import named_in, named_in_script, offences
+from tests.warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,10 +88,10 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install(tmp_path_factory.mktemp("elsewhere"), "norm-sgd", "norm_sgd", METHOD)
 
 
-def run(elsewhere: Path, *arguments: str, cwd: Path) -> str:
+def run(elsewhere: Path, *arguments: str, cwd: Path, python: str | Path = sys.executable) -> str:
     environment = {**os.environ, "PYTHONPATH": f"{elsewhere}{os.pathsep}{ROOT}", "COLUMNS": "200"}
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, env=environment, check=False
+        [str(python), *arguments], capture_output=True, text=True, cwd=cwd, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -110,12 +111,13 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def ondevice(elsewhere: Path, cwd: Path, *commands: list[str]) -> list[str]:
+def ondevice(warm: Warm, elsewhere: Path, cwd: Path, *commands: list[str]) -> list[str]:
     """Return what each command prints; they run one after the other in one new process."""
-    return [json.loads(line) for line in run(elsewhere, "-c", COMMANDS, json.dumps(commands), cwd=cwd).splitlines()]
+    said = run(elsewhere, "-c", COMMANDS, json.dumps(commands), cwd=cwd, python=warm.python)
+    return [json.loads(line) for line in said.splitlines()]
 
 
-def test_a_method_of_another_package_does_what_ours_do(elsewhere: Path, tmp_path: Path) -> None:
+def test_a_method_of_another_package_does_what_ours_do(elsewhere: Path, tmp_path: Path, warm: Warm) -> None:
     """It plans, trains, resumes with the same bits, evaluates, and has its flag in --help and its page in the docs;
     no file of the project is touched."""
     rows = tmp_path / "rows.jsonl"
@@ -126,12 +128,13 @@ def test_a_method_of_another_package_does_what_ours_do(elsewhere: Path, tmp_path
         return ["train", *common, "--data", str(rows), "--max-length", "16", "--out", out, *more]
 
     planned, whole, _ = ondevice(
-        elsewhere, tmp_path, ["plan", *common], train("whole", "--steps", "4"), train("parts", "--steps", "2")
+        warm, elsewhere, tmp_path, ["plan", *common], train("whole", "--steps", "4"), train("parts", "--steps", "2")
     )
     assert json.loads(planned.splitlines()[-1])["method"]["momentum"] == 0.5
     whole = json.loads(whole.splitlines()[-1])
     assert whole["final_loss"] < whole["first_loss"]
     _, evaluated, shown = ondevice(
+        warm,
         elsewhere,
         tmp_path,
         train("parts", "--steps", "4", "--resume"),

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from benchmarks import tables
+from tests.warm import Warm
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -40,13 +41,15 @@ def name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def run(document: Path, folder: Path, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
+def run(
+    document: Path, folder: Path, python: str | Path = sys.executable, timeout_s: float = 900
+) -> subprocess.CompletedProcess[str]:
     """Run a document's blocks in `folder`, with the checkout's examples/ in it and `ondevice` on the path."""
     if (ROOT / "examples").is_dir():
         (folder / "examples").symlink_to(ROOT / "examples")
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(Path(python).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
     return subprocess.run(
-        [sys.executable, str(HERE / "run_document.py"), str(document)],
+        [str(python), str(HERE / "run_document.py"), str(document)],
         cwd=folder,
         env={**os.environ, "PATH": path},
         capture_output=True,
@@ -60,8 +63,8 @@ def run(document: Path, folder: Path, timeout_s: float = 900) -> subprocess.Comp
 @pytest.mark.model
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("document", TESTED, ids=name)
-def test_examples_run(document: Path, tmp_path: Path) -> None:
-    done = run(document, tmp_path)
+def test_examples_run(document: Path, tmp_path: Path, warm: Warm) -> None:
+    done = run(document, tmp_path, warm.python)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.warm import Warm
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_sdk(root: Path, tmp_path: Path) -> None:
+def test_sdk(root: Path, tmp_path: Path, warm: Warm) -> None:
     done = subprocess.run(
-        [sys.executable, str(root / "examples/sdk.py"), str(tmp_path / "out")],
+        [str(warm.python), str(root / "examples/sdk.py"), str(tmp_path / "out")],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -32,6 +32,7 @@ def drawn(seed: int) -> Arrays:
     return {name: draw.normal(0, 1, shape).astype(np.float32) for name, shape in (("a", (3, 4)), ("b", (5,)))}
 
 
+@pytest.mark.flower
 @pytest.mark.parametrize("strategy", get_args(Rule))
 def test_rules_have_the_bits_of_flowers_strategies(strategy: Rule) -> None:
     """Five devices of different rows, over three rounds, so that moments count."""
@@ -131,6 +132,7 @@ def test_mistakes_are_said(ondevice: CommandLine, tmp_path: Path) -> None:
         AdapterCharter.from_bytes(b"{}")
 
 
+@pytest.mark.flower
 def test_the_server_over_flower_gives_the_simulations_adapter(tmp_path: Path, monkeypatch: Any) -> None:
     """A grid in this process, whose nodes are the simulation's members."""
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")

@@ -40,6 +40,7 @@ def python() -> Path:
     return Path(sys.executable)
 
 
+@pytest.mark.flower
 @pytest.mark.slow
 @pytest.mark.timeout(320)
 @pytest.mark.parametrize("more", ["", "--set fleet.clip_norm=50 --set fleet.secure=true"], ids=["plain", "secure"])
@@ -72,6 +73,7 @@ def test_three_devices_on_one_machine_end_with_one_adapter(root: Path, tmp_path:
     assert result["bytes_per_device_round"] <= (12_000 if more else 256)
 
 
+@pytest.mark.flower
 @pytest.mark.slow
 @pytest.mark.timeout(320)
 def test_flowers_engine_gives_the_hash_of_our_own(tmp_path: Path) -> None:
@@ -92,6 +94,7 @@ def test_flowers_engine_gives_the_hash_of_our_own(tmp_path: Path) -> None:
     assert found["flower"]["final_hash"] == found["own"]["final_hash"]
 
 
+@pytest.mark.flower
 def test_epsilon_is_above_the_exact_one_of_the_gaussian_mechanism_and_near_it() -> None:
     """Answers compose to one Gaussian mechanism, whose delta is known in closed form (Balle and Wang, 2018)."""
     cases = [(20.0, 1), (20.0, 100), (3.0, 10)]

@@ -21,6 +21,7 @@ from ondevice.fleet.state import State
 from ondevice.fleet.store import Store
 from tests.fleet.fleets import answer, charter, drawn
 
+pytestmark = pytest.mark.flower
 SETTINGS = {"rounds": 4, "least_devices": 3, "sample": 1.0, "wait_s": 0.5}
 
 

@@ -113,6 +113,7 @@ def test_the_owner_adds_a_seat_by_command_and_mistakes_are_said(ondevice: Comman
     assert Running().process is None
 
 
+@pytest.mark.flower
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_daemon_trains_a_round_and_shows_it(ondevice: CommandLine, tmp_path: Path) -> None:

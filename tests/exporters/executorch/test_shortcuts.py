@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 from contextlib import nullcontext
 
 import pytest
@@ -63,3 +64,21 @@ def test_a_pass_that_a_program_needs_would_be_missed(monkeypatch) -> None:
     monkeypatch.setattr(shortcuts, "VISION", (*shortcuts.VISION, "DecomposeConcatenate"))
     with pytest.raises(Exception, match="cat"):
         lowering.lower([module])
+
+
+def test_a_graph_that_is_changed_computes_what_it_says_now() -> None:
+    """Its code is written late, and is whole for whoever calls or reads it, within the block and after."""
+    x = torch.arange(16.0).reshape(2, 8)
+    with shortcuts.shortcuts():
+        graph = torch.fx.symbolic_trace(Five())
+        assert torch.equal(graph(x), Five()(x))
+        for node in graph.graph.nodes:
+            if node.target is operator.mul:
+                node.target = operator.truediv
+        graph.recompile()
+        assert "/" in graph.code and "*" not in graph.code
+        inside = graph(x)
+        graph.recompile()
+    expected = torch.cat([x + 1, x / 2, x - 3, x / 4, x + 5, x / 6], -1)
+    for actual in (inside, graph(x)):
+        assert torch.equal(actual, expected)

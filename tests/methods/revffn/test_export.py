@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ondevice.methods.revffn import METHOD
 from ondevice.methods.revffn.torch import open_reversible
 from ondevice.models.tiny import tiny_model
 from tests.methods.reference import batch
+from tests.warm import Warm
 
 CASES = [
     ("llama", "full", {}),
@@ -31,7 +31,8 @@ READ = """
 import json, sys
 sys.modules["ondevice"] = None  # installed for development it would be found: any import of it fails
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+dynamic_module_utils.HF_MODULES_CACHE = sys.argv[3]
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
 ids = torch.tensor(json.loads(sys.argv[2]))
@@ -61,12 +62,13 @@ def trained(family: str, coupling: str, sizes: dict[str, Any], dtype: torch.dtyp
     return session
 
 
-def read(folder: Path, ids: np.ndarray) -> dict[str, Any]:
+def read(warm: Warm, folder: Path, ids: np.ndarray) -> dict[str, Any]:
     """Read the folder with transformers, in a process that cannot import this package."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(folder.parent / "modules")}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    words = [str(folder), json.dumps(ids.tolist()), str(folder.parent / "modules")]
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(folder), json.dumps(ids.tolist())],
+        [str(warm.python), "-c", READ, *words],
         cwd=folder, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -74,11 +76,11 @@ def read(folder: Path, ids: np.ndarray) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("family", "coupling", "sizes"), CASES)
-def test_the_folder_loads_without_this_package(family, coupling, sizes, tmp_path) -> None:
+def test_the_folder_loads_without_this_package(family, coupling, sizes, tmp_path, warm) -> None:
     session = trained(family, coupling, sizes)
     session.save_model(tmp_path / "model")
     ids = batch(2)[0]
-    loaded = read(tmp_path / "model", ids)
+    loaded = read(warm, tmp_path / "model", ids)
     nll, count = session.evaluate(ids, ids)
     assert loaded["kind"] == "RevffnForCausalLM" and loaded["tokens"] == 4
     assert loaded["loss"] == pytest.approx(nll.sum() / count.sum(), rel=1e-5)
@@ -86,11 +88,11 @@ def test_the_folder_loads_without_this_package(family, coupling, sizes, tmp_path
     np.testing.assert_allclose(logits, left, atol=1e-4 * np.abs(logits).max())  # padding on the left changes nothing
 
 
-def test_bfloat16_and_a_tied_head_come_back(tmp_path) -> None:
+def test_bfloat16_and_a_tied_head_come_back(tmp_path, warm) -> None:
     session = trained("llama", "exact", {}, torch.bfloat16)
     session.save_model(tmp_path / "model")
     ids = batch(2)[0]
-    loaded = read(tmp_path / "model", ids)
+    loaded = read(warm, tmp_path / "model", ids)
     nll, count = session.evaluate(ids, ids)
     assert loaded["dtype"] == "torch.bfloat16"
     assert loaded["loss"] == pytest.approx(nll.sum() / count.sum(), rel=2e-2)

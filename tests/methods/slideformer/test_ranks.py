@@ -33,6 +33,7 @@ from ondevice.training.checkpoint import read_state  # noqa: E402
 from tests.cli.command import classes, tiny  # noqa: E402
 from tests.methods.slideformer.ranked import LIMIT_S, ROWS, RUNS, THREE, compute, opened, save_again  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
+from tests.warm import Warm  # noqa: E402
 
 DEVICE = os.environ.get("ONDEVICE_RANKS_DEVICE", "cpu")
 WORLD = 2
@@ -51,12 +52,12 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def start(case: str, folder: Path, world: int = WORLD) -> list[subprocess.Popen[str]]:
+def start(warm: Warm, case: str, folder: Path, world: int = WORLD) -> list[subprocess.Popen[str]]:
     """Ranks without `torchrun`, which would end the one when the other dies."""
     port = free_port()
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.methods.slideformer.ranked", case, str(folder), DEVICE],
+            [str(warm.python), "-m", "tests.methods.slideformer.ranked", case, str(folder), DEVICE],
             env=environment(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
             stderr=subprocess.PIPE,
             text=True,
@@ -114,8 +115,8 @@ def torchrun_on_two_hosts(*arguments: object) -> list[str]:
     return errors
 
 
-def results(case: str, folder: Path, world: int) -> list[dict[str, Any]]:
-    for process in start(case, folder, world):
+def results(warm: Warm, case: str, folder: Path, world: int) -> list[dict[str, Any]]:
+    for process in start(warm, case, folder, world):
         _, errors = process.communicate(timeout=150)
         assert process.returncode == 0, errors
     return [torch.load(folder / f"{case}-{rank}.pt", weights_only=False) for rank in range(world)]
@@ -127,9 +128,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
+def ranks(folder: Path, warm: Warm) -> list[dict[str, Any]]:
     """Return the results of each of two ranks."""
-    return results("runs", folder, 2)
+    return results(warm, "runs", folder, 2)
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +142,10 @@ def single(folder: Path, ranks: list[dict[str, Any]]) -> SlideformerSession:
 
 
 @pytest.fixture(scope="module")
-def three(folder: Path, single: SlideformerSession) -> list[dict[str, Any]]:
+def three(folder: Path, single: SlideformerSession, warm: Warm) -> list[dict[str, Any]]:
     """Return the results of each of three ranks, which also load and write what one process has written."""
     needs_three()
-    return results("three", folder, 3)
+    return results(warm, "three", folder, 3)
 
 
 def needs_three() -> None:
@@ -227,18 +228,18 @@ def test_what_a_checkpoint_lacks_is_an_error_on_every_rank(ranks: list[dict[str,
         assert rank["session"]["refused"].startswith("the checkpoint does not fit")
 
 
-def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, warm: Warm) -> None:
     """Each of the others says which layer waits for it; and what rank 0 leaves without a word ends, too. A checkpoint
     that a rank has not written does not get its name."""
     world = 3 if DEVICE == "cpu" else 2
     at_once = ("dies", "hangs") if DEVICE == "cpu" else ("dies", "hangs", "silent", "killed")
-    cases = {case: start(case, tmp_path, world if case in ("dies", "hangs") else 2) for case in at_once}
+    cases = {case: start(warm, case, tmp_path, world if case in ("dies", "hangs") else 2) for case in at_once}
     survivors = {"dies": (0, 2)[: world - 1], "hangs": (0, 2)[: world - 1], "silent": (1,), "killed": (0,)}
     loaded: dict[str, list[dict[str, Any]]] = {}
     try:
         for case, ranks in survivors.items():
             if case not in cases:
-                cases[case] = start(case, tmp_path, 2)
+                cases[case] = start(warm, case, tmp_path, 2)
             for rank in ranks:
                 _, errors = cases[case][rank].communicate(timeout=240)
                 assert cases[case][rank].returncode == 0, errors

@@ -1,0 +1,53 @@
+"""A process forked from one that has imported everything is the process that was asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.warm import Warm
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python starts as ever")
+
+
+def ended(warm: Warm, *words: str, **options: object) -> tuple[int, str, str]:
+    done = subprocess.run([str(warm.python), *words], capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload]
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_it_has_the_caller_s_arguments_and_environment_and_ends_as_it_would_have(warm: Warm, tmp_path: Path) -> None:
+    (tmp_path / "near.py").write_text("import os, sys\nprint(__name__, sys.argv[1:], os.getcwd(), os.environ['A'])\n")
+    folder = tmp_path / "ein Ordner"
+    folder.mkdir()
+    for words in (["-m", "near"], [str(tmp_path / "near.py")]):
+        environment = {**os.environ, "A": "ä", "PYTHONPATH": str(tmp_path)}
+        code, told, _ = ended(warm, *words, "ü b", cwd=folder, env=environment)
+        assert (code, told) == (0, f"__main__ ['ü b'] {folder} ä\n")
+    assert ended(warm, "-c", "import sys; print(len({'torch', 'ondevice'} & sys.modules.keys()))")[1] == "1\n"
+    assert ended(warm, "-c", "import sys; print(sys.stdin.read()); sys.exit(7)", input="ö")[:2] == (7, "ö\n")
+    code, _, errors = ended(warm, "-c", "1 / 0")
+    assert code == 1 and errors.endswith("ZeroDivisionError: division by zero\n")
+    for number in (signal.SIGKILL, signal.SIGINT):
+        assert ended(warm, "-c", f"import os; os.kill(os.getpid(), {number})")[0] == -number
+
+
+def test_it_is_killed_and_asked_as_the_command_is(warm: Warm) -> None:
+    code = "import os, signal, time; print(os.getpid(), flush=True); time.sleep(60)"
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with subprocess.Popen([str(warm.python), "-c", code], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            forked = Path("/proc", process.stdout.readline().strip())
+            process.send_signal(number)
+            assert process.stdout.read() == "" and process.wait() == -number  # its end of the pipe is closed
+        assert not forked.exists() or "Z" in (forked / "stat").read_text().split()[2]
+
+
+def test_what_an_import_reads_is_read_again(warm: Warm) -> None:
+    code = "import sys; from huggingface_hub.constants import HF_HOME; print(HF_HOME, 'torch' in sys.modules)"
+    assert ended(warm, "-c", code, env={**os.environ, "HF_HOME": "/nowhere"})[1] == "/nowhere False\n"
+    assert ended(warm, "-P", "-c", "print(5)")[1] == "5\n"

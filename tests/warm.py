@@ -1,0 +1,204 @@
+"""Python processes that begin with torch and transformers imported, for tests that start many short ones.
+
+Importing the two takes 4 CPU seconds, more than most commands over a tiny model. `Warm` keeps one process that has
+imported them and done nothing else; its `python` and `ondevice` are commands that ask that process to fork. What they
+run is a process of its own, with the caller's arguments, environment, folder and open files, and ends as it would have
+ended: by its exit status, its exception or its signal. Signals go on to it, and it is killed when the command is.
+
+Whatever such a start cannot give is started as ever: options of the interpreter, or another value of a variable that
+an import reads.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+PRELOADED = ("torch", "transformers", "transformers.models.llama.modeling_llama", "safetensors.torch", "tokenizers")
+AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "ONEDNN_", "CUDA_", "LD_", "USE_", "PYTHON")
+"""Beginnings of the names of variables that an import reads; PYTHONPATH is followed."""
+HEADER_BYTES = 8
+CLIENT = """#!{python} -IS
+import json, os, signal, socket, sys
+words = {prefix!r} + sys.argv[1:]
+try:
+    link = socket.socket(socket.AF_UNIX)
+    link.connect({address!r})
+except OSError:
+    os.execv({python!r}, [{python!r}, *words])
+text = json.dumps(dict(words=words, environment=dict(os.environ), folder=os.getcwd(), group=os.getpgrp())).encode()
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+    signal.signal(number, lambda number, frame: link.send(bytes([number])))
+socket.send_fds(link, [len(text).to_bytes({header}, "little")], [0, 1, 2])
+link.sendall(text)
+answer = link.recv(16)
+status = int(answer) if answer else -signal.SIGKILL
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
+
+class Warm:
+    """The process that forks, started at the first use; `python` and `ondevice` are in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python, self.ondevice = folder / "python", folder / "ondevice"
+        address = str(folder / "socket")
+        for path, prefix in ((self.python, []), (self.ondevice, ["-m", "ondevice"])):
+            path.write_text(CLIENT.format(python=sys.executable, address=address, prefix=prefix, header=HEADER_BYTES))
+            path.chmod(0o755)
+        self.process: subprocess.Popen[bytes] | None = None
+        if sys.platform != "linux":  # elsewhere the commands start Python as ever
+            return
+        command = [sys.executable, __file__, address]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n", "the process that forks did not start"
+
+    def close(self) -> None:
+        """End it, and with it what it has started."""
+        if self.process is not None:
+            self.process.communicate()
+
+
+def serve(address: str) -> dict[str, Any] | None:
+    """Fork for each request until standard input ends: None then, and in each fork what it is to do."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    woken, waker = socket.socketpair()
+    for end in (woken, waker):
+        end.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    signal.set_wakeup_fd(waker.fileno())
+    selector = selectors.DefaultSelector()
+    for source in (listener, woken, sys.stdin):
+        selector.register(source, selectors.EVENT_READ)
+    links: dict[int, socket.socket] = {}
+    os.write(1, b"ready\n")
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is sys.stdin:
+                for process in links:
+                    os.kill(process, signal.SIGKILL)
+                return None
+            if key.fileobj is woken:
+                woken.recv(4096)
+                _reap(links, selector)
+            elif key.fileobj is listener:
+                link, _ = listener.accept()
+                head, files, _, _ = socket.recv_fds(link, HEADER_BYTES, 3)
+                text = b""
+                while len(text) < int.from_bytes(head, "little"):
+                    text += link.recv(1 << 16)
+                if not (process := os.fork()):
+                    signal.set_wakeup_fd(-1)
+                    for end in (listener, woken, waker, link, *links.values()):
+                        end.close()
+                    selector.close()
+                    return {**json.loads(text), "files": files}
+                for file in files:
+                    os.close(file)
+                links[process] = link
+                selector.register(link, selectors.EVENT_READ, process)
+            elif key.data in links:
+                try:
+                    numbers = links[key.data].recv(64)
+                except OSError:
+                    numbers = b""
+                for number in numbers or bytes([signal.SIGKILL]):  # the command is gone
+                    os.kill(key.data, number)
+                if not numbers:
+                    selector.unregister(links[key.data])
+
+
+def _reap(links: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
+    while links:
+        process, status = os.waitpid(-1, os.WNOHANG)
+        if not process:
+            return
+        link = links.pop(process)
+        try:
+            selector.unregister(link)
+        except KeyError:
+            pass
+        try:
+            link.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+        except OSError:  # nobody waits for it any more
+            pass
+        link.close()
+
+
+def become(task: dict[str, Any], started_with: dict[str, str], paths: list[str]) -> None:
+    """Make this fork the process that was asked for, and run it."""
+    for number in (signal.SIGCHLD, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.default_int_handler)
+    for target, file in enumerate(task["files"]):
+        os.dup2(file, target)
+        os.close(file)
+    try:
+        os.setpgid(0, task["group"])
+    except OSError:  # in another session
+        pass
+    os.chdir(task["folder"])
+    words, environment = task["words"], task["environment"]
+    unknown = words[0].startswith("-") and words[0] not in ("-m", "-c")
+    if unknown or _read_by_imports(environment) != _read_by_imports(started_with):
+        os.execve(sys.executable, [sys.executable, *words], environment)
+    os.environ.clear()
+    os.environ.update(environment)
+    more = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    first = os.getcwd() if words[0] == "-m" else "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
+    sys.path[:] = [first, *more, *paths]
+    sys.path_importer_cache.clear()
+    if words[0] == "-m":
+        sys.argv[:] = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    elif words[0] == "-c":
+        sys.argv[:] = ["-c", *words[2:]]
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
+        exec(compile(words[1], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv[:] = words
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
+    return {key: value for key, value in environment.items() if key.startswith(AT_IMPORT) and key != "PYTHONPATH"}
+
+
+def _main() -> None:
+    started_with = dict(os.environ)
+    own = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    paths = [path for path in sys.path if path not in own]
+    sys.path[:] = paths
+    for name in PRELOADED:
+        __import__(name)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot fork safely"
+    gc.freeze()
+    if (task := serve(sys.argv[1])) is not None:
+        try:
+            become(task, started_with, paths)
+        except KeyboardInterrupt:  # as the interpreter ends
+            traceback.print_exc()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    _main()
