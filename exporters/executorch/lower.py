@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
 from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
+from executorch.backends.xnnpack.partition.config.generic_node_configs import GeluConfig
 from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.backends.xnnpack.utils.utils import get_input_node, is_param_node
@@ -73,8 +74,12 @@ class Lowered:
 
 
 def xnnpack_partitioner() -> XnnpackPartitioner:
-    """Return all of XNNPACK's ops, with the shared-weight rule for linears."""
-    configs = [SharedWeightLinearConfig if config is LinearConfig else config for config in ALL_PARTITIONER_CONFIGS]
+    """Return all of XNNPACK's ops, with the shared-weight rule for linears.
+
+    But for GELU: the lowering drops its `approximate`, so that the tanh form would come out as the exact one.
+    """
+    taken = [config for config in ALL_PARTITIONER_CONFIGS if config is not GeluConfig]
+    configs = [SharedWeightLinearConfig if config is LinearConfig else config for config in taken]
     return XnnpackPartitioner(configs=configs)
 
 

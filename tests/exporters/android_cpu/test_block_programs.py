@@ -266,6 +266,18 @@ def test_the_app_refuses_a_program_that_lacks_a_function(copy) -> None:
         push(copy)
 
 
+def test_gelu_in_its_tanh_form_stays_outside_xnnpack() -> None:
+    torch = pytest.importorskip("torch")
+    from ondevice.artifact.manifest import port
+    from ondevice.core.program import ProgramModule
+    from ondevice.exporters.executorch.lower import lower_portable
+
+    hidden = (port("hidden", "hidden", (16, 8)),)
+    method = ProgramModule("gelu", torch.nn.GELU(approximate="tanh"), hidden, hidden)
+    lowered = lower_portable([method], plan_inputs=False, packed_from_rows=16)
+    assert (lowered.delegates, lowered.ops["gelu"]) == ({"gelu": 0}, ["aten::gelu.out"])
+
+
 def test_p_rge_has_none() -> None:
     job = artifacts.export_jobs(config("functional", **{"export.program": "blocks"}))[0]
     from ondevice.core.registry import target
