@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
 from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
+from executorch.backends.xnnpack.partition.config.generic_node_configs import GeluConfig
 from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
 from executorch.backends.xnnpack.utils.utils import get_input_node, is_param_node
@@ -73,8 +74,12 @@ class Lowered:
 
 
 def xnnpack_partitioner() -> XnnpackPartitioner:
-    """Return all of XNNPACK's ops, with the shared-weight rule for linears."""
-    configs = [SharedWeightLinearConfig if config is LinearConfig else config for config in ALL_PARTITIONER_CONFIGS]
+    """Return all of XNNPACK's ops, with the shared-weight rule for linears.
+
+    But for GELU: the lowering drops its `approximate`, so that the tanh form would come out as the exact one.
+    """
+    taken = [config for config in ALL_PARTITIONER_CONFIGS if config is not GeluConfig]
+    configs = [SharedWeightLinearConfig if config is LinearConfig else config for config in taken]
     return XnnpackPartitioner(configs=configs)
 
 
@@ -117,36 +122,54 @@ def lower(methods: Sequence[ProgramModule], *, buffers: Sequence[str] = (), quan
     return lowered(edge, program, methods, started)
 
 
-def lower_portable(methods: Sequence[ProgramModule], *, plan_inputs: bool = True, integers: bool = False) -> Lowered:
+def lower_portable(
+    methods: Sequence[ProgramModule],
+    *,
+    plan_inputs: bool = True,
+    integers: bool = False,
+    packed_from_rows: int | None = None,
+) -> Lowered:
     """Export and serialise `methods` into one program of the runtime's own kernels; weights are stored once.
 
-    Nothing is delegated: products read the frozen weights in the mapped file, so that all the memory a step takes is
-    the planned arena. Nor are common subexpressions merged: a block that is computed again in its backward pass is
-    one, and merging the two would keep everything of the forward pass.
+    Nothing is delegated, unless it is asked for: products read the frozen weights in the mapped file, so that all the
+    memory a step takes is the planned arena. Nor are common subexpressions merged: a block that is computed again in
+    its backward pass is one, and merging the two would keep everything of the forward pass.
 
     Args:
         methods: modules with example inputs.
         plan_inputs: False leaves inputs where a caller has them, so that a weight that goes in is never copied.
         integers: products of constants in 8 bits with activations that are rounded as they come are XNNPACK's, and
             nothing else is.
+        packed_from_rows: XNNPACK takes what it can of a method that is given so many hidden states or more. A weight
+            that goes in is packed at each call, into memory that all calls share: with one row that costs more than
+            the product, and from some ten rows on it saves time.
     """
     import executorch.kernels.quantized  # noqa: F401 - registers the kernels that make packed weights dense
 
     started = time.perf_counter()
     logging.getLogger("executorch").setLevel(logging.ERROR)
     linear = [torch.ops.aten.linear.default]  # its decomposition would copy every weight to transpose it
+    partitioners: dict[str, list[Any]] = {m.name: [integer_partitioner()] if integers else [] for m in methods}
+    if packed_from_rows is not None:
+        partitioners |= {m.name: [xnnpack_partitioner()] for m in methods if hidden_rows(m) >= packed_from_rows}
+    delegated = any(partitioners.values())
     with torch.no_grad(), shortcuts(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         edge = to_edge_transform_and_lower(
             {m.name: torch.export.export(m.module.eval(), m.example_inputs(), strict=False) for m in methods},
-            partitioner={m.name: [integer_partitioner()] for m in methods} if integers else None,
+            partitioner=partitioners if delegated else None,
             compile_config=EdgeCompileConfig(
-                preserve_ops=linear, _core_aten_ops_exception_list=linear, _check_ir_validity=not integers
+                preserve_ops=linear, _core_aten_ops_exception_list=linear, _check_ir_validity=not delegated
             ),
         )
         planning = MemoryPlanningPass(alloc_graph_input=plan_inputs)
         program = edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning))
     return lowered(edge, program, methods, started)
+
+
+def hidden_rows(method: ProgramModule) -> int:
+    """Return how many hidden states a method is given, 0 where none goes in."""
+    return max((port.shape[0] for port in method.inputs if port.role == "hidden"), default=0)
 
 
 def lowered(edge: Any, program: Any, methods: Sequence[ProgramModule], started: float) -> Lowered:

@@ -179,7 +179,7 @@ def blocks_memory(
 
     The host keeps adapter, moments and block inputs. Each function has an arena of its own: of one block's stages and
     its layer's new vectors, of a tile of the head, and of the dense copy of one packed matrix or tile. Where products
-    are of integers, a layer's are packed while it computes.
+    are of integers, a layer's are packed while it computes; in float32 one matrix at a time is.
     """
     vector, tokens = trained_numbers(dims, config) * 4, batch_size * length_tokens
     vectors = 3 if config.optimizer == "adamw" else 1
@@ -191,13 +191,14 @@ def blocks_memory(
     if quantize == "8da8w":  # products come out apart from what they are scaled by and added to
         forward, backward = forward + 8 * tokens * dims.intermediate, backward + 24 * tokens * dims.intermediate
     new = (2 * vectors + 2) * (vector // dims.layers)
+    packed = {"8da8w": 2 * sum(matrices), "none": 4 * max(*matrices, tile * dims.hidden)}
     return {
         "adapter": vector,
         "optimizer": (vectors - 1) * vector,
         "block inputs": dims.layers * tokens * dims.hidden * 4,
         "activations": forward + max(backward, new) + tokens * dims.hidden * 4 + 2 * dense,
         "head tiles": 2 * head,
-        "packed weights": 2 * sum(matrices) if quantize == "8da8w" else 0,
+        "packed weights": packed.get(quantize, 0),
     }
 
 

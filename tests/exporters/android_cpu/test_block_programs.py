@@ -63,6 +63,9 @@ def test_one_small_program_of_a_stock_runtime_serves_every_depth(name) -> None:
     spec = manifest.program_spec
     assert spec.shape == "blocks" and spec.weights == WEIGHTS_NAME and manifest.custom_ops == ()
     assert all(op.split("::")[0] in STOCK for method in spec.methods.values() for op in method.ops)
+    trained = [method for key, method in spec.methods.items() if key.startswith(("block_backward", "head_gradient"))]
+    assert {method.delegates > 0 for method in trained} == {manifest.quantize == "none"}, "XNNPACK packs for many rows"
+    assert all(method.delegates == 0 for key, method in spec.methods.items() if key.endswith(("logits", "decode")))
     assert {f"{layer}" for layer in range(spec.layers)} == {key.split(".")[2] for key in weights if ".layers." in key}
     content = (program(name) / manifest.program).read_bytes()
     for key in weights:
@@ -261,6 +264,18 @@ def test_the_app_refuses_a_program_that_lacks_a_function(copy) -> None:
     path.write_text(json.dumps(manifest))
     with pytest.raises(ArtifactError, match="does not run such programs"):
         push(copy)
+
+
+def test_gelu_in_its_tanh_form_stays_outside_xnnpack() -> None:
+    torch = pytest.importorskip("torch")
+    from ondevice.artifact.manifest import port
+    from ondevice.core.program import ProgramModule
+    from ondevice.exporters.executorch.lower import lower_portable
+
+    hidden = (port("hidden", "hidden", (16, 8)),)
+    method = ProgramModule("gelu", torch.nn.GELU(approximate="tanh"), hidden, hidden)
+    lowered = lower_portable([method], plan_inputs=False, packed_from_rows=16)
+    assert (lowered.delegates, lowered.ops["gelu"]) == ({"gelu": 0}, ["aten::gelu.out"])
 
 
 def test_p_rge_has_none() -> None:
