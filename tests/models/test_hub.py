@@ -123,7 +123,7 @@ def test_every_verb_that_chooses_a_model_has_its_flags(server: Hub, tmp_path: Pa
     plans = [ondevice("plan", "--model", "tiny:llama", "--method", "lora", "--dtype", dtype, "--json").json
              for dtype in ("float32", "bfloat16")]  # fmt: skip
     assert plans[0]["parts_bytes"]["weights"] == 2 * plans[1]["parts_bytes"]["weights"]
-    shown = ondevice("config", "show", "--revision", "v9", "--dtype", "float16", "--json").json
+    shown = ondevice("config", "show", "--model", NAME, "--revision", "v9", "--dtype", "float16", "--json").json
     assert shown["model"]["revision"] == "v9" and shown["model"]["dtype"] == "float16"
 
 
