@@ -35,6 +35,7 @@ def benchmark(
     max_new_tokens: int | None = None,
     out: Path | None = None,
     overwrite: bool = False,
+    revision: str | None = None,
     dtype: str = "float32",
     device: str = "auto",
     on_row: Callable[[int, int], None] = lambda done, rows: None,
@@ -53,7 +54,7 @@ def benchmark(
         max_new_tokens: of an answer; 400 for `gsm8k`, 1024 for `mt_bench`.
         out: folder for `answers.jsonl` and `figures.json`; `runs/eval-TASK`.
         overwrite: replace the answers that are there.
-        dtype, device: of the model.
+        revision, dtype, device: of the model.
         on_row: called with (done, all) before the first row and after each.
 
     Raises:
@@ -71,7 +72,7 @@ def benchmark(
         raise ConfigError(f"{answers} is there already", hint="another --out, or --overwrite")
     questions = read_questions(find_file(data), name)[:rows]
     examples = read_shots(data, name, shots)
-    opened = open_source(source, adapter, dtype, device)
+    opened = open_source(source, adapter, dtype, device, revision)
     limit = _limit(opened, max_length_tokens)
     if name == "mmlu":
         records = choose(opened.session, opened.tokenizer, questions, examples, limit)

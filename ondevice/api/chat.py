@@ -76,8 +76,11 @@ class Chat:
         raise NotImplementedError
 
 
-def open_chat(source: str, adapter: Path | None = None) -> Chat:
+def open_chat(source: str, adapter: Path | None = None, *, revision: str | None = None, dtype: str = "float32") -> Chat:
     """Open a model, or an artifact that was exported with `export.context_tokens`, with or without an adapter.
+
+    Args:
+        revision, dtype: of a model, as `load_model`'s; an artifact has its own.
 
     Raises:
         ArtifactError: the artifact's program cannot write, or the adapter does not fit.
@@ -88,7 +91,7 @@ def open_chat(source: str, adapter: Path | None = None) -> Chat:
     else:
         from ondevice.models import load_model
 
-        chat = _ModelChat(load_model(source, device=resolve_device("auto")))
+        chat = _ModelChat(load_model(source, revision=revision, dtype=dtype, device=resolve_device("auto")))
     if adapter is not None:
         chat.use(adapter)
     return chat

@@ -39,6 +39,7 @@ def evaluate(
     rows: int | None = None,
     columns: Mapping[str, str] | None = None,
     max_length_tokens: int | None = None,
+    revision: str | None = None,
     dtype: str = "float32",
     device: str = "auto",
 ) -> EvalResult:
@@ -47,7 +48,7 @@ def evaluate(
     Question answering is scored by the F1 of generated answers, which an artifact's program does not make. Rows are not
     cut unless `max_length_tokens` says so, or the model takes no more.
     """
-    opened = open_source(source, adapter, dtype, device)
+    opened = open_source(source, adapter, dtype, device, revision)
     if opened.loaded is None:  # an artifact: its buckets are fixed, and it names the task it was exported for
         task, max_length_tokens = task or opened.artifact_task, max(opened.session.lengths_tokens or (2,))
     read = read_rows(data, task=task, columns=columns)
@@ -83,7 +84,9 @@ class Opened:
     artifact_task: str | None = None
 
 
-def open_source(source: str | Path, adapter: Path | None, dtype: str, device: str) -> Opened:
+def open_source(
+    source: str | Path, adapter: Path | None, dtype: str, device: str, revision: str | None = None
+) -> Opened:
     """Open a model, a network of a method's own architecture, or an artifact, and apply the adapter.
 
     Raises:
@@ -107,7 +110,7 @@ def open_source(source: str | Path, adapter: Path | None, dtype: str, device: st
     from ondevice.models.generate import continue_ids
     from ondevice.training.fuse import apply_adapter
 
-    loaded = load_model(str(source), dtype=dtype, device=resolve_device(device))
+    loaded = load_model(str(source), revision=revision, dtype=dtype, device=resolve_device(device))
     if adapter is not None:
         apply_adapter(loaded, load_adapter(adapter))
     return Opened(ModelSession(loaded), loaded.tokenizer, loaded, partial(continue_ids, loaded))

@@ -22,6 +22,8 @@ HELP = "Ctrl-D ends, Ctrl-C stops an answer, /new begins anew, /adapter PATH ans
 def chat(
     first: common.FirstModel = None,
     model: common.Model = None,
+    revision: common.Revision = None,
+    dtype: common.Dtype = None,
     adapter: common.AdapterPath = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
@@ -38,7 +40,7 @@ def chat(
     source = common.model_of(first, model)
     if source is None:
         raise ConfigError("no model is given", expected="--model, or a model as the first word")
-    talk = open_chat(source, adapter)
+    talk = open_chat(source, adapter, **({} if dtype is None else {"dtype": dtype}), revision=revision)
     if system is not None and not talk.templated:
         raise ConfigError("--system needs a chat template", received=f"{source}, which has none")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}

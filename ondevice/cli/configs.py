@@ -42,7 +42,7 @@ def preset(
 
 
 @app.command()
-@common.with_run_options("--method", loop=False)
+@common.with_run_options("--method", "--revision", "--dtype", loop=False)
 def show(
     config: Annotated[Path | None, typer.Argument(help="A run file.")] = None,
     model: common.Model = None,

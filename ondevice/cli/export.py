@@ -12,7 +12,9 @@ from ondevice.cli.common import err, mebibytes, out, overrides, print_json, stag
 from ondevice.core.errors import ConfigError, VerificationError
 
 
-@common.with_run_options("--method", "--task", "--learning-rate", "--memory-limit", "--seed", loop=False)
+@common.with_run_options(
+    "--method", "--revision", "--dtype", "--task", "--learning-rate", "--memory-limit", "--seed", loop=False
+)
 @common.with_method_options
 def export(
     first: common.FirstModel = None,

@@ -176,7 +176,9 @@ Folder = Annotated[Path, typer.Argument(help="The fleet's folder, from `ondevice
 
 
 @app.command()
-@common.with_run_options("--method", "--task", "--max-length", "--learning-rate", "--seed", "--out", loop=False)
+@common.with_run_options(
+    "--method", "--revision", "--dtype", "--task", "--max-length", "--learning-rate", "--seed", "--out", loop=False
+)
 @common.with_method_options
 def begin(
     config: common.Config = None,

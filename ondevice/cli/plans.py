@@ -76,6 +76,7 @@ def plan(
         run_config.method,
         batch_size=run_config.export.batch_size if exported else run_config.train.batch_size,
         length_tokens=max(run_config.export.lengths_tokens) if exported else length_tokens,
+        revision=run_config.model.revision,
         dtype=spec.dtype(run_config.model) if exported else run_config.model.dtype,
         export=run_config.export if exported else None,
         memory_limit_bytes=run_config.train.memory_limit_bytes,

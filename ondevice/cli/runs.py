@@ -50,7 +50,9 @@ def train(
         _finish(trained, json)
 
 
-@common.with_run_options(without=("--method", "--packing", "--batch-size", "--max-length", "--backend", "--seed"))
+@common.with_run_options(
+    without=("--method", "--revision", "--dtype", "--packing", "--batch-size", "--max-length", "--backend", "--seed")
+)
 def run(
     artifact: Annotated[Path, typer.Argument(help="An artifact that `ondevice export` wrote.")],
     config: common.Config = None,
@@ -111,6 +113,8 @@ def evaluate(
         typer.Argument(metavar="[MODEL]", help="A model (hub id, directory, .gguf, package:...), or an artifact."),
     ] = None,
     model: common.Model = None,
+    revision: common.Revision = None,
+    dtype: common.Dtype = None,
     data: Annotated[
         str | None,
         typer.Option("--data", "-d", help="Rows: JSON, CSV, Excel, Parquet, text, a folder, or a data set's name."),
@@ -162,14 +166,22 @@ def evaluate(
     used = [flag for flag, value in flags.items() if value]
     if name is None and used:
         raise ConfigError(f"{used[0]} is for a benchmark", expected=f"--task {' or '.join(BENCHMARKS)}", received=task)
+    chosen = {"revision": revision, **({} if dtype is None else {"dtype": dtype})}
     if name is not None:
-        limits = {"rows": rows, "max_length_tokens": max_length, "max_new_tokens": max_new_tokens}
+        limits = chosen | {"rows": rows, "max_length_tokens": max_length, "max_new_tokens": max_new_tokens}
         _benchmark(source, name, Path(data), json, quiet, adapter=adapter, shots=shots or 0, out=target_dir,
                    overwrite=overwrite, **limits)  # fmt: skip
         return
     named = common.columns_of(columns)
     result = evaluate_rows(
-        source, Path(data), task=task, adapter=adapter, rows=rows, columns=named, max_length_tokens=max_length
+        source,
+        Path(data),
+        task=task,
+        adapter=adapter,
+        rows=rows,
+        columns=named,
+        max_length_tokens=max_length,
+        **chosen,
     )
     if json:
         print_json(result.figures() | {"correct": result.correct, "accuracy_interval": result.accuracy_interval})

@@ -19,7 +19,6 @@ from ondevice.models.base import Family, ModelDims
 from ondevice.models.cache import missing, progress
 from ondevice.models.gguf_config import TOKEN_IDS, Metadata, read_config
 from ondevice.models.gguf_names import gguf_parts
-from ondevice.models.gguf_tokenizer import write_tokenizer
 from ondevice.models.registry import family_for_gguf
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ def convert_gguf(path: Path, folder: Path) -> dict[str, Any]:
     Raises:
         ModelError: as `read_gguf_dims`, or a tensor is missing, of another shape, or of an unknown type.
     """
+    from ondevice.models.gguf_tokenizer import write_tokenizer  # no run but a conversion has use for it
+
     reader = _open(path)
     data = Metadata(reader, path)
     family = family_for_gguf(data.architecture, path.name)

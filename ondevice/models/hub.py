@@ -129,7 +129,7 @@ def _readable(error: Exception, source: str, revision: str | None) -> Exception:
             hint=f"accept them on the model's page ({source}), then `hf auth login`, or set HF_TOKEN",
         )
     if "RevisionNotFoundError" in kinds:
-        hint = "give a branch, a tag or a commit: --set model.revision=main"
+        hint = "give a branch, a tag or a commit: --revision main"
         return ModelError(f"model {source} has no revision {revision!r}", hint=hint)
     if "RepositoryNotFoundError" in kinds or "HFValidationError" in kinds:
         return ModelError(

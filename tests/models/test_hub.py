@@ -102,9 +102,33 @@ def test_the_command_line_shows_progress_to_who_looks(server: Hub, tmp_path: Pat
     assert json.loads((tmp_path / "json").read_text())["target"] == "jetson"
 
 
+def test_every_verb_that_chooses_a_model_has_its_flags(server: Hub, tmp_path: Path, capsys) -> None:
+    from tests.cli.command import CommandLine
+
+    ondevice, rows = CommandLine(capsys), tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one two three"}\n', encoding="utf-8")
+    for words in (
+        ("train", "--method", "lora", "--data", str(rows), "--steps", "1", "--out", str(tmp_path / "run")),
+        ("plan", "--method", "lora"),
+        ("export", "--method", "lora", "--target", "jetson", "--out", str(tmp_path / "artifact")),
+        ("eval", "--data", str(rows)),
+        ("chat", "--prompt", "Hi"),
+        ("data", str(rows)),
+    ):
+        done = ondevice(*words, "--model", NAME, "--revision", "v9")
+        assert done.code != 0 and f"{NAME} has no revision 'v9'" in done.err, words
+        if words[0] != "data":
+            done = ondevice(*words, "--model", "tiny:llama", "--dtype", "float8")
+            assert done.code != 0 and "bfloat16" in done.err and "float8" in done.err, words
+    plans = [ondevice("plan", "--model", "tiny:llama", "--method", "lora", "--dtype", dtype, "--json").json
+             for dtype in ("float32", "bfloat16")]  # fmt: skip
+    assert plans[0]["parts_bytes"]["weights"] == 2 * plans[1]["parts_bytes"]["weights"]
+    shown = ondevice("config", "show", "--model", NAME, "--revision", "v9", "--dtype", "float16", "--json").json
+    assert shown["model"]["revision"] == "v9" and shown["model"]["dtype"] == "float16"
+
+
 def test_a_flag_that_is_a_key_says_so(capsys) -> None:
     from tests.cli.command import CommandLine
 
-    for flag, key in (("--revision", "model.revision"), ("--dtype", "model.dtype"), ("--factors", "method.factors")):
-        done = CommandLine(capsys)("plan", "--model", "tiny:llama", flag, "x")
-        assert done.code == 2 and f"--set {key}=VALUE" in done.err
+    done = CommandLine(capsys)("plan", "--model", "tiny:llama", "--factors", "x")
+    assert done.code == 2 and "--set method.factors=VALUE" in done.err

@@ -6,6 +6,8 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,7 +240,11 @@ def check_config(config: MespConfig) -> None:
 
 def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
     """Return a run's shape, from its model and its method."""
-    rope = read_rope(read_config(files.folder), files.dims, str(files.folder / "config.json"))
+    rope, factor = read_rope(read_config(files.folder), files.dims, str(files.folder / "config.json"))
+    traits, dims = files.dims.traits, files.dims
+    if factor != 1.0:  # of rotated q and of rotated k: it comes out of the scores as its square
+        scale = (traits.score_scale or dims.head_dim**-0.5) * factor**2
+        dims = replace(dims, traits=replace(traits, score_scale=scale))
     metal = mx.default_device().type == mx.DeviceType.gpu
     bits, group_size = files.packed or (config.bits, GROUP_SIZE)
     if files.packed and config.bits not in (None, bits):
@@ -248,7 +254,7 @@ def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
             received=config.bits,
         )
     settings = Settings.of(
-        files.dims,
+        dims,
         config,
         rope,
         bits=bits,
@@ -289,36 +295,63 @@ def streamed_folder(files: ModelFiles, settings: Settings, source: Source) -> Pa
     return folder
 
 
-def read_rope(config: dict[str, Any], dims: ModelDims, where: str) -> Rope:
-    """Read the rotary embedding of a `config.json`.
+def read_rope(config: dict[str, Any], dims: ModelDims, where: str) -> tuple[Rope, float]:
+    """Read the rotary embedding of a `config.json`, and the factor of what it rotates.
 
     Raises:
-        ModelError: a scaling that is more than other wavelengths (`yarn`).
+        ModelError: a scaling that depends on the length (`longrope`), or `yarn` of a part of each head.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)
-    local = _local_theta(config) if dims.traits.windows else None
+    theta, width = dims.rope_theta, dims.traits.rotary_width or dims.head_dim
+    make = partial(Rope, theta, local_theta=_local_theta(config) if dims.traits.windows else None)
     if dims.rope_type == "default":
-        return Rope(dims.rope_theta, local_theta=local)
+        return make(), 1.0
     if dims.rope_type == "linear":
-        return Rope(dims.rope_theta, scale=1.0 / float(rope["factor"]), local_theta=local)
-    if dims.rope_type != "llama3":
-        raise ModelError(
-            f"{where}: the rotary embedding's scaling does not run in MLX",
-            expected="default, linear or llama3",
-            received=dims.rope_type,
-            hint="--backend torch",
-        )
+        return make(scale=1.0 / float(rope["factor"])), 1.0
+    plain = [theta ** (2 * pair / width) for pair in range(width // 2)]
+    if dims.rope_type == "llama3":
+        return make(wavelengths=_llama3(rope, plain)), 1.0
+    if dims.rope_type == "yarn" and width == dims.head_dim:
+        return make(wavelengths=_yarn(rope, theta, plain)), _yarn_factor(rope)
+    raise ModelError(
+        f"{where}: the rotary embedding's scaling does not run in MLX",
+        expected="default, linear, llama3, or yarn of whole heads",
+        received=dims.rope_type,
+        hint="--backend torch",
+    )
+
+
+def _llama3(rope: dict[str, Any], plain: list[float]) -> tuple[float, ...]:
     factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = float(rope["original_max_position_embeddings"])
-    wavelengths = []
-    width = dims.traits.rotary_width or dims.head_dim
-    for pair in range(width // 2):
-        wavelength = dims.rope_theta ** (2 * pair / width)
-        turns = trained / (2 * math.pi * wavelength)
-        smooth = min(1.0, max(0.0, (turns - low) / (high - low)))
-        wavelengths.append(1.0 / ((1 - smooth) / (factor * wavelength) + smooth / wavelength))
-    return Rope(dims.rope_theta, wavelengths=tuple(wavelengths), local_theta=local)
+    smooth = [min(1.0, max(0.0, (trained / (2 * math.pi * wave) - low) / (high - low))) for wave in plain]
+    return tuple(1.0 / ((1 - part) / (factor * wave) + part / wave) for part, wave in zip(smooth, plain))
+
+
+def _yarn(rope: dict[str, Any], theta: float, plain: list[float]) -> tuple[float, ...]:
+    """Stretch long waves by the factor, keep short ones, with a ramp between (YaRN, arXiv 2309.00071, section 3.2)."""
+    factor, trained = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+    turns = [float(rope.get(key) or otherwise) for key, otherwise in (("beta_fast", 32), ("beta_slow", 1))]
+    low, high = (len(plain) * math.log(trained / (count * 2 * math.pi)) / math.log(theta) for count in turns)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * len(plain) - 1)
+    high += 0.001 * (low == high)  # as transformers, so that the ramp is no division by zero
+    ramp = [min(1.0, max(0.0, (pair - low) / (high - low))) for pair in range(len(plain))]
+    return tuple(1.0 / (part / (factor * wave) + (1 - part) / wave) for part, wave in zip(ramp, plain))
+
+
+def _yarn_factor(rope: dict[str, Any]) -> float:
+    """Return the factor of cosine and sine (section 3.4)."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(float(rope["factor"])) + 1.0 if float(rope["factor"]) > 1 else 1.0
+
+    every, whole = rope.get("mscale"), rope.get("mscale_all_dim")
+    return scale(every) / scale(whole) if every and whole else scale(1.0)
 
 
 def _local_theta(config: dict[str, Any]) -> float | None:

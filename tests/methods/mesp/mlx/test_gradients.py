@@ -205,7 +205,9 @@ FAMILIES = {
     "phi3": {"tied": False},
     "qwen3": {},
     "smollm3": {},
-}
+    "qwen2": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4,
+                                  "original_max_position_embeddings": 64}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
