@@ -1,0 +1,185 @@
+"""A program that answers, with weights of its own as constants: XNNPACK packs them once, and multiplies what is packed.
+
+One method takes a prompt's next tokens, or one token; `models.answering` is the module. Matrices are float32, or 8 or 4
+bits (groups of 32) with activations that are rounded to 8 bits as they come; with either the head has 8 bits, and the
+embedding, too. Nothing of a training program is shared, so this is as good without one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ondevice.core.errors import MissingPackageError, VerificationError
+from ondevice.exporters.executorch.packed import ANSWERS_FILE, FORMAT, PROGRAM_FILE, PackedWriter, load_operators
+from ondevice.models.answering import AnswerModel, flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ondevice.artifact.adapter import Adapter
+    from ondevice.models import LoadedModel
+
+log = logging.getLogger("ondevice.exporters")
+FORMS = {"none": "none", "int8": "8da8w", "8da8w": "8da8w", "q4": "8da4w", "8da4w": "8da4w"}
+"""Of the weights that answer, by `export.quantize`."""
+CHUNK_TOKENS = 128
+"""Most tokens of a call. Memory for activations is planned for so many."""
+GROUP = 32
+LOGIT_ERROR = {"none": 1e-4, "8da8w": 5e-2, "8da4w": 5e-2}
+"""Largest error against eager PyTorch over the same rounded weights, as a part of the largest logit. Where activations
+are rounded, a last bit of a sum decides to which level: measured 1e-2 on SmolLM2-135M."""
+
+
+def write_answers(
+    folder: Path, loaded: LoadedModel, form: str, context_tokens: int, linears: Sequence[str] = (), rank: int = 0
+) -> tuple[AnswerModel, dict[str, Any]]:
+    """Write `model.pte` and `answers.json` into `folder`; return what was lowered, in eager, and its description.
+
+    Args:
+        form: `none`, `8da8w` or `8da4w`.
+        linears: layers that an adapter stands beside, by full names, with its `rank`.
+
+    Raises:
+        ModelError: the model has no such form.
+        MissingPackageError: torchao or ExecuTorch is not installed.
+    """
+    load_operators()
+    started, model = time.perf_counter(), AnswerModel(loaded, context_tokens, linears, rank).eval()
+    _quantize(model, form)
+    chunk = min(CHUNK_TOKENS, context_tokens)
+    log.info("lowering the program that answers (%s): minutes for 30 layers", form)
+    program, delegates = _lower(model, chunk)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / PROGRAM_FILE, "wb") as file:
+        program.write_to_file(file)
+    plan = program.executorch_program.execution_plan[0]
+    described = {
+        "format": FORMAT,
+        "weights": form,
+        "vocab": loaded.dims.vocab,
+        "context_tokens": context_tokens,
+        "chunk_tokens": chunk,
+        "rank": rank if linears else 0,
+        "adapter_size": model.adapter_size,
+        "layout": [asdict(pair) for pair in model.pairs],
+        "planned_bytes": sum(plan.non_const_buffer_sizes),
+        "delegates": delegates,
+        "ops": sorted({f"{op.name}.{op.overload}".rstrip(".") for op in plan.operators}),
+    }
+    (folder / ANSWERS_FILE).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    log.info("lowered in %.0f s", time.perf_counter() - started)
+    return model, described
+
+
+def check_answers(
+    folder: Path, model: AnswerModel, described: dict[str, Any], loaded: LoadedModel, adapter: Adapter | None = None
+) -> dict[str, float]:
+    """Compare logits behind a prompt, and behind each of some tokens more, with eager PyTorch's.
+
+    Args:
+        loaded: the model in float32, as it was before anything was rounded.
+        adapter: one that the program takes as an input.
+
+    Returns:
+        As parts of the largest logit: `max_rel_logit_error` against the same rounded weights,
+        `max_rel_logit_error_float32` against the float32 model.
+
+    Raises:
+        VerificationError: the first is beyond `LOGIT_ERROR`.
+    """
+    from contextlib import nullcontext
+
+    from ondevice.training.fuse import adapted
+
+    writer, form = PackedWriter(folder), described["weights"]
+    if adapter is not None:
+        writer.use(adapter)
+    length = min(described["context_tokens"] - 2, described["chunk_tokens"] + 5)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, loaded.dims.vocab, (length + 2,), generator=generator).tolist()
+    found = np.stack([writer.feed(ids[:length]), writer.feed(ids[length:-1]), writer.feed(ids[-1:])])
+    writer.close()
+    vector = () if adapter is None else (torch.from_numpy(flatten(adapter, model.pairs, model.rank)),)
+    rounded = []
+    with torch.no_grad():
+        for low, high in ((0, length), (length, length + 1), (length + 1, length + 2)):
+            rounded.append(model(torch.tensor([ids[low:high]]), torch.tensor([low]), *vector)[0].numpy())
+        with nullcontext() if adapter is None else adapted(loaded, adapter):
+            exact = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].float().numpy()
+    largest = max(1.0, float(np.abs(exact).max()))
+    values = {
+        "max_rel_logit_error": float(np.abs(found - np.stack(rounded)).max()) / largest,
+        "max_rel_logit_error_float32": float(np.abs(found - exact).max()) / largest,
+    }
+    worst = max(values.values()) if form == "none" else values["max_rel_logit_error"]
+    if not worst <= LOGIT_ERROR[form]:
+        raise VerificationError(
+            "the program does not answer as eager PyTorch does; nothing was written",
+            expected=f"logits within {LOGIT_ERROR[form]:g} of the largest",
+            received=f"{worst:.3g}",
+        )
+    return values
+
+
+def _quantize(model: AnswerModel, form: str) -> None:
+    """Round the linear layers, the head and the embedding in place."""
+    if form == "none":
+        return
+    try:
+        from torchao.quantization import quantize_
+        from torchao.quantization.granularity import PerAxis, PerGroup
+        from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
+    except ImportError:
+        raise MissingPackageError(
+            "torchao is not installed", hint="pip install 'ondevice-train[executorch]'"
+        ) from None
+
+    eight = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
+    four = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(GROUP))  # pyright: ignore[reportAttributeAccessIssue]
+    rows = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantize_(model, rows, lambda module, name: isinstance(module, nn.Embedding))
+        quantize_(model.head, eight)
+        quantize_(model.blocks, four if form == "8da4w" else eight, lambda module, name: isinstance(module, nn.Linear))
+
+
+def _lower(model: AnswerModel, chunk: int) -> tuple[Any, int]:
+    """Export for 1 to `chunk` tokens; XNNPACK takes all but the cache, attention and the embedding's rows."""
+    import executorch.kernels.quantized  # noqa: F401 - registers the kernel that looks packed rows up
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.exir.passes import MemoryPlanningPass
+
+    from ondevice.exporters.executorch.shortcuts import shortcuts
+
+    logging.getLogger("executorch").setLevel(logging.ERROR)
+    adapter = (torch.zeros(model.adapter_size),) if model.pairs else ()
+    inputs = (torch.zeros(1, min(7, chunk), dtype=torch.long), torch.zeros(1, dtype=torch.long), *adapter)
+    shapes = {"ids": {1: torch.export.Dim("tokens", max=chunk)}, "start": None, "adapter": tuple(None for _ in adapter)}
+    with torch.no_grad(), shortcuts(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exported = torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
+        edge = to_edge_transform_and_lower(
+            exported,
+            partitioner=[XnnpackPartitioner()],
+            # The operators of the cache are none of the core's.
+            compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+        )
+        program = edge.to_executorch(
+            ExecutorchBackendConfig(
+                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False), do_quant_fusion_and_const_prop=True
+            )
+        )
+    plan = program.executorch_program.execution_plan[0]
+    return program, len(plan.delegates)
