@@ -106,6 +106,16 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.context_tokens": 288,
         },
     ),
+    "blocks, packed answers": (
+        "two layers",
+        {
+            "export.check_steps": 1,
+            "method.optimizer": "sgd",
+            "export.lengths_tokens": [16],
+            "export.context_tokens": 400,
+            "export.answers": "packed",
+        },
+    ),
     "blocks, sgd": (
         "qwen2 with bias",
         {

@@ -21,7 +21,7 @@ from torch import nn
 
 from ondevice.core.errors import MissingPackageError, VerificationError
 from ondevice.exporters.executorch.packed import ANSWERS_FILE, FORMAT, PROGRAM_FILE, PackedWriter, load_operators
-from ondevice.models.answering import AnswerModel, flatten
+from ondevice.models.answering import AnswerModel, flatten, linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 log = logging.getLogger("ondevice.exporters")
-FORMS = {"none": "none", "int8": "8da8w", "8da8w": "8da8w", "q4": "8da4w", "8da4w": "8da4w"}
+FORMS = {"none": "none", "int8": "8da8w", "8da8w": "8da8w", "q4": "8da4w", "8da4w": "8da4w", "w8": "8da8w"}
 """Of the weights that answer, by `export.quantize`."""
 CHUNK_TOKENS = 128
 """Most tokens of a call. Memory for activations is planned for so many."""
@@ -55,7 +55,7 @@ def write_answers(
     """
     load_operators()
     started, model = time.perf_counter(), AnswerModel(loaded, context_tokens, linears, rank).eval()
-    _quantize(model, form)
+    _round(model, form)
     chunk = min(CHUNK_TOKENS, context_tokens)
     log.info("lowering the program that answers (%s): minutes for 30 layers", form)
     program, delegates = _lower(model, chunk)
@@ -131,27 +131,48 @@ def check_answers(
     return values
 
 
-def _quantize(model: AnswerModel, form: str) -> None:
+def rounded(weight: torch.Tensor, four_bits: bool) -> torch.Tensor:
+    """Return a matrix as a program has it, float32 [outputs, inputs]."""
+    layer = linear(weight)
+    _quantize(layer, _linears(four_bits))
+    return layer.weight.dequantize()  # type: ignore[operator]
+
+
+def _round(model: AnswerModel, form: str) -> None:
     """Round the linear layers, the head and the embedding in place."""
     if form == "none":
         return
-    try:
-        from torchao.quantization import quantize_
-        from torchao.quantization.granularity import PerAxis, PerGroup
-        from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
-    except ImportError:
-        raise MissingPackageError(
-            "torchao is not installed", hint="pip install 'ondevice-train[executorch]'"
-        ) from None
+    _torchao()
+    from torchao.quantization.granularity import PerAxis
+    from torchao.quantization.quant_api import IntxWeightOnlyConfig
 
-    eight = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int8, weight_granularity=PerAxis(0))
-    four = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(GROUP))  # pyright: ignore[reportAttributeAccessIssue]
     rows = IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
+    _quantize(model, rows, nn.Embedding)
+    _quantize(model.head, _linears(False))
+    _quantize(model.blocks, _linears(form == "8da4w"))
+
+
+def _torchao() -> None:
+    try:
+        import torchao.quantization  # noqa: F401
+    except ImportError:
+        raise MissingPackageError("torchao is not installed", hint="pip install 'ondevice-train[executorch]'") from None
+
+
+def _linears(four_bits: bool) -> Any:
+    from torchao.quantization.granularity import PerAxis, PerGroup
+    from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig
+
+    dtype, granularity = (torch.int4, PerGroup(GROUP)) if four_bits else (torch.int8, PerAxis(0))  # pyright: ignore[reportAttributeAccessIssue]
+    return Int8DynamicActivationIntxWeightConfig(weight_dtype=dtype, weight_granularity=granularity)
+
+
+def _quantize(module: nn.Module, config: Any, kind: type[nn.Module] = nn.Linear) -> None:
+    from torchao.quantization import quantize_
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        quantize_(model, rows, lambda module, name: isinstance(module, nn.Embedding))
-        quantize_(model.head, eight)
-        quantize_(model.blocks, four if form == "8da4w" else eight, lambda module, name: isinstance(module, nn.Linear))
+        quantize_(module, config, lambda child, name: isinstance(child, kind))
 
 
 def _lower(model: AnswerModel, chunk: int) -> tuple[Any, int]:

@@ -15,6 +15,8 @@ from ondevice.exporters.executorch.session import load_runtime
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
 
+ANSWERS = "answers"
+"""Folder of an artifact that holds the program."""
 ANSWERS_FILE, PROGRAM_FILE, FORMAT = "answers.json", "model.pte", 1
 """Files of the folder; `FORMAT` is the description's version."""
 
