@@ -187,7 +187,8 @@ def _lower(model: AnswerModel, chunk: int) -> tuple[Any, int]:
     logging.getLogger("executorch").setLevel(logging.ERROR)
     adapter = (torch.zeros(model.adapter_size),) if model.pairs else ()
     inputs = (torch.zeros(1, min(7, chunk), dtype=torch.long), torch.zeros(1, dtype=torch.long), *adapter)
-    shapes = {"ids": {1: torch.export.Dim("tokens", max=chunk)}, "start": None, "adapter": tuple(None for _ in adapter)}
+    shapes: dict[str, Any] = {"ids": {1: torch.export.Dim("tokens", max=chunk)}, "start": None}
+    shapes |= {"adapter": (None,)} if adapter else {}
     with torch.no_grad(), shortcuts(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         exported = torch.export.export(model, inputs, dynamic_shapes=shapes, strict=False)
