@@ -11,6 +11,7 @@ import json
 import logging
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from torch import nn
 
 from ondevice.core.errors import MissingPackageError, VerificationError
 from ondevice.exporters.executorch.packed import ANSWERS_FILE, FORMAT, PROGRAM_FILE, PackedWriter, load_operators
+from ondevice.exporters.executorch.writer import beside
 from ondevice.models.answering import AnswerModel, flatten, linear
 
 if TYPE_CHECKING:
@@ -97,10 +99,6 @@ def check_answers(
     Raises:
         VerificationError: the first is beyond `LOGIT_ERROR`.
     """
-    from contextlib import nullcontext
-
-    from ondevice.training.fuse import adapted
-
     writer, form = PackedWriter(folder), described["weights"]
     if adapter is not None:
         writer.use(adapter)
@@ -114,7 +112,7 @@ def check_answers(
     with torch.no_grad():
         for low, high in ((0, length), (length, length + 1), (length + 1, length + 2)):
             rounded.append(model(torch.tensor([ids[low:high]]), torch.tensor([low]), *vector)[0].numpy())
-        with nullcontext() if adapter is None else adapted(loaded, adapter):
+        with nullcontext() if adapter is None else beside(loaded, adapter):
             exact = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].float().numpy()
     largest = max(1.0, float(np.abs(exact).max()))
     values = {

@@ -29,7 +29,7 @@ def load_operators() -> None:
     """
     load_runtime()
     try:
-        import executorch.extension.pybindings.portable_lib  # noqa: F401 - the operators are linked to it
+        import executorch.extension.pybindings.portable_lib
         import torch
 
         if not hasattr(torch.ops.llama, "custom_sdpa"):
@@ -73,7 +73,9 @@ class PackedWriter:
             self._program = load_runtime().load_program(str(self.folder / PROGRAM_FILE))
             self._method: Any = self._program.load_method("forward")
         except RuntimeError as error:
-            raise ArtifactError(f"{self.folder / PROGRAM_FILE}: the runtime cannot load it", received=str(error)) from None
+            raise ArtifactError(
+                f"{self.folder / PROGRAM_FILE}: the runtime cannot load it", received=str(error)
+            ) from None
         self._adapter: Any = None
         self.use(None)
 

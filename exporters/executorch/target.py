@@ -41,6 +41,7 @@ from ondevice.exporters.executorch.packed import ANSWERS
 from ondevice.exporters.executorch.readme import readme
 
 if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
     from ondevice.core.program import BuiltProgram, GraphProgram
     from ondevice.exporters.executorch.lower import Lowered
     from ondevice.exporters.executorch.session import ExecutorchSession

@@ -1,4 +1,4 @@
-"""`mlx-model`: base plus adapter in MLX's own packed form, 4 or 8 bits in groups of 64, for `mlx_lm.generate --model`."""
+"""`mlx-model`: base plus adapter in MLX's own packed form, 4 or 8 bits for `mlx_lm.generate --model`."""
 
 from __future__ import annotations
 

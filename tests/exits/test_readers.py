@@ -89,7 +89,13 @@ def by_executorch(case: Case, form: str, out: Path) -> np.ndarray:
     return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
 
 
-OPEN = {"ExecuTorch": by_executorch, "llama.cpp": by_llama_cpp, "PEFT": by_peft, "transformers": by_transformers, "mlx-lm": by_mlx_lm}
+OPEN = {
+    "ExecuTorch": by_executorch,
+    "llama.cpp": by_llama_cpp,
+    "PEFT": by_peft,
+    "transformers": by_transformers,
+    "mlx-lm": by_mlx_lm,
+}
 
 
 @pytest.mark.parametrize(("form", "family"), CELLS)

@@ -48,7 +48,9 @@ def problems(
     if export.loss not in ("auto", "tiled") or export.generator == "op":
         problems.append("a mesp program needs no ops of this project: export.loss tiled, export.generator auto or aten")
     if export.shared_context and (export.program == "whole" or export.quantize == "8da8w"):
-        problems.append("export.context_tokens goes with a block program whose weights are none, int8 or q4, or with answers=packed")
+        problems.append(
+            "export.context_tokens goes with a block program whose weights are none, int8 or q4, or with answers=packed"
+        )
     if export.shared_context and (beyond := dims.traits.beyond()):
         problems.append(f"export.context_tokens is for blocks like Llama's, this one has {', '.join(beyond)}")
     if export.shared_context and export.shared_context > dims.max_positions:
