@@ -129,6 +129,33 @@ def check_answers(
     return values
 
 
+def trial_adapter(described: dict[str, Any]) -> Adapter:
+    """Return random pairs for every layer that a program takes an adapter for; they change its answers."""
+    from ondevice.artifact.adapter import Adapter
+
+    random, tensors, rank = np.random.default_rng(0), {}, described["rank"]
+    for pair in described["layout"]:
+        a, b = random.normal(size=(rank, pair["inputs"])), random.normal(size=(pair["outputs"], rank))
+        tensors[f"{pair['linear']}.lora_A.weight"] = (a / pair["inputs"] ** 0.5).astype(np.float32)
+        tensors[f"{pair['linear']}.lora_B.weight"] = (b * 0.05).astype(np.float32)
+    targets = tuple(sorted({pair["linear"].rpartition(".")[2] for pair in described["layout"]}))
+    return Adapter(tensors, rank, float(rank), targets, "")
+
+
+def verify_answers(folder: Path, loaded: LoadedModel) -> dict[str, float]:
+    """Repeat the check of an artifact's program; `loaded` is its model in float32, as it is.
+
+    Raises:
+        VerificationError: as `check_answers`.
+    """
+    load_operators()
+    described = json.loads((folder / ANSWERS_FILE).read_text(encoding="utf-8"))
+    linears = [pair["linear"] for pair in described["layout"]]
+    model = AnswerModel(loaded, described["context_tokens"], linears, described["rank"]).eval()
+    _round(model, described["weights"])
+    return check_answers(folder, model, described, loaded, trial_adapter(described))
+
+
 def rounded(weight: torch.Tensor, four_bits: bool) -> torch.Tensor:
     """Return a matrix as a program has it, float32 [outputs, inputs]."""
     layer = linear(weight)

@@ -6,7 +6,6 @@ import importlib.util
 import logging
 import tempfile
 from abc import abstractmethod
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,18 +169,13 @@ class ExecutorchTarget(Exporter):
     def write_answers(self, job: ExportJob, adapter: Adapter, folder: Path) -> dict[str, float]:
         """Write the program that answers with packed weights, of the model as it was before anything was rounded, and
         return what its check found, under an adapter of the run's shape."""
-        from ondevice.exporters.executorch.answers import FORMS, check_answers, write_answers
+        from ondevice.exporters.executorch.answers import FORMS, check_answers, trial_adapter, write_answers
         from ondevice.models import load_model
 
         loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
         form, context = FORMS[job.export.quantize], job.export.packed_context or 0
         model, described = write_answers(folder, loaded, form, context, adapter.linears, adapter.rank)
-        random = np.random.default_rng(0)  # not the first one, whose B is zero
-        tensors = {
-            name: (random.normal(size=value.shape) * 0.05).astype(np.float32) if ".lora_B." in name else value
-            for name, value in adapter.tensors.items()
-        }
-        tried = check_answers(folder, model, described, loaded, replace(adapter, tensors=tensors))
+        tried = check_answers(folder, model, described, loaded, trial_adapter(described))
         return {f"answers_{name}": value for name, value in tried.items()}
 
     def _describe(self, job: ExportJob, loaded: LoadedModel, built: BuiltProgram, lowered: Lowered) -> Manifest:

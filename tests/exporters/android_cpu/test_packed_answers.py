@@ -92,6 +92,15 @@ def test_what_does_not_fit_is_refused(adapter, tmp_path: Path) -> None:
         PackedWriter(tmp_path)
 
 
+def test_verify_repeats_the_check(monkeypatch) -> None:
+    from ondevice.api.verify import verify
+
+    values = verify(program(NAME), steps=1)
+    assert values["ok"] and 0 < values["answers_max_rel_logit_error"] < 1e-5
+    monkeypatch.setattr(answers, "LOGIT_ERROR", {"none": 0.0})
+    assert not verify(program(NAME), steps=1)["ok"]
+
+
 def test_a_wrong_program_is_found(adapter, monkeypatch) -> None:
     """Every position is one later than it is."""
     loaded = load_model(read_manifest(program(NAME)).model.source)
