@@ -39,7 +39,9 @@ CHUNK_TOKENS = 128
 GROUP = 32
 LOGIT_ERROR = {"none": 1e-4, "8da8w": 5e-2, "8da4w": 5e-2}
 """Largest error against eager PyTorch over the same rounded weights, as a part of the largest logit. Where activations
-are rounded, a last bit of a sum decides to which level: measured 1e-2 on SmolLM2-135M."""
+are rounded, the last bit of a sum decides to which level, and blocks pass that on: measured 0.02 on four layers of
+SmolLM2-135M in 4 bits. So there it may also be `ROUNDING` times what rounding itself does to eager's logits."""
+ROUNDING = 1.5
 
 
 def write_answers(
@@ -119,11 +121,15 @@ def check_answers(
         "max_rel_logit_error": float(np.abs(found - np.stack(rounded)).max()) / largest,
         "max_rel_logit_error_float32": float(np.abs(found - exact).max()) / largest,
     }
-    worst = max(values.values()) if form == "none" else values["max_rel_logit_error"]
-    if not worst <= LOGIT_ERROR[form]:
+    worst, limit = values["max_rel_logit_error"], LOGIT_ERROR[form]
+    if form == "none":
+        worst = max(values.values())
+    else:
+        limit = max(limit, ROUNDING * float(np.abs(np.stack(rounded) - exact).max()) / largest)
+    if not worst <= limit:
         raise VerificationError(
             "the program does not answer as eager PyTorch does; nothing was written",
-            expected=f"logits within {LOGIT_ERROR[form]:g} of the largest",
+            expected=f"logits within {limit:.3g} of the largest",
             received=f"{worst:.3g}",
         )
     return values
