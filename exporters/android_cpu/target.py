@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ondevice.core.errors import VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
 from ondevice.exporters.base import DEFAULT_STEPS, VerifyRequest, beyond, text_batches
+from ondevice.exporters.executorch.packed import ANSWERS, has_answers
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
 from ondevice.exporters.executorch.writer import can_write, check_writer
 
@@ -136,8 +137,19 @@ class AndroidCpu(ExecutorchTarget):
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
         session.close()
         delegated = "-xnnpack" if built.kernels == "delegated" else ""
-        ok = not beyond(agreement, TOLERANCE[manifest.quantize], LEAST.get(manifest.quantize))
-        return {**agreement.values, "backend": f"{session.backend}{delegated}", "ok": ok}
+        ok, answers = not beyond(agreement, TOLERANCE[manifest.quantize], LEAST.get(manifest.quantize)), {}
+        if has_answers(folder / ANSWERS):
+            from ondevice.exporters.executorch.answers import verify_answers
+            from ondevice.models import load_model
+
+            source = request.model or manifest.model.source
+            # Again: the program's own copy was rounded.
+            loaded = load_model(source, revision=manifest.model.revision, dtype="float32", device="cpu")
+            try:
+                answers = {f"answers_{key}": value for key, value in verify_answers(folder / ANSWERS, loaded).items()}
+            except VerificationError as error:
+                ok, answers = False, {"answers": str(error)}
+        return {**agreement.values, **answers, "backend": f"{session.backend}{delegated}", "ok": ok}
 
 
 def placement(

@@ -38,9 +38,11 @@ from ondevice.exporters.base import (
     size_problems,
 )
 from ondevice.exporters.executorch.layers import LAYER_PROGRAM, write_layers
+from ondevice.exporters.executorch.packed import ANSWERS
 from ondevice.exporters.executorch.readme import readme
 
 if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
     from ondevice.core.program import BuiltProgram, GraphProgram
     from ondevice.exporters.executorch.lower import Lowered
     from ondevice.exporters.executorch.session import ExecutorchSession
@@ -104,6 +106,12 @@ class ExecutorchTarget(Exporter):
         except OndeviceError as error:
             problems.append(str(error))
         problems += program.problems(job.method, job.export, dims)
+        if context := job.export.packed_context:
+            from ondevice.models import answering
+
+            problems += answering.problems(dims, context)
+            if importlib.util.find_spec("torchao") is None and job.export.quantize != "none":
+                problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
         return [*problems, *size_problems(job, dims), *self.problems(job, dims)]
 
     def export(self, job: ExportJob, out: Path) -> ExportReport:
@@ -131,6 +139,8 @@ class ExecutorchTarget(Exporter):
             session = self.open(folder, manifest)
             check, warnings = self.check_program(session, program, built, job)
             check_round_trip(session)
+            if job.export.packed_context:
+                check |= self.write_answers(job, session.adapter(), folder / ANSWERS)
             session.close()
             manifest = manifest.model_copy(update={"check": {**check, "adapter_round_trip": True}})
             write_manifest(manifest, folder)
@@ -163,6 +173,18 @@ class ExecutorchTarget(Exporter):
         manifest = self._describe(job, loaded, built, lowered)
         (folder / "README.md").write_text(readme(manifest), encoding="utf-8")
         return manifest
+
+    def write_answers(self, job: ExportJob, adapter: Adapter, folder: Path) -> dict[str, float]:
+        """Write the program that answers with packed weights, of the model as it was before anything was rounded, and
+        return what its check found, under an adapter of the run's shape."""
+        from ondevice.exporters.executorch.answers import FORMS, check_answers, trial_adapter, write_answers
+        from ondevice.models import load_model
+
+        loaded = load_model(job.model.source, revision=job.model.revision, dtype="float32", device="cpu")
+        form, context = FORMS[job.export.quantize], job.export.packed_context or 0
+        model, described = write_answers(folder, loaded, form, context, adapter.linears, adapter.rank)
+        tried = check_answers(folder, model, described, loaded, trial_adapter(described))
+        return {f"answers_{name}": value for name, value in tried.items()}
 
     def _describe(self, job: ExportJob, loaded: LoadedModel, built: BuiltProgram, lowered: Lowered) -> Manifest:
         """The manifest, without its check and its files' hashes."""

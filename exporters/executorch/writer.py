@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ondevice.artifact.adapter import Adapter
     from ondevice.exporters.executorch.blocks import BlocksSession
     from ondevice.models import LoadedModel
 
@@ -102,21 +104,11 @@ def check_writer(session: BlocksSession, loaded: LoadedModel) -> float:
     """
     import torch
 
-    from ondevice.nn.lora import LoRALinear
-
-    writer, adapter, family = Writer(session), session.adapter(), loaded.family
+    writer, adapter = Writer(session), session.adapter()
     length = min(writer.context_tokens - 2, writer.chunk + 5)
     ids = torch.randint(0, loaded.dims.vocab, (length + 2,), generator=torch.Generator().manual_seed(0)).tolist()
-    before = {name: family.module(name) for name in adapter.linears}
-    try:
-        for name, layer in before.items():
-            pair = adapter.pair(name)
-            family.replace(name, LoRALinear.from_base(layer, adapter.rank, adapter.alpha, *pair))
-        with torch.no_grad():
-            expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()
-    finally:
-        for name, layer in before.items():
-            family.replace(name, layer)
+    with beside(loaded, adapter), torch.no_grad():
+        expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()
     found = np.stack([writer.feed(ids[:length]), writer.feed(ids[length:-1]), writer.feed(ids[-1:])])
     error = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
     if not error <= LOGIT_ERROR:
@@ -126,6 +118,23 @@ def check_writer(session: BlocksSession, loaded: LoadedModel) -> float:
             received=f"{error:.3g}",
         )
     return error
+
+
+@contextmanager
+def beside(loaded: LoadedModel, adapter: Adapter) -> Iterator[None]:
+    """Put an adapter beside the model's layers for the duration of a block."""
+    from ondevice.nn.lora import LoRALinear
+
+    family = loaded.family
+    before = {name: family.module(name) for name in adapter.linears}
+    try:
+        for name, layer in before.items():
+            pair = adapter.pair(name)
+            family.replace(name, LoRALinear.from_base(layer, adapter.rank, adapter.alpha, *pair))
+        yield
+    finally:
+        for name, layer in before.items():
+            family.replace(name, layer)
 
 
 LOGIT_ERROR = 1e-4

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
-from ondevice.artifact.manifest import MANIFEST_NAME
+from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError
 from ondevice.models.sample import draw, sample
 from ondevice.models.text import Ending, pieces
@@ -86,7 +86,9 @@ def open_chat(source: str, adapter: Path | None = None, *, revision: str | None 
         ArtifactError: the artifact's program cannot write, or the adapter does not fit.
         ModelError: the model cannot be read.
     """
-    if (Path(source) / MANIFEST_NAME).is_file():
+    from ondevice.exporters.executorch.packed import has_answers
+
+    if (Path(source) / MANIFEST_NAME).is_file() or has_answers(Path(source)):
         chat: Chat = _ProgramChat(Path(source))
     else:
         from ondevice.models import load_model
@@ -131,28 +133,21 @@ class _ModelChat(Chat):
 
 
 class _ProgramChat(Chat):
-    """A block program; what a prompt begins with and was read already is not read again."""
+    """A program that keeps keys and values; what a prompt begins with and was read already is not read again."""
 
     def __init__(self, folder: Path) -> None:
-        from ondevice.exporters.executorch.writer import Writer
         from ondevice.models.load import artifact_tokenizer
 
-        session: Any = open_artifact(folder)
-        if not hasattr(session, "head"):
-            raise ArtifactError(
-                f"{folder}: the program cannot write",
-                expected="a program of functions of one block, with --set export.context_tokens=512",
-                received=f"one for {session.manifest.target}",
-                hint=f"chat with the model that it was made of: {session.manifest.model.source}",
-            )
-        self.session, self.writer, self.where = session, Writer(session), str(folder)
+        self.where, self.known = str(folder), list[int]()
+        self.session, self.writer = _writer(folder)
         self.tokenizer, self.ending = artifact_tokenizer(folder), Ending()
         self.ends = end_tokens(self.tokenizer)
-        self.known: list[int] = []
 
     def use(self, adapter: Path | None) -> None:
         new: Adapter | None = None if adapter is None else load_adapter(adapter)
-        if new is None:
+        if self.session is None:
+            self.writer.use(new)
+        elif new is None:
             self.session.restart()
         else:
             self.session.load_adapter(new)
@@ -173,6 +168,28 @@ class _ProgramChat(Chat):
         logits = self.writer.feed(ids)
         self.known += ids
         return logits
+
+
+def _writer(folder: Path) -> tuple[Any, Any]:
+    """Open what answers: the session of a program over shared weights, or None, and the writer."""
+    from ondevice.exporters.executorch.packed import ANSWERS, PackedWriter, has_answers
+
+    if has_answers(folder):
+        return None, PackedWriter(folder)
+    if has_answers(folder / ANSWERS):
+        read_manifest(folder)  # its files are whole
+        return None, PackedWriter(folder / ANSWERS)
+    from ondevice.exporters.executorch.writer import Writer
+
+    session: Any = open_artifact(folder)
+    if not hasattr(session, "head"):
+        raise ArtifactError(
+            f"{folder}: the program cannot write",
+            expected="an artifact that was exported with --set export.context_tokens=512 --set export.answers=packed",
+            received=f"one for {session.manifest.target}",
+            hint=f"chat with the model that it was made of: {session.manifest.model.source}",
+        )
+    return session, Writer(session)
 
 
 def _room(prompt: int, most: int, wanted: int) -> int:

@@ -11,7 +11,7 @@ from ondevice.cli import common
 from ondevice.cli.common import err, print_json, table
 from ondevice.core.errors import ConfigError
 
-FORMS = "gguf, gguf-lora, mlx, ollama, peft, safetensors or vllm."
+FORMS = "executorch, gguf, gguf-lora, mlx, mlx-model, ollama, peft, safetensors or vllm."
 """As `ondevice.exits.form_names` finds them; a test holds them together, and `--help` reads no folder."""
 
 

@@ -349,8 +349,13 @@ class ExportConfig(StrictConfig):
     """Add a method that says which token comes next, so that the device can answer a prompt before and after."""
 
     context_tokens: int | None = Field(default=None, ge=8)
-    """Add functions that answer with a key-value cache, for conversations of so many tokens: `ondevice chat ARTIFACT`.
-    Block programs only; not `8da8w`."""
+    """Let the artifact answer with a key-value cache, in conversations of so many tokens: `ondevice chat ARTIFACT`."""
+
+    answers: Literal["shared", "packed"] = "shared"
+    """What answers, with `context_tokens`. `shared`: functions of one block over the weights that are trained on, which
+    take no room; block programs only, not `8da8w`. `packed`: a program of its own in `answers/`, with weights that
+    XNNPACK packs when it is loaded: many times as fast, and a second copy of the model. Its weights are float32, 8 bits
+    for `int8` and `8da8w`, and 4 bits for `q4` and `8da4w`."""
 
     check_steps: int = Field(default=3, ge=1)
     """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's
@@ -372,6 +377,16 @@ class ExportConfig(StrictConfig):
         """Return a copy without `auto`: a program that needs this project's ops anyway uses all of them; else none."""
         auto = {"generator": "op", "loss": "op"} if self.quantize == "q4" else {"generator": "aten", "loss": "tiled"}
         return self.model_copy(update={name: value for name, value in auto.items() if getattr(self, name) == "auto"})
+
+    @property
+    def shared_context(self) -> int | None:
+        """`context_tokens` where the functions of a block answer, over the weights that are trained on."""
+        return self.context_tokens if self.answers == "shared" else None
+
+    @property
+    def packed_context(self) -> int | None:
+        """`context_tokens` where a program of its own answers."""
+        return self.context_tokens if self.answers == "packed" else None
 
     @property
     def uses_ops(self) -> bool:

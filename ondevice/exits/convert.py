@@ -73,7 +73,8 @@ def convert(
 
     Args:
         source: an adapter's folder (PEFT's or mlx-lm's), a run's, or an artifact's that holds one.
-        to: a form of `ondevice.exits.form_names()`: gguf, gguf-lora, mlx, ollama, peft, safetensors, vllm.
+        to: a form of `ondevice.exits.form_names()`: executorch, gguf, gguf-lora, mlx, mlx-model, ollama, peft,
+            safetensors, vllm.
         out: the file or folder to write.
         model: the base model, or an artifact made of it; None takes the one that the adapter names.
         dtype: of the weights, where the form has a choice.

@@ -335,7 +335,7 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
     layers = [(f"_{kind}" if kind else "", kinds.index(kind)) for kind in range(max(kinds) + 1)]
     """The end of a function's name, and a layer, of each kind."""
     for length in export.lengths_tokens:
-        writes = {1} if (export.next_token or export.context_tokens) and length == longest else set()
+        writes = {1} if (export.next_token or export.shared_context) and length == longest else set()
         for rows in sorted({export.batch_size, export.eval_batch_size} | writes):
             size = f"{rows}x{length}"
             ids = port("ids", "ids", (rows, length), "int64", "token id")
@@ -353,10 +353,10 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
             backward = BlockBackward(functions, export.batch_size, length, layer)
             modules.append(ProgramModule(f"block_backward_{size}{end}", backward, inputs, (gradient, *ranges), inside))
     modules += _head_modules(functions, export)
-    if export.context_tokens:
+    if export.shared_context:
         from ondevice.methods.mesp.cached import cached_modules  # it is built on this module
 
-        modules += cached_modules(functions, ranges[0], export.context_tokens)
+        modules += cached_modules(functions, ranges[0], export.shared_context)
     vectors = [port(one.name, "state", (functions.layout.size,)) for one in ranges]
     weights = functions.weights()
     constants = [
@@ -403,7 +403,7 @@ def _head_modules(functions: BlockFunctions, export: ExportConfig) -> list[Progr
             (gradient,),
         ),
     ]
-    if export.next_token or export.context_tokens:
+    if export.next_token or export.shared_context:
         one = port("hidden", "hidden", (1, width))
         logits = port("logits", "logits", (1, functions.tile_rows))
         modules.append(ProgramModule("head_logits", HeadLogits(functions), (one, *weights), (logits,)))

@@ -223,8 +223,10 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
         problems.append(f"export.quantize is {export.quantize}: mesp's blocks on the NPU have float16 weights, none")
     if export.program == "whole":
         problems.append("the NPU's program has functions of one block: leave export.program at auto")
-    if export.context_tokens:
-        problems.append("export.context_tokens is for the CPU: the NPU's functions keep no keys and values")
+    if export.shared_context:
+        problems.append(
+            "export.context_tokens: the NPU keeps no keys and values; export.answers=packed answers on the CPU"
+        )
     if export.next_token and export.batch_size != 1:
         problems.append("next_token needs batch_size 1 on the NPU: another number of rows would store the blocks again")
     return problems

@@ -47,11 +47,13 @@ def problems(
             problems.append(f"{name} is {value}: a mesp program has {name}={wanted}")
     if export.loss not in ("auto", "tiled") or export.generator == "op":
         problems.append("a mesp program needs no ops of this project: export.loss tiled, export.generator auto or aten")
-    if export.context_tokens and (export.program == "whole" or export.quantize == "8da8w"):
-        problems.append("export.context_tokens goes with a block program whose weights are none, int8 or q4")
-    if export.context_tokens and (beyond := dims.traits.beyond()):
+    if export.shared_context and (export.program == "whole" or export.quantize == "8da8w"):
+        problems.append(
+            "export.context_tokens goes with a block program whose weights are none, int8 or q4, or with answers=packed"
+        )
+    if export.shared_context and (beyond := dims.traits.beyond()):
         problems.append(f"export.context_tokens is for blocks like Llama's, this one has {', '.join(beyond)}")
-    if export.context_tokens and export.context_tokens > dims.max_positions:
+    if export.shared_context and export.shared_context > dims.max_positions:
         problems.append(f"export.context_tokens is {export.context_tokens}: the model takes {dims.max_positions}")
     if config.max_grad_norm is not None:
         problems.append("a mesp program updates each block as its gradients are known: method.max_grad_norm=null")

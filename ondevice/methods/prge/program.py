@@ -66,8 +66,10 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
         problems.append("export.program is blocks: a prge program is a whole step, so leave it auto")
     if export.quantize in ("int8", "8da8w"):
         problems.append(f"export.quantize is {export.quantize}: a prge program has none, q4 or 8da4w")
-    if export.context_tokens:
-        problems.append("export.context_tokens goes with a program of functions of one block, not with a whole step")
+    if export.shared_context:
+        problems.append(
+            "export.context_tokens goes with export.answers=packed: a whole step has no functions of one block"
+        )
     if export.next_token and (export.form != "functional" or export.quantize != "none"):
         problems.append("next_token goes with form functional and float32 weights")
     return problems

@@ -1,0 +1,143 @@
+"""Text from a program whose weights are packed inside (`answers.py` writes it): one method, which keeps the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.core.errors import ArtifactError, ConfigError, MissingPackageError
+from ondevice.exporters.executorch.session import load_runtime
+
+if TYPE_CHECKING:
+    from ondevice.artifact.adapter import Adapter
+
+ANSWERS = "answers"
+"""Folder of an artifact that holds the program."""
+ANSWERS_FILE, PROGRAM_FILE, FORMAT = "answers.json", "model.pte", 1
+"""Files of the folder; `FORMAT` is the description's version."""
+
+
+def load_operators() -> None:
+    """Register the cache's operators, those of ExecuTorch's own language models, and the quantised kernels.
+
+    Raises:
+        MissingPackageError: ExecuTorch is not installed.
+    """
+    load_runtime()
+    try:
+        import executorch.extension.pybindings.portable_lib
+        import torch
+
+        if not hasattr(torch.ops.llama, "custom_sdpa"):
+            from executorch.extension.llm.custom_ops import custom_ops  # noqa: F401
+        import executorch.kernels.quantized  # noqa: F401
+    except ImportError as error:
+        raise MissingPackageError(
+            "ExecuTorch's operators for language models are not installed",
+            received=str(error),
+            hint="pip install 'ondevice-train[executorch]'",
+        ) from None
+
+
+class PackedWriter:
+    """A conversation with a program; see `Writer`, which has the same interface.
+
+    Args:
+        folder: with `model.pte` and `answers.json`.
+
+    Attributes:
+        context_tokens: most tokens of a conversation.
+        read: tokens that were read so far; set it back to forget what is behind.
+
+    Raises:
+        ArtifactError: the folder holds no such program.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        try:
+            self.described = json.loads((self.folder / ANSWERS_FILE).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise ArtifactError(f"{folder} holds no program that answers", received=str(error)) from None
+        if not isinstance(self.described, dict) or self.described.get("format") != FORMAT:
+            raise ArtifactError(f"{folder}: {ANSWERS_FILE} is of another version", expected=f"format {FORMAT}")
+        self.context_tokens, self.chunk = self.described["context_tokens"], self.described["chunk_tokens"]
+        self.read = 0
+        load_operators()
+        try:
+            # The program goes with its last method; both are kept.
+            self._program = load_runtime().load_program(str(self.folder / PROGRAM_FILE))
+            self._method: Any = self._program.load_method("forward")
+        except RuntimeError as error:
+            raise ArtifactError(
+                f"{self.folder / PROGRAM_FILE}: the runtime cannot load it", received=str(error)
+            ) from None
+        self._adapter: Any = None
+        self.use(None)
+
+    def use(self, adapter: Adapter | None) -> None:
+        """Answer with another adapter from now on, or without one, and forget what was read.
+
+        Raises:
+            ArtifactError: it is of another rank, or changes layers for which the program takes none.
+        """
+        from ondevice.models.answering import Pair, flatten
+
+        rank, pairs = self.described["rank"], [Pair(**entry) for entry in self.described["layout"]]
+        if adapter is not None:
+            known = {pair.linear: pair for pair in pairs}
+            beyond = [name for name in adapter.linears if name not in known]
+            if beyond or adapter.rank != rank:
+                raise ArtifactError(
+                    "the program does not take this adapter",
+                    expected=f"rank {rank}, beside {len(known)} linear layers" if known else "none: its own is merged",
+                    received=f"rank {adapter.rank}" + (f", beside {beyond[0]}" if beyond else ""),
+                    hint="export the program with the adapter's settings, or merge it: --to executorch",
+                )
+            for name, pair in known.items():
+                if name in adapter.linears:
+                    a, b = adapter.pair(name)
+                    if (a.shape[1], b.shape[0]) != (pair.inputs, pair.outputs):
+                        raise ArtifactError(f"the adapter is of another model: {name}", received=[a.shape, b.shape])
+        self.read, self._adapter = 0, None
+        if pairs:
+            import torch
+
+            flat = np.zeros(self.described["adapter_size"], np.float32)
+            self._adapter = torch.from_numpy(flat if adapter is None else flatten(adapter, pairs, rank))
+
+    def feed(self, ids: Sequence[int]) -> np.ndarray:
+        """Read tokens behind those before; return the logits of the next one, float32 [vocab].
+
+        Raises:
+            ConfigError: no token, or the conversation is longer than the context.
+        """
+        import torch
+
+        if not ids or self.read + len(ids) > self.context_tokens:
+            raise ConfigError(
+                "the conversation is longer than the program's context" if ids else "the prompt is empty",
+                expected=f"1 to {self.context_tokens} tokens in all",
+                received=f"{self.read + len(ids)} tokens",
+                hint="export it again with a larger export.context_tokens",
+            )
+        adapter, logits = () if self._adapter is None else (self._adapter,), None
+        for low in range(0, len(ids), self.chunk):
+            part = list(ids[low : low + self.chunk])
+            (logits,) = self._method.execute([torch.tensor([part]), torch.tensor([self.read]), *adapter])
+            self.read += len(part)
+        assert logits is not None  # noqa: S101 - there is at least one token
+        return logits[0].numpy().copy()
+
+    def close(self) -> None:
+        """Release the program."""
+        self._method = self._program = None
+
+
+def has_answers(folder: Path) -> bool:
+    """Return True if a folder holds a program that answers."""
+    return (Path(folder) / ANSWERS_FILE).is_file()

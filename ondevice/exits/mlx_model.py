@@ -1,0 +1,112 @@
+"""`mlx-model`: base plus adapter in MLX's own packed form, 4 or 8 bits for `mlx_lm.generate --model`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ondevice.artifact.files import storage_errors, write_tensors
+from ondevice.core.errors import MissingPackageError, ModelError
+from ondevice.exits.base import Checked, Form, Request
+from ondevice.exits.check import check_merged, merge
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BITS = {"4bit": 4, "8bit": 8}
+GROUP = 64
+PARTS = ("weight", "scales", "biases")
+
+
+def write(request: Request, folder: Path) -> Checked:
+    """Merge in float32, pack with MLX, write, read the file back and compare."""
+    from ondevice.models.save import FILE_NAME, save_description
+
+    mx = _mlx()
+    bits, merged = BITS[request.dtype], merge(request)
+    loaded = merged.loaded
+    if loaded.dims.experts:
+        raise ModelError(f"a mixture of experts ({loaded.dims.family}) has no packed MLX form here", hint="--to mlx")
+    state = loaded.model.state_dict()
+    names = [name for name in type(loaded.family).weight_shapes(loaded.dims) if name in state]
+    tensors, limits = {}, {}
+    for name in names:
+        value = state[name].numpy()
+        if _is_packed(value):
+            for part, array in zip(PARTS, _pack(mx, value, bits)):
+                tensors[_part(name, part)] = array
+            limits[name] = 2.0 / (2**bits - 1)
+        else:
+            tensors[name], limits[name] = value.astype(np.float16), 2.0**-10
+    with storage_errors(request.out):
+        import torch
+
+        save_description(folder, torch.float16, loaded)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        # Where mlx-lm looks for what newer versions of transformers nest.
+        config |= {key: value for key, value in (config.get("rope_parameters") or {}).items() if key == "rope_theta"}
+        config |= {"quantization": {"group_size": GROUP, "bits": bits}}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_tensors(folder / FILE_NAME, tensors)
+    kept = _kept(mx, request, state, bits)
+    return check_merged(request, merged, _read(mx, folder / FILE_NAME, names, bits), limits, kept)
+
+
+def _mlx() -> Any:
+    try:
+        import mlx.core as mx
+    except ImportError:
+        raise MissingPackageError("mlx is not installed", hint="pip install 'ondevice-train[mlx]'") from None
+    return mx
+
+
+def _is_packed(value: np.ndarray) -> bool:
+    return value.ndim == 2 and value.shape[1] % GROUP == 0
+
+
+def _part(name: str, part: str) -> str:
+    return f"{name.removesuffix('weight')}{part}"
+
+
+def _pack(mx: Any, value: np.ndarray, bits: int) -> list[np.ndarray]:
+    """Codes uint32 [rows, columns * bits / 32], scales and biases float16 [rows, columns / 64]."""
+    with mx.stream(mx.cpu):
+        packed = mx.quantize(mx.array(value.astype(np.float16)), group_size=GROUP, bits=bits)
+        return [np.array(part) for part in packed]
+
+
+def _unpack(mx: Any, parts: list[np.ndarray], bits: int) -> np.ndarray:
+    with mx.stream(mx.cpu):
+        return np.array(mx.dequantize(*map(mx.array, parts), group_size=GROUP, bits=bits)).astype(np.float32)
+
+
+def _read(mx: Any, path: Path, names: list[str], bits: int) -> Iterator[tuple[str, np.ndarray]]:
+    from safetensors.numpy import load_file
+
+    stored = load_file(path)
+    for name in names:
+        parts = [stored.get(_part(name, part)) for part in PARTS]
+        if all(part is not None for part in parts):
+            yield name, _unpack(mx, parts, bits)  # type: ignore[arg-type]
+        elif name in stored:
+            yield name, stored[name].astype(np.float32)
+
+
+def _kept(mx: Any, request: Request, state: Any, bits: int) -> float:
+    """Return which share of the adapter's change the rounding left, as for GGUF files."""
+    found = exact = 0.0
+    for linear in request.adapter.linears:
+        merged, (a, b) = state[f"{linear}.weight"].numpy(), request.adapter.pair(linear)
+        if not _is_packed(merged):
+            continue
+        change = request.adapter.alpha / request.adapter.rank * (b @ a)
+        rounded, base = (_unpack(mx, _pack(mx, value, bits), bits) for value in (merged, merged - change))
+        found += float(np.vdot(rounded - base, change))
+        exact += float(np.vdot(change, change))
+    return found / exact if exact else 1.0
+
+
+FORM = Form("mlx-model", "mlx-lm", write, marker="config.json", dtypes=tuple(BITS), merged=True)

@@ -1,0 +1,118 @@
+"""A program that answers with packed weights: eager tokens, adapters in and out, and no other model's adapter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ondevice.api.chat import open_chat
+from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
+from ondevice.artifact.manifest import read_manifest
+from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
+from ondevice.models import load_model
+from ondevice.models.generate import generate
+from ondevice.training.fuse import adapted
+from tests.programs import program
+
+pytest.importorskip("executorch.exir")
+from ondevice.exporters.executorch import answers
+from ondevice.exporters.executorch.packed import ANSWERS, PackedWriter
+
+PROMPT = list(b"A prompt of more tokens than are read at once; forty-one, or some more. " * 2)
+NAME = "blocks, packed answers"
+
+
+def random_adapter(like: Adapter) -> Adapter:
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: (rng.normal(size=value.shape) / 4).astype(np.float32) if ".lora_B." in name else value
+        for name, value in like.tensors.items()
+    }
+    return replace(like, tensors=tensors)
+
+
+@pytest.fixture(scope="module")
+def adapter() -> Adapter:
+    from ondevice.api.open import open_artifact
+
+    session: Any = open_artifact(program(NAME))
+    try:
+        return random_adapter(session.adapter())
+    finally:
+        session.close()
+
+
+def test_two_hundred_greedy_tokens_are_eager_pytorchs(adapter) -> None:
+    loaded = load_model(read_manifest(program(NAME)).model.source)
+    writer, written = PackedWriter(program(NAME) / ANSWERS), []
+    writer.use(adapter)
+    logits = writer.feed(PROMPT)
+    assert len(PROMPT) > writer.chunk
+    for _ in range(200):
+        written.append(int(logits.argmax()))
+        logits = writer.feed(written[-1:])
+    with adapted(loaded, adapter), torch.no_grad():
+        expected = loaded.model(torch.tensor([PROMPT + written])).logits[0, len(PROMPT) - 1 :]
+    assert expected[:-1].argmax(-1).tolist() == written and len(set(written)) > 3
+    np.testing.assert_allclose(logits, expected[-1].numpy(), rtol=0, atol=1e-4)
+
+
+def test_chat_swaps_adapters_and_reads_only_what_is_new(adapter, tmp_path: Path) -> None:
+    save_adapter(adapter, tmp_path / "adapter")
+    loaded, chat = load_model(read_manifest(program(NAME)).model.source), open_chat(str(program(NAME)))
+    messages = [{"role": "user", "content": "Hello there"}]
+    said = [chat.answer(messages, max_new_tokens=16)]
+    for used in (tmp_path / "adapter", None):
+        chat.use(used)
+        said.append(chat.answer(messages, max_new_tokens=16))
+    with adapted(loaded, load_adapter(tmp_path / "adapter")):
+        assert said[1] == generate(loaded, messages, max_new_tokens=16)
+    assert said[0] == said[2] == generate(loaded, messages, max_new_tokens=16) != said[1]
+    chat.use(None)
+    messages += [{"role": "assistant", "content": said[0]}, {"role": "user", "content": "And?"}]
+    assert chat.answer(messages, max_new_tokens=8) == generate(loaded, messages, max_new_tokens=8)
+
+
+def test_what_does_not_fit_is_refused(adapter, tmp_path: Path) -> None:
+    writer = PackedWriter(program(NAME) / ANSWERS)
+    with pytest.raises(ArtifactError, match="does not take this adapter"):
+        writer.use(replace(adapter, rank=adapter.rank + 1))
+    other = {name.replace("layers.0", "layers.9"): value for name, value in adapter.tensors.items()}
+    with pytest.raises(ArtifactError, match="does not take this adapter"):
+        writer.use(replace(adapter, tensors=other))
+    for ids in ([], [1] * (writer.context_tokens + 1)):
+        with pytest.raises(ConfigError):
+            writer.feed(ids)
+    with pytest.raises(ArtifactError, match="holds no program"):
+        PackedWriter(tmp_path)
+
+
+def test_verify_repeats_the_check(monkeypatch) -> None:
+    from ondevice.api.verify import verify
+
+    values = verify(program(NAME), steps=1)
+    assert values["ok"] and 0 < values["answers_max_rel_logit_error"] < 1e-5
+    monkeypatch.setattr(answers, "LOGIT_ERROR", {"none": 0.0})
+    assert not verify(program(NAME), steps=1)["ok"]
+
+
+def test_a_wrong_program_is_found(adapter, monkeypatch) -> None:
+    """Every position is one later than it is."""
+    loaded = load_model(read_manifest(program(NAME)).model.source)
+    folder, plain = program(NAME) / ANSWERS, PackedWriter.feed
+    described = PackedWriter(folder).described
+    model = answers.AnswerModel(loaded, described["context_tokens"], adapter.linears, adapter.rank)
+    assert answers.check_answers(folder, model, described, loaded, adapter)["max_rel_logit_error"] < 1e-5
+
+    def late(self: PackedWriter, ids: Any) -> Any:
+        self.read = self.read or 1
+        return plain(self, ids)
+
+    monkeypatch.setattr(PackedWriter, "feed", late)
+    with pytest.raises(VerificationError, match="does not answer as eager"):
+        answers.check_answers(folder, model, described, loaded, adapter)
