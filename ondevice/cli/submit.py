@@ -145,7 +145,7 @@ def _dataset(client: Client, rows: str | Path, sections: dict[str, Any], sent: l
 def _sections(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     from ondevice.api.runfile import NULL
 
-    sections = {key: {"name": value} if key == "method" and isinstance(value, str) else dict(value)
+    sections: dict[str, Any] = {key: {"name": value} if key == "method" and isinstance(value, str) else dict(value)
                 for key, value in values.items()}  # fmt: skip
     for key, value in flags.items():
         section, _, name = key.partition(".")
