@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ondevice.api import export as artifacts
-from ondevice.api.runfile import RunConfig
+from ondevice.api.runfile import NULL, RunConfig
 from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.base import ExportReport
 from ondevice.models.tiny import save_tiny
@@ -82,7 +82,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.form": "stateful",
             "method.answers": [70, 9, 33],
             "method.factors": "@subspace",
-            "method.refresh_every": None,
+            "method.refresh_every": NULL,
         },
     ),
     "labelled": ("one layer", {"method.labelled_tokens": 2, "export.batch_size": 2}),
@@ -245,7 +245,7 @@ def config(name: str, **more: Any) -> RunConfig:
 def report(name: str) -> ExportReport:
     """The report of the export of one of `PROGRAMS`; the artifact is in its `path`."""
     source, values = ALL[name]
-    settings = json.dumps([name, SEED, MODELS[source], METHOD, values], sort_keys=True)
+    settings = json.dumps([name, SEED, MODELS[source], METHOD, values], sort_keys=True, default=lambda null: "null")
 
     def export(place: Path) -> ExportReport:
         # A name that is hard on code that builds command lines and URLs.

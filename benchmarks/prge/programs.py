@@ -155,7 +155,7 @@ def method_of(spec: Spec, program: Any) -> Any:
         def forward(self, ids: torch.Tensor, labels: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
             return program.losses(ids, labels, lambda start, count: copies[:, start : start + count])
 
-    adapter, scalars, gradients, losses = ports(program)
+    (adapter,), scalars, gradients, losses = ports(program)
     rows = token_ports(spec.batch, spec.length)
     if spec.method == "losses":
         copies = port("copies", None, (program.config.copies, program.layout.size))

@@ -27,6 +27,10 @@ LATER = ("columns", "validation_split", "packing", "streaming")
 """Settings of the rows that are named in a run's identity only where they are set: older logs do not have them."""
 
 
+NULL = object()
+"""The value null in overrides, where None says that a flag was not given."""
+
+
 class RunConfig(StrictConfig):
     """One run: everything that `ondevice train`, `export` and `plan` read."""
 
@@ -51,7 +55,7 @@ class RunConfig(StrictConfig):
 
     @classmethod
     def load(cls, path: Path | None = None, overrides: dict[str, Any] | None = None) -> Self:
-        """Read a run file and put `overrides` (dotted keys; None values are skipped) on top.
+        """Read a run file and put `overrides` (dotted keys; None values are skipped, `NULL` is null) on top.
 
         Args:
             path: of a YAML file, or the name of a preset (`presets`).
@@ -65,7 +69,7 @@ class RunConfig(StrictConfig):
             values["train"].pop("epochs", None)  # steps that are asked for now win over the file's epochs
         for key, value in (overrides or {}).items():
             if value is not None:
-                _set(values, key.split("."), value, key)
+                _set(values, key.split("."), None if value is NULL else value, key)
         method = values.get("method") or {}
         if isinstance(method, str):
             method = {"name": method}

@@ -228,9 +228,13 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
         if not separator or not key:
             raise ConfigError(f"--set {item}", expected="key=value, such as method.rank=8", received=item)
         try:
-            values[key.strip()] = yaml.safe_load(text)
+            values[key.strip()] = value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise ConfigError(f"--set {item}: the value is not YAML", received=str(error).replace("\n", " ")) from None
+        if value is None and text.strip():
+            from ondevice.api.runfile import NULL
+
+            values[key.strip()] = NULL
     for name, value in flags.items():
         if value is not None:
             values[name.replace("__", ".")] = str(value) if isinstance(value, Path) else value

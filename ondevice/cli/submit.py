@@ -143,11 +143,13 @@ def _dataset(client: Client, rows: str | Path, sections: dict[str, Any], sent: l
 
 
 def _sections(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    sections = {key: {"name": value} if key == "method" and isinstance(value, str) else dict(value)
+    from ondevice.api.runfile import NULL
+
+    sections: dict[str, Any] = {key: {"name": value} if key == "method" and isinstance(value, str) else dict(value)
                 for key, value in values.items()}  # fmt: skip
     for key, value in flags.items():
         section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
+        sections.setdefault(section, {})[name] = None if value is NULL else value
     return sections
 
 

@@ -163,7 +163,7 @@ PROGRAMS = (
         "android-npu",
         "float16 blocks, the rest float32; in QNN's simulator",
         program="npu subspace",
-        loss_error=2e-3,
+        loss_error=5e-3,  # over two answers a loss is a difference of two logits alone
         gradient_error=1e-1,
         adapter_error=1e-5,
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from ondevice.core.errors import ArtifactError, CheckpointError
 from ondevice.data.batching import Batch
 from ondevice.exporters.base import random_batches
 from ondevice.methods.prge.program import build_program
+from ondevice.methods.prge.renewal import Renewal
+from ondevice.methods.prge.subspace import read_factors
 from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models import load_model
 from tests.programs import PROGRAMS, config, model, program, report
@@ -150,11 +153,15 @@ def test_a_program_takes_new_subspaces_as_eager_does(tmp_path) -> None:
         replayed.before_replay(step, ours)
         replayed.apply_update(gradients, step, 0.02)
     assert all(value.tobytes() == session.state()[name].tobytes() for name, value in replayed.state().items())
-    without = open_artifact(program("subspace, stateful"))
-    without.step(*(array[:1] for array in (batch.ids, batch.labels)), 0, 0.02)
-    (ours / "subspace-00000004.safetensors").replace(ours / "subspace-next.safetensors")
+    alone = session.manifest.model_copy(update={"method": {**session.manifest.method, "refresh_every": None}})
+    without = SimpleNamespace(manifest=alone, seed=session.seed, state=lambda: state)
+    renewal = Renewal(without)  # type: ignore[arg-type]
+    given = ours / "subspace-00000004.safetensors"
+    state = renewal.places.begun(read_factors(given, renewal.places.small.entries))
+    state["adapter"] += 1
+    given.replace(ours / "subspace-next.safetensors")
     with pytest.raises(CheckpointError, match="no room"):
-        without.before_step(1, batch_at, ours)
+        renewal.before_step(1, batch_at, ours)
 
 
 @pytest.mark.parametrize(
