@@ -53,7 +53,7 @@ android-test: model
 ## make fleet-test  a fleet of three devices over Flower, in an environment that has it beside .venv's packages
 fleet-test: setup
 	@.ci/fleet
-	@CI=true PYTHONPATH="$(CURDIR)" build/fleet-venv/bin/python -m pytest tests/fleet/test_flower.py tests/fleet/test_server.py tests/fleet/test_secure.py tests/fleet/test_averaging.py tests/server/test_fleets.py $(ARGS)
+	@CI=true PYTHONPATH="$(CURDIR)" build/fleet-venv/bin/python -m pytest tests/fleet/test_flower.py tests/fleet/test_server.py tests/fleet/test_secure.py tests/fleet/test_qr.py tests/fleet/test_averaging.py tests/server/test_fleets.py $(ARGS)
 
 ## make browser    what the tests of the daemon's page need: Debian's Chromium, packages from npm
 browser:
