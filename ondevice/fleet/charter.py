@@ -89,7 +89,7 @@ class Agreement(StrictConfig):
 
 
 ADDED = ("batch_share", "secure")
-"""Settings that came after the first charters: left out where they are the default, so that a fleet keeps its number."""
+"""Settings that came after the first charters; left out where they are the default, so a fleet keeps its number."""
 
 
 class FleetConfig(Agreement):
