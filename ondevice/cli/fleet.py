@@ -299,12 +299,18 @@ app.add_typer(carry, name="carry")
 Number = Annotated[int, typer.Option("--device", min=0, max=2**64 - 1, help="The device's number.")]
 
 
+QR = Annotated[
+    bool, typer.Option("--qr", help="Also write each file as a QR code, FILE.png, and show it in a terminal.")
+]
+
+
 @carry.command("out")
 def carry_out(
     folder: Folder,
     device: Number,
     to: Annotated[Path, typer.Option("--to", help="File to write, such as phone.odfleet.")],
     last: Annotated[bool, typer.Option("--last", help="Only what the device lacks: no task.")] = False,
+    qr: QR = False,
     json: common.Json = False,
 ) -> None:
     """Write a round for a device: what it lacks, and its task; its first file also has the charter."""
@@ -320,6 +326,8 @@ def carry_out(
     for name, data in zip(names, files, strict=True):
         atomic_write(name, data)
     values = {"files": [str(name) for name in names], "bytes": [len(data) for data in files]}
+    if qr:
+        values["qr"] = [_picture(name, data) for name, data in zip(names, files, strict=True)]
     print_json(values) if json else table({str(name): f"{len(data)} bytes" for name, data in zip(names, files)})
 
 
@@ -333,6 +341,7 @@ def carry_in(
     """Take answers from files, and end the round with --close; a refused answer is said, and the others are taken."""
     from ondevice.core.errors import FleetError
     from ondevice.fleet.carry import Desk
+    from ondevice.fleet.qr import read
     from ondevice.fleet.store import Store
     from ondevice.training.checkpoint import RunLock
 
@@ -342,7 +351,7 @@ def carry_in(
         desk, taken, outcome = Desk(store), [], None
         for file in files or []:
             try:
-                taken.append(desk.take(file.read_bytes(), str(file)).device)
+                taken.append(desk.take(read(file), str(file)).device)
             except FleetError as error:
                 refused[str(file)] = str(error)
         if close:
@@ -374,6 +383,7 @@ def carry_answer(
         Path | None, typer.Option("--artifact", help="An exported program instead of the model.")
     ] = None,
     batch_size: common.BatchSize = None,
+    qr: QR = False,
     json: common.Json = False,
 ) -> None:
     """Be the device: apply a round's files, do its task on rows that stay here, and write the answer."""
@@ -381,6 +391,7 @@ def carry_answer(
     from ondevice.data.records import check_source
     from ondevice.fleet.carry import Parcel, files_of, parcel_of
     from ondevice.fleet.device import Device, DeviceSettings
+    from ondevice.fleet.qr import read
 
     if data is not None:
         check_source(data)
@@ -397,7 +408,7 @@ def carry_answer(
     )
     values: dict[str, Any] = {"answer": None}
     for file in files:
-        parcel = parcel_of(file.read_bytes(), str(file))
+        parcel = parcel_of(read(file), str(file))
         if parcel.charter is not None:
             end.take({"charter": parcel.charter}, 0)
         reply = end.take({"events": parcel.events}, 0)
@@ -410,7 +421,20 @@ def carry_answer(
         (written,) = files_of(Parcel(device=parcel.device, answer=answer))
         atomic_write(to, written)
         values |= {"answer": str(to), "bytes": len(written)}
+        if qr:
+            values["qr"] = _picture(to, written)
     print_json(values) if json else table(values)
+
+
+def _picture(name: Path, data: bytes) -> str:
+    """Write a file's QR code beside it, and show it where somebody looks; returns its name."""
+    from ondevice.fleet import qr
+
+    picture = name.with_name(name.name + ".png")
+    qr.write(data, picture)
+    if err.is_terminal:
+        err.print(qr.shown(data), markup=False, highlight=False)
+    return str(picture)
 
 
 def _line(text: str) -> None:

@@ -88,6 +88,10 @@ class Agreement(StrictConfig):
         return self
 
 
+ADDED = ("batch_share", "secure")
+"""Settings that came after the first charters; left out where they are the default, so a fleet keeps its number."""
+
+
 class FleetConfig(Agreement):
     """A fleet's rounds, and what its server makes of answers."""
 
@@ -155,8 +159,12 @@ class Charter(StrictConfig):
         return self
 
     def to_bytes(self) -> bytes:
-        """Return the charter as JSON with sorted keys, UTF-8."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        """Return the charter as JSON with sorted keys, UTF-8; see `ADDED`."""
+        values = self.model_dump(mode="json")
+        for name in ADDED:
+            if values["fleet"][name] == Agreement.model_fields[name].default:
+                del values["fleet"][name]
+        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Charter:

@@ -170,7 +170,8 @@ def test_devices_share_secrets_with_their_neighbours_alone(monkeypatch: pytest.M
 
 
 def test_a_secure_fleet_is_of_sums_that_have_units(tmp_path: Path) -> None:
-    for wrong in ({"clip_norm": None}, {"combine": "median", "clip_norm": 1.0}, {"seeds": "own", "clip_norm": 1.0}):
+    cases: list[dict[str, Any]] = [{}, {"combine": "median", "clip_norm": 1.0}, {"seeds": "own", "clip_norm": 1.0}]
+    for wrong in cases:
         with pytest.raises((ConfigError, ValueError), match="secure"):
             Agreement(secure=True, **wrong)
     fleet = secure()

@@ -1,4 +1,4 @@
-"""A fleet of two devices for the JVM tests: PyTorch in float32, and a phone whose program's answers Python computes, too.
+"""A fleet of two devices for the JVM tests: PyTorch in float32, and a phone whose answers Python computes, too.
 
 The phone's rounds lie as files, as `ondevice fleet carry` writes them; so do the answers that it must give.
 """
@@ -6,6 +6,7 @@ The phone's rounds lie as files, as `ondevice fleet carry` writes them; so do th
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,12 @@ def write(out: Path, artifact: Path) -> None:
             (out / f"end-{place}.odfleet").write_bytes(file)
         final = store.state()
     flat = [float(value) for value in final.flat()]
-    assert np.abs(flat).max() > 1e-3
+    if np.abs(flat).max() <= 1e-3:
+        sys.exit("the fleet's adapter has not moved, so its hash would prove little")
     document = {"rounds": ROUNDS, "away": AWAY, "device": PHONE, "hashes": hashes, "adapter": flat,
                 "charter": charter.to_bytes().decode()}  # fmt: skip
     (out / "fleet.json").write_text(json.dumps(document))
 
 
 if __name__ == "__main__":
-    import sys
-
     write(Path(sys.argv[1]), Path(sys.argv[2]))
