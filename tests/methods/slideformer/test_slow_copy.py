@@ -1,0 +1,294 @@
+"""Processes that train together give what one gives: losses, parameters, checkpoints; and end when one is gone.
+
+With ONDEVICE_RANKS_DEVICE=cuda and two GPUs the same comparisons go through NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+from ondevice.core.errors import ConfigError  # noqa: E402
+from ondevice.methods.slideformer.torch import SlideformerSession  # noqa: E402
+from ondevice.models.tiny import tiny_model  # noqa: E402
+from ondevice.offload.ranks import SINGLE, check_rows, join, launched  # noqa: E402
+from ondevice.offload.shares import Joined  # noqa: E402
+from ondevice.training.checkpoint import read_state  # noqa: E402
+from tests.cli.command import classes, tiny  # noqa: E402
+from tests.methods.slideformer.ranked import LIMIT_S, ROWS, RUNS, THREE, compute, opened, save_again  # noqa: E402
+from tests.methods.slideformer.reference import batches  # noqa: E402
+
+DEVICE = os.environ.get("ONDEVICE_RANKS_DEVICE", "cpu")
+WORLD = 2
+needs_gloo = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+pytestmark = needs_gloo
+
+
+def environment(**values: object) -> dict[str, str]:
+    paths = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in values.items()}}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(case: str, folder: Path, world: int = WORLD) -> list[subprocess.Popen[str]]:
+    """Ranks without `torchrun`, which would end the one when the other dies."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.methods.slideformer.ranked", case, str(folder), DEVICE],
+            env=environment(RANK=rank, WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT=port),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
+    command += ["--master-port", str(free_port()), "-m", "ondevice", *map(str, arguments)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500, check=False)
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[str, list[list[str]], list[str]]]:
+    """The first host's address, what runs a command on each, and each one's network: two network namespaces of this
+    machine, joined by a pair of devices, or where they cannot be made its loopback."""
+    names = [f"ondevice-{os.getpid()}-{number}" for number in range(2)]
+    devices = [f"od{os.getpid() % 100000}{side}" for side in "ab"]
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
+
+    try:
+        made = shutil.which("ip") is not None and all(ip("netns", "add", name) for name in names)
+        made = made and ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
+        for number, (name, device) in enumerate(zip(names, devices, strict=True)):
+            made = made and ip("link", "set", device, "netns", name)
+            made = made and ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", device)
+            made = made and all(ip("-n", name, "link", "set", one, "up") for one in (device, "lo"))
+        if made:
+            yield "10.77.0.1", [["ip", "netns", "exec", name] for name in names], devices
+        else:
+            yield "127.0.0.1", [[], []], ["lo", "lo"]
+    finally:
+        for name in names:
+            if shutil.which("ip") is not None:
+                ip("netns", "del", name)
+
+
+def torchrun_on_two_hosts(*arguments: object) -> list[str]:
+    """One process on each; what they printed to stderr."""
+    port = free_port()
+    with two_hosts() as (address, prefixes, networks):
+        processes = []
+        for number, (prefix, network) in enumerate(zip(prefixes, networks, strict=True)):
+            command = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+            command += ["--node-rank", str(number), "--nproc-per-node", "1", "--master-addr", address]
+            command += ["--master-port", str(port), "-m", "ondevice", *map(str, arguments)]
+            settings = environment(GLOO_SOCKET_IFNAME=network)
+            processes.append(subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True))
+        errors = [process.communicate(timeout=600)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0], errors
+    return errors
+
+
+def results(case: str, folder: Path, world: int) -> list[dict[str, Any]]:
+    for process in start(case, folder, world):
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+    return [torch.load(folder / f"{case}-{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """Return the results of each of two ranks."""
+    return results("runs", folder, 2)
+
+
+@pytest.fixture(scope="module")
+def single(folder: Path, ranks: list[dict[str, Any]]) -> SlideformerSession:
+    """One process that has loaded the checkpoint of two ranks, and has written it again."""
+    one = opened(SlideformerSession, 3, SINGLE, DEVICE, seed=1)
+    save_again(one, folder / "two", folder / "one")
+    return one
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, single: SlideformerSession) -> list[dict[str, Any]]:
+    """Return the results of each of three ranks, which also load and write what one process has written."""
+    needs_three()
+    return results("three", folder, 3)
+
+
+def needs_three() -> None:
+    if DEVICE != "cpu" and torch.cuda.device_count() < 3:
+        pytest.skip("fewer than three GPUs")
+
+
+def compare(name: str, ranks: list[dict[str, Any]]) -> None:
+    """Only the order of additions differs: over the rows of a batch, then over the ranks. In bfloat16 that flips
+    roundings, so what differs is held against how far the steps have moved a parameter."""
+    exact, parts = RUNS[name][0].get("compute") == "float32", [rank[name] for rank in ranks]
+    expected, first = compute(name, len(ranks), device=DEVICE), parts[0]
+    for other in parts[1:]:  # all compute with the same bits
+        assert other["losses"] == first["losses"] and torch.equal(other["nll"], first["nll"])
+        assert all(torch.equal(a, b) for a, b in zip(other["window"], first["window"], strict=True))
+    assert first["losses"] == pytest.approx(expected["losses"], rel=1e-5 if exact else 5e-3)
+    torch.testing.assert_close(first["nll"], expected["nll"], rtol=1e-5 if exact else 2e-2, atol=1e-5)
+    masters: dict[str, list[Any]] = {}
+    for (key, _), value in sorted((item for part in parts for item in part["masters"].items()), key=lambda i: i[0]):
+        masters.setdefault(key, []).append(value)
+    _, family, sizes = RUNS[name]
+    start = {key: value.detach().float() for key, value in tiny_model(family, **sizes).model.named_parameters()}
+    assert masters.keys() == {key for key, _ in expected["masters"]}
+    for (key, _), value in expected["masters"].items():
+        difference, moved = (torch.cat(masters[key]) - value).abs(), (value - start[key].reshape(-1)).abs()
+        if exact:
+            assert difference.max() <= 1e-5 and difference.mean() <= 1e-6, key
+        else:
+            assert difference.max() <= moved.max() and difference.mean() <= 0.1 * moved.mean(), key
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_are_one_process(name: str, ranks: list[dict[str, Any]]) -> None:
+    compare(name, ranks)
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_three_ranks_are_one_process(name: str, three: list[dict[str, Any]]) -> None:
+    compare(name, three)
+
+
+def test_ranks_agree_on_what_auto_chose(ranks: list[dict[str, Any]]) -> None:
+    assert [one["settled"] for one in ranks] == [{"window": 3, "resident_layers": 1, "gradient_buffers": 4}] * 2
+
+
+def test_host_memory_is_divided(ranks: list[dict[str, Any]]) -> None:
+    whole = compute("untied", 2)["bytes"]
+    assert [rank["untied"]["bytes"] / whole for rank in ranks] == pytest.approx([0.5, 0.5], abs=0.01)
+
+
+def test_a_resumed_run_has_the_same_bits(ranks: list[dict[str, Any]], folder: Path) -> None:
+    actual = ranks[0]["session"]
+    assert actual["resumed"] == actual["straight"]
+    models = [(folder / name / "model.safetensors").read_bytes() for name in ("straight", "resumed")]
+    assert models[0] == models[1]
+    assert AutoModelForCausalLM.from_pretrained(folder / "two" / "checkpoint-00000003" / "model").num_parameters()
+
+
+def test_a_checkpoint_is_the_same_for_any_number_of_ranks(single: Any, three: Any, folder: Path) -> None:
+    """Two ranks wrote it, one process took it and wrote it, three ranks took that and wrote it: the same bits."""
+    paths = [folder / "two/checkpoint-00000003", *(folder / f"{name}/checkpoint-00000004" for name in ("one", "three"))]
+    assert [len(list(path.glob("state*.safetensors"))) for path in paths] == [2, 1, 3]
+    states = [Joined(read_state(path)) for path in paths]
+    assert states[0].whole.keys() == states[1].whole.keys() == states[2].whole.keys()
+    for name, expected in states[1].whole.items():
+        for state in (states[0], states[2]):
+            assert np.array_equal(state.get(name)[0 : len(expected)], expected), name
+    models = [(path / "model" / "model.safetensors").read_bytes() for path in (paths[0], paths[2])]
+    assert models[0] == models[1]
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_two(ranks: list[dict[str, Any]], single: Any) -> None:
+    losses = [single.step(*batch, 3 + step, 1e-3).loss for step, batch in enumerate(batches(6, rows=ROWS[2])[3:])]
+    single.close()
+    assert losses == pytest.approx(ranks[0]["session"]["straight"], rel=5e-3)
+
+
+def test_what_a_checkpoint_lacks_is_an_error_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["session"]["refused"].startswith("the checkpoint does not fit")
+
+
+def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path) -> None:
+    """Each of the others says which layer waits for it; and what rank 0 leaves without a word ends, too. A checkpoint
+    that a rank has not written does not get its name."""
+    world = 3 if DEVICE == "cpu" else 2
+    at_once = ("dies", "hangs") if DEVICE == "cpu" else ("dies", "hangs", "silent", "killed")
+    cases = {case: start(case, tmp_path, world if case in ("dies", "hangs") else 2) for case in at_once}
+    survivors = {"dies": (0, 2)[: world - 1], "hangs": (0, 2)[: world - 1], "silent": (1,), "killed": (0,)}
+    loaded: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for case, ranks in survivors.items():
+            if case not in cases:
+                cases[case] = start(case, tmp_path, 2)
+            for rank in ranks:
+                _, errors = cases[case][rank].communicate(timeout=600)
+                assert cases[case][rank].returncode == 0, errors
+                path = tmp_path / f"{case}-{rank}.pt"
+                loaded.setdefault(case, []).append(torch.load(path, weights_only=False))
+    finally:
+        for processes in cases.values():
+            for process in processes:
+                process.kill()
+                process.communicate()
+    for one in (*loaded["dies"], *loaded["hangs"]):
+        assert "transfer of " in one["message"] and one["seconds"] < 2 * LIMIT_S
+    for one in (*loaded["dies"], *loaded["hangs"], *loaded["silent"]):
+        assert "checkpoint is intact" in one["message"]
+    assert LIMIT_S / 2 < loaded["silent"][0]["seconds"] < 4 * LIMIT_S
+    (killed,) = loaded["killed"]
+    assert killed == {"message": "another rank has ended or does not answer", "newest": 0, "left": 1}
+
+
+def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(tmp_path: Path) -> None:
+    data, run = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
+    options = tiny("slideformer", "--data", data, "--eval-data", data, "--out", run, "--json", "--lr", "1e-3")
+    began = time.time()
+    first = torchrun("train", *options, "--steps", 2)
+    assert first.returncode == 0, first.stderr
+    assert len(first.stdout.splitlines()) == 1 and '"steps": 2' in first.stdout
+    assert (run / "model" / "model.safetensors").stat().st_mtime > began
+    if DEVICE == "cpu":
+        apart = [tmp_path / "apart" if word == run else word for word in options]
+        torchrun_on_two_hosts("train", *apart, "--steps", 2)
+        for name in ("model/model.safetensors", "checkpoint-00000002/state-00001.safetensors"):
+            assert (tmp_path / "apart" / name).read_bytes() == (run / name).read_bytes()
+    second = torchrun("train", *options, "--steps", 4, "--resume")
+    assert second.returncode == 0, second.stderr
+    lines = (run / "events.jsonl").read_text().splitlines()
+    assert [line.count('"event":"step"') for line in lines].count(1) == 4
+    assert sum('"event":"resume"' in line for line in lines) == 1
+
+
+def test_what_cannot_be_divided_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ondevice.api.runfile import RunConfig
+    from ondevice.planning.devices import place
+
+    assert join("cpu", 1.0) == (SINGLE, "cpu")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launched() == (1, 4)
+    with pytest.raises(ConfigError, match="6 rows cannot be divided among 4 ranks"):
+        check_rows(6, 4)
+    with pytest.raises(ConfigError, match="lora trains in one process"):
+        place(RunConfig.load(None, {"model.source": "tiny:llama", "method.name": "lora", "train.batch_size": 4}))
+    with pytest.raises(ConfigError, match="6 rows"):
+        place(RunConfig.load(None, {"model.source": "tiny:llama", "method.name": "slideformer", "train.batch_size": 6}))
