@@ -36,7 +36,9 @@ class RoundPipe:
 
     def __init__(self, shape: str, block: Tensor, late: bool) -> None:
         _shim()
-        import roundpipe  # pyright: ignore[reportMissingImports]
+        import roundpipe as installed  # pyright: ignore[reportMissingImports]
+
+        roundpipe: Any = installed
 
         model: Any = make_family(shape, block).model
         for parameter in model.parameters():

@@ -122,7 +122,7 @@ def cores_of(gpus: tuple[int, ...]) -> list[set[int]]:
     count = max(2, torch.cuda.device_count())
     addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())] or [None] * count
     parts = cores.divide(os.sched_getaffinity(0), addresses)
-    return [parts[number] for number in gpus if parts[number]] or [os.sched_getaffinity(0)]
+    return [set(parts[number]) for number in gpus if parts[number]] or [os.sched_getaffinity(0)]
 
 
 class Running:
