@@ -13,6 +13,8 @@ import torch
 
 from benchmarks.offload import model as om
 from benchmarks.offload import peers
+from benchmarks.offload.roundpipe import RoundPipe
+from benchmarks.offload.zero import Zero
 from ondevice.methods.lsp.config import LspConfig
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.slideformer.config import SlideformerConfig
@@ -96,11 +98,9 @@ class Live:
             return peers.Fsdp2(shape, block, device, liger)
         if self.name.startswith("torchao"):
             return peers.TorchAo(shape, block, device, self.name, liger)
-        try:
-            import deepspeed  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise RuntimeError("not installed: DeepSpeed is an sdist that compiles at run time") from None
-        raise RuntimeError(f"not run: DeepSpeed {deepspeed.__version__} wants its own launcher")
+        if self.name.startswith("roundpipe"):
+            return RoundPipe(shape, block, late=self.name == "roundpipe-late")
+        return Zero(shape, block, device, liger, stage=int(self.name[-1]))
 
     def run(self, batches: om.Batches, rows: int, warmup: int, count: int) -> dict[str, Any]:
         """`count` steps in a row after `warmup` others: seconds each, and what was seen meanwhile."""

@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[str, tuple[int, ...], bool]] = {
     "Qwen2.5-14B": ("qwen2", (5120, 13824, 48, 40, 8, 152064), False),
     "Qwen2.5-32B": ("qwen2", (5120, 27648, 64, 40, 8, 152064), False),
     "Llama-3.1-8B": ("llama", (4096, 14336, 32, 32, 8, 128256), False),
+    "Llama-1.5B": ("llama", (2048, 8192, 16, 32, 8, 128256), False),
     "Llama2-7B": ("llama", (4096, 11008, 32, 32, 32, 32000), False),
     "GPT2-774M": ("gpt2", (1280, 5120, 36, 20, 20, 50257), True),
     "GPT2-1.3B": ("gpt2", (1600, 6400, 40, 25, 25, 50257), True),
@@ -191,6 +192,8 @@ def host_need(name: str, shape: str, options: dict[str, Any], rows: int, length:
         return need, "fp32 parameters and gradients, pinned in powers of two, and 8 bytes a parameter of moments"
     if name == "torchao":
         return 2 * pinned(2) + 4 * total, "bf16 parameters and gradients, pinned in powers of two, and bf16 moments"
+    if name.startswith(("deepspeed", "roundpipe")):
+        return 20 * total, "float32 masters, moments and gradients, bf16 weights and gradients"
     if not name.startswith("slideformer"):
         return 0, "nothing on the host"
     stored = la.BYTES["split", sliding_moments(name)].stored

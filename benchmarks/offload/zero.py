@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 with everything offloaded, a peer of benchmarks/slideformer/ranks.py: on the ranks that are there.
+"""DeepSpeed's ZeRO with offload, a peer of benchmarks/slideformer: on the ranks that are there, or alone.
 
 DeepSpeed is an sdist that compiles its AdamW at run time: `DS_BUILD_OPS=0 pip install --no-build-isolation --no-deps
 --target FOLDER deepspeed-*.tar.gz`, FOLDER on PYTHONPATH, `DS_SKIP_CUDA_CHECK=1`, and a CUDA compiler.
@@ -6,6 +6,7 @@ DeepSpeed is an sdist that compiles its AdamW at run time: `DS_BUILD_OPS=0 pip i
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from torch import Tensor, nn
 
 from benchmarks.offload.model import make_family
 from benchmarks.offload.peers import RATE, head_loss
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+"""What `torchrun` would say to one process."""
 
 
 class _Head(nn.Module):
@@ -36,12 +40,17 @@ class _Whole(nn.Module):
         return self.head(self.body(input_ids=ids, use_cache=False).last_hidden_state, targets)
 
 
-class Zero3:
-    """bf16 computation, float32 masters and moments, all in host memory; DeepSpeed's CPU AdamW after the backward pass.
-    Bucket sizes are those that transformers sets for `auto`."""
+class Zero:
+    """bf16 computation, float32 masters and moments in host memory (stage 2), weights, too (stage 3); DeepSpeed's CPU
+    AdamW after the backward pass. Bucket sizes are those that transformers sets for `auto`."""
 
-    def __init__(self, shape: str, block: Tensor, device: str, liger: bool) -> None:
-        import deepspeed  # pyright: ignore[reportMissingImports]
+    def __init__(self, shape: str, block: Tensor, device: str, liger: bool, stage: int = 3) -> None:
+        try:
+            import deepspeed  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise RuntimeError("not installed: DeepSpeed is an sdist that compiles at run time") from None
+        for name, value in ALONE.items():
+            os.environ.setdefault(name, value)
 
         model: Any = make_family(shape, block, torch.bfloat16, "cpu", liger).model
         hidden, cuda = model.config.hidden_size, torch.device(device).type == "cuda"
@@ -58,8 +67,8 @@ class Zero3:
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0}},
             "zero_optimization": {
-                "stage": 3, "offload_optimizer": place, "offload_param": place, "overlap_comm": True,
-                "contiguous_gradients": True, "reduce_bucket_size": hidden * hidden,
+                "stage": stage, "offload_optimizer": place, **({"offload_param": place} if stage == 3 else {}),
+                "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": hidden * hidden,
                 "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
                 "stage3_param_persistence_threshold": 10 * hidden, "sub_group_size": 1_000_000_000,
             },
@@ -77,3 +86,7 @@ class Zero3:
     def flush(self) -> None:
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize()
+
+    def close(self) -> None:
+        self.flush()
+        self.engine.destroy()

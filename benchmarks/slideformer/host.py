@@ -3,10 +3,11 @@
     python -m benchmarks.slideformer.host --parts tests,large,ranks --out FOLDER
 
 `tests`: the tests of ranks through NCCL, then those marked `gpu`. `large`: the 32B shape under 24 GiB of GPU memory.
-`ranks`: one and two GPUs beside FSDP2. `auto` and `auto-small`: the default settings beside no offload. `deepspeed`:
-DeepSpeed's ZeRO-3 on two GPUs; it is built from the sdist in `--wheels`. Only `tests` and `large` run at the same time:
-the first has no seconds in it, and each has the cores of one GPU. A part that outlasts its limit is ended; what it has
-written stays, and so does its log.
+`wheels`: installs what `--wheels` holds into FOLDER/site (peers, liger-kernel), for all parts but the tests.
+`ranks`: one and two GPUs beside FSDP2. `auto` and `auto-small`: the default settings beside no offload.
+`deepspeed`: DeepSpeed's ZeRO-3 on two GPUs. `peers`: one GPU beside DeepSpeed, torchao and RoundPipe. Only `tests` and
+`large` run at the same time: the first has no seconds in it, and each has the cores of one GPU. A part that outlasts
+its limit is ended; what it has written stays, and so does its log.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ TESTED = (
     "tests/methods/slideformer", "tests/methods/lsp/test_engine.py", "tests/methods/revffn", "tests/offload",
     "tests/runtime_ops/test_triton_adam.py",
 )  # fmt: skip
+PEERS = "resident,slideformer,deepspeed-2,deepspeed-3,roundpipe,roundpipe-late,torchao-fp32"
 BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load()"
 
 
@@ -42,9 +44,9 @@ class Part:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="tests,large,ranks,auto,auto-small,deepspeed")
+    parser.add_argument("--parts", default="wheels,tests,large,ranks,auto,auto-small,deepspeed,peers")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--wheels", type=Path, help="folder with deepspeed-*.tar.gz and hjson-*.whl")
+    parser.add_argument("--wheels", type=Path, help="folder with peers and what they need, as *.whl and *.tar.gz")
     parser.add_argument("--budget-s", type=float, default=900.0, help="end the part that runs then; begin no other")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, to try the commands")
     return parser.parse_args()
@@ -52,7 +54,7 @@ def arguments() -> argparse.Namespace:
 
 def every_part(args: argparse.Namespace) -> list[Part]:
     """All parts, with the seconds after which each is ended."""
-    tiny, out = args.tiny, args.out
+    tiny, out = args.tiny, args.out.resolve()
     large, middle, small = ("tiny",) * 2 + ("tiny-tied",) if tiny else ("Qwen2.5-32B", "Qwen2.5-7B", "Qwen2.5-1.5B")
     common = ["--device", "cpu", "--length", "16"] if tiny else []
 
@@ -70,15 +72,16 @@ def every_part(args: argparse.Namespace) -> list[Part]:
         return bench("ranks", *words, "--out", out / f"{name}.json")
 
     site = out / "site"
-    pip = [PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--target"]
-    deepspeed = {
-        "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]), "DS_BUILD_OPS": "0",
-        "DS_SKIP_CUDA_CHECK": "1", "CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda"), "MAX_JOBS": "8",
-    }  # fmt: skip
-    found = [p for name in ("hjson*", "deepspeed*") for p in args.wheels.glob(name)] if args.wheels else []
+    found = [str(path) for name in ("*.whl", "*.tar.gz") for path in args.wheels.glob(name)] if args.wheels else []
+    pip = [PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--upgrade"]
+    liger = ["--option", "kernels=liger"] if any("liger" in path for path in found) else []
+    build = {"DS_BUILD_OPS": "0", "DS_SKIP_CUDA_CHECK": "1", "MAX_JOBS": "8"}
+    build |= {"CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda")}
+    installed = {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]), **build}
     pytest = [PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=8"]
     one = "--shapes", large, "--variants", "slideformer-int8", "--batches", "2" if tiny else "8", "--calibrate", 10**7
     return [
+        Part("wheels", 60, [[*pip, "--target", str(site), *found]] if found else [], environment=build),
         Part(
             "tests", 170,
             [[*pytest, "tests/methods/slideformer/test_ranks.py"], [*pytest, "-m", "gpu", *TESTED]],
@@ -89,16 +92,23 @@ def every_part(args: argparse.Namespace) -> list[Part]:
             [bench("step", *one, "--limit-gib", 24, "--host-gib", 250, "--warmup", 1, "--repeats", 3, "--rounds", 1,
                    "--option", "resident_layers=0", "--option", "gradient_buffers=4", "--option", "window=3",
                    "--out", out / "large.json")],
-            gpus=(1,),
+            gpus=(1,), environment=installed,
         ),
-        Part("ranks", 235, [ranks("ranks", "slideformer,fsdp2", "2,1", 16, "16", 230)]),
-        Part("auto", 110, [auto("auto", f"{middle},{middle}:bfloat16", "8,4", 105)], gpus=(0,)),
-        Part("auto-small", 60, [auto("auto-small", small, "8,4,16,32", 55)], gpus=(0,)),
+        Part("ranks", 235, [ranks("ranks", "slideformer,fsdp2", "2,1", 16, "16", 230)], environment=installed),
+        Part("auto", 110, [auto("auto", f"{middle},{middle}:bfloat16", "8,4", 105)], (0,), installed),
+        Part("auto-small", 60, [auto("auto-small", small, "8,4,16,32", 55)], (0,), installed),
         Part(
             "deepspeed", 170,
-            [[*pip, str(site), *map(str, found)], [PYTHON, "-c", BUILD],
-             ranks("deepspeed", "deepspeed", "2", 16, "16", 110)],
-            environment=deepspeed,
+            [[PYTHON, "-c", BUILD], ranks("deepspeed", "deepspeed", "2", 16, "16", 110)],
+            environment=installed,
+        ),
+        Part(
+            "peers", 240,
+            [[PYTHON, "-c", BUILD],
+             bench("step", "--shapes", "tiny" if tiny else "Llama-1.5B", "--variants", PEERS, "--batches", "8,32",
+                   "--repeats", 4, "--rounds", 2, "--calibrate", 10**7, "--host-gib", 200, "--budget-s", 170, *liger,
+                   "--out", out / "peers.json")],
+            gpus=(0,), environment=installed,
         ),
     ]  # fmt: skip
 
@@ -112,7 +122,7 @@ def cores_of(gpus: tuple[int, ...]) -> list[set[int]]:
     count = max(2, torch.cuda.device_count())
     addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())] or [None] * count
     parts = cores.divide(os.sched_getaffinity(0), addresses)
-    return [parts[number] for number in gpus if parts[number]] or [os.sched_getaffinity(0)]
+    return [set(parts[number]) for number in gpus if parts[number]] or [os.sched_getaffinity(0)]
 
 
 class Running:

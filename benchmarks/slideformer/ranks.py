@@ -27,7 +27,7 @@ import torch
 from benchmarks.common import finish, parse_args
 from benchmarks.offload import model as om
 from benchmarks.offload.peers import Fsdp2
-from benchmarks.offload.zero import Zero3
+from benchmarks.offload.zero import Zero
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.offload import cores
@@ -116,7 +116,7 @@ class Sharded:
             cores.bind(parts[self.rank])
         block = om.random_block(args.shape, self.device)
         self.kernels = "liger" if use_liger(SlideformerConfig(), args.device) else "torch"
-        kind: Any = Fsdp2 if args.worker == "fsdp2" else Zero3
+        kind: Any = Fsdp2 if args.worker == "fsdp2" else Zero
         self.one = kind(args.shape, block, self.device, self.kernels == "liger")
 
     def step(self, ids: np.ndarray) -> float:

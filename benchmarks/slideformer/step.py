@@ -1,4 +1,4 @@
-"""Steps of full-parameter AdamW with the layer-sliding engine, without offload, and with FSDP2 and torchao.
+"""Steps of full-parameter AdamW with the layer-sliding engine, without offload, and with other programs.
 
     python -m benchmarks.slideformer.step --shapes Qwen2.5-7B --batches 8,16 --variants resident,slideformer --out FILE
 
@@ -28,7 +28,7 @@ from ondevice.offload.report import chrome_trace
 NEEDS = ("cuda",)
 SLIDING = ("slideformer", "slideformer-bf16", "slideformer-int8")
 RESIDENT = ("resident", "resident_window", "resident_adamw")
-PEERS = ("fsdp2", "torchao", "torchao-fp32", "deepspeed")
+PEERS = ("fsdp2", "torchao", "torchao-fp32", "deepspeed-2", "deepspeed-3", "roundpipe", "roundpipe-late")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 COLUMNS = [
     {"key": "shape", "title": "Shape"},

@@ -121,6 +121,7 @@ def member_loss(fleet: Charter, store: Store, number: int) -> float:
     return own.answer(server.begin([number]).tasks[number]).loss
 
 
+@pytest.mark.flower
 def test_a_device_shows_no_share_that_would_open_its_vector() -> None:
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     devices = {number: Secrets(number) for number in (1, 2, 3, 4)}
@@ -145,6 +146,7 @@ def test_a_device_shows_no_share_that_would_open_its_vector() -> None:
         collect(lambda contents: {}, {1: {}, 2: {}}, 5)
 
 
+@pytest.mark.flower
 def test_devices_share_secrets_with_their_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
     monkeypatch.setattr("ondevice.fleet.secure.HALF_RING", 2)

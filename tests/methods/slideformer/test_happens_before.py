@@ -32,6 +32,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"max_grad_norm": 0.1, "clip": "global", "loss_tiles": 2},
     {"resident_layers": 2, "resident_tables": True, "micro_batch_size": 1},
     {"resident_layers": 5, "resident_tables": True, "optimizer": "torch"},
+    {"resident_tables": True, "max_grad_norm": 0.1, "loss_tiles": 3},
     {"disk_fraction": 1.0, "disk_masters": True, "window": 2},
     {"disk_fraction": 0.5, "disk_masters": True, "optimizer": "torch", "resident_layers": 1},
 ]
