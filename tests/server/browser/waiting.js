@@ -19,3 +19,4 @@ assert.equal(listeners, 0, "a view that stays open collects listeners");
 const waiting = pause(60, signal);
 left.abort();
 await assert.rejects(waiting, { name: "AbortError" });
+console.log("{}");
