@@ -88,7 +88,7 @@ def test_the_committed_document_is_what_the_daemon_says(served, root: Path) -> N
 def test_a_full_disk_is_told_as_one() -> None:
     request = Request({"type": "http", "path": "/v1/uploads", "headers": []})
     answer = asyncio.run(_ours(request, StorageError("the disk is full")))
-    assert answer.status_code == 507 and json.loads(bytes(answer.body))["message"] == "the disk is full"
+    assert answer.status_code == 507 and json.loads(answer.body)["message"] == "the disk is full"
 
 
 def test_a_job_from_upload_to_adapter(served, tmp_path) -> None:
