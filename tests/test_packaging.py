@@ -98,6 +98,18 @@ def test_a_bare_wheel_names_the_extra(command: str, bare: Bare, tmp_path: Path) 
     assert re.search(r"pip install 'ondevice-train\[(torch|executorch)\]'", done.stderr)
 
 
+def test_a_bare_wheel_names_the_extra_of_a_replay(bare: Bare, tmp_path: Path) -> None:
+    import ondevice
+
+    rows = [{"text": "a", "label": "no"}, {"text": "b", "label": "yes"}]
+    method = {"method.name": "prge", "method.subspace": "random", "method.queries": 1}
+    settings = {"model.source": "tiny:llama", **method, "train.steps": 1, "train.out": str(tmp_path / "run")}
+    ondevice.train(settings, rows=rows)
+    done = bare("replay", tmp_path / "run", "--out", tmp_path / "again", cwd=tmp_path)
+    assert done.returncode == 10 and "Traceback" not in done.stderr, done.stderr
+    assert "pip install 'ondevice-train[torch]'" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "words"),
     [

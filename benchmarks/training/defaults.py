@@ -26,7 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import finish, machine_info, parse_args
 
 NEEDS = ("cuda",)
 SETS = ("sst2", "chat")
@@ -73,7 +73,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    """What --log lacks is run, longest first; then the table of what is there."""
+    """What --log lacks is run, the defaults first; then the table of what is there."""
     from ondevice.core.registry import method, method_names
 
     args = parse_args(__doc__, arguments, repeats=1)
@@ -87,7 +87,10 @@ def main() -> None:
         Job(rows, name, args.zeroth_steps if method(name).order == "zeroth" else args.steps, settings, seed)
         for name, settings in variants for rows in sets for seed in range(args.seeds)
     ]  # fmt: skip
-    jobs = [*(Job(rows, "", 0, "", 0) for rows in sets), *sorted(jobs, key=lambda job: (-job.steps, job.seed))]
+    jobs = [
+        *(Job(rows, "", 0, "", 0) for rows in sets),
+        *sorted(jobs, key=lambda job: (job.settings != default_of(job.method), -job.steps, job.seed)),
+    ]
     records = read_log(args.log)
     done = {job_of(record) for record in records}
     for record in run([job for job in jobs if job not in done], args):
@@ -113,19 +116,20 @@ def run(jobs: list[Job], args: Any) -> Iterable[dict[str, Any]]:
     ends = time.time() + min(args.budget_s, 1e9)
     context = get_context("spawn")
     turn = context.Value("i", 0)
-    with ProcessPoolExecutor(args.processes, context, begin, (turn, args.processes, args.device)) as pool:
+    gpus = 0 if args.device == "cpu" else len(machine_info()["gpus"])
+    with ProcessPoolExecutor(args.processes, context, begin, (turn, args.processes, gpus)) as pool:
         for task in as_completed([pool.submit(work, job, args, ends) for job in jobs]):
             if (record := task.result()) is not None:
                 yield record
 
 
-def begin(turn: Any, processes: int, device: str) -> None:
+def begin(turn: Any, processes: int, gpus: int) -> None:
     """Give this process its share of the cores and one of the GPUs; before torch is imported."""
     with turn.get_lock():
         mine, turn.value = turn.value, turn.value + 1
     cores = len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
-    if device != "cpu" and (gpus := len(list(Path("/proc/driver/nvidia/gpus").glob("*")))):
+    if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(mine % gpus)
 
 

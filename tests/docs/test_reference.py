@@ -78,6 +78,18 @@ def test_every_flag_and_key_is_listed(generate: ModuleType) -> None:
     assert "| `perturbation_scale` | `number` | `0.01` |" in settings
 
 
+def test_pages_say_of_exports_and_of_the_first_command_what_holds(root: Path) -> None:
+    from ondevice.core.registry import methods
+
+    for spec in methods():
+        page = (root / "docs/methods" / spec.page).read_text()
+        assert not (spec.programs and re.search(r"\b(It|They|This method) (does|do) not export", page)), spec.name
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    assert not [path for path in pages if re.search(r"git clone REPOSITORY", path.read_text())]
+    for path in (root / "README.md", root / "docs/quickstart.md"):
+        assert re.search(r"^    (.+)$", path.read_text(), re.M)[1] == 'pip install "ondevice-train[executorch]"'
+
+
 def test_a_run_becomes_a_picture(root: Path, tmp_path: Path) -> None:
     from ondevice.training.events import Evaluate, Start, Step
 

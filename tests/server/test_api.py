@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import zipfile
 from pathlib import Path
@@ -12,14 +13,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from ondevice.core.errors import ConfigError, DeviceError
+from ondevice.core.errors import ConfigError, DeviceError, StorageError
 from ondevice.server.client import Client, RefusedError
 from tests.server.running import rows, settings, wait_for
 
 schemathesis = pytest.importorskip("schemathesis", reason="a development package")
 from schemathesis import checks  # noqa: E402
+from starlette.requests import Request  # noqa: E402
 
-from ondevice.server.app import create_app  # noqa: E402
+from ondevice.server.app import _ours, create_app  # noqa: E402
 from ondevice.server.routes import json_answer  # noqa: E402
 
 CHECKS = (
@@ -77,6 +79,16 @@ def test_the_committed_document_is_what_the_daemon_says(served, root: Path) -> N
     committed = json.loads((root / "docs/reference/openapi.json").read_text())
     assert committed == served.client.ask("GET", "/v1/openapi.json"), "try: make docs"
     assert all(path.startswith("/v1/") or path == "/metrics" for path in committed["paths"])
+    assert {scheme["type"] for scheme in committed["components"]["securitySchemes"].values()} == {"http", "apiKey"}
+    open_to_all = {path for path, verbs in committed["paths"].items() for verb in verbs.values()
+                   if verb.get("security", committed["security"]) == []}  # fmt: skip
+    assert open_to_all == {"/v1/health", "/v1/session"}
+
+
+def test_a_full_disk_is_told_as_one() -> None:
+    request = Request({"type": "http", "path": "/v1/uploads", "headers": []})
+    answer = asyncio.run(_ours(request, StorageError("the disk is full")))
+    assert answer.status_code == 507 and json.loads(answer.body)["message"] == "the disk is full"
 
 
 def test_a_job_from_upload_to_adapter(served, tmp_path) -> None:

@@ -161,8 +161,10 @@ def test_what_was_filled_in_and_sent_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node; try: make browser")
-def test_the_curve_is_cut_where_a_run_is_resumed() -> None:
-    play("curve")
+@pytest.mark.parametrize("scenario", ["curve", "waiting"])
+def test_what_needs_no_browser(scenario: str) -> None:
+    """The curve is cut where a run is resumed; a wait leaves nothing behind."""
+    play(scenario)
 
 
 def test_the_page_has_no_inline_code_and_names_nothing_outside() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -74,3 +76,13 @@ def test_a_half_precision_model_trains_its_adapter_in_float32() -> None:
     assert {value.dtype for value in target.parameters.values()} == {torch.float32}
     result = target.step(*batch(2), 0, 1e-3)
     assert np.isfinite(result.loss) and {v.dtype for v in target.all_tensors.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["lora", "lora-fa"])
+def test_a_run_warns_of_nothing(name) -> None:
+    """A user cannot act on a warning of the libraries below."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session = open_tiny(name, "llama", {})
+        session.step(*batch(3), 0, 1e-3)
+        session.load_adapter(session.adapter())

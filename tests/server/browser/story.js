@@ -104,6 +104,9 @@ await scenario(async (page) => {
   await until("the curve again", async () => (await lastStep(page)) === STEPS);
   assert.equal(await page.locator("[role=img]").first().getAttribute("aria-label"), words);
   assert.equal(await settled(page), live, "the live curve and the stored one are not the same");
+  const tiles = await page.locator("dl.tiles").innerText();
+  assert.match(tiles, /mean of the last tenth, from/); // the loss that the command line and the lists say, too
+  assert.match(tiles, /Tokens per second\s+[\d.,]+\s+mean/);
 
   // The run has two adapters: the last one, which is named like the job, and the one of its best evaluation.
   const adapter = page.getByRole("listitem").filter({ has: page.getByText(job, { exact: true }) });
@@ -118,6 +121,12 @@ await scenario(async (page) => {
   await view(page, "adapters");
   await page.getByText("In use:").getByText(NAME).waitFor();
 
+  assert.equal(await page.getByRole("button", { name: "Activate" }).count(), 0, "two words for one thing");
+
+  // Without being told, Try is with the adapter in use, in the form that a chat model takes.
+  await view(page, "chat");
+  assert.match(await page.getByLabel("Adapter", { exact: true }).locator("option:checked").innerText(), /^the active one: /);
+  assert.equal(await page.getByLabel("How", { exact: true }).inputValue(), "chat");
   await view(page, `chat?adapter=${job}`);
   await page.getByLabel("Text", { exact: true }).fill("schön:");
   await page.getByRole("button", { name: "Ask both" }).click();
