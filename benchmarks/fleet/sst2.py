@@ -34,6 +34,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ class Bench:
         return found[0]["curve"][-1] if found else None
 
 
-def summarize(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+def summarize(records: list[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """A row for each setting and rate over its seeds; `against_central` is of the seeds that both have. A run that
     two logs have counts once."""
     grouped: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

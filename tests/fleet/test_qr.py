@@ -16,6 +16,7 @@ pytest.importorskip("segno", reason="segno is not installed; try: make fleet-tes
 pytest.importorskip("zxingcpp", reason="zxing-cpp is not installed; try: make fleet-test")
 
 
+@pytest.mark.flower
 def test_a_picture_of_a_round_gives_its_bytes(tmp_path: Path) -> None:
     from PIL import Image
 

@@ -84,6 +84,7 @@ class Grid:
         return replies
 
 
+@pytest.mark.flower
 def test_a_secure_fleet_has_the_hash_of_plain_answers_whoever_goes_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
