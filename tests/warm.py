@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,9 +30,8 @@ PRELOADED = ("torch", "transformers", "transformers.models.llama.modeling_llama"
 AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "ONEDNN_", "CUDA_", "LD_", "USE_", "PYTHON")
 """Beginnings of the names of variables that an import reads; PYTHONPATH is followed."""
 HEADER_BYTES = 8
-CLIENT = """#!{python} -IS
-import json, os, signal, socket, sys
-words = {prefix!r} + sys.argv[1:]
+CLIENT = """import json, os, signal, socket, sys
+words = sys.argv[1:]
 try:
     link = socket.socket(socket.AF_UNIX)
     link.connect({address!r})
@@ -57,9 +57,12 @@ class Warm:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.python, self.ondevice = folder / "python", folder / "ondevice"
-        address = str(folder / "socket")
-        for path, prefix in ((self.python, []), (self.ondevice, ["-m", "ondevice"])):
-            path.write_text(CLIENT.format(python=sys.executable, address=address, prefix=prefix, header=HEADER_BYTES))
+        address, client = str(folder / "socket"), folder / "client.py"
+        client.write_text(CLIENT.format(python=sys.executable, address=address, header=HEADER_BYTES))
+        for path, prefix in ((self.python, ""), (self.ondevice, "-m ondevice ")):
+            # A shell's command, because a path in #! may have no space.
+            words = f"{shlex.quote(sys.executable)} -IS {shlex.quote(str(client))} {prefix}"
+            path.write_text(f'#!/bin/sh\nexec {words}"$@"\n')
             path.chmod(0o755)
         self.process: subprocess.Popen[bytes] | None = None
         if sys.platform != "linux":  # elsewhere the commands start Python as ever

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from benchmarks.prge.racing_model import TARGETS
 
-if TYPE_CHECKING:
-    from benchmarks.prge.racing import Group
-
+Group = Any
+"""`racing.Group`, which calls this."""
 GRADIENT_TOKENS = 12_000
 """Tokens whose activations an exact gradient keeps at once."""
 

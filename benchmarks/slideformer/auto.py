@@ -271,7 +271,7 @@ def main() -> None:
         *(f"AdamW on the GPU, {kind} moments: {said}." for kind, said in bench.on_gpu.items()),
     ]
     title = "SlideFormer: default settings beside fixed ones"
-    finish("slideformer/auto", bench.rows, args, COLUMNS, title=title, notes=notes, updates_parameters_s=rates)
+    finish("slideformer/auto", bench.rows, args, COLUMNS, title=title, notes=notes)
 
 
 if __name__ == "__main__":

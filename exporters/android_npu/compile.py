@@ -105,9 +105,10 @@ def compile_blocks(
     """
     specs = generate_qnn_executorch_compiler_spec(QcomChipset[soc], generate_htp_compiler_spec(use_fp16=True))
     body = blocks.eval()
+    with _compiler_errors(soc), torch.no_grad(), qnn.quiet():
+        lowered = _with_int8_weights(body, inputs, soc) if int8 else body  # traced by Dynamo: without shortcuts
     with _compiler_errors(soc), torch.no_grad(), shortcuts(), qnn.quiet(), _programs() as programs:
         example: Any = {method: inputs}
-        lowered = _with_int8_weights(body, inputs, soc) if int8 else body
         edge = to_edge_transform_and_lower_to_qnn({method: lowered}, example, {method: specs})
     graph = edge.exported_program(method).graph_module
     calls = [node for node in graph.graph.nodes if node.op == "call_function"]

@@ -1,6 +1,6 @@
 """A program that answers, with weights of its own as constants: XNNPACK packs them once, and multiplies what is packed.
 
-One method takes a prompt's next tokens, or one token; `models.answering` is the module. Matrices are float32, or 8 or 4
+One method takes a prompt's next tokens, or one token; `answer_model` is the module. Matrices are float32, or 8 or 4
 bits (groups of 32) with activations that are rounded to 8 bits as they come; with either the head has 8 bits, and the
 embedding, too. Nothing of a training program is shared, so this is as good without one.
 """
@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from ondevice.core.errors import MissingPackageError, VerificationError
+from ondevice.exporters.executorch.answer_model import AnswerModel, flatten, linear
 from ondevice.exporters.executorch.packed import ANSWERS_FILE, FORMAT, PROGRAM_FILE, PackedWriter, load_operators
 from ondevice.exporters.executorch.writer import beside
-from ondevice.models.answering import AnswerModel, flatten, linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

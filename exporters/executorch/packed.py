@@ -85,7 +85,7 @@ class PackedWriter:
         Raises:
             ArtifactError: it is of another rank, or changes layers for which the program takes none.
         """
-        from ondevice.models.answering import Pair, flatten
+        from ondevice.exporters.executorch.answer_model import Pair, flatten
 
         rank, pairs = self.described["rank"], [Pair(**entry) for entry in self.described["layout"]]
         if adapter is not None:

@@ -107,9 +107,9 @@ class ExecutorchTarget(Exporter):
             problems.append(str(error))
         problems += program.problems(job.method, job.export, dims)
         if context := job.export.packed_context:
-            from ondevice.models import answering
+            from ondevice.exporters.executorch import answer_model
 
-            problems += answering.problems(dims, context)
+            problems += answer_model.problems(dims, context)
             if importlib.util.find_spec("torchao") is None and job.export.quantize != "none":
                 problems.append("torchao is not installed: pip install 'ondevice-train[executorch]'")
         return [*problems, *size_problems(job, dims), *self.problems(job, dims)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 import shutil
 import sys
 import zipfile
@@ -27,8 +28,9 @@ def phone(tmp_path: Path, monkeypatch) -> Path:
     (disk / "app").mkdir(parents=True)
     (disk / "devices").write_text("R3CN\tdevice\n")
     tools.mkdir()
-    script = Path(__file__).with_name("fake_adb.py").read_text()
-    (tools / "adb").write_text(f"#!{sys.executable}\n" + script.partition("\n")[2])
+    script = Path(__file__).with_name("fake_adb.py")
+    words = f"{shlex.quote(sys.executable)} {shlex.quote(str(script))}"  # a path in #! may have no space
+    (tools / "adb").write_text(f'#!/bin/sh\nexec {words} "$@"\n')
     (tools / "adb").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}:/usr/bin:/bin")
     monkeypatch.setenv("PHONE", str(disk))

@@ -13,8 +13,8 @@ from ondevice.training.fuse import adapted
 from tests.exits.conftest import random_adapter
 
 pytest.importorskip("executorch.exir")
+from ondevice.exporters.executorch.answer_model import AnswerModel, flatten
 from ondevice.exporters.executorch.packed import load_operators
-from ondevice.models.answering import AnswerModel, flatten
 
 IDS = list(range(40, 63))
 
