@@ -32,6 +32,9 @@ from tests.programs import NPU, config, needs_qnn, program, report
 pytest.importorskip("executorch.exir")
 EVERY = [pytest.param(name, marks=[pytest.mark.slow] if name != "npu" else []) for name in NPU]
 STOCK = {"aten", "dim_order_ops"}
+LOSS = {"npu w8": 1e-2, "npu subspace": 5e-3}
+"""Largest relative error of a loss where it is not 2e-3. Over two answers there is no sum of hundreds of logits, where
+float16's roundings cancel."""
 
 
 @pytest.fixture
@@ -58,7 +61,7 @@ def test_projected_gradients_in_the_simulator_are_those_of_float32(name) -> None
     assert result["ok"] and json.dumps(result) and result["backend"] == "qnn-htp-simulator"
     assert result["directions"] == 12 and result["soc"] == config(name).export.soc[0]
     assert result["sign_agreement"] >= 11 / 12 and result["correlation"] > (0.9 if name == "npu w8" else 0.99)
-    assert 0 < result["loss_error"] < (1e-2 if name == "npu w8" else 2e-3)
+    assert 0 < result["loss_error"] < LOSS.get(name, 2e-3)
     assert result["adapter_error"] <= 1e-6
 
 
@@ -79,7 +82,7 @@ def test_evaluation_is_the_adapter_itself_on_as_many_rows_as_there_are_copies(na
     with torch.inference_mode(), reference.bound((torch.from_numpy(flat),)):
         expected, counts = reference.evaluate(*map(torch.from_numpy, (ids, labels, flat)))
     np.testing.assert_array_equal(tokens, counts.numpy())
-    np.testing.assert_allclose(nll, expected.numpy(), rtol=2e-2 if name == "npu w8" else 2e-3)
+    np.testing.assert_allclose(nll, expected.numpy(), rtol=2e-2 if name == "npu w8" else LOSS.get(name, 2e-3))
     np.testing.assert_array_equal(session.flat(), flat)
     assert session.evaluate(ids, labels)[0].tolist() == nll.tolist()
     session.close()
