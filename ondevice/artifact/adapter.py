@@ -17,10 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from ondevice.artifact.expert_pairs import is_expert_parameter, own_names, peft_names
 from ondevice.artifact.files import atomic_directory
 from ondevice.core.errors import ArtifactError
 
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of the experts' parameters, in the order of transformers' modules, in which PEFT nests its wrappers."""
+_EXPERTS = re.compile(rf"(?:.+\.)?experts\.(?:{'|'.join(EXPERT_PARAMETERS)})")
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -81,8 +83,11 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
     if rank != adapter.rank:
         message = f"adapter for {folder}: field 'rank'"
         raise ArtifactError(message, expected=f"{rank}, as the tensors have it", received=adapter.rank)
-    theirs = peft_names(adapter.expert_parameters)
-    tensors = {_renamed(name, theirs): value for name, value in tensors.items()}
+    if adapter.expert_parameters:
+        from ondevice.artifact.expert_pairs import peft_names
+
+        theirs = peft_names(adapter.expert_parameters)
+        tensors = {_renamed(name, theirs): value for name, value in tensors.items()}
     metadata = {"format": "pt", DIGEST_KEY: digest(tensors)}
     data = save({PEFT_PREFIX + name: value for name, value in tensors.items()}, metadata=metadata)
     config = json.dumps(peft_config(adapter), indent=2, sort_keys=True) + "\n"
@@ -144,8 +149,12 @@ def load_adapter(folder: str | Path) -> Adapter:
     if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
         message = f"{config_path}: field 'target_parameters'"
         raise ArtifactError(message, expected="a list of names", received=parameters)
-    own = own_names({name.rpartition(".lora_")[0] for name in tensors}, parameters, str(config_path))
-    tensors = {_renamed(name, own): value for name, value in tensors.items()}
+    modules = {name.rpartition(".lora_")[0] for name in tensors}
+    if parameters or any(name.endswith((".experts", ".base_layer")) for name in modules):
+        from ondevice.artifact.expert_pairs import own_names
+
+        own = own_names(modules, parameters, str(config_path))
+        tensors = {_renamed(name, own): value for name, value in tensors.items()}
     given = config.get("r")
     rank = check_tensors(tensors, str(weights_path), given if isinstance(given, int) and given > 0 else None)
     if config.get("r") != rank:
@@ -161,6 +170,11 @@ def load_adapter(folder: str | Path) -> Adapter:
     adapter = Adapter(tensors, rank, float(alpha), targets_of(tensors), base_model)
     check_targets(tuple(name for name in adapter.linears if not is_expert_parameter(name)), config, config_path)
     return adapter
+
+
+def is_expert_parameter(name: str) -> bool:
+    """Return True for the name of a parameter that holds all experts' matrices, by its full name or its last parts."""
+    return _EXPERTS.fullmatch(name) is not None
 
 
 def _renamed(tensor: str, names: dict[str, str]) -> str:

@@ -12,18 +12,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ondevice.artifact.adapter import EXPERT_PARAMETERS, is_expert_parameter
 from ondevice.core.errors import ArtifactError
 
-PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of the experts' parameters, in the order of transformers' modules, in which PEFT nests its wrappers."""
-_PARAMETER = re.compile(rf"(?:.+\.)?experts\.(?:{'|'.join(PARAMETERS)})")
 _MODULE = re.compile(r"\.experts(\.base_layer)*$")
 _INNER = ".base_layer"
-
-
-def is_expert_parameter(name: str) -> bool:
-    """Return True for the name of a parameter that holds all experts' matrices, by its full name or its last parts."""
-    return _PARAMETER.fullmatch(name) is not None
 
 
 def change_of(a: np.ndarray, b: np.ndarray, experts: int) -> np.ndarray:
@@ -48,7 +41,7 @@ def peft_names(names: Iterable[str]) -> dict[str, str]:
         module, _, parameter = name.rpartition(".")
         modules.setdefault(module, []).append(parameter)
     for module, held in modules.items():
-        ordered = sorted(held, key=PARAMETERS.index)
+        ordered = sorted(held, key=EXPERT_PARAMETERS.index)
         for place, parameter in enumerate(ordered):
             result[f"{module}.{parameter}"] = module + _INNER * (len(ordered) - 1 - place)
     return result
@@ -69,13 +62,13 @@ def own_names(stored: Iterable[str], target_parameters: Iterable[str], where: st
         if not is_expert_parameter(target):
             raise ArtifactError(
                 f"{where}: field 'target_parameters' names '{target}'",
-                expected=" or ".join(f"experts.{name}" for name in PARAMETERS),
+                expected=" or ".join(f"experts.{name}" for name in EXPERT_PARAMETERS),
                 received=target,
                 hint="adapters of other parameters cannot be used; merge such an adapter with PEFT",
             )
     stored = list(stored)
     modules = dict.fromkeys(name.replace(_INNER, "") for name in stored if _MODULE.search(name))
-    every = [f"{module}.{parameter}" for module in modules for parameter in PARAMETERS]
+    every = [f"{module}.{parameter}" for module in modules for parameter in EXPERT_PARAMETERS]
     full = [name for name in every if any(f".{name}".endswith(f".{target}") for target in targets)]
     back = {theirs: own for own, theirs in peft_names(full).items()}
     missing = sorted(set(back) - set(stored))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ondevice.artifact.expert_pairs import PARAMETERS, is_expert_parameter
+from ondevice.artifact.adapter import EXPERT_PARAMETERS, is_expert_parameter
 from ondevice.core.errors import ModelError
 from ondevice.models.base import Family, Linear, ModelDims, refuse_quantised
 
@@ -403,12 +403,12 @@ def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
     """List the parameters [experts, outputs, inputs] of modules called `experts`; or say why they take no pairs."""
     found, refused = [], ""
     for name, module in blocks.named_modules():
-        held = {key: p for key, p in module.named_parameters(recurse=False) if key in PARAMETERS and p.ndim == 3}
+        held = {key: p for key, p in module.named_parameters(recurse=False) if key in EXPERT_PARAMETERS and p.ndim == 3}
         if not held or not name.endswith(".experts"):
             continue
         first = next(iter(held.values()))
         turned = "down_proj" not in held or held["down_proj"].shape[1] != first.shape[2]
-        ordered = list(held) == [key for key in PARAMETERS if key in held]
+        ordered = list(held) == [key for key in EXPERT_PARAMETERS if key in held]
         if turned or getattr(module, "is_transposed", False) or not ordered:
             layout = "[experts, inputs, outputs]" if ordered else ", ".join(held)
             refused = f"the experts of {family} models are stored as {layout}: no pairs go beside them"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ondevice.artifact.expert_pairs import is_expert_parameter
+from ondevice.artifact.adapter import is_expert_parameter
 from ondevice.core.errors import ModelError
 from ondevice.models.traits import LLAMA, BlockTraits
 
