@@ -122,6 +122,7 @@ def test_what_cannot_be_beside_experts_is_refused(tmp_path: Path) -> None:
     for family, name, words in (
         ("qwen2_moe", "prge", "prge puts no pairs beside the matrices of experts"),
         ("mixtral", "prge", "prge puts no pairs beside the matrices of experts"),
+        ("qwen3_moe", "mesp", "mesp puts no pairs beside the matrices of experts"),
         ("gpt_oss", "lora", r"stored as \[experts, inputs, outputs\]"),
         ("llama", "lora", "unknown linear layer"),
     ):
