@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ondevice.core.errors import ConfigError, VerificationError
+from ondevice.core.errors import ConfigError, ModelError, VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
 from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.base import VerifyRequest, beyond, text_batches
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
+from ondevice.models.traits import check_traits
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import Manifest
@@ -64,6 +65,10 @@ class AndroidNpu(ExecutorchTarget):
             problems.append(f"the NPU needs linear layers of {SMALLEST_WIDTH} inputs or more: {', '.join(narrow)}")
         if not dims.gated:
             problems.append(f"family {dims.family} has layer norms, which are not lowered to the NPU here")
+        try:
+            check_traits(dims, "a program for the NPU", length_tokens=max(config.lengths_tokens))
+        except ModelError as error:
+            problems.append(str(error))
         return problems
 
     def lower(self, job: ExportJob, built: BuiltProgram, folder: Path) -> tuple[BuiltProgram, Lowered]:

@@ -250,4 +250,6 @@ def _sizes(job: ExportJob, dims: ModelDims) -> list[str]:
     if dims.whole:
         raise dims.unknown("packing a block's matrices")
     dims.adapted(job.method)
+    if dims.experts:
+        return [f"family {dims.family} is a mixture of experts, whose matrices this target does not pack"]
     return size_problems(job, dims)

@@ -20,6 +20,9 @@ import numpy as np
 from ondevice.artifact.files import atomic_directory
 from ondevice.core.errors import ArtifactError
 
+EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of the experts' parameters, in the order of transformers' modules, in which PEFT nests its wrappers."""
+_EXPERTS = re.compile(rf"(?:.+\.)?experts\.(?:{'|'.join(EXPERT_PARAMETERS)})")
 _LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 
@@ -29,7 +32,8 @@ class Adapter:
 
     Attributes:
         tensors: float32 `<linear>.lora_A.weight` [rank, inputs] and `<linear>.lora_B.weight` [outputs, rank],
-            `<linear>` being the module's full name: `model.layers.0.self_attn.q_proj`.
+            `<linear>` being the module's full name: `model.layers.0.self_attn.q_proj`. Of experts' parameters see
+            `ondevice.artifact.expert_pairs`.
         rank: of every pair.
         alpha: numerator of the scale.
         target_modules: last part of the names, sorted: `("q_proj", "v_proj")`.
@@ -48,6 +52,11 @@ class Adapter:
         suffix = ".lora_A.weight"
         names = {name.removesuffix(suffix) for name in self.tensors if name.endswith(suffix)}
         return tuple(sorted(names, key=lambda name: (_layer_of(name), name)))
+
+    @property
+    def expert_parameters(self) -> tuple[str, ...]:
+        """Those of `linears` that are parameters with a matrix for each expert."""
+        return tuple(filter(is_expert_parameter, self.linears))
 
     @property
     def changes_nothing(self) -> bool:
@@ -70,10 +79,15 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
     from safetensors.numpy import save
 
     tensors = {name: np.ascontiguousarray(value, dtype=np.float32) for name, value in adapter.tensors.items()}
-    rank = check_tensors(tensors, str(folder))
+    rank = check_tensors(tensors, str(folder), adapter.rank)
     if rank != adapter.rank:
         message = f"adapter for {folder}: field 'rank'"
         raise ArtifactError(message, expected=f"{rank}, as the tensors have it", received=adapter.rank)
+    if adapter.expert_parameters:
+        from ondevice.artifact.expert_pairs import peft_names
+
+        theirs = peft_names(adapter.expert_parameters)
+        tensors = {_renamed(name, theirs): value for name, value in tensors.items()}
     metadata = {"format": "pt", DIGEST_KEY: digest(tensors)}
     data = save({PEFT_PREFIX + name: value for name, value in tensors.items()}, metadata=metadata)
     config = json.dumps(peft_config(adapter), indent=2, sort_keys=True) + "\n"
@@ -87,7 +101,8 @@ def peft_config(adapter: Adapter) -> dict[str, Any]:
     """Build the `adapter_config.json` of `adapter`: keys that every PEFT since 0.8 knows."""
     alpha = int(adapter.alpha) if float(adapter.alpha).is_integer() else float(adapter.alpha)
     modules, layers = _modules_and_layers(adapter)
-    return {
+    parameters = {"target_parameters": list(adapter.expert_parameters)} if adapter.expert_parameters else {}
+    return parameters | {
         "auto_mapping": None,
         "base_model_name_or_path": adapter.base_model or None,
         "bias": "none",
@@ -130,7 +145,18 @@ def load_adapter(folder: str | Path) -> Adapter:
     config = read_config(config_path)
     check_kind(config, config_path)
     tensors = read_tensors(weights_path)
-    rank = check_tensors(tensors, str(weights_path))
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(name, str) for name in parameters):
+        message = f"{config_path}: field 'target_parameters'"
+        raise ArtifactError(message, expected="a list of names", received=parameters)
+    modules = {name.rpartition(".lora_")[0] for name in tensors}
+    if parameters or any(name.endswith((".experts", ".base_layer")) for name in modules):
+        from ondevice.artifact.expert_pairs import own_names
+
+        own = own_names(modules, parameters, str(config_path))
+        tensors = {_renamed(name, own): value for name, value in tensors.items()}
+    given = config.get("r")
+    rank = check_tensors(tensors, str(weights_path), given if isinstance(given, int) and given > 0 else None)
     if config.get("r") != rank:
         raise ArtifactError(
             f"{config_path}: field 'r' does not fit {WEIGHTS_NAME}", expected=rank, received=config.get("r")
@@ -142,15 +168,25 @@ def load_adapter(folder: str | Path) -> Adapter:
         alpha = alpha * math.sqrt(rank)
     base_model = config.get("base_model_name_or_path") or ""
     adapter = Adapter(tensors, rank, float(alpha), targets_of(tensors), base_model)
-    check_targets(adapter.linears, config, config_path)
+    check_targets(tuple(name for name in adapter.linears if not is_expert_parameter(name)), config, config_path)
     return adapter
+
+
+def is_expert_parameter(name: str) -> bool:
+    """Return True for the name of a parameter that holds all experts' matrices, by its full name or its last parts."""
+    return _EXPERTS.fullmatch(name) is not None
+
+
+def _renamed(tensor: str, names: dict[str, str]) -> str:
+    linear, _, side = tensor.rpartition(".lora_")
+    return f"{names.get(linear, linear)}.lora_{side}"
 
 
 def _modules_and_layers(adapter: Adapter) -> tuple[list[str], list[int] | None]:
     """Return PEFT's `target_modules` and `layers_to_transform` that name exactly this adapter's linear layers."""
-    linears = adapter.linears
+    linears = [name for name in adapter.linears if not is_expert_parameter(name)]
     layers = sorted({_layer_of(name) for name in linears})
-    if -1 in layers or len(linears) != len(layers) * len(adapter.target_modules):
+    if -1 in layers or adapter.expert_parameters or len(linears) != len(layers) * len(adapter.target_modules):
         return sorted(linears), None
     return sorted(adapter.target_modules), None if layers == list(range(len(layers))) else layers
 
@@ -171,7 +207,6 @@ _MUST_BE_EMPTY = (
     "modules_to_save",
     "rank_pattern",
     "alpha_pattern",
-    "target_parameters",
     "layer_replication",
 )
 _MUST_BE_FALSE = ("use_dora", "lora_bias", "use_qalora", "trainable_token_indices")
@@ -271,9 +306,17 @@ def to_float32(dtype: str, data: bytes, path: Path, name: str) -> np.ndarray:
     return np.frombuffer(data, dtype=_NUMPY[dtype]).astype(np.float32)
 
 
-def check_tensors(tensors: dict[str, np.ndarray], where: str) -> int:
-    """Check that the tensors are pairs of A and B with finite values; return the rank that all of them share."""
-    rank = None
+def check_tensors(tensors: dict[str, np.ndarray], where: str, stated: int | None = None) -> int:
+    """Check that the tensors are pairs of A and B with finite values; return the rank that all of them share.
+
+    `stated` is the rank that a configuration gives: that of experts' pairs alone cannot be seen.
+    """
+    ranks = {
+        value.shape["_B" in name.rpartition(".lora")[2]]
+        for name, value in tensors.items()
+        if value.ndim == 2 and not is_expert_parameter(name.rpartition(".lora_")[0])
+    }
+    rank = None if ranks else stated
     if not tensors:
         raise ArtifactError(f"{where}: no tensors", expected="at least one pair of lora_A and lora_B")
     for name, value in sorted(tensors.items()):
@@ -288,6 +331,12 @@ def check_tensors(tensors: dict[str, np.ndarray], where: str) -> int:
         own = value.shape[0] if match["side"] == "A" else value.shape[1]
         if own == 0:
             raise ArtifactError(f"{where}: tensor '{name}'", expected="rank 1 or more", received="rank 0")
+        if is_expert_parameter(match["linear"]):
+            each = rank or min(ranks, default=0)
+            if not each or own % each:
+                expected = f"a multiple of rank {each or '(field r)'}"
+                raise ArtifactError(f"{where}: tensor '{name}'", expected=expected, received=own)
+            own = each
         rank = own if rank is None else rank
         if own != rank:
             raise ArtifactError(f"{where}: tensor '{name}'", expected=f"rank {rank}", received=f"rank {own}")

@@ -179,6 +179,10 @@ def encode(
     if not dataset.items and not allow_empty:
         first = dataset.problems[0] if dataset.problems else f"{rows.file} has no rows"
         hint = "raise max_length_tokens, or shorten the answers"
+        if dataset.problems and not dataset.too_long_tokens:
+            hint = "`ondevice data FILE` lists every row and its fault"
+            if dataset.problems[0].field == "messages":
+                hint = "write the turns as the model's chat template takes them, or change its chat_template.jinja"
         raise DataError(f"no row can be trained on: {first}", received=f"{len(rows.items)} rows", hint=hint)
     dataset.problems = sorted(rows.problems + dataset.problems, key=lambda problem: problem.line)
     return dataset

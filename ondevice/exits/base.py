@@ -67,6 +67,7 @@ class Form:
         merged: the whole model leaves, not the adapter alone.
         needs_model: it cannot be written from the adapter alone.
         max_rank: the largest rank that the reader takes; None for no limit.
+        experts: it takes pairs beside experts' matrices.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Form:
     merged: bool = False
     needs_model: bool = True
     max_rank: int | None = None
+    experts: bool = False
 
 
 def form_names() -> tuple[str, ...]:

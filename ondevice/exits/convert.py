@@ -12,7 +12,7 @@ from ondevice.artifact.adapter import CONFIG_NAME, load_adapter
 from ondevice.artifact.files import atomic_directory, atomic_file
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, ConfigError, StorageError, VerificationError
-from ondevice.exits.base import Form, Request, form_of
+from ondevice.exits.base import Form, Request, form_names, form_of
 from ondevice.training.fit import ADAPTER, BEST_ADAPTER
 
 if TYPE_CHECKING:
@@ -154,8 +154,10 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
     dims = read_dims(model, revision)
     # A family that is not described here has other names in its files: there a layer is known by its place in a block.
     stored = {} if dims.whole else family_for(dims.family, model).weight_shapes(dims)
-    places = {f"{linear.layer}.{linear.target}": (linear.outputs, linear.inputs) for linear in dims.linear_list}
-    names = {target.rpartition(".")[2] for target in dims.linear_shapes}
+    listed = (*dims.linear_list, *dims.expert_list)
+    places = {f"{linear.layer}.{linear.target}": (linear.outputs, linear.inputs) for linear in listed}
+    names = {linear.target.rpartition(".")[2] for linear in listed}
+    experts = adapter.expert_parameters
     for linear in adapter.linears:
         (rank, inputs), (outputs, _) = (side.shape for side in adapter.pair(linear))
         if linear.rpartition(".")[2] not in names:
@@ -166,7 +168,7 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
                 received=linear,
                 hint="train it on linear layers of the blocks alone",
             )
-        shape = stored.get(f"{linear}.weight")
+        shape = stored.get(linear, ())[1:] or None if linear in experts else stored.get(f"{linear}.weight")
         if dims.whole:
             shape = next((size for place, size in places.items() if linear.endswith(f".{place}")), None)
         if shape != (outputs, inputs):
@@ -185,6 +187,14 @@ def _check_adapter(form: Form, adapter: Adapter, folder: Path) -> None:
             expected="at least one A and B that are both not zero",
             received=f"{len(adapter.linears)} pairs, each with a zero side",
             hint="train it for at least one step, or use the base model",
+        )
+    if adapter.expert_parameters and not form.experts:
+        able = [name for name in form_names() if form_of(name).experts]
+        raise ConfigError(
+            f"an adapter with pairs beside experts' matrices is not written for {form.reader}",
+            expected=f"--to {' or '.join(able)}",
+            received=f"--to {form.name}, {adapter.expert_parameters[0]}",
+            hint="merge it (--to safetensors), and convert the model with the reader's own tool",
         )
     if form.max_rank is not None and adapter.rank > form.max_rank:
         raise ConfigError(

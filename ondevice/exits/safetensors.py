@@ -17,4 +17,4 @@ def write(request: Request, folder: Path) -> Checked:
     return Checked(from_base, from_adapter, report.max_abs_logit)
 
 
-FORM = Form("safetensors", "transformers", write, marker="config.json", dtypes=("", *DTYPES), merged=True)
+FORM = Form("safetensors", "transformers", write, marker="config.json", dtypes=("", *DTYPES), merged=True, experts=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ondevice.artifact.adapter import EXPERT_PARAMETERS, is_expert_parameter
 from ondevice.core.errors import ModelError
 from ondevice.models.base import Family, Linear, ModelDims, refuse_quantised
 
@@ -41,6 +42,8 @@ class AnyDims(ModelDims):
 
     Attributes:
         linears: the linear layers of the blocks; those of one block need not be another's.
+        experts_found: parameters with a matrix for each expert.
+        experts_refused: why there are experts, and none found.
         parameter_count: of the whole model, tied ones once; `block_counts` of each block.
         matrix_count: of all matrices in the blocks, experts included.
         guessed: sentences on sizes that the configuration does not say.
@@ -50,6 +53,8 @@ class AnyDims(ModelDims):
     whole: ClassVar[bool] = True
 
     linears: tuple[Linear, ...] = ()
+    experts_found: tuple[Linear, ...] = ()
+    experts_refused: str = ""
     parameter_count: int = 0
     block_counts: tuple[int, ...] = ()
     matrix_count: int = 0
@@ -73,6 +78,18 @@ class AnyDims(ModelDims):
     @property
     def linear_list(self) -> tuple[Linear, ...]:
         return self.linears
+
+    @property
+    def expert_list(self) -> tuple[Linear, ...]:
+        return self.experts_found
+
+    def resolve_targets(self, config: Any) -> tuple[str, ...]:
+        """Return what `ModelDims.resolve_targets` does; ModelError says why experts cannot be adapted."""
+        asked = [name for name in getattr(config, "target_modules", ()) if is_expert_parameter(name)]
+        if asked and self.experts_refused:
+            expected = ", ".join(self.linear_shapes)
+            raise ModelError(self.experts_refused, expected=expected, received=asked[0], hint="leave it out")
+        return super().resolve_targets(config)
 
     @property
     def default_targets(self) -> tuple[str, ...]:
@@ -330,6 +347,7 @@ def inspect(model: Any, config: dict[str, Any]) -> AnyDims:
         if any(part in CROSS_ATTENTION for part in path.split(".")):
             continue  # a decoder alone has no encoder to attend to
         linears.append(Linear(int(layer), path, *sides))
+    experts_found, experts_refused = _find_experts(blocks, str(config.get("model_type", text.model_type)))
     guessed: list[str] = []
 
     def size(field: str, names: tuple[str, ...], guess: int) -> int:
@@ -371,12 +389,34 @@ def inspect(model: Any, config: dict[str, Any]) -> AnyDims:
         rope_type="none",
         experts=experts if expert_numbers else 0,
         linears=tuple(linears),
+        experts_found=experts_found,
+        experts_refused=experts_refused,
         parameter_count=sum(parameter.numel() for parameter in model.parameters()),
         block_counts=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
         matrix_count=matrices,
         active_count=int(matrices - expert_numbers * (1 - share)),
         guessed=tuple(guessed),
     )
+
+
+def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
+    """List the parameters [experts, outputs, inputs] of modules called `experts`; or say why they take no pairs."""
+    found, refused = [], ""
+    for name, module in blocks.named_modules():
+        held = {key: p for key, p in module.named_parameters(recurse=False) if key in EXPERT_PARAMETERS and p.ndim == 3}
+        if not held or not name.endswith(".experts"):
+            continue
+        first = next(iter(held.values()))
+        turned = "down_proj" not in held or held["down_proj"].shape[1] != first.shape[2]
+        ordered = list(held) == [key for key in EXPERT_PARAMETERS if key in held]
+        if turned or getattr(module, "is_transposed", False) or not ordered:
+            layout = "[experts, inputs, outputs]" if ordered else ", ".join(held)
+            refused = f"the experts of {family} models are stored as {layout}: no pairs go beside them"
+            continue
+        layer, _, path = name.partition(".")
+        for key, p in held.items():
+            found.append(Linear(int(layer), f"{path}.{key}", p.shape[2], p.shape[1], p.shape[0]))
+    return tuple(found), refused
 
 
 def _number(config: Any, field: str) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ondevice.artifact.adapter import is_expert_parameter
 from ondevice.core.errors import ModelError
 from ondevice.models.traits import LLAMA, BlockTraits
 
@@ -112,12 +113,17 @@ def _rope(config: dict[str, Any], where: str, types: tuple[str, ...], partial: b
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of a block: `target` is its name within the block, `inputs` and `outputs` its sides."""
+    """A linear layer of a block: `target` is its name within the block, `inputs` and `outputs` its sides.
+
+    Attributes:
+        experts: matrices of one parameter [experts, outputs, inputs], each with a pair of its own; 1 for a layer.
+    """
 
     layer: int
     target: str
     inputs: int
     outputs: int
+    experts: int = 1
 
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -213,6 +219,11 @@ class ModelDims:
         return tuple(Linear(layer, name, *shape) for layer in range(self.layers) for name, shape in shapes)
 
     @property
+    def expert_list(self) -> tuple[Linear, ...]:
+        """The matrices of the experts of every block, those of one parameter together, in order of the layers."""
+        return ()
+
+    @property
     def default_targets(self) -> tuple[str, ...]:
         """Names of linear layers for a method's default where the model does not have those; () refuses."""
         return tuple(self.linear_shapes) if self.traits.fused else ()
@@ -224,10 +235,21 @@ class ModelDims:
         a setting has none.
 
         Raises:
-            ModelError: the model has no linear layer of a name.
+            ModelError: the model has no linear layer of a name; or it is the experts', and the method has no pairs
+                there.
         """
         targets = tuple(getattr(config, "target_modules", ()))
         names = [linear.target for linear in self.linear_list]
+        if experts := [one.target for one in self.expert_list]:
+            asked = [target for target in targets if any(names_experts(name, target) for name in experts)]
+            if asked and not getattr(config, "adapts_experts", False):
+                raise ModelError(
+                    f"{config.name} puts no pairs beside the matrices of experts",
+                    expected=", ".join(self.linear_shapes),
+                    received=asked[0],
+                    hint=_adapting_experts(),
+                )
+            names += [name for name in experts if any(names_experts(name, target) for target in asked)]
         missing = [target for target in targets if not any(named(name, target) for name in names)]
         if not missing:
             return targets
@@ -255,7 +277,7 @@ class ModelDims:
             for layer in range(first_layer, self.layers)
             for target in targets
             for linear in self._by_layer.get(layer, ())
-            if named(linear.target, target)
+            if (named if linear.experts == 1 else names_experts)(linear.target, target)
         }
         if not found:
             message = f"layers {first_layer} to {self.layers - 1} have no linear layer that is to be adapted"
@@ -265,7 +287,7 @@ class ModelDims:
     @cached_property
     def _by_layer(self) -> dict[int, list[Linear]]:
         result: dict[int, list[Linear]] = {}
-        for linear in self.linear_list:
+        for linear in (*self.linear_list, *self.expert_list):
             result.setdefault(linear.layer, []).append(linear)
         return result
 
@@ -319,6 +341,18 @@ class ModelDims:
 def named(name: str, target: str) -> bool:
     """Return True if `target` names the linear layer `name`, as PEFT matches: all of it, or its last parts."""
     return name == target or name.endswith(f".{target}")
+
+
+def names_experts(name: str, target: str) -> bool:
+    """Return True if `target` names the experts' parameter `name`; its last part alone may be a linear layer's."""
+    return is_expert_parameter(target) and named(name, target)
+
+
+def _adapting_experts() -> str:
+    from ondevice.core.registry import methods
+
+    able = [spec.name for spec in methods() if getattr(spec.config, "adapts_experts", False)]
+    return f"methods that do: {', '.join(able)}"
 
 
 class Family:

@@ -285,10 +285,16 @@ def _load_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase
     except Exception as error:  # whatever transformers raises about files it cannot read
         message = f"{folder}: the tokenizer cannot be read"
         raise ModelError(message, received=f"{type(error).__name__}: {error}", hint="copy it again") from error
-    rows = sources.read_config(folder).get("vocab_size", 0)
+    values = sources.read_config(folder)
+    rows, ends = values.get("vocab_size", 0), values.get("eos_token_id")
+    ends = [end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)]
+    message, hint = f"{folder}: the tokenizer is another model's", "copy the tokenizer's files of the base model"
     if tokenizer.vocab_size > rows:
         expected, received = f"at most {rows} tokens, as the embedding has", f"{tokenizer.vocab_size} tokens"
-        raise ModelError(f"{folder}: the tokenizer is another model's", expected=expected, received=received)
+        raise ModelError(message, expected=expected, received=received, hint=hint)
+    if ends and min(ends) >= len(tokenizer):
+        expected = f"the token {min(ends)}, which config.json names as eos_token_id"
+        raise ModelError(message, expected=expected, received=f"{len(tokenizer)} tokens", hint=hint)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id >= rows:  # some add one that the model has no row for
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer

@@ -1,7 +1,8 @@
 """The base of families whose MLP is a mixture of experts.
 
-The experts' matrices are two tensors a layer, [experts, ...], as transformers holds them; no adapter goes beside them.
-Their forward and backward pass is this project's own (`ondevice.nn.experts`): the same bits every time.
+The experts' matrices are two tensors a layer, [experts, ...], as transformers holds them. An adapter beside one of them
+is a pair for each expert, in PEFT's layout. Their forward and backward pass is this project's own
+(`ondevice.nn.experts`): the same bits every time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import methods
-from ondevice.models.base import Family, ModelDims, UnknownTrait, read_size
+from ondevice.models.base import Family, Linear, ModelDims, UnknownTrait, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Linear layers that carry adapters."""
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+"""The experts' parameters, by their names in the MLP."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,16 @@ class MoeDims(ModelDims):
     @property
     def default_targets(self) -> tuple[str, ...]:
         return ATTENTION
+
+    @property
+    def expert_list(self) -> tuple[Linear, ...]:
+        width, hidden, count = self.expert_intermediate, self.hidden, self.experts
+        return tuple(
+            Linear(layer, name, *sides, count)
+            for layer in range(self.layers)
+            if layer not in self.dense_layers
+            for name, sides in zip(EXPERTS, ((hidden, 2 * width), (width, hidden)), strict=True)
+        )
 
     def linear_shape(self, target: str) -> tuple[int, int]:
         """Return what `ModelDims.linear_shape` does; ModelError names the targets that do work."""
@@ -180,7 +193,7 @@ class MoeFamily(Family):
         """
         from torch.nn.functional import sigmoid
 
-        from ondevice.nn.experts import mixture
+        from ondevice.nn.experts import mixture, pairs_of
 
         layer: Any = self.layer(i)
         mlp = layer.mlp
@@ -189,14 +202,16 @@ class MoeFamily(Family):
         _, weights_NK, experts_NK = mlp.gate(x_ND)
         if self.on_routing is not None:
             self.on_routing(i, experts_NK)
-        routed = mixture(
-            x_ND, experts_NK, weights_NK, mlp.experts.gate_up_proj, mlp.experts.down_proj, mlp.experts.act_fn
-        )
+        experts, pairs = pairs_of(mlp.experts)
+        matrices = experts.gate_up_proj, experts.down_proj
+        routed = mixture(x_ND, experts_NK, weights_NK, *matrices, experts.act_fn, pairs)
         if not self.dims.shared_intermediate:
             return routed
         return routed + sigmoid(mlp.shared_expert_gate(x_ND)) * mlp.shared_expert(x_ND)
 
     def _parent(self, target: str) -> str:
+        if target in EXPERTS:
+            return "mlp"
         return super()._parent(target) if target in self.linear_targets else _refuse_adapter(self.dims.family, target)
 
 
@@ -257,7 +272,7 @@ def _refuse_adapter(family: str, target: str) -> NoReturn:
     everything = [spec.name for spec in methods() if spec.trains == "all"]
     raise ModelError(
         f"in a {family} model {target} takes no adapter: the experts of a layer are one tensor",
-        expected=f"targets among {', '.join(ATTENTION)}",
+        expected=f"targets among {', '.join((*ATTENTION, *EXPERTS))}",
         received=target,
         hint=f"a method that trains all parameters trains the experts themselves: {', '.join(everything)}",
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import pkgutil
 from functools import cache
+from pathlib import Path
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_names
@@ -19,9 +19,9 @@ def families() -> dict[str, type[Family]]:
     import ondevice.models as package
 
     by_type = {}
-    for module in pkgutil.iter_modules(package.__path__):
-        family = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "FAMILY", None)
-        if family is not None:
+    for path in Path(package.__path__[0]).glob("*.py"):
+        if "\nFAMILY = " in path.read_text(encoding="utf-8"):  # the others may import a framework
+            family = importlib.import_module(f"{package.__name__}.{path.stem}").FAMILY
             by_type[family.model_type] = family
     return dict(sorted(by_type.items()))
 

@@ -6,8 +6,9 @@ is accumulated by atomic additions: the gradient of a gather is the inverse gath
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ def mixture(
     gate_up_EFD: Tensor,
     down_EDF: Tensor,
     activation: Callable[[Tensor], Tensor],
+    pairs: Mapping[str, Pair] = MappingProxyType({}),
 ) -> Tensor:
     """Compute the weighted sum of each token's experts: [N, D].
 
@@ -33,6 +35,7 @@ def mixture(
         weights_NK: their weights.
         gate_up_EFD: gate and up projections of every expert, one below the other: [experts, 2 * width, D].
         down_EDF: [experts, D, width].
+        pairs: adapters beside the two, by the names that transformers gives them: `gate_up_proj`, `down_proj`.
     """
     count, chosen = experts_NK.shape
     flat = experts_NK.reshape(-1)
@@ -41,10 +44,53 @@ def mixture(
     inverse[order] = torch.arange(order.numel(), device=order.device)
     ends = torch.searchsorted(flat[order], torch.arange(gate_up_EFD.shape[0], device=flat.device), right=True)
     rows = _Spread.apply(x_ND, order, inverse, chosen)
-    gate, up = grouped_linear(rows, gate_up_EFD, ends).chunk(2, -1)
-    out = grouped_linear(activation(gate) * up, down_EDF, ends)
+    gate, up = _adapted_linear(rows, gate_up_EFD, ends, pairs.get("gate_up_proj")).chunk(2, -1)
+    out = _adapted_linear(activation(gate) * up, down_EDF, ends, pairs.get("down_proj"))
     out = _Permute.apply(out, inverse, order).reshape(count, chosen, -1)
     return (out * weights_NK[..., None]).sum(1)
+
+
+class Pair(NamedTuple):
+    """An adapter beside the matrices of all experts: matrix e becomes W + scale B A.
+
+    Attributes:
+        a_ERI: [experts, rank, inputs].
+        b_EOR: [experts, outputs, rank].
+    """
+
+    a_ERI: Tensor
+    b_EOR: Tensor
+    scale: float
+
+
+def pair_of(a: Tensor, b: Tensor, experts: int, scale: float) -> Pair:
+    """Take PEFT's layout apart: `a` [experts * rank, inputs], expert by expert; `b` [outputs, rank * experts], in which
+    the numbers of one rank lie together."""
+    a_ERI = a.reshape(experts, -1, a.shape[-1])
+    return Pair(a_ERI, b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).contiguous(), scale)
+
+
+def pairs_of(experts: Any) -> tuple[Any, dict[str, Pair]]:
+    """Return the module of the experts and the pairs that PEFT's ParamWrapper holds around it, by parameter.
+
+    The wrapper itself would add B A to all experts' matrices and keep the sums for the backward pass.
+    """
+    pairs = {}
+    while hasattr(experts, "lora_A") and hasattr(experts, "parameter_name"):
+        (name,) = experts.active_adapters
+        a, b = experts.lora_A[name].weight, experts.lora_B[name].weight
+        pairs[experts.parameter_name] = pair_of(a, b, experts.num_experts, experts.scaling[name])
+        experts = experts.base_layer
+    return experts, pairs
+
+
+def _adapted_linear(rows_MI: Tensor, weight_EOI: Tensor, ends_E: Tensor, pair: Pair | None) -> Tensor:
+    """Multiply rows as `grouped_linear` does, by W + scale B A where there is a pair, whose sum is not made."""
+    out = grouped_linear(rows_MI, weight_EOI, ends_E)
+    if pair is None:
+        return out
+    inner = grouped_linear(rows_MI, pair.a_ERI.to(rows_MI.dtype), ends_E)
+    return out + grouped_linear(inner, pair.b_EOR.to(rows_MI.dtype), ends_E) * pair.scale
 
 
 def grouped_linear(rows_MD: Tensor, weight_EFD: Tensor, ends_E: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ondevice.artifact.adapter import Adapter, load_adapter
+from ondevice.artifact.expert_pairs import change_of
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.errors import ArtifactError, StorageError, VerificationError
@@ -56,6 +57,8 @@ class FuseReport:
 def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
     """Put `adapter` beside the linear layers it names, in place; nothing is changed when an error is raised.
 
+    What it changes of experts is added to their matrices at once.
+
     Raises:
         ArtifactError: a tensor of the adapter matches no linear layer of the model, or has another shape, or
             the model has an adapter already.
@@ -64,7 +67,8 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
 
     family, dims = loaded.family, loaded.dims
     # Check every tensor first: a model with a part of an adapter is another model.
-    places = {family.linear_name(linear.layer, linear.target): linear for linear in dims.linear_list}
+    listed = (*dims.linear_list, *dims.expert_list)
+    places = {family.linear_name(linear.layer, linear.target): linear for linear in listed}
     for name in adapter.linears:
         if name not in places:
             raise ArtifactError(
@@ -74,7 +78,8 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
                 hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
             )
         linear, (a, b) = places[name], adapter.pair(name)
-        expected = ((adapter.rank, linear.inputs), (linear.outputs, adapter.rank))
+        ranks = adapter.rank * linear.experts
+        expected = ((ranks, linear.inputs), (linear.outputs, ranks))
         if (a.shape, b.shape) != expected:
             raise ArtifactError(
                 f"the adapter does not fit '{name}' of {loaded.source.source}",
@@ -82,14 +87,31 @@ def apply_adapter(loaded: LoadedModel, adapter: Adapter) -> None:
                 received=f"A {a.shape}, B {b.shape}",
                 hint=f"the adapter was trained on {adapter.base_model or 'an unnamed model'}",
             )
-        if isinstance(family.module(name), LoRALinear):
+        if linear.experts == 1 and isinstance(family.module(name), LoRALinear):
             raise ArtifactError(f"'{name}' has an adapter already", hint="load the model again")
     if adapter.base_model and adapter.base_model not in (loaded.source.source, str(loaded.source.path)):
         _log.warning("the adapter was trained on %s, not on %s", adapter.base_model, loaded.source.source)
-    family.check_adapted(list(adapter.linears))
+    experts = adapter.expert_parameters
+    family.check_adapted([name for name in adapter.linears if name not in experts])
+    for name in experts:
+        _add_to_experts(loaded, name, adapter)
     for name in adapter.linears:
+        if name in experts:
+            continue
         base = family.module(name)
         family.replace(name, LoRALinear.from_base(base, adapter.rank, adapter.alpha, *adapter.pair(name)))
+
+
+def _add_to_experts(loaded: LoadedModel, name: str, adapter: Adapter) -> None:
+    """Put W + (alpha / rank) B A in the place of a parameter with a matrix for each expert, rounded once."""
+    import torch
+
+    module, _, parameter = name.rpartition(".")
+    holder = loaded.family.module(module)
+    weight = getattr(holder, parameter)
+    change = torch.from_numpy(change_of(*adapter.pair(name), len(weight)) * (adapter.alpha / adapter.rank))
+    total = (weight.float() + change.to(weight.device)).to(weight.dtype)
+    setattr(holder, parameter, torch.nn.Parameter(total, requires_grad=False))
 
 
 @contextmanager
@@ -98,12 +120,25 @@ def adapted(loaded: LoadedModel, adapter: Adapter) -> Iterator[None]:
     family = loaded.family
     names = [family.linear_name(linear.layer, linear.target) for linear in loaded.dims.linear_list]
     before = {name: family.module(name) for name in names}
+    experts = [name.rpartition(".")[::2] for name in adapter.expert_parameters]
+    held = [(module, name, _held(loaded, module, name)) for module, name in experts]
     try:
         apply_adapter(loaded, adapter)
         yield
     finally:
         for name, linear in before.items():
             family.replace(name, linear)
+        for module, name, parameter in held:
+            if parameter is not None:
+                setattr(family.module(module), name, parameter)
+
+
+def _held(loaded: LoadedModel, module: str, parameter: str) -> Tensor | None:
+    """Return a parameter; None where the model has none, which `apply_adapter` refuses."""
+    try:
+        return getattr(loaded.family.module(module), parameter, None)
+    except AttributeError:
+        return None
 
 
 def fuse_in_place(loaded: LoadedModel) -> int:

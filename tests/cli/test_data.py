@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ondevice.models import save_tiny
 from tests.cli.command import tiny, write_rows
 
 CONFIG, DATA = 2, 3
@@ -103,6 +104,28 @@ def test_data_without_a_usable_row_has_an_exit_code(ondevice, tmp_path) -> None:
     (tmp_path / "rows.csv").write_text("text^label\ngood^1\n")
     wrong = ondevice("data", tmp_path / "rows.csv", "--model", "tiny:llama")
     assert wrong.code == DATA and "if '^' separates the columns" in wrong.err and wrong.out == ""
+
+
+def test_a_chat_template_that_fails_on_a_row_names_file_row_field_and_reason(ondevice, tmp_path) -> None:
+    model = save_tiny(tmp_path / "m", "llama")
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    bad = {"messages": [{"role": "system", "content": "x"}, *turns]}
+    data = write_rows(tmp_path / "rows.jsonl", [{"messages": turns}, bad])
+    settings = ("train", "--method", "lora", "--model", model, "--steps", 1, "--json", "--out", tmp_path / "run")
+    done = ondevice(*settings, "--data", data)
+    reason = "messages: the tokenizer's chat template refuses the turns: no system turns"
+    assert done.code == 0, done.err
+    assert done.json["unused_rows"] == 1 and done.json["data"]["train"]["left_out"] == {reason: 1}
+    listed = ondevice("data", data, "--model", model, "--json")
+    (problem,) = listed.json["problems"]
+    assert (problem["line"], problem["field"]) == (2, "messages") and "no system turns" in problem["reason"]
+    none = ondevice(*settings, "--data", write_rows(tmp_path / "bad.jsonl", [bad]))
+    assert none.code == DATA and f"{tmp_path / 'bad.jsonl'}:1: 'messages'" in none.err
+    assert "change its chat_template.jinja" in none.err
 
 
 @pytest.mark.parametrize("pair", ["Question", "=x", "prompt=", "prompt=a --column prompt=b"])

@@ -133,6 +133,7 @@ PROGRAMS = (
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="functional"),
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="stateful"),
     Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="q4"),
+    Row("prge", "android-cpu", "float32 and 4-bit weights, functional and stateful", program="gemma3_text"),
     Row(
         "prge",
         "android-cpu",

@@ -17,14 +17,15 @@ class Hub(ThreadingHTTPServer):
     """Serves the files of `folder`.
 
     Attributes:
-        token: without which nothing is given; `gated` says that the model is there but wants its terms accepted.
+        token: without which nothing is given; `gated` says that the model is there but wants its terms accepted, and
+            `accepted` that the token's account did so.
         cuts: bytes of weights after which a connection ends, one for each request.
         ranges: the `Range` of every request for a file's bytes, by name.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.gated = folder, False
+        self.folder, self.gated, self.accepted = folder, False, True
         self.token: str | None = None
         self.cuts: list[int] = []
         self.ranges: dict[str, list[str | None]] = {}
@@ -68,6 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(401, "RepoNotFound", "Repository not found")
         if not known:
             return self._refuse(401, "GatedRepo", "Access to the model is restricted")
+        if hub.gated and not hub.accepted:
+            return self._refuse(403, "GatedRepo", "Your request is awaiting a review")
         parts = path.strip("/").split("/")
         listed = parts[0] == "api"
         tree = "tree" in parts

@@ -76,6 +76,11 @@ def test_tokens_terms_and_revisions(server: Hub, monkeypatch) -> None:
         read_dims(NAME)
     assert caught.value.received == "no token" and "HF_TOKEN" in str(caught.value.hint)
     monkeypatch.setenv("HF_TOKEN", "secret")
+    server.accepted = False  # 403: the token is known, its account has not accepted
+    with pytest.raises(ModelError, match="wants you to accept its terms") as caught:
+        read_dims(NAME)
+    assert caught.value.received == "a token without access" and NAME in str(caught.value.hint)
+    server.accepted = True
     assert load_model(NAME, revision=COMMIT).dims == read_dims(NAME)
     with pytest.raises(ModelError, match="has no revision 'v9'"):
         read_dims(NAME, "v9")

@@ -120,6 +120,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tokenizer": (no_tokenizer, "has no tokenizer"),
     "tokenizer cut off": (lambda f: (f / "tokenizer.json").write_text('{"model": '), "tokenizer cannot be read"),
     "tokenizer of another model": (other_tokenizer, "the tokenizer is another model's"),
+    "tokenizer of a smaller model": (edit(vocab_size=49152, eos_token_id=[49151]), "the tokenizer is another model's"),
     "pickled": (pickle_only, "pickled weights are refused"),
     "shard lost": (lost_shard, "model-00002-of-00002.safetensors"),
     "weights cut off": (damage, "model.safetensors is damaged"),

@@ -15,6 +15,8 @@ class LoraConfig(AnswerLossConfig):
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules"}
     trains_a: ClassVar[bool] = True
     """False freezes A (LoRA-FA)."""
+    adapts_experts: ClassVar[bool] = True
+    """`target_modules` may name the parameters that hold the matrices of experts."""
 
     name: Literal["lora"] = "lora"
     """Method name."""
@@ -27,7 +29,8 @@ class LoraConfig(AnswerLossConfig):
 
     target_modules: tuple[str, ...] = Field(default=("q_proj", "v_proj"), min_length=1)
     """Linear layers that carry an adapter, by the last part of their names. Where a model lacks the default's, its
-    projections into attention, or into what stands in attention's place."""
+    projections into attention, or into what stands in attention's place. The matrices of experts, one parameter a
+    layer, carry a pair for each expert: `experts.gate_up_proj`, `experts.down_proj`."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """AdamW's learning rate."""

@@ -17,8 +17,8 @@ def memory(
 ) -> dict[str, int]:
     """Return peak bytes by part: adapter, its gradients and AdamW moments, and activations kept for backward."""
     linears = dims.adapted(config)
-    a = config.rank * sum(linear.inputs for linear in linears)
-    b = config.rank * sum(linear.outputs for linear in linears)
+    a = config.rank * sum(linear.inputs * linear.experts for linear in linears)
+    b = config.rank * sum(linear.outputs * linear.experts for linear in linears)
     trained = a + b if config.trains_a else b
     rows = min(batch_size, config.micro_batch_size or batch_size)
     tokens = rows * length_tokens

@@ -11,6 +11,7 @@ import torch
 
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.artifact.adapter_fit import check_fits
+from ondevice.artifact.expert_pairs import own_names
 from ondevice.core.errors import MissingPackageError
 from ondevice.methods.adamw_session import AdamWSession
 
@@ -30,10 +31,15 @@ class LoraSession(AdamWSession):
         except ImportError:
             raise MissingPackageError("peft is not installed", hint="pip install 'ondevice-train[torch]'") from None
         # Before peft changes the model: this refuses what carries no adapter, and layers that the model never calls.
-        linears = [loaded.family.linear_name(item.layer, item.target) for item in loaded.dims.adapted(config)]
-        loaded.family.check_adapted(linears)
+        places = loaded.dims.adapted(config)
+        names = {item: loaded.family.linear_name(item.layer, item.target) for item in places}
+        linears = [name for item, name in names.items() if item.experts == 1]
+        experts = [name for item, name in names.items() if item.experts > 1]
+        loaded.family.check_adapted([*linears, *dict.fromkeys(name.rpartition(".")[0] for name in experts)])
         # Full names: a last part may also name layers outside the blocks, such as those of an image encoder.
-        settings = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=linears, lora_dropout=0.0)
+        settings = peft.LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, target_modules=linears, target_parameters=experts or None
+        )
         with torch.random.fork_rng(), warnings.catch_warnings():
             # peft asks transformers for a name that it will drop: nothing that a user can do anything about.
             warnings.simplefilter("ignore", FutureWarning)
@@ -44,6 +50,8 @@ class LoraSession(AdamWSession):
             for name, parameter in self.peft_model.named_parameters()
             if ".lora_" in name
         }
+        own = own_names({name.rpartition(".lora_")[0] for name in named}, experts, "the model with peft's layers")
+        named = {own[name.rpartition(".lora_")[0]] + name[name.rindex(".lora_") :]: named[name] for name in named}
         self.all_tensors = named
         frozen_a = not config.trains_a
         for name, parameter in named.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.registry import method_config, target
 from ondevice.exporters.base import ExportJob
 from ondevice.methods.mesp.blocks import BlockFunctions
-from ondevice.models import load_model, save_tiny
+from ondevice.methods.prge.program import problems
+from ondevice.models import load_model, save_tiny, tiny_model
 from tests.programs import program
 
 
@@ -43,9 +45,12 @@ def test_a_window_that_no_row_reaches_makes_no_kind(tmp_path: Path) -> None:
 
 
 def test_a_trait_that_a_program_does_not_do_is_named(tmp_path: Path) -> None:
-    (problem,) = target("android-cpu").check(job(save_tiny(tmp_path / "m", "gemma3_text"), "prge"))
-    assert "norm weights of 1 + w; the activation gelu_tanh, which a program of prge's step does not do" in problem
-    for family in ("granite", "phi3", "smollm3"):
+    export = job(tmp_path, "prge").export
+    dims = tiny_model("llama").dims
+    capped = replace(dims, traits=replace(dims.traits, score_cap=50.0))
+    (problem,) = problems(method_config("prge"), export, capped)
+    assert "a soft cap of the scores, which a program of prge's step does not do" in problem
+    for family in ("gemma3_text", "granite", "phi3", "smollm3"):
         assert not target("android-cpu").check(job(save_tiny(tmp_path / family, family), "prge"))
 
 
