@@ -1,6 +1,7 @@
 package org.ondevice.core
 
 import java.io.ByteArrayOutputStream
+import java.nio.Buffer
 import java.nio.ByteBuffer
 import java.nio.ByteOrder
 import java.util.zip.CRC32
@@ -45,7 +46,7 @@ class FleetFile(
             if (end < MAGIC.size || !data.copyOf(MAGIC.size).contentEquals(MAGIC)) throw fleetError("$name carries no round of a fleet", "a *$SUFFIX file")
             val file = ByteBuffer.wrap(data).order(ByteOrder.LITTLE_ENDIAN)
             if (crc(data.copyOf(end)) != file.getInt(end)) throw damaged(name)
-            file.position(MAGIC.size).limit(end)
+            (file as Buffer).position(MAGIC.size).limit(end) // Buffer's own methods: API 26 has none that give a ByteBuffer
             var found = FleetFile()
             while (file.hasRemaining()) {
                 if (file.remaining() < 3) throw damaged(name)
