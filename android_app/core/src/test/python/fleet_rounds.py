@@ -98,8 +98,10 @@ def write(out: Path, artifact: Path, programs: Sequence[Path]) -> None:
     flat = [float(value) for value in final.flat()]
     if np.abs(flat).max() <= 1e-3:
         sys.exit("the fleet's adapter has not moved, so its hash would prove little")
-    ends = {"executorch python": phone.state, "mlx signs": follower, **{name: device.state for name, device in others.items()}}
-    document = {"ends": {name: state.digest().hex() for name, state in ends.items()}, "rounds": ROUNDS, "away": AWAY, "device": PHONE, "hashes": hashes, "adapter": flat,
+    ends = {name: device.state for name, device in others.items()}
+    ends |= {"executorch python": phone.state, "mlx signs": follower}
+    document = {"ends": {name: state.digest().hex() for name, state in ends.items()}, "rounds": ROUNDS,
+                "away": AWAY, "device": PHONE, "hashes": hashes, "adapter": flat,
                 "charter": charter.to_bytes().decode()}  # fmt: skip
     (out / "fleet.json").write_text(json.dumps(document))
 
