@@ -122,11 +122,19 @@ def write_mlx_lm(out: Path, run: str) -> None:
 
 
 def fleet(out: Path) -> None:
-    """A program of a fleet's method, and the rounds of a fleet that has it beside a device in float32."""
+    """A program of a fleet's method, the same step for other targets, and the rounds of a fleet of all of them."""
+    from ondevice.exporters.android_npu import qnn
+
     more = "--method prge --task sst2 --queries 4 --set method.noise=rademacher --set method.subspace=random"
-    make_artifact(out / FLEET, "android-cpu", f"{more} --length 64 --batch-size 2 --set export.generator=aten")
+    more += " --length 64 --batch-size 2"
+    make_artifact(out / FLEET, "android-cpu", f"{more} --set export.generator=aten")
+    programs = [out / "fleet nf4"]
+    make_artifact(programs[0], "jetson", f"{more} --quantize nf4")
+    if qnn.problem() is None:
+        programs.append(out / "fleet npu")
+        make_artifact(programs[1], "android-npu", f"{more} --soc SM8650")
     (out / "fleet").mkdir(exist_ok=True)
-    fleet_rounds.write(out / "fleet", out / FLEET)
+    fleet_rounds.write(out / "fleet", out / FLEET, programs)
 
 
 def npu(out: Path) -> None:

@@ -1,25 +1,39 @@
-"""A fleet of two devices for the JVM tests: PyTorch in float32, and a phone whose answers Python computes, too.
+"""A mixed fleet for the JVM tests: a phone whose answers Python computes, too, beside every other runtime that is here.
 
-The phone's rounds lie as files, as `ondevice fleet carry` writes them; so do the answers that it must give.
+PyTorch in float32 and in NF4, the phone's own program in ExecuTorch, and the same step in the NPU's simulator answer;
+MLX, which has no session of this method, follows the log with its own signs. The phone's rounds lie as files, as
+`ondevice fleet carry` writes them; so do the answers that it must give.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ondevice.fleet.charter import Charter
+    from ondevice.fleet.member import Member
+    from ondevice.fleet.messages import Outcome
+    from ondevice.fleet.state import State
 
 ROUNDS = 20
 AWAY = (5, 6)
 """Rounds that the phone is not asked in: it gets their outcomes later."""
-PHONE, OTHER = 3, 1
+PHONE = 3
 
 
-def write(out: Path, artifact: Path) -> None:
-    """Write `round-N.odfleet` for the phone, `answer-N.odfleet` that it gives, `end-N.odfleet` and `fleet.json`."""
+def write(out: Path, artifact: Path, programs: Sequence[Path]) -> None:
+    """Write `round-N.odfleet` for the phone, `answer-N.odfleet` that it gives, `end-N.odfleet` and `fleet.json`.
+
+    Args:
+        artifact: the phone's.
+        programs: of other targets, for the same step; each is a device.
+    """
     from ondevice.core.registry import open_session
     from ondevice.data import Batches, pad_id_of, read_dataset
     from ondevice.fleet.carry import Desk, Parcel, files_of, parcel_of
@@ -46,14 +60,22 @@ def write(out: Path, artifact: Path) -> None:
         size = session.batch_size or 3
         return Member(charter, session, Batches(rows, size, session.lengths_tokens, 7, pad_id_of(tokenizer)), number)
 
-    phone, other = member(program, PHONE), member(computer, OTHER)
+    phone = member(program, PHONE)
+    others = {"torch-cpu float32": member(computer, 1)}
+    for number, place in enumerate(programs, start=PHONE + 1):
+        session = open_for(charter, artifact=place)[0]
+        others[f"{session.backend} {place.name.split()[-1]}"] = member(session, number)
+    first = [answer_of(device, charter) for device in (phone, *others.values())]
+    if len(set(first)) != len(first):
+        sys.exit("runtimes measured equal numbers, so equal hashes would prove nothing")
+    follower = mlx_state(charter)
     for file in out.glob("*"):
         file.unlink()
     hashes = []
     with Store.create(out, charter) as store:
         for number in range(ROUNDS):
             desk = Desk(store)
-            for device in (other,) if number in AWAY else (other, phone):
+            for device in (*others.values(),) if number in AWAY else (*others.values(), phone):
                 files = desk.out(device.device)
                 parcels = [parcel_of(file) for file in files]
                 device.follow([read_event(event) for parcel in parcels for event in parcel.events])
@@ -64,18 +86,54 @@ def write(out: Path, artifact: Path) -> None:
                         (out / f"round-{number}-{place}.odfleet").write_bytes(file)
                     (out / f"answer-{number}.odfleet").write_bytes(given)
                 desk.take(given)
-            desk.close()
+            outcome = desk.close()
             hashes.append(store.state().digest().hex())
+            follower.apply(outcome)
         for place, file in enumerate(Desk(store).out(PHONE, last=True)):
             (out / f"end-{place}.odfleet").write_bytes(file)
+        for device in (phone, *others.values()):
+            for file in Desk(store).out(device.device, last=True):
+                device.follow([read_event(event) for event in parcel_of(file).events])
         final = store.state()
     flat = [float(value) for value in final.flat()]
     if np.abs(flat).max() <= 1e-3:
         sys.exit("the fleet's adapter has not moved, so its hash would prove little")
-    document = {"rounds": ROUNDS, "away": AWAY, "device": PHONE, "hashes": hashes, "adapter": flat,
+    ends = {name: device.state for name, device in others.items()}
+    ends |= {"executorch python": phone.state, "mlx signs": follower}
+    document = {"ends": {name: state.digest().hex() for name, state in ends.items()}, "rounds": ROUNDS,
+                "away": AWAY, "device": PHONE, "hashes": hashes, "adapter": flat,
                 "charter": charter.to_bytes().decode()}  # fmt: skip
     (out / "fleet.json").write_text(json.dumps(document))
 
 
+def answer_of(device: Member, charter: Charter) -> tuple[float, ...]:
+    """Return what a device measures in the first round; all have the same rows."""
+    from ondevice.fleet.rounds import Rounds
+
+    return tuple(device.answer(Rounds(charter).begin([device.device]).tasks[device.device]).numbers.values())
+
+
+def mlx_state(charter: Charter) -> State:
+    """Return the state of a device that sums the directions in MLX."""
+    import mlx.core as mx
+
+    from ondevice.fleet.noise import STREAM
+    from ondevice.fleet.state import State
+    from ondevice.runtime_ops import mlx_ops
+
+    class MlxState(State):
+        def change(self, outcome: Outcome) -> np.ndarray:
+            total = mx.zeros(self.size, dtype=mx.int64)
+            for group in outcome.groups:
+                numbers = np.array(group.coefficients.mantissas, np.int64) << (group.coefficients.exponent + 32)
+                for step, some in enumerate(numbers.reshape(-1, self.queries), start=group.first_step):
+                    signs = mlx_ops.rademacher(self.seed, step, STREAM, self.queries, 0, self.size)
+                    total = total + (signs.astype(mx.int64) * mx.array(some)[:, None]).sum(axis=0)
+            return np.array(total)
+
+    plain = charter.state()
+    return MlxState(plain.size, plain.seed, plain.noise, plain.queries, plain.momentum)
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    write(Path(sys.argv[1]), Path(sys.argv[2]), [Path(place) for place in sys.argv[3:]])

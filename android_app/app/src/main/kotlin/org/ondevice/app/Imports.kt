@@ -20,6 +20,18 @@ class Imports(private val context: Context) {
     fun open(uri: Uri): InputStream = context.contentResolver.openInputStream(uri)
         ?: throw IOException("the picked document cannot be opened: $uri")
 
+    /** The bytes of a document that is known to be small; null where it has more than [most]. */
+    fun small(uri: Uri, most: Int): ByteArray? = open(uri).use { stream ->
+        val bytes = ByteArray(most + 1)
+        var size = 0
+        while (size < bytes.size) {
+            val count = stream.read(bytes, size, bytes.size - size)
+            if (count < 0) break
+            size += count
+        }
+        if (size > most) null else bytes.copyOf(size)
+    }
+
     /** Every file below a picked folder: its relative name, and how to open it. */
     fun files(tree: Uri): List<Pair<String, () -> InputStream>> =
         ArrayList<Pair<String, () -> InputStream>>().also { walk(tree, DocumentsContract.getTreeDocumentId(tree), "", it) }

@@ -2,9 +2,11 @@ package org.ondevice.app
 
 import android.Manifest
 import android.app.Activity
+import android.content.ContentResolver
 import android.content.Intent
 import android.content.pm.PackageManager
 import android.content.res.ColorStateList
+import android.net.Uri
 import android.os.Build
 import android.os.Bundle
 import android.view.Gravity
@@ -16,7 +18,7 @@ import android.widget.FrameLayout
 import android.widget.ImageView
 import android.widget.LinearLayout
 
-/** The app's one window: five screens and the bar that switches between them. */
+/** The app's one window: six screens and the bar that switches between them. */
 class MainActivity : Activity() {
     private class Tab(val id: Int, val label: Int, val icon: Int, val screen: Screen)
 
@@ -37,6 +39,7 @@ class MainActivity : Activity() {
             Tab(R.id.tab_train, R.string.tab_train, R.drawable.tab_train, TrainScreen(this)),
             Tab(R.id.tab_try, R.string.tab_try, R.drawable.tab_try, TryScreen(this)),
             Tab(R.id.tab_adapters, R.string.tab_adapters, R.drawable.tab_adapters, AdaptersScreen(this)),
+            Tab(R.id.tab_fleet, R.string.tab_fleet, R.drawable.tab_fleet, FleetScreen(this)),
         )
         content = FrameLayout(this)
         val whole = LinearLayout(this).apply {
@@ -50,13 +53,28 @@ class MainActivity : Activity() {
         state?.let { saved -> tabs.forEach { tab -> saved.getBundle("screen_${tab.label}")?.let(tab.screen::restore) } }
         val wanted = state?.getInt(TAB) ?: intent.getIntExtra(TAB, 0)
         open(wanted.coerceIn(tabs.indices))
+        if (state == null) receive(intent)
         goOn()
     }
 
     override fun onNewIntent(intent: Intent) {
         super.onNewIntent(intent)
         open(intent.getIntExtra(TAB, current).coerceIn(tabs.indices))
+        receive(intent)
         goOn()
+    }
+
+    /** A fleet's file that another app shares or opens; it is shown, and nothing is done before the user asks for it. */
+    private fun receive(intent: Intent) {
+        @Suppress("DEPRECATION")
+        val uri = when (intent.action) {
+            Intent.ACTION_VIEW -> intent.data
+            Intent.ACTION_SEND -> intent.getParcelableExtra<Uri>(Intent.EXTRA_STREAM)
+            else -> null
+        }
+        if (uri?.scheme != ContentResolver.SCHEME_CONTENT) return
+        open(FLEET)
+        (screen as FleetScreen).receive(uri)
     }
 
     /** A run whose process was killed goes on when the user comes back, if the system has not started it before. */
@@ -161,6 +179,7 @@ class MainActivity : Activity() {
     }
 
     companion object {
+        const val FLEET = 5
         const val TAB = "org.ondevice.app.TAB"
         private const val REQUESTS = 16
     }

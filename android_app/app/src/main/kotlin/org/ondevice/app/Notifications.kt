@@ -34,6 +34,21 @@ class Notifications(private val context: Context) {
         return builder.addAction(action(R.string.stop, TrainService.STOP)).build()
     }
 
+    /** A fleet's round that is worked on. */
+    fun round(live: FleetRounds.Live): Notification {
+        val steps = live.offer.task?.localSteps ?: 1
+        val progress = context.getString(R.string.local_step_of, Words.number(live.step), Words.number(steps))
+        val words = if (live.reasons.isEmpty()) progress else context.getString(R.string.notify_paused, progress, live.reasons.joinToString("; ") { Words.reason(context, it) })
+        return builder(context.getString(R.string.notify_round), FLEET_TAB).setContentText(words).setProgress(steps, live.step, false).setOngoing(true)
+            .addAction(action(R.string.stop, TrainService.STOP)).build()
+    }
+
+    /** The end of a round: its answer is to be shared, or it failed. */
+    fun roundOver(live: FleetRounds.Live): Notification {
+        val title = if (live.taken?.answer != null) R.string.answer_ready else R.string.notify_round_over
+        return builder(context.getString(title), FLEET_TAB).setContentText(live.error?.what ?: live.offer.name).setAutoCancel(true).build()
+    }
+
     /** Training could go on, and the system does not let the app start by itself: the user's tap may. */
     fun waiting(): Notification =
         builder(context.getString(R.string.notify_waiting)).setContentText(context.getString(R.string.notify_waiting_words)).setAutoCancel(true).build()
@@ -45,14 +60,14 @@ class Notifications(private val context: Context) {
         return builder(context.getString(R.string.notify_over)).setContentText(words).setAutoCancel(true).build()
     }
 
-    private fun builder(title: String): Notification.Builder {
-        val open = Intent(context, MainActivity::class.java).putExtra(MainActivity.TAB, 2).addFlags(Intent.FLAG_ACTIVITY_SINGLE_TOP)
+    private fun builder(title: String, tab: Int = TRAIN_TAB): Notification.Builder {
+        val open = Intent(context, MainActivity::class.java).putExtra(MainActivity.TAB, tab).addFlags(Intent.FLAG_ACTIVITY_SINGLE_TOP)
         return Notification.Builder(context, CHANNEL)
             .setSmallIcon(R.drawable.notification)
             .setContentTitle(title)
             .setColor(context.getColor(R.color.accent))
             .setOnlyAlertOnce(true)
-            .setContentIntent(PendingIntent.getActivity(context, 0, open, FLAGS))
+            .setContentIntent(PendingIntent.getActivity(context, tab, open, FLAGS))
     }
 
     private fun action(label: Int, name: String): Notification.Action {
@@ -63,6 +78,8 @@ class Notifications(private val context: Context) {
     companion object {
         const val TRAINING = 1
         const val WAITING = 2
+        private const val TRAIN_TAB = 2
+        private const val FLEET_TAB = MainActivity.FLEET
         private const val CHANNEL = "training"
         private const val FLAGS = PendingIntent.FLAG_UPDATE_CURRENT or PendingIntent.FLAG_IMMUTABLE
     }

@@ -6,6 +6,7 @@ import org.ondevice.core.Artifact
 import org.ondevice.core.Program
 import org.ondevice.core.TrialResult
 import java.io.File
+import java.util.concurrent.Semaphore
 
 /** A comparison as it was asked: [left] is the other adapter's name, null for the base model. */
 class ShownTrial(val prompt: String, val left: String?, val right: String, val result: TrialResult)
@@ -17,6 +18,10 @@ class OndeviceApp : Application() {
     val health by lazy { PhoneHealth(this) }
     val wanted by lazy { WantedRun(File(filesDir, "wanted.json")) }
     val runs by lazy { Runs(this) }
+    val rounds by lazy { FleetRounds(this) }
+
+    /** Who holds a program that trains: a run or a fleet's round, never both. */
+    val turn = Semaphore(1)
 
     /** What the try screen showed last, or what is written of it so far; a rotation keeps it. */
     var lastTrial: ShownTrial? = null

@@ -29,6 +29,9 @@ class Runs(private val app: OndeviceApp) : Watched() {
         var state: TrainerState? = null
         var lastStep: Event.Step? = null
         var savedAdapter: String? = null
+
+        /** Whether the user was told that it is over. */
+        var told = false
         var error: OndeviceException? = null
         val losses = ArrayList<Pair<Int, Double>>()
 
@@ -115,6 +118,7 @@ class Runs(private val app: OndeviceApp) : Watched() {
 
     /** The training thread. */
     private fun drive(live: Live) {
+        app.turn.acquireUninterruptibly()
         try {
             val artifact = app.store.open(live.plan.model)
             app.openProgram(artifact).use { program ->
@@ -131,6 +135,8 @@ class Runs(private val app: OndeviceApp) : Watched() {
                 live.error = plain
                 over()
             }
+        } finally {
+            app.turn.release()
         }
     }
 

@@ -6,7 +6,7 @@ import android.view.View
 import android.widget.FrameLayout
 
 /**
- * One of the five tabs. A screen builds its views from what is stored and running, and builds them anew when that
+ * One of the six tabs. A screen builds its views from what is stored and running, and builds them anew when that
  * changes; what the user has typed lives in views with ids, which Android itself keeps across a rotation.
  */
 abstract class Screen(protected val host: MainActivity) {

@@ -43,7 +43,7 @@ class ShareProvider : ContentProvider() {
         return cursor
     }
 
-    override fun getType(uri: Uri) = if (uri.lastPathSegment?.endsWith(".zip") == true) "application/zip" else "application/octet-stream"
+    override fun getType(uri: Uri) = type(uri.lastPathSegment ?: "")
 
     override fun insert(uri: Uri, values: ContentValues?): Uri? = throw UnsupportedOperationException("shared files are for reading")
 
@@ -59,11 +59,13 @@ class ShareProvider : ContentProvider() {
         fun uri(context: Context, file: File): Uri =
             Uri.Builder().scheme("content").authority("${context.packageName}.share").appendPath(file.name).build()
 
+        private fun type(name: String) = if (name.endsWith(".zip")) "application/zip" else "application/octet-stream"
+
         /** The intent that offers one file of [folder] to other apps. */
         fun intent(context: Context, file: File): Intent {
             val uri = uri(context, file)
             val send = Intent(Intent.ACTION_SEND).apply {
-                type = "application/zip"
+                type = type(file.name)
                 putExtra(Intent.EXTRA_STREAM, uri)
                 putExtra(Intent.EXTRA_SUBJECT, file.name)
                 clipData = android.content.ClipData.newRawUri(file.name, uri)

@@ -23,8 +23,10 @@ class TrainService : Service() {
     private var wake: PowerManager.WakeLock? = null
     private var endThermal: (() -> Unit)? = null
     private var shownAtMs = 0L
-    private var told = false
     private val watcher: () -> Unit = ::follow
+
+    /** Whether a fleet's round was begun whose end was not told yet. */
+    private var round = false
 
     private val power = object : BroadcastReceiver() {
         override fun onReceive(context: Context, intent: Intent) = app.runs.healthChanged()
@@ -42,6 +44,7 @@ class TrainService : Service() {
         if (Build.VERSION.SDK_INT >= 29) endThermal = Thermal29.listen(this) { app.runs.healthChanged() }
         wake = (getSystemService(Context.POWER_SERVICE) as PowerManager).newWakeLock(PowerManager.PARTIAL_WAKE_LOCK, "ondevice:train")
         app.runs.watch(watcher)
+        app.rounds.watch(watcher)
     }
 
     override fun onStartCommand(intent: Intent?, flags: Int, startId: Int): Int {
@@ -55,9 +58,10 @@ class TrainService : Service() {
         when (intent?.action) {
             PAUSE -> app.runs.pause()
             RESUME -> app.runs.resume()
-            STOP -> app.runs.stop()
+            STOP -> if (app.rounds.isWorking) app.rounds.stop() else app.runs.stop()
         }
-        if (!app.runs.goOn() && app.runs.live == null) stopSelf() else follow()
+        round = app.rounds.goOn() || round
+        if (!app.runs.goOn() && app.runs.live == null && !round) stopSelf() else follow()
         return START_STICKY
     }
 
@@ -66,20 +70,33 @@ class TrainService : Service() {
         if (Build.VERSION.SDK_INT >= 34) Foreground34.start(this, Notifications.TRAINING, notification) else startForeground(Notifications.TRAINING, notification)
     }
 
-    private fun notification(): Notification = Notifications(this).training(app.runs.live)
+    private fun notification(): Notification =
+        Notifications(this).run { if (app.rounds.isWorking) round(app.rounds.live!!) else training(app.runs.live) }
 
     /** Keep the notification and the processor in step with the run; end with it. */
     private fun follow() {
+        if (app.rounds.isWorking) {
+            val reasons = app.rounds.live!!.reasons
+            hold(reasons.isEmpty())
+            return show(reasons.isNotEmpty())
+        }
+        if (round) app.rounds.live?.let { ended -> Notifications(this).run { show(Notifications.WAITING, roundOver(ended)) } }
+        round = false
         val live = app.runs.live
         if (live == null || live.isOver) {
-            if (live != null && !told) Notifications(this).run { show(Notifications.WAITING, over(live)) }
-            told = true
+            if (live != null && !live.told) Notifications(this).run { show(Notifications.WAITING, over(live)) }
+            live?.told = true
             stopSelf()
             return
         }
         hold(live.state !is TrainerState.Paused)
+        show(live.state is TrainerState.Paused)
+    }
+
+    /** Put what holds now into the notification, if that is news. */
+    private fun show(paused: Boolean) {
         val now = android.os.SystemClock.elapsedRealtime()
-        if (live.state is TrainerState.Paused || now - shownAtMs > NOTIFY_EVERY_MS) {
+        if (paused || now - shownAtMs > NOTIFY_EVERY_MS) {
             shownAtMs = now
             Notifications(this).show(Notifications.TRAINING, notification())
         }
@@ -99,6 +116,7 @@ class TrainService : Service() {
 
     override fun onDestroy() {
         app.runs.unwatch(watcher)
+        app.rounds.unwatch(watcher)
         hold(false)
         endThermal?.invoke()
         unregisterReceiver(power)

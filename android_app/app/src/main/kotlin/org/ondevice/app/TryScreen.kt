@@ -25,6 +25,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
     private val draft = Bundle()
 
     private var blocked = false
+    private val isBlocked get() = app.runs.isWorking || app.rounds.isWorking
 
     /** Views of the answers that are being written. */
     private val shown = ArrayList<TextView>()
@@ -32,17 +33,19 @@ class TryScreen(host: MainActivity) : Screen(host) {
     @Volatile private var stopping = false
 
     /** Training that begins or ends opens or closes the comparison; its steps do not matter here. */
-    private val runWatcher: () -> Unit = { if (blocked != app.runs.isWorking) render() }
+    private val runWatcher: () -> Unit = { if (blocked != isBlocked) render() }
 
     override fun onShow() {
         app.jobs.watch(watcher)
         app.runs.watch(runWatcher)
+        app.rounds.watch(runWatcher)
     }
 
     override fun onHide() {
         keepDraft()
         app.jobs.unwatch(watcher)
         app.runs.unwatch(runWatcher)
+        app.rounds.unwatch(runWatcher)
     }
 
     override fun save(state: Bundle) {
@@ -104,7 +107,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
             form += ui.row(number(R.id.top_p, R.string.top_p, "1"), number(R.id.sampling_seed, R.string.seed, "0", whole = true), gap = 10)
         }
         parts += ui.card(*form.toTypedArray(), gap = 10)
-        blocked = app.runs.isWorking
+        blocked = isBlocked
         if (blocked) parts += ui.notice(string(R.string.try_while_training))
         app.jobs.error(PLACE)?.let { parts += ui.problem(it) }
         val busy = app.jobs.words(PLACE)

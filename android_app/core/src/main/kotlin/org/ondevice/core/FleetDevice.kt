@@ -41,6 +41,17 @@ class FleetCharter(val bytes: ByteArray) {
 
     fun state() = FleetState(size.toInt(), seed, queries, momentum)
 
+    /** [id] as messages and commands write it. */
+    val name = "%08x".format(id)
+
+    /** Whether a program is of the fleet's model, size and seed. */
+    fun fits(manifest: Manifest): Boolean = try {
+        check(manifest)
+        true
+    } catch (_: OndeviceException) {
+        false
+    }
+
     /** Refuse a program of another model, size or seed. */
     fun check(manifest: Manifest) {
         fun same(what: String, expected: Any?, received: Any?) {
@@ -53,6 +64,17 @@ class FleetCharter(val bytes: ByteArray) {
 
     private fun long(name: String): Long = fields[name] as? Long ?: throw fleetError("this is no charter of a fleet", "a whole number: $name", fields[name]?.toString())
 }
+
+/** What a task is done with: this phone's program, and its rows encoded for it; [padId] is the id on padded positions. */
+class FleetWork(val session: Session, val examples: List<Example>, val padId: Int)
+
+/**
+ * A file before it is taken: of which fleet it is, and what it asks for.
+ *
+ * @property outcomes rounds of the log in it.
+ * @property task null where the file brings outcomes alone.
+ */
+class FleetOffer(val name: String, val data: ByteArray, val charter: FleetCharter, val outcomes: Int, val task: FleetTask?)
 
 /**
  * This phone as a device of a fleet that it meets by files: no network. It follows the fleet's log in whole numbers, and
@@ -71,16 +93,22 @@ class FleetDevice(private val folder: File) {
     /** What a file led to: [answer] is the file to send back, if it asked for one. */
     class Taken(val rounds: Int, val hash: String, val answer: ByteArray?, val loss: Double?)
 
+    /** Read a file without taking it; nothing is written. */
+    fun look(data: ByteArray, name: String): FleetOffer {
+        val file = read(data, name)
+        return FleetOffer(name, data, agreed(file, name), file.events.size, file.task?.let(FleetTask::read))
+    }
+
     /**
      * Take a file: follow the rounds in it, and do its task.
      *
-     * @param examples the rows of this phone, encoded for the program.
-     * @param padId the id on padded positions.
+     * @param before called before each local step with its index and their number; what it throws ends the task, and
+     *   the file may be taken again.
+     * @param work asked for only where the file has a task.
      * @throws OndeviceException what is wrong with the file; the state is as far as its whole rounds.
      */
-    fun take(data: ByteArray, name: String, session: Session, examples: List<Example>, padId: Int): Taken {
-        val file = FleetFile.read(data, name)
-        if (file.answer != null) throw fleetError("$name is an answer on its way to the server")
+    fun take(data: ByteArray, name: String, before: (Int, Int) -> Unit = { _, _ -> }, work: () -> FleetWork): Taken {
+        val file = read(data, name)
         val (agreed, now) = begun(file, name)
         for (bytes in file.events) {
             val event = FleetEvent.read(bytes)
@@ -89,18 +117,28 @@ class FleetDevice(private val folder: File) {
             if (now.apply(event)) Storage.atomicWrite(stateFile, now.toBytes())
         }
         val task = file.task?.let(FleetTask::read)
-        val answer = task?.let { answer(it, file.device ?: throw fleetError("$name does not say which device it is for"), agreed, now, session, examples, padId) }
+        val answer = task?.let { answer(it, file.device ?: throw fleetError("$name does not say which device it is for"), agreed, now, before, work) }
         return Taken(now.round, Storage.hex(now.digest()), answer?.let { FleetFile(device = file.device, answer = it.toBytes()).toBytes() }, answer?.loss?.toDouble())
     }
 
-    private fun begun(file: FleetFile, name: String): Pair<FleetCharter, FleetState> {
+    private fun read(data: ByteArray, name: String): FleetFile {
+        val file = FleetFile.read(data, name)
+        if (file.answer != null) throw fleetError("$name is an answer on its way to the server")
+        return file
+    }
+
+    private fun agreed(file: FleetFile, name: String): FleetCharter {
         val given = file.charter?.let(::FleetCharter)
         val known = charter
         if (given != null && known != null && !given.bytes.contentEquals(known.bytes)) {
             throw fleetError("$name is of another fleet", hex(known.id), hex(given.id), "leave the fleet that this phone is in first")
         }
-        val agreed = known ?: given ?: throw fleetError("this phone is in no fleet yet", "the fleet's first file, which has its charter")
-        if (known == null) {
+        return known ?: given ?: throw fleetError("this phone is in no fleet yet", "the fleet's first file, which has its charter")
+    }
+
+    private fun begun(file: FleetFile, name: String): Pair<FleetCharter, FleetState> {
+        val agreed = agreed(file, name)
+        if (charter == null) {
             Storage.atomicWrite(charterFile, agreed.bytes)
             charter = agreed
             state = agreed.state()
@@ -109,9 +147,8 @@ class FleetDevice(private val folder: File) {
     }
 
     private fun answer(
-        task: FleetTask, device: Long, agreed: FleetCharter, now: FleetState, session: Session, examples: List<Example>, padId: Int,
+        task: FleetTask, device: Long, agreed: FleetCharter, now: FleetState, before: (Int, Int) -> Unit, work: () -> FleetWork,
     ): FleetAnswer {
-        agreed.check(session.manifest)
         if (task.fleet != agreed.id) throw fleetError("the task is of another fleet", hex(agreed.id), hex(task.fleet))
         if (!task.begin.contentEquals(now.hash)) {
             throw fleetError(
@@ -119,13 +156,17 @@ class FleetDevice(private val folder: File) {
             )
         }
         if (task.localSteps != agreed.localSteps) throw fleetError("the task has other local steps than the charter", agreed.localSteps, task.localSteps)
+        val given = work()
+        val session = given.session
         val manifest = session.manifest
-        val batches = Batches(examples, manifest.batchSize, manifest.lengthsTokens, agreed.seed, padId)
+        agreed.check(manifest)
+        val batches = Batches(given.examples, manifest.batchSize, manifest.lengthsTokens, agreed.seed, given.padId)
         session.restart(now.flat())
         val numbers = ArrayList<Double>()
         var loss = 0.0
         try {
             for (step in 0 until task.localSteps) {
+                before(step, task.localSteps)
                 val result = session.step(batches.at(task.round * task.localSteps + step), task.firstStep + step, task.learningRate.toDouble())
                 result.projectedGradients.forEach { numbers.add(it.toDouble()) }
                 loss += result.loss
@@ -139,7 +180,7 @@ class FleetDevice(private val folder: File) {
         }
         if (numbers.size != agreed.localSteps * agreed.queries) throw fleetError("the program gives other numbers than the fleet's", agreed.localSteps * agreed.queries, numbers.size)
         val sent = private(numbers.toDoubleArray(), agreed)
-        return FleetAnswer(task, device, minOf(examples.size.toLong(), agreed.mostRows).toInt(), loss.toFloat(), FleetNumbers.pack(sent))
+        return FleetAnswer(task, device, minOf(given.examples.size.toLong(), agreed.mostRows).toInt(), loss.toFloat(), FleetNumbers.pack(sent))
     }
 
     /** Clip the numbers, and add the charter's noise: before anything leaves the phone. */

@@ -46,7 +46,7 @@ class FleetFile(
             if (end < MAGIC.size || !data.copyOf(MAGIC.size).contentEquals(MAGIC)) throw fleetError("$name carries no round of a fleet", "a *$SUFFIX file")
             val file = ByteBuffer.wrap(data).order(ByteOrder.LITTLE_ENDIAN)
             if (crc(data.copyOf(end)) != file.getInt(end)) throw damaged(name)
-            (file as Buffer).position(MAGIC.size).limit(end) // Buffer's own methods: API 26 has no ByteBuffer.limit that gives a ByteBuffer
+            (file as Buffer).position(MAGIC.size).limit(end) // Buffer's own methods: API 26 has none that give a ByteBuffer
             var found = FleetFile()
             while (file.hasRemaining()) {
                 if (file.remaining() < 3) throw damaged(name)

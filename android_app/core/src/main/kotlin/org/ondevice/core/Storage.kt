@@ -100,7 +100,7 @@ object Storage {
 
     fun sha256(bytes: ByteArray): String = hex(MessageDigest.getInstance("SHA-256").digest(bytes))
 
-    internal fun hex(bytes: ByteArray): String {
+    fun hex(bytes: ByteArray): String {
         val text = StringBuilder(bytes.size * 2)
         for (byte in bytes) {
             val value = byte.toInt() and 0xff

@@ -7,7 +7,7 @@ import org.junit.jupiter.api.Assertions.assertTrue
 import org.junit.jupiter.api.Test
 import java.io.File
 
-/** A phone in a fleet of Python's: PyTorch in float32 beside it, 20 rounds as files (`fleet_rounds.py`). */
+/** A phone in a mixed fleet of Python's, 20 rounds as files (`fleet_rounds.py`). */
 class FleetTest {
     private val place = File(Fixtures.folder, "fleet")
     private val said = Fixtures.json("fleet/fleet.json") as Map<*, *>
@@ -51,7 +51,7 @@ class FleetTest {
             val rows = Encoder(tokenizer, artifact.manifest.longestTokens)
                 .encode(RowReader.read(File(Fixtures.folder, "train.jsonl"), artifact.manifest.task)).items.map { it.example }
             var device = FleetDevice(folder)
-            fun take(data: ByteArray) = device.take(data, "round.odfleet", session, rows, tokenizer.padId)
+            fun take(data: ByteArray) = device.take(data, "round.odfleet") { FleetWork(session, rows, tokenizer.padId) }
             assertTrue(assertThrows(OndeviceException::class.java) { take(file("round-1-0")) }.what.contains("in no fleet yet"))
             for (number in 0 until rounds) {
                 if (number in away) continue
@@ -63,7 +63,13 @@ class FleetTest {
                 if (number > 0) assertEquals(hashes[number - 1], taken.last().hash)
                 if (number == 4) assertArrayEquals(taken.last().answer, take(files.last().readBytes()).answer, "a file that is taken twice")
             }
-            assertEquals(hashes.last(), take(file("end-0")).hash)
+            val end = take(file("end-0")).hash
+            val runtimes = listOfNotNull(
+                "executorch python", "mlx signs", "torch-cpu float32", "torch-cpu nf4",
+                "qnn-htp-simulator npu".takeIf { !File(Fixtures.folder, "npu.txt").isFile },
+            )
+            assertEquals(runtimes.associateWith { end }, said["ends"])
+            assertEquals(hashes.last(), end)
             val adapter = (said["adapter"] as List<*>).map { (it as Number).toFloat() }.toFloatArray()
             assertArrayEquals(adapter, FleetDevice(folder).state!!.flat())
             assertEquals(18, said["rounds"].toString().toInt() - away.size)
