@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ def test_the_command_line_shows_progress_to_who_looks(server: Hub, tmp_path: Pat
     command = [sys.executable, "-m", "ondevice", "export", "--model", NAME, "--method", "lora", "--target", "jetson"]
     command += ["--out", str(tmp_path / "out"), "--set", "export.check_steps=1", "--json"]
     # script(1) gives the command a terminal; standard output goes to a file, as `--json > file` does.
-    inside = f"stty cols 120 rows 40; {' '.join(command)} > {tmp_path / 'json'}"
+    inside = f"stty cols 120 rows 40; {shlex.join(command)} > {shlex.quote(str(tmp_path / 'json'))}"
     terminal = ["script", "-qec", inside, "/dev/null"]
     seen = subprocess.run(terminal, env=environment, capture_output=True, text=True, check=False)
     assert seen.returncode == 0, seen.stdout

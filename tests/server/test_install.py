@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -30,7 +31,7 @@ from tests.server.running import DaemonProcess, wait_for
 def test_the_unit_is_one_that_systemd_takes_and_is_hardened(tmp_path) -> None:
     path = systemd.install(systemd.unit(groups=()), tmp_path)
     text = path.read_text()
-    command = f"ExecStart={sys.executable} -P -m ondevice serve --host 127.0.0.1 --port 8765"
+    command = f"ExecStart={shlex.quote(sys.executable)} -P -m ondevice serve --host 127.0.0.1 --port 8765"
     assert command in text.splitlines() and path.stat().st_mode & 0o777 == 0o644
     for line in ("Type=notify", "WatchdogSec=60", "DynamicUser=yes", "ProtectSystem=strict", "NoNewPrivileges=yes",
                  "LimitNOFILE=65536"):  # fmt: skip

@@ -20,7 +20,7 @@ from ondevice.training.events import read_log  # noqa: E402
 from ondevice.training.replay import read_run, replay  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE = f"{sys.executable} {shlex.quote(str(ROOT / 'examples' / 'score_answers.py'))}"
+EXAMPLE = f"{shlex.quote(sys.executable)} {shlex.quote(str(ROOT / 'examples' / 'score_answers.py'))}"
 
 
 @pytest.fixture(scope="module")
