@@ -28,7 +28,8 @@ def test_it_has_the_caller_s_arguments_and_environment_and_ends_as_it_would_have
         environment = {**os.environ, "A": "ä", "PYTHONPATH": str(tmp_path)}
         code, told, _ = ended(warm, *words, "ü b", cwd=folder, env=environment)
         assert (code, told) == (0, f"__main__ ['ü b'] {folder} ä\n")
-    assert ended(warm, "-c", "import sys; print(len({'torch', 'ondevice'} & sys.modules.keys()))")[1] == "1\n"
+    loaded = "import sys; print(len({'torch', 'ondevice'} & sys.modules.keys()))"
+    assert ended(warm, "-c", loaded, env=warm.environment)[1] == "1\n"  # a test before may have left variables
     assert ended(warm, "-c", "import sys; print(sys.stdin.read()); sys.exit(7)", input="ö")[:2] == (7, "ö\n")
     code, _, errors = ended(warm, "-c", "1 / 0")
     assert code == 1 and errors.endswith("ZeroDivisionError: division by zero\n")

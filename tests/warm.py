@@ -64,6 +64,7 @@ class Warm:
             words = f"{shlex.quote(sys.executable)} -IS {shlex.quote(str(client))} {prefix}"
             path.write_text(f'#!/bin/sh\nexec {words}"$@"\n')
             path.chmod(0o755)
+        self.environment = dict(os.environ)
         self.process: subprocess.Popen[bytes] | None = None
         if sys.platform != "linux":  # elsewhere the commands start Python as ever
             return

@@ -22,16 +22,17 @@ CONTEXT_TOKENS = 1024
 
 def write(request: Request, folder: Path) -> Checked:
     """Merge in float32, lower with packed weights, run the program in its runtime and compare."""
+    from ondevice.exporters.executorch.answer_model import problems
     from ondevice.exporters.executorch.answers import check_answers, write_answers
     from ondevice.exporters.executorch.packed import PackedWriter
-    from ondevice.models import answering, read_dims
+    from ondevice.models import read_dims
     from ondevice.models.load import save_tokenizer
     from ondevice.training.fuse import PROMPTS, distance
 
     assert request.model is not None  # noqa: S101 - `convert` refuses
     dims = read_dims(request.model, request.revision)
     context = min(CONTEXT_TOKENS, dims.max_positions or CONTEXT_TOKENS)
-    if found := answering.problems(dims, context):
+    if found := problems(dims, context):
         raise ModelError("; ".join(found), hint="--to gguf is a merged model for llama.cpp")
     merged, form = merge(request), WEIGHTS[request.dtype]
     with storage_errors(request.out):

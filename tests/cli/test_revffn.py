@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from tests.cli.command import classes, tiny
 from tests.cli.test_interrupt import start, wait_for_steps
 from tests.methods.revffn.test_export import read
+from tests.warm import Warm
 
 MOE = "tiny:qwen2_moe"
 
@@ -24,7 +25,7 @@ def weights(folder) -> bytes:
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_a_run_leaves_the_network_and_the_ordinary_model(ondevice, tmp_path) -> None:
+def test_a_run_leaves_the_network_and_the_ordinary_model(ondevice, warm: Warm, tmp_path) -> None:
     data, out = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
     done = ondevice(*train(data, "--steps", 4, "--out", out, "--json"))
     assert done.code == 0, done.err
@@ -37,7 +38,7 @@ def test_a_run_leaves_the_network_and_the_ordinary_model(ondevice, tmp_path) -> 
     assert itself.code == 0 and itself.json["loss"] == pytest.approx(actual["reversible_loss"], rel=1e-6), itself.err
     onward = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "onward", model=actual["model"]))
     assert onward.code != 0 and "model-ordinary" in onward.err
-    assert read(out / "model", np.arange(8)[None])["kind"] == "RevffnForCausalLM"
+    assert read(warm, out / "model", np.arange(8)[None])["kind"] == "RevffnForCausalLM"
     shown = ondevice(*train(data, "--steps", 1, "--out", tmp_path / "other"))
     assert shown.code == 0 and "ordinary loss difference" in shown.out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -180,7 +181,9 @@ def test_a_window_that_closes_stops_the_job_until_it_opens(turns: Turns) -> None
 
 
 def test_a_job_over_its_memory_is_killed_and_fails(turns: Turns) -> None:
-    turns.worker(f"exec {sys.executable} -c 'import time; held = bytearray(b\"x\") * (96 << 20); time.sleep(60)'")
+    turns.worker(
+        f"exec {shlex.quote(sys.executable)} -c 'import time; held = bytearray(b\"x\") * (96 << 20); time.sleep(60)'"
+    )
     job = turns.create(limits={"memory_bytes": 64 << 20})
     current = turns.until(lambda current: current.state == "failed", job)
     assert current.error is not None and current.error["error"] == "DoesNotFitError" and current.attempt == 1
