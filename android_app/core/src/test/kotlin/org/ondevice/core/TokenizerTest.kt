@@ -102,7 +102,7 @@ class TokenizerTest {
     @CsvSource(
         "\"type\": \"ByteLevel\"|\"type\": \"Metaspace\"|ByteLevel",
         "\"normalizer\": null|\"normalizer\": {\"type\": \"Lowercase\"}|Lowercase",
-        "\"continuing_subword_prefix\": \"\"|\"continuing_subword_prefix\": \"##\"|continuing_subword_prefix",
+        "\"continuing_subword_prefix\": null|\"continuing_subword_prefix\": \"##\"|continuing_subword_prefix",
         "\"type\": \"BPE\"|\"type\": \"Unigram\"|BPE",
         "\"merges\": [|\"merges\": [[\"zz\", \"never\"],|merges.0",
         delimiter = '|', quoteCharacter = '`',
