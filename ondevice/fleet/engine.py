@@ -54,6 +54,12 @@ def simulate_with_flower(
 
     if importlib.util.find_spec("flwr") is None or importlib.util.find_spec("ray") is None:
         raise MissingPackageError("Flower's engine is not installed", hint="pip install 'flwr[simulation]==1.41.0'")
+    if " " in sys.executable:  # Ray starts its workers by a line of shell that it does not quote, and waits for ever
+        raise ConfigError(
+            "Ray cannot start a Python whose path has a space",
+            received=sys.executable,
+            hint="--engine own, or an environment in another folder",
+        )
     if config.averages:
         raise ConfigError("Flower's engine runs fleets of numbers", expected="--engine own", received="--engine flower")
     odd = [name for name in IGNORED if getattr(config.simulation, name)]
