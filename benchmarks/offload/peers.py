@@ -138,8 +138,7 @@ class Resident:
         memory.copy_(master)
 
     def flush(self) -> None:
-        if torch.device(self.device).type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
 
     def close(self) -> None:
         self.flush()
@@ -168,9 +167,15 @@ def head_loss(normed: Tensor, weight: Tensor, targets: Tensor, liger: bool) -> A
     return _Loss.apply(hidden, weight.to(torch.bfloat16), targets, liger)
 
 
-def _tensors(ids: np.ndarray, labels: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
+def tensors_of(ids: np.ndarray, labels: np.ndarray, device: str) -> tuple[Tensor, Tensor]:
     targets = torch.from_numpy(np.ascontiguousarray(labels[:, 1:])).to(device).reshape(-1)
     return torch.from_numpy(ids).to(device), targets
+
+
+def synchronize(device: str) -> None:
+    """Wait for what a GPU still computes."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
 
 
 class TorchAo:
@@ -194,7 +199,7 @@ class TorchAo:
         )
 
     def step(self, ids: np.ndarray, labels: np.ndarray) -> float:
-        where, targets = _tensors(ids, labels, self.device)
+        where, targets = tensors_of(ids, labels, self.device)
         with torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self.mixed, cache_enabled=False):
             h = self.family.embed(where).to(torch.bfloat16)
             position = self.family.positions(ids.shape[1], self.device, h.dtype)
@@ -276,15 +281,14 @@ class Fsdp2:
         self.optimizer = torch.optim.AdamW(self.whole.parameters(), lr=RATE, fused=True)
 
     def step(self, ids: np.ndarray, labels: np.ndarray) -> float:
-        loss = self.whole(*_tensors(ids, labels, self.device))
+        loss = self.whole(*tensors_of(ids, labels, self.device))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach())
 
     def flush(self) -> None:
-        if torch.device(self.device).type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
 
     def close(self) -> None:
         import torch.distributed as dist

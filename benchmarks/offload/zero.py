@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.offload.model import make_family
-from benchmarks.offload.peers import RATE, head_loss
+from benchmarks.offload.peers import RATE, head_loss, synchronize, tensors_of
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
 """What `torchrun` would say to one process."""
@@ -77,15 +77,13 @@ class Zero:
         self.engine: Any = deepspeed.initialize(model=_Whole(model, liger), config=settings)[0]
 
     def step(self, ids: np.ndarray, labels: np.ndarray) -> float:
-        targets = torch.from_numpy(np.ascontiguousarray(labels[:, 1:])).to(self.device).reshape(-1)
-        loss = self.engine(torch.from_numpy(ids).to(self.device), targets)
+        loss = self.engine(*tensors_of(ids, labels, self.device))
         self.engine.backward(loss)
         self.engine.step()
         return float(loss.detach())
 
     def flush(self) -> None:
-        if torch.device(self.device).type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self.device)
 
     def close(self) -> None:
         self.flush()

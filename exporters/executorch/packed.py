@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ondevice.core.errors import ArtifactError, ConfigError, MissingPackageError
+from ondevice.core.errors import ArtifactError, MissingPackageError
 from ondevice.exporters.executorch.session import load_runtime
+from ondevice.exporters.executorch.writer import check_room
 
 if TYPE_CHECKING:
     from ondevice.artifact.adapter import Adapter
@@ -118,13 +119,7 @@ class PackedWriter:
         """
         import torch
 
-        if not ids or self.read + len(ids) > self.context_tokens:
-            raise ConfigError(
-                "the conversation is longer than the program's context" if ids else "the prompt is empty",
-                expected=f"1 to {self.context_tokens} tokens in all",
-                received=f"{self.read + len(ids)} tokens",
-                hint="export it again with a larger export.context_tokens",
-            )
+        check_room(ids, self.read, self.context_tokens)
         adapter, logits = () if self._adapter is None else (self._adapter,), None
         for low in range(0, len(ids), self.chunk):
             part = list(ids[low : low + self.chunk])

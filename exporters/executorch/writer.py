@@ -54,13 +54,7 @@ class Writer:
         Raises:
             ConfigError: no token, or the conversation is longer than the context.
         """
-        if not ids or self.read + len(ids) > self.context_tokens:
-            raise ConfigError(
-                "the conversation is longer than the program's context" if ids else "the prompt is empty",
-                expected=f"1 to {self.context_tokens} tokens in all",
-                received=f"{self.read + len(ids)} tokens",
-                hint="export it again with a larger export.context_tokens",
-            )
+        check_room(ids, self.read, self.context_tokens)
         with self.session.threads():
             return self._feed(ids)
 
@@ -88,6 +82,21 @@ class Writer:
             keys[:, :, low:high] = outputs["keys"][:, :, : len(ids)]
             values[:, low:high] = outputs["values"][:, : len(ids)]
         return x
+
+
+def check_room(ids: Sequence[int], read: int, context_tokens: int) -> None:
+    """Refuse what does not fit behind the `read` tokens of a conversation.
+
+    Raises:
+        ConfigError: no token, or the conversation is longer than the context.
+    """
+    if not ids or read + len(ids) > context_tokens:
+        raise ConfigError(
+            "the conversation is longer than the program's context" if ids else "the prompt is empty",
+            expected=f"1 to {context_tokens} tokens in all",
+            received=f"{read + len(ids)} tokens",
+            hint="export it again with a larger export.context_tokens",
+        )
 
 
 def check_writer(session: BlocksSession, loaded: LoadedModel) -> float:
