@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ondevice.methods.prge.layout import KEPT_BLOCKS, NOISE_TENSOR, AdapterLayout, Entry
-from ondevice.methods.prge.step import ADAM, CopiesOf, PrgeProgram
+from ondevice.methods.prge.step import CopiesOf, PrgeProgram, adam
 
 if TYPE_CHECKING:
     from ondevice.methods.prge.config import PrgeConfig
@@ -175,12 +175,8 @@ class InformedProgram(PrgeProgram):
         z = self.draw(seed, step, NOISE_TENSOR, q, 0, size)
         change = ((gradients_Q / q)[:, None] * z).sum(dim=0)
         if moments:
-            (beta1, beta2, epsilon), before = ADAM, moments[0]
-            mean = beta1 * before[:size] + (1.0 - beta1) * change
-            square = beta2 * before[size : 2 * size] + (1.0 - beta2) * change * change
-            count = before[2 * size :] + 1.0
-            bias1, bias2 = 1.0 - beta1**count, 1.0 - beta2**count
-            change = (mean / bias1) / ((square / bias2).sqrt() + epsilon)
+            before, count = moments[0], moments[0][2 * size :] + 1.0
+            change, mean, square = adam(change, before[:size], before[size : 2 * size], count)
             moments = [torch.cat([mean, square, count])]
         change = learning_rate * change
         parts, at = [], 0

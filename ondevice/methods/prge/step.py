@@ -39,6 +39,15 @@ CopiesOf = Callable[[int, int], Tensor]
 """(start, count) of a range of the flat adapter -> its copies, float32 [copies, count]."""
 
 
+def adam(estimate: Tensor, mean: Tensor, square: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return Adam's change before the learning rate, and both moments after the `count`-th estimate, [n] each."""
+    beta1, beta2, epsilon = ADAM
+    mean = beta1 * mean + (1.0 - beta1) * estimate
+    square = beta2 * square + (1.0 - beta2) * estimate * estimate
+    bias1, bias2 = 1.0 - beta1**count, 1.0 - beta2**count
+    return (mean / bias1) / ((square / bias2).sqrt() + epsilon), mean, square
+
+
 class Slot:
     """Holds the perturbed copies of one B while its layer runs; not a buffer, so that a program stays functional."""
 
@@ -277,18 +286,15 @@ class PrgeProgram(nn.Module):
 
         The moments are counted from the subspace they belong to.
         """
-        (beta1, beta2, epsilon), every = ADAM, self.config.refresh_every
+        every = self.config.refresh_every
         count = (step if every is None else step % every).to(torch.float32) + 1.0
-        bias1, bias2 = 1.0 - beta1**count, 1.0 - beta2**count
         size, q, parts = self.layout.size, self.config.queries, ([], [], [])
         for start in range(0, size, UPDATE_CHUNK):
             number = min(UPDATE_CHUNK, size - start)
             adapter, mean, square = (state[i * size + start : i * size + start + number] for i in range(3))
             z = self.noise(seed, step, NOISE_TENSOR, q, start, number)
             estimate = ((gradients_Q / q)[:, None] * z).sum(dim=0)
-            mean = beta1 * mean + (1.0 - beta1) * estimate
-            square = beta2 * square + (1.0 - beta2) * estimate * estimate
-            update = (mean / bias1) / ((square / bias2).sqrt() + epsilon)
+            update, mean, square = adam(estimate, mean, square, count)
             for part, value in zip(parts, (adapter - learning_rate * update, mean, square), strict=True):
                 part.append(value)
         return torch.cat([value for part in parts for value in part])
