@@ -84,6 +84,9 @@ def run_benchmark(
                 on_row(len(done))
         except KeyboardInterrupt:
             result.interrupted = True
+    if result.interrupted:  # it may have come between a row's writing and its counting: what is written counts
+        with open(result.answers, encoding="utf-8") as file:
+            done = [json.loads(line) for line in file]
     result.seconds_s, result.cut_rows = time.perf_counter() - started, sum(record["cut"] for record in done)
     for name, value in _counts(done).items():
         setattr(result, name, value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import linecache
+import sys
 
 import pytest
 import torch
@@ -122,3 +124,21 @@ def test_ctrl_c_keeps_what_was_answered(tmp_path) -> None:
     assert (done.interrupted, done.rows, done.correct) == (True, 3, 1)
     assert len((tmp_path / ANSWERS).read_text().splitlines()) == 3
     assert json.loads((tmp_path / FIGURES).read_text())["interrupted"] is True
+
+
+@pytest.mark.parametrize("line", ["file.write", "file.flush", "done.append", "on_row"])
+def test_ctrl_c_at_any_line_counts_what_is_written(line, tmp_path) -> None:
+    def stop_there(frame, event, argument):
+        here = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and here.startswith(line) and (tmp_path / ANSWERS).stat().st_size:
+            raise KeyboardInterrupt
+        return stop_there if frame.f_code is run_benchmark.__code__ else None
+
+    sums = [Question(number, (f"{number}?",), f"#### {number}") for number in range(1, 5)]
+    before = sys.gettrace()
+    sys.settrace(stop_there)
+    try:
+        done = run_benchmark(solve(lambda prompt: "#### 2", sums, {}, False), result(tmp_path, "gsm8k"))
+    finally:
+        sys.settrace(before)
+    assert done.interrupted and done.rows == len((tmp_path / ANSWERS).read_text().splitlines()) > 0
