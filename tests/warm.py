@@ -42,7 +42,8 @@ try:
     link.connect({address!r})
 except OSError:
     os.execv({python!r}, [{python!r}, *words])
-text = json.dumps(dict(words=words, environment=dict(os.environ), folder=os.getcwd(), group=os.getpgrp())).encode()
+own = dict(words=words, environment=dict(os.environ), folder=os.getcwd(), group=os.getpgrp(), command=os.getpid())
+text = json.dumps(own).encode()
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
     signal.signal(number, lambda number, frame: link.send(bytes([number])))
 network = os.open("/proc/self/ns/net", os.O_RDONLY)
@@ -168,15 +169,18 @@ def become(task: dict[str, Any], started_with: dict[str, str], paths: list[str])
     except OSError:  # in another session
         pass
     os.chdir(task["folder"])
+    os.getppid = lambda: parent_of(task["command"])
     words, environment = task["words"], task["environment"]
+    safe_path = words[0] == "-P"
+    words = words[safe_path:]
     unknown = words[0].startswith("-") and words[0] not in ("-m", "-c")
     if unknown or _read_by_imports(environment) != _read_by_imports(started_with):
-        os.execve(sys.executable, [sys.executable, *words], environment)
+        os.execve(sys.executable, [sys.executable, *task["words"]], environment)
     os.environ.clear()
     os.environ.update(environment)
     more = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = os.getcwd() if words[0] == "-m" else "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
-    sys.path[:] = [first, *more, *paths]
+    sys.path[:] = [*([] if safe_path else [first]), *more, *paths]
     sys.path_importer_cache.clear()
     if words[0] == "-m":
         sys.argv[:] = words[1:]
@@ -188,6 +192,14 @@ def become(task: dict[str, Any], started_with: dict[str, str], paths: list[str])
     else:
         sys.argv[:] = words
         runpy.run_path(words[0], run_name="__main__")
+
+
+def parent_of(process: int) -> int:
+    """Return who started a process, or whoever has taken it over since; 1 when it is gone."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 1
 
 
 def enter(network: int) -> None:
