@@ -2,8 +2,9 @@
 
 Importing the two takes 4 CPU seconds, more than most commands over a tiny model. `Warm` keeps one process that has
 imported them and done nothing else; its `python` and `ondevice` are commands that ask that process to fork. What they
-run is a process of its own, with the caller's arguments, environment, folder and open files, and ends as it would have
-ended: by its exit status, its exception or its signal. Signals go on to it, and it is killed when the command is.
+run is a process of its own, with the caller's arguments, environment, folder, open files and network, and ends as it
+would have ended: by its exit status, its exception or its signal. Signals go on to it, and it is killed when the
+command is.
 
 Whatever such a start cannot give is started as ever: options of the interpreter, or another value of a variable that
 an import reads.
@@ -11,6 +12,7 @@ an import reads.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -29,6 +31,9 @@ from typing import Any
 PRELOADED = ("torch", "transformers", "transformers.models.llama.modeling_llama", "safetensors.torch", "tokenizers")
 AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "ONEDNN_", "CUDA_", "LD_", "USE_", "PYTHON")
 """Beginnings of the names of variables that an import reads; PYTHONPATH is followed."""
+LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_")
+"""Beginnings of those that are read later: `torchrun` sets them for each of its processes."""
+CLONE_NEWNET = 0x40000000
 HEADER_BYTES = 8
 CLIENT = """import json, os, signal, socket, sys
 words = sys.argv[1:]
@@ -37,10 +42,12 @@ try:
     link.connect({address!r})
 except OSError:
     os.execv({python!r}, [{python!r}, *words])
-text = json.dumps(dict(words=words, environment=dict(os.environ), folder=os.getcwd(), group=os.getpgrp())).encode()
+own = dict(words=words, environment=dict(os.environ), folder=os.getcwd(), group=os.getpgrp(), command=os.getpid())
+text = json.dumps(own).encode()
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
     signal.signal(number, lambda number, frame: link.send(bytes([number])))
-socket.send_fds(link, [len(text).to_bytes({header}, "little")], [0, 1, 2])
+network = os.open("/proc/self/ns/net", os.O_RDONLY)
+socket.send_fds(link, [len(text).to_bytes({header}, "little")], [0, 1, 2, network])
 link.sendall(text)
 answer = link.recv(16)
 status = int(answer) if answer else -signal.SIGKILL
@@ -106,7 +113,7 @@ def serve(address: str) -> dict[str, Any] | None:
                 _reap(links, selector)
             elif key.fileobj is listener:
                 link, _ = listener.accept()
-                head, files, _, _ = socket.recv_fds(link, HEADER_BYTES, 3)
+                head, files, _, _ = socket.recv_fds(link, HEADER_BYTES, 4)
                 text = b""
                 while len(text) < int.from_bytes(head, "little"):
                     text += link.recv(1 << 16)
@@ -152,23 +159,28 @@ def become(task: dict[str, Any], started_with: dict[str, str], paths: list[str])
     """Make this fork the process that was asked for, and run it."""
     for number in (signal.SIGCHLD, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.default_int_handler)
-    for target, file in enumerate(task["files"]):
+    *files, network = task["files"]
+    for target, file in enumerate(files):
         os.dup2(file, target)
         os.close(file)
+    enter(network)
     try:
         os.setpgid(0, task["group"])
     except OSError:  # in another session
         pass
     os.chdir(task["folder"])
+    os.getppid = lambda: parent_of(task["command"])
     words, environment = task["words"], task["environment"]
+    safe_path = words[0] == "-P"
+    words = words[safe_path:]
     unknown = words[0].startswith("-") and words[0] not in ("-m", "-c")
     if unknown or _read_by_imports(environment) != _read_by_imports(started_with):
-        os.execve(sys.executable, [sys.executable, *words], environment)
+        os.execve(sys.executable, [sys.executable, *task["words"]], environment)
     os.environ.clear()
     os.environ.update(environment)
     more = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = os.getcwd() if words[0] == "-m" else "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
-    sys.path[:] = [first, *more, *paths]
+    sys.path[:] = [*([] if safe_path else [first]), *more, *paths]
     sys.path_importer_cache.clear()
     if words[0] == "-m":
         sys.argv[:] = words[1:]
@@ -182,8 +194,25 @@ def become(task: dict[str, Any], started_with: dict[str, str], paths: list[str])
         runpy.run_path(words[0], run_name="__main__")
 
 
+def parent_of(process: int) -> int:
+    """Return who started a process, or whoever has taken it over since; 1 when it is gone."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 1
+
+
+def enter(network: int) -> None:
+    """Go into the network namespace of the command, which may be another host's; `os.setns` comes with Python 3.12."""
+    if os.fstat(network).st_ino != os.stat("/proc/self/ns/net").st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(network, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.close(network)
+
+
 def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
-    return {key: value for key, value in environment.items() if key.startswith(AT_IMPORT) and key != "PYTHONPATH"}
+    return {key: value for key, value in environment.items() if key.startswith(AT_IMPORT) and not key.startswith(LATER)}
 
 
 def _main() -> None:

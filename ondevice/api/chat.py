@@ -179,10 +179,10 @@ def _writer(folder: Path) -> tuple[Any, Any]:
     if has_answers(folder / ANSWERS):
         read_manifest(folder)  # its files are whole
         return None, PackedWriter(folder / ANSWERS)
-    from ondevice.exporters.executorch.writer import Writer
+    from ondevice.exporters.executorch.writer import Writer, can_write
 
     session: Any = open_artifact(folder)
-    if not hasattr(session, "head"):
+    if not can_write(session):
         raise ArtifactError(
             f"{folder}: the program cannot write",
             expected="an artifact that was exported with --set export.context_tokens=512 --set export.answers=packed",

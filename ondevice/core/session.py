@@ -256,3 +256,23 @@ class OpenedNetwork:
     session: Evaluator
     loaded: LoadedModel
     write: Callable[[Sequence[int], int], str]
+
+
+class PackingSession(Session):
+    """A session that keeps rows of one sequence apart, so that one step serves both forms of a batch."""
+
+    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
+        """Run a step on one row a sequence; see `Session.step`."""
+        return self.step_placed(ids, labels, None, step, learning_rate)
+
+    def packed_step(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run the same step on sequences of several rows; see `Session.packed_step`."""
+        return self.step_placed(ids, labels, position_ids, step, learning_rate)
+
+    @abstractmethod
+    def step_placed(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
+    ) -> StepResult:
+        """Run optimizer step number `step`; without `position_ids` a sequence is a row."""

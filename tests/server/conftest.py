@@ -13,6 +13,7 @@ pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
 from ondevice.server.client import Client
 from tests.server.running import DaemonProcess, rows, settings
+from tests.warm import Warm
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Served:
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
-    with DaemonProcess(folder / "store") as daemon:
+    with DaemonProcess(folder / "store", python=warm.python) as daemon:
         client = daemon.client
         dataset = client.upload("dataset", rows(folder / "rows.jsonl"))["id"]
         job = client.create_job(model="tiny:llama", dataset=dataset, config=settings(), name="first")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 import zipfile
 
@@ -17,7 +16,7 @@ from tests.server.running import wait_for
 MODEL = "tiny:llama"
 
 
-def test_a_conversion_is_what_the_command_line_writes(served, tmp_path) -> None:
+def test_a_conversion_is_what_the_command_line_writes(served, tmp_path, warm) -> None:
     """One file and a zip of a folder; stages are told, the store keeps it until it is forgotten."""
     client, adapter, store = served.client, served.job["id"], served.daemon.store
     stages: list[str] = []
@@ -28,14 +27,14 @@ def test_a_conversion_is_what_the_command_line_writes(served, tmp_path) -> None:
     file = client.download_conversion(done["id"], tmp_path / "a b" / done["file"])
     own = tmp_path / "own.gguf"
     command = ["convert", str(store / "adapters" / adapter), "--to", "gguf-lora", "--model", MODEL, "--out", str(own)]
-    subprocess.run([sys.executable, "-m", "ondevice", *command], check=True, capture_output=True)
+    subprocess.run([str(warm.ondevice), *command], check=True, capture_output=True)
     # Names in the metadata are of the file; the tensors lie behind them.
     assert file.stat().st_size == done["bytes"] and file.read_bytes()[-4096:] == own.read_bytes()[-4096:]
     assert str(store) not in str(done)
 
     command = ["jobs", "adapters", "convert", adapter, "--to", "peft", "--out", str(tmp_path / "peft.zip"), "--json"]
     command += ["--url", served.daemon.address]
-    shown = subprocess.run([sys.executable, "-m", "ondevice", *command], check=True, capture_output=True)
+    shown = subprocess.run([str(warm.ondevice), *command], check=True, capture_output=True)
     assert json.loads(shown.stdout)["reader"] == "PEFT"
     zipfile.ZipFile(tmp_path / "peft.zip").extractall(tmp_path / "peft")
     written, trained = load_adapter(tmp_path / "peft"), load_adapter(store / "adapters" / adapter)

@@ -75,10 +75,10 @@ def test_a_method_that_is_not_named_is_chosen_by_the_model(served) -> None:
         served.client.cancel(made["id"])
 
 
-def test_a_revoked_token_ends_its_streams(tmp_path, monkeypatch) -> None:
+def test_a_revoked_token_ends_its_streams(tmp_path, monkeypatch, warm) -> None:
     store = Store(tmp_path / "store")
     secret = security.create_token(store, "one")
-    with DaemonProcess(tmp_path / "store", token=secret) as daemon:
+    with DaemonProcess(tmp_path / "store", token=secret, python=warm.python) as daemon:
         client: Client = daemon.client
         dataset = client.upload("dataset", rows(tmp_path / "rows.jsonl"))["id"]
         job = client.create_job(

@@ -19,6 +19,7 @@ from ondevice.server.app import CSP, PAGE
 from ondevice.server.security import create_token
 from ondevice.server.store import Store
 from tests.server.running import DaemonProcess
+from tests.warm import Warm
 
 SCRIPTS = Path(__file__).with_name("browser")
 MODULES = SCRIPTS / "node_modules"
@@ -61,8 +62,8 @@ def write_rows(path: Path, count: int = 16) -> Path:
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("page") / "store") as running:
+def daemon(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("page") / "store", python=warm.python) as running:
         yield running
 
 
@@ -148,7 +149,7 @@ def test_signing_in_with_a_token(tmp_path: Path) -> None:
 
 
 @needs_browser
-def test_what_was_filled_in_and_sent_stays(tmp_path: Path) -> None:
+def test_what_was_filled_in_and_sent_stays(tmp_path: Path, warm: Warm) -> None:
     rows, bad, large = write_rows(tmp_path / "rows.jsonl"), tmp_path / "bad.jsonl", tmp_path / "large.jsonl"
     bad.write_text('{"text": "a", "label": "b"}\n{"text": 1}\n')
     large.write_text("".join(json.dumps({"text": f"{n} " + "x" * 60_000}) + "\n" for n in range(150)))
@@ -156,7 +157,7 @@ def test_what_was_filled_in_and_sent_stays(tmp_path: Path) -> None:
     token = create_token(store)
     store.close()
     files = {"ROWS": str(rows), "BAD_ROWS": str(bad), "LARGE": str(large)}
-    with DaemonProcess(tmp_path / "store", token=token) as daemon:
+    with DaemonProcess(tmp_path / "store", token=token, python=warm.python) as daemon:
         play("kept", ONDEVICE_URL=daemon.address, TOKEN=token, **files)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ondevice.core.session import Session, StepResult
+from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods import model_loss
 from ondevice.models.save import save_loaded
 from ondevice.runtime_ops import torch_ops
@@ -27,7 +27,7 @@ CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Elements perturbed at once: bounds the noise that exists."""
 
 
-class MezoSession(Session):
+class MezoSession(PackingSession):
     """All parameters move in place; each parameter is one tensor of the generator, in the order of their names."""
 
     def __init__(self, loaded: LoadedModel, config: MezoConfig, seed: int) -> None:
@@ -75,16 +75,12 @@ class MezoSession(Session):
         nll, count = model_loss.row_nll(self.family, ids_BT, labels_BT, *settings, position_ids_BT)
         return float(nll.sum() / count.sum())
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """Run algorithm 2 with q queries; see `Session.step`."""
-        tokens = [torch.from_numpy(array).to(self.device) for array in (ids, labels)]
-        return self._two_sided(lambda: self._loss(*tokens), step, learning_rate)
-
-    def packed_step(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+    def step_placed(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
     ) -> StepResult:
-        """Run the same step on sequences of several rows; see `Session.packed_step`."""
-        tokens = [torch.from_numpy(array).to(self.device) for array in (ids, labels, position_ids)]
+        """Run algorithm 2 with q queries; see `PackingSession`."""
+        given = (ids, labels) if position_ids is None else (ids, labels, position_ids)
+        tokens = [torch.from_numpy(array).to(self.device) for array in given]
         return self._two_sided(lambda: self._loss(*tokens), step, learning_rate)
 
     def _two_sided(self, loss: Callable[[], float], step: int, learning_rate: float) -> StepResult:

@@ -9,7 +9,7 @@ import torch
 
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import CheckpointError, ConfigError, TrainingError
-from ondevice.core.session import Session, StepResult
+from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods.prge.config import PrgeConfig
 from ondevice.methods.prge.layout import AdapterLayout
 from ondevice.methods.prge.step import PrgeProgram, flat_adapter
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ondevice.models import LoadedModel
 
 
-class PrgeSession(Session):
+class PrgeSession(PackingSession):
     """Holds the adapter and steps it; any batch size and length.
 
     Args:
@@ -82,26 +82,18 @@ class PrgeSession(Session):
             self._adapter = self.subspace.fold(self._adapter)
             self.subspace.read(step, folder)
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """Run one ZO-SGD step; see `Session.step`."""
-        return self._step((ids, labels), (), step, learning_rate)
-
-    def packed_step(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
-    ) -> StepResult:
-        """Run the same step on sequences of several rows; see `Session.packed_step`."""
-        return self._step((ids, labels), (position_ids,), step, learning_rate)
-
     @torch.inference_mode()
-    def _step(
-        self, rows: tuple[np.ndarray, ...], places: tuple[np.ndarray, ...], step: int, learning_rate: float
+    def step_placed(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
     ) -> StepResult:
+        """Run one ZO-SGD step; see `PackingSession`."""
         if self.subspace is not None and not self.subspace.factors:
             raise TrainingError(
                 "there is no subspace yet", expected="`before_step` before the first step", received="step"
             )
         rate = np.array([learning_rate], dtype=np.float32)
-        ids_BT, labels_BT, number, rate_1 = self._tensors(*rows, np.array([step]), rate)
+        ids_BT, labels_BT, number, rate_1 = self._tensors(ids, labels, np.array([step]), rate)
+        places = () if position_ids is None else (position_ids,)
         losses, gradients, self._adapter = self.program.train_step(
             ids_BT, labels_BT, self._adapter, self.seed, number, rate_1, *self._tensors(*places)
         )

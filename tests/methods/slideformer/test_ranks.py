@@ -9,7 +9,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,9 +65,9 @@ def start(warm: Warm, case: str, folder: Path, world: int = WORLD) -> list[subpr
     ]
 
 
-def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
-    command += ["--master-port", str(free_port()), "-m", "ondevice", *map(str, arguments)]
+def torchrun(warm: Warm, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [str(warm.python), "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD)]
+    command += ["--master-port", str(free_port()), "--no-python", str(warm.ondevice), *map(str, arguments)]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -99,15 +98,15 @@ def two_hosts() -> Iterator[tuple[str, list[list[str]], list[str]]]:
                 ip("netns", "del", name)
 
 
-def torchrun_on_two_hosts(*arguments: object) -> list[str]:
+def torchrun_on_two_hosts(warm: Warm, *arguments: object) -> list[str]:
     """One process on each; what they printed to stderr."""
     port = free_port()
     with two_hosts() as (address, prefixes, networks):
         processes = []
         for number, (prefix, network) in enumerate(zip(prefixes, networks, strict=True)):
-            command = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+            command = [*prefix, str(warm.python), "-m", "torch.distributed.run", "--nnodes", "2"]
             command += ["--node-rank", str(number), "--nproc-per-node", "1", "--master-addr", address]
-            command += ["--master-port", str(port), "-m", "ondevice", *map(str, arguments)]
+            command += ["--master-port", str(port), "--no-python", str(warm.ondevice), *map(str, arguments)]
             settings = environment(GLOO_SOCKET_IFNAME=network)
             processes.append(subprocess.Popen(command, env=settings, stderr=subprocess.PIPE, text=True))
         errors = [process.communicate(timeout=150)[1] for process in processes]
@@ -259,20 +258,20 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, warm: Warm) -
     assert killed == {"message": "another rank has ended or does not answer", "newest": 0, "left": 1}
 
 
-def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(tmp_path: Path) -> None:
+def test_the_command_line_trains_and_resumes_on_two_ranks_and_two_hosts(tmp_path: Path, warm: Warm) -> None:
     data, run = classes(tmp_path / "rows.jsonl"), tmp_path / "run"
     options = tiny("slideformer", "--data", data, "--eval-data", data, "--out", run, "--json", "--lr", "1e-3")
     began = time.time()
-    first = torchrun("train", *options, "--steps", 2)
+    first = torchrun(warm, "train", *options, "--steps", 2)
     assert first.returncode == 0, first.stderr
     assert len(first.stdout.splitlines()) == 1 and '"steps": 2' in first.stdout
     assert (run / "model" / "model.safetensors").stat().st_mtime > began
     if DEVICE == "cpu":
         apart = [tmp_path / "apart" if word == run else word for word in options]
-        torchrun_on_two_hosts("train", *apart, "--steps", 2)
+        torchrun_on_two_hosts(warm, "train", *apart, "--steps", 2)
         for name in ("model/model.safetensors", "checkpoint-00000002/state-00001.safetensors"):
             assert (tmp_path / "apart" / name).read_bytes() == (run / name).read_bytes()
-    second = torchrun("train", *options, "--steps", 4, "--resume")
+    second = torchrun(warm, "train", *options, "--steps", 4, "--resume")
     assert second.returncode == 0, second.stderr
     lines = (run / "events.jsonl").read_text().splitlines()
     assert [line.count('"event":"step"') for line in lines].count(1) == 4

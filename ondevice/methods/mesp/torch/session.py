@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ondevice.artifact.adapter import Adapter, targets_of
 from ondevice.core.errors import CheckpointError, ConfigError, DataError
-from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, Session, StepResult
+from ondevice.core.session import MOMENTS, OPTIMIZER_STEP, PackingSession, StepResult
 from ondevice.methods.mesp.lora import (
     IN_TORCH,
     LoraParameters,
@@ -149,7 +149,7 @@ class Optimizer:
             self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(value, dtype=np.float32)))
 
 
-class MespSession(Session):
+class MespSession(PackingSession):
     """Exact gradients of every A and B, one block at a time; see `Session`."""
 
     batch_size = eval_batch_size = None
@@ -191,19 +191,10 @@ class MespSession(Session):
         self.optimizer = Optimizer(parameters, self.config, seed, self.device)
         self.model = differentiated.DifferentiatedModel(model, self.weights, self.optimizer, self.config)
 
-    def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
-        """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see `Session.step`."""
-        return self._step(ids, labels, None, learning_rate)
-
-    def packed_step(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray, step: int, learning_rate: float
+    def step_placed(
+        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
     ) -> StepResult:
-        """Run the same step on `method.micro_batch_size` sequences at once; see `Session.packed_step`."""
-        return self._step(ids, labels, position_ids, learning_rate)
-
-    def _step(
-        self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, learning_rate: float
-    ) -> StepResult:
+        """Run one optimizer step on all rows, `method.micro_batch_size` of them at once; see `PackingSession`."""
         check_not_partially_updated(self.partially_updated)
         ids_BT, labels_BT = self._tensors(ids, labels)
         places_BT = None if position_ids is None else torch.from_numpy(position_ids).to(self.device)

@@ -8,11 +8,12 @@ arguments is kept.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[4]
 sys.path.insert(0, str(HERE))
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # read when the frameworks are imported
 
 import data_files  # noqa: E402
 import fleet_rounds  # noqa: E402
@@ -52,12 +54,16 @@ def main() -> None:
 
 
 def cli(*arguments: str) -> None:
-    """`ondevice`, in this Python."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "ondevice", *arguments, "--quiet"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    """`ondevice`, in this process: it has imported the frameworks already."""
+    from ondevice.cli.app import run
+
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+            run([*arguments, "--quiet"])
+    except SystemExit as ended:
+        if ended.code:
+            sys.exit(f"ondevice {' '.join(arguments)}\n{told.getvalue()}")
 
 
 def write_data(out: Path) -> None:
