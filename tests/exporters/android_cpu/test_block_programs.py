@@ -254,8 +254,9 @@ def test_other_shapes_are_refused_by_name() -> None:
 
 
 def test_the_app_refuses_a_program_that_lacks_a_function(copy) -> None:
-    with pytest.raises(MissingPackageError, match="adb"):  # nothing but the tool is in the way
-        push(program("blocks"))
+    for name in ("blocks", "blocks, int8", "blocks, q4", "blocks, 8da8w"):
+        with pytest.raises(MissingPackageError, match="adb"):  # nothing but the tool is in the way
+            push(program(name))
     path = copy / MANIFEST_NAME
     manifest = json.loads(path.read_text())
     methods = manifest["program_spec"]["methods"]
