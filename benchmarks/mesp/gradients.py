@@ -79,8 +79,8 @@ def main() -> None:
         columns=COLUMNS,
         title="Gradients of block programs by the form of their weights",
         notes=[
-            f"SmolLM2-135M, {args.rows} rows of {args.tokens} tokens of text, rank {RANK} beside all seven linears; each "
-            "A and each B is a tensor."
+            f"SmolLM2-135M, {args.rows} rows of {args.tokens} tokens of text, rank {RANK} beside all seven linears; "
+            "each A and each B is a tensor."
         ],
         show_versions=("torch", "executorch"),
     )
