@@ -1,7 +1,7 @@
 """Block programs on 64-bit ARM, in an emulator, against the same files on this machine.
 
     python -m benchmarks.mesp.arm                        small models and SmolLM2-135M, every form; an hour
-    python -m benchmarks.mesp.arm --models llama         one model
+    python -m benchmarks.mesp.arm --models llama         one model; the rows of others that were recorded are kept
     python -m benchmarks.mesp.arm --root FOLDER          Debian's arm64 userland, made there if it is missing
 
 An artifact is exported here, and its very files are opened by this package's session on both sides: here and under
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.common import ROOT, finish, parse_args
+from benchmarks.common import RESULTS, ROOT, finish, machine_info, parse_args
 from benchmarks.mesp.arm_steps import LAST_BITS
 from benchmarks.mesp.arm_userland import EMULATOR, PROCESSORS, Userland, make
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ondevice.artifact.manifest import ProgramSpec
 
 NEEDS = ("executorch", "qemu-aarch64-static")
+NAME = "mesp/arm"
 FORMS = ("none", "int8", "q4", "8da8w")
 SMOLLM = "SmolLM2-135M"
 MODELS: dict[str, dict[str, Any]] = {
@@ -248,8 +249,9 @@ def main() -> None:
         print(json.dumps(rows[-len(artifacts) :]), flush=True)
     emulator = subprocess.run([EMULATOR, "--version"], capture_output=True, text=True, check=True).stdout.split()[2]
     met = "; ".join(f"{name}: " + ", ".join(f"{k} {n}" for k, n in counts.items()) for name, counts in ran.items())
+    rows, earlier = with_earlier(rows) if args.record else (rows, {})
     finish(
-        "mesp/arm",
+        NAME,
         rows,
         args,
         columns=COLUMNS,
@@ -261,8 +263,24 @@ def main() -> None:
             f"processor that differs most. Other last bits: the first adapter changed by {LAST_BITS:g} at random; the "
             f"largest of {AGAIN} runs ({SMOLLM}: {SMOLLM_AGAIN}).",
             f"Instructions met in the runtime's library, with all forms of the first model: {met}.",
+            *(f"Of {date}, commit {commit}: {', '.join(names)}." for (date, commit), names in earlier.items()),
         ],
     )
+
+
+def with_earlier(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[tuple[str, str], list[str]]]:
+    """Rows in the order of models and forms with those that were recorded on this machine and not taken now, each with
+    its `taken`; and the names of these by date and commit."""
+    path = RESULTS / NAME / f"{machine_info()['name']}.json"
+    recorded = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    found, earlier = {(row["model"], row["form"]): row for row in rows}, {}
+    for row in recorded["rows"]:
+        if (key := (row["model"], row["form"])) not in found:
+            taken = row.get("taken") or [recorded["date"], recorded["versions"].get("commit", "")]
+            found[key] = row | {"taken": taken}
+            earlier.setdefault(tuple(taken), []).append(" ".join(key))
+    order = [(model, form) for model in MODELS for form in FORMS]
+    return [found[key] for key in order if key in found], earlier
 
 
 def row(model: str, form: str, folder: Path, spec: ProgramSpec, steps: int) -> dict[str, Any]:

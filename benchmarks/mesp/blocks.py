@@ -4,6 +4,7 @@ python -m benchmarks.mesp.blocks                      SmolLM2-135M, 128 tokens, 
 python -m benchmarks.mesp.blocks --layers 2           its first layers
 python -m benchmarks.mesp.blocks --forms int8,q4      some of them: none, int8, q4, 8da8w, whole, joint, peft
 python -m benchmarks.mesp.blocks --shapes             random weights of larger models' shapes, streamed from a file
+python -m benchmarks.mesp.blocks --shapes --untimed   memory and CPU seconds alone, on a machine with other work
 
 Each program is made in a process of its own and runs in another, so that memory is that of training alone. All wait,
 and take their steps in turn. Anonymous memory is the most that a process has during its steps (RssAnon and VmSwap),
@@ -54,6 +55,7 @@ COLUMNS = [
     {"key": "planned_bytes", "title": "Planned (MiB)", "scale": 2**-20, "digits": 1},
     {"key": "anonymous_bytes", "title": "Anonymous memory (MiB)", "scale": 2**-20, "digits": 0},
     {"key": "step_s", "title": "Step (s)"},
+    {"key": "step_cpu_s", "title": "Step (CPU s)"},
 ]
 
 
@@ -73,6 +75,7 @@ def main() -> None:
         parser.add_argument("--tokens", type=int, default=128)
         parser.add_argument("--forms", default="")
         parser.add_argument("--shapes", nargs="?", const=",".join(SHAPES), default="")
+        parser.add_argument("--untimed", action="store_true", help="no elapsed seconds: they are of other work, too")
         parser.add_argument("--scratch", type=Path, help="where programs lie meanwhile; the 7B shape needs 8 GB")
 
     args = parse_args(__doc__, more)
@@ -85,6 +88,8 @@ def main() -> None:
             args.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
             rows += measure(names, model, layers, args.tokens, Path(scratch), args.repeats)
+    if args.untimed:
+        rows = [row | {"lowering_s": None, "step_s": None} for row in rows]
     notes = [
         f"{args.tokens} tokens, one row, rank {RANK} beside all seven linears, AdamW; one label a token. The joint "
         "graph gives gradients alone. Program: that of all layers where each has its own. Anonymous memory: the most "
@@ -115,7 +120,8 @@ def measure(
         for name in names if turn % 2 else reversed(names):
             served[name].step(counts=turn >= 0)
     for name, row in zip(names, rows):
-        row |= {"step_s": served[name].seconds, "anonymous_bytes": served[name].close()}
+        one = served[name]
+        row |= {"step_s": one.seconds, "step_cpu_s": one.cpu_seconds, "anonymous_bytes": one.close()}
     return rows
 
 
@@ -126,6 +132,7 @@ class Served:
         pipe = subprocess.PIPE
         self.process = subprocess.Popen([*_command("--serve"), *words], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
         self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self._answer()  # the runtime is loaded
         self.before = self.most = anonymous_bytes(self.process.pid)
         self.ended = threading.Event()
@@ -134,10 +141,11 @@ class Served:
         self._ask("open")
 
     def step(self, counts: bool) -> None:
-        """One step; its seconds are kept if it counts."""
-        seconds = self._ask("step")
+        """One step; its seconds, and those of its threads, are kept if it counts."""
+        seconds, cpu_seconds = self._ask("step")
         if counts:
             self.seconds.append(seconds)
+            self.cpu_seconds.append(cpu_seconds)
 
     def close(self) -> int:
         """End the process; the most anonymous bytes it had beyond its loaded runtime's."""
@@ -148,17 +156,18 @@ class Served:
         self.process.wait()
         return self.most - self.before
 
-    def _ask(self, word: str) -> float:
+    def _ask(self, word: str) -> tuple[float, float]:
         assert self.process.stdin is not None
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
         return self._answer()
 
-    def _answer(self) -> float:
+    def _answer(self) -> tuple[float, float]:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("done "):
-                return float(line.split()[1])
+                elapsed, cpu = line.split()[1:]
+                return float(elapsed), float(cpu)
         raise SystemExit(f"{' '.join(map(str, self.process.args[-5:]))} has ended")  # type: ignore[index]
 
     def _watch(self) -> None:
@@ -269,14 +278,14 @@ def serve(name: str, model: str, layers: int, tokens: int, folder: Path) -> None
     open_it, run = opener(folder, layers), None
     with np.load(folder / "batch.npz") as file:
         ids, labels = file["ids"], file["labels"]
-    print("done 0", flush=True)
+    print("done 0 0", flush=True)
     for word in sys.stdin:
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         if word.strip() == "open":
             run = open_it(ids, labels)
         elif run is not None:
             run()
-        print("done", time.perf_counter() - started, flush=True)
+        print("done", time.perf_counter() - started, time.process_time() - cpu, flush=True)
 
 
 Opener = Callable[[np.ndarray, np.ndarray], Callable[[], Any]]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from executorch.backends.xnnpack.partition.config import ALL_PARTITIONER_CONFIGS
-from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig
+from executorch.backends.xnnpack.partition.config.gemm_configs import LinearConfig, MMConfig
 from executorch.backends.xnnpack.partition.config.generic_node_configs import GeluConfig
 from executorch.backends.xnnpack.partition.config.xnnpack_config import ConfigPrecisionType
 from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
@@ -46,6 +46,15 @@ class SharedWeightLinearConfig(LinearConfig):
         return super()._get_weight_deps(node, ep, precision)
 
 
+class ComputedProductConfig(MMConfig):
+    """Also takes a product whose second matrix is computed or goes in, as `g W` does in a backward pass."""
+
+    def _get_weight_deps(self, node: Any, ep: Any, precision: Any) -> tuple[bool, list[Any]]:
+        if precision == ConfigPrecisionType.FP32 and not is_param_node(ep, get_input_node(node, self.weight_idx)):
+            return True, []
+        return super()._get_weight_deps(node, ep, precision)
+
+
 @dataclass
 class Lowered:
     """A finished program and what is known about it."""
@@ -73,13 +82,18 @@ class Lowered:
         return Lowered(self.buffer, seconds=self.seconds + layers.seconds, of_layers=layers.buffer, **both)
 
 
-def xnnpack_partitioner() -> XnnpackPartitioner:
+def xnnpack_partitioner(products: bool = False) -> XnnpackPartitioner:
     """Return all of XNNPACK's ops, with the shared-weight rule for linears.
 
     But for GELU: the lowering drops its `approximate`, so that the tanh form would come out as the exact one.
+
+    Args:
+        products: also products of two matrices that are both computed or go in.
     """
-    taken = [config for config in ALL_PARTITIONER_CONFIGS if config is not GeluConfig]
-    configs = [SharedWeightLinearConfig if config is LinearConfig else config for config in taken]
+    ours: dict[Any, Any] = {LinearConfig: SharedWeightLinearConfig}
+    if products:
+        ours[MMConfig] = ComputedProductConfig
+    configs = [ours.get(config, config) for config in ALL_PARTITIONER_CONFIGS if config is not GeluConfig]
     return XnnpackPartitioner(configs=configs)
 
 
@@ -151,7 +165,9 @@ def lower_portable(
     linear = [torch.ops.aten.linear.default]  # its decomposition would copy every weight to transpose it
     partitioners: dict[str, list[Any]] = {m.name: [integer_partitioner()] if integers else [] for m in methods}
     if packed_from_rows is not None:
-        partitioners |= {m.name: [xnnpack_partitioner()] for m in methods if hidden_rows(m) >= packed_from_rows}
+        partitioners |= {
+            m.name: [xnnpack_partitioner(products=True)] for m in methods if hidden_rows(m) >= packed_from_rows
+        }
     delegated = any(partitioners.values())
     with torch.no_grad(), shortcuts(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

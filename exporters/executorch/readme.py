@@ -34,7 +34,9 @@ def _step(manifest: Manifest) -> str:
 def _blocks(manifest: Manifest) -> str:
     """How a host calls functions of one block."""
     program = manifest.program_spec
-    return f"""
+    return f"""- On a phone: `ondevice push DIR` puts it into the app. In an app of your own, load
+  `{manifest.program}` with the ExecuTorch runtime and call its functions.
+
 A step calls `embed`, `block_forward` for layers 0 to {program.layers - 1}, `head_sums` and then `head_gradient`
 for each tile of the vocabulary's {program.vocab} rows, and `block_backward` from the last layer to the first. Inputs
 of role `frozen` lie in `{program.weights}`, aligned to 64 bytes: map the file and hand them in where they are, with

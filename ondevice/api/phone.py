@@ -32,7 +32,7 @@ INSTALL = "sudo apt-get install adb   (macOS: brew install android-platform-tool
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 CHUNK = 1 << 20
 DTYPES = ("int64", "float32")
-WEIGHT_DTYPES = ("float32", "int8", "uint8")
+WEIGHT_DTYPES = ("float32", "float16", "int8", "uint8")
 """Of tensors that the app can hand to a program: those it computes, and frozen weights where they are mapped."""
 BLOCK_FUNCTIONS = ("embed_", "block_forward_", "block_backward_", "head_sums", "head_gradient")
 """Of a block program, what the app calls in a step."""
@@ -209,11 +209,6 @@ def _check_runs(manifest: Manifest) -> None:
             any(tensor.kept == "program" for tensor in program.state),
             "the program keeps its state in mutable buffers, which the runtime's Java API cannot read",
             "form functional",
-        ),
-        (
-            any(method.program for method in program.methods.values()),
-            "the app does not load a program for each layer",
-            "functions in one program: --quantize none or int8",
         ),
         (
             any(port.dtype not in (WEIGHT_DTYPES if port.role == "frozen" else DTYPES) for port in ports),

@@ -3,7 +3,7 @@
 The JVM tests of the Android app train with it: the program is the real one, run by the ExecuTorch runtime of
 this Python. All numbers are little-endian.
 
-    request   u32 length of the method's name, the name; u32 number of tensors, the tensors
+    request   u32 length of the method's name, the name; u32 layer; u32 number of tensors, the tensors
     tensor    u8 dtype (0 int64, 1 float32); u32 dimensions; u32 each; the elements
               or u8 2, u32 dimensions; u32 each; u32 length of a weight's name, the name; u32 its first row
     answer    u8 0 and then u32 number of tensors, the tensors; or u8 1 and then u32 length, a message
@@ -71,10 +71,16 @@ def tensor_bytes(value: np.ndarray) -> bytes:
 class Methods:
     """Loads a method when it is first needed, and drops `evaluate` before `train_step` and the other way round.
 
-    The functions of a block program, which has `weights`, all stay: they hold no weights of their own.
+    The functions of a block program, which has `weights`, all stay: they hold no weights of their own, or those of a
+    tiny model's layer.
+
+    Args:
+        of_layers: files of the methods that every layer has its own of, with `{layer}` for its number.
     """
 
-    def __init__(self, program: Path, soc: str | None, weights: Path | None = None) -> None:
+    def __init__(
+        self, program: Path, soc: str | None, weights: Path | None = None, of_layers: dict[str, str] | None = None
+    ) -> None:
         from ondevice.exporters.android_npu import qnn
         from ondevice.exporters.executorch.session import load_runtime
 
@@ -83,9 +89,11 @@ class Methods:
 
         runtime = load_runtime()
         import executorch.extension.pybindings.portable_lib as portable_lib
+        import executorch.kernels.quantized  # noqa: F401  registers the kernels that make packed weights dense
 
         # The programs are tiny: a second thread only waits, and for long where other work has the processor.
         portable_lib._unsafe_reset_threadpool(1)
+        self.runtime, self.folder, self.of_layers = runtime, program.parent, of_layers or {}
         self.program = runtime.load_program(str(program))
         self.loaded: dict[str, object] = {}
         self.weights: MappedWeights | None = None
@@ -94,14 +102,20 @@ class Methods:
 
             self.weights = MappedWeights(weights)
 
-    def run(self, name: str, inputs: list[np.ndarray]) -> list[np.ndarray]:
+    def run(self, name: str, inputs: list[np.ndarray], layer: int = 0) -> list[np.ndarray]:
         import torch
 
-        if name not in self.loaded:
+        key = name
+        if name in self.of_layers:
+            key = f"{name} {layer}"
+            if key not in self.loaded:
+                path = self.folder / self.of_layers[name].format(layer=layer)
+                self.loaded[key] = self.runtime.load_program(str(path)).load_method(name)
+        elif name not in self.loaded:
             for known in [known for known in self.loaded if self.weights is None and not known.startswith(_kind(name))]:
                 del self.loaded[known]
             self.loaded[name] = self.program.load_method(name)
-        outputs = self.loaded[name].execute([torch.from_numpy(value) for value in inputs])  # type: ignore[attr-defined]
+        outputs = self.loaded[key].execute([torch.from_numpy(value) for value in inputs])  # type: ignore[attr-defined]
         return [value.numpy() for value in outputs]
 
 
@@ -113,12 +127,12 @@ def serve(methods: Methods, source: BinaryIO, target: BinaryIO) -> None:
     """Answer requests until the input ends."""
     while True:
         try:
-            name = read_exactly(source, read_u32(source)).decode()
+            name, layer = read_exactly(source, read_u32(source)).decode(), read_u32(source)
             inputs = [read_tensor(source, methods.weights) for _ in range(read_u32(source))]
         except EndOfInput:
             return
         try:
-            outputs = methods.run(name, inputs)
+            outputs = methods.run(name, inputs, layer)
             answer = struct.pack("<BI", 0, len(outputs)) + b"".join(map(tensor_bytes, outputs))
         except Exception as error:  # the runtime raises what it likes; the other side has to hear of it
             message = f"{type(error).__name__}: {error}".encode()
@@ -135,8 +149,11 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    weights = manifest["program_spec"].get("weights")
-    methods = Methods(folder / manifest["program"], manifest.get("soc"), folder / weights if weights else None)
+    spec = manifest["program_spec"]
+    weights = spec.get("weights")
+    of_layers = {name: method["program"] for name, method in spec["methods"].items() if method.get("program")}
+    program = folder / manifest["program"]
+    methods = Methods(program, manifest.get("soc"), folder / weights if weights else None, of_layers)
     serve(methods, sys.stdin.buffer, answers)
 
 

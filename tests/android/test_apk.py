@@ -217,7 +217,11 @@ def test_resources(apk: Path) -> None:
     assert about["flavour"] == "cpu" and about["abis"] == sorted(MACHINES)
 
 
-@pytest.mark.parametrize("name", ["functional", "q4", "8da4w", "exact", "exact, sgd", "blocks", "blocks, sgd"])
+KINDS = ("functional", "q4", "8da4w", "exact", "exact, sgd", "blocks", "blocks, sgd")
+FORMS = ("blocks, int8", "blocks, q4", "blocks, 8da8w")
+
+
+@pytest.mark.parametrize("name", [*KINDS, *FORMS])
 def test_the_runtime_has_every_kernel_of_an_export(name: str, libraries: dict[str, bytes]) -> None:
     """A program of this checkout's exporter needs no kernel that the packaged ExecuTorch lacks."""
     pytest.importorskip("executorch")

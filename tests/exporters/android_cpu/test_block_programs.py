@@ -65,6 +65,7 @@ def test_one_small_program_of_a_stock_runtime_serves_every_depth(name) -> None:
     assert all(op.split("::")[0] in STOCK for method in spec.methods.values() for op in method.ops)
     trained = [method for key, method in spec.methods.items() if key.startswith(("block_backward", "head_gradient"))]
     assert {method.delegates > 0 for method in trained} == {manifest.quantize == "none"}, "XNNPACK packs for many rows"
+    assert manifest.quantize != "none" or all("aten::mm.out" not in method.ops for method in trained), "g W is outside"
     assert all(method.delegates == 0 for key, method in spec.methods.items() if key.endswith(("logits", "decode")))
     assert {f"{layer}" for layer in range(spec.layers)} == {key.split(".")[2] for key in weights if ".layers." in key}
     content = (program(name) / manifest.program).read_bytes()
@@ -254,8 +255,9 @@ def test_other_shapes_are_refused_by_name() -> None:
 
 
 def test_the_app_refuses_a_program_that_lacks_a_function(copy) -> None:
-    with pytest.raises(MissingPackageError, match="adb"):  # nothing but the tool is in the way
-        push(program("blocks"))
+    for name in ("blocks", "blocks, int8", "blocks, q4", "blocks, 8da8w"):
+        with pytest.raises(MissingPackageError, match="adb"):  # nothing but the tool is in the way
+            push(program(name))
     path = copy / MANIFEST_NAME
     manifest = json.loads(path.read_text())
     methods = manifest["program_spec"]["methods"]

@@ -32,6 +32,9 @@ ARTIFACT = "artifact with a space"
 BLOCKS = "blocks"
 WRITER = "writer"
 FLEET = "fleet artifact"
+FORMS = ("int8", "q4", "8da8w")
+"""Of a block program's rounded weights."""
+SHORT_RUN = "--steps 4 --set train.checkpoint_every=2"
 
 
 def main() -> None:
@@ -44,6 +47,7 @@ def main() -> None:
     write_answers(out, BLOCKS, "blocks run", "blocks answers.json")
     for run in ("run", "blocks run"):
         write_mlx_lm(out, run)
+    forms(out)
     npu(out)
     fleet(out)
     small_tokenizers.write(out / "tokenizers", ROOT)
@@ -143,8 +147,16 @@ def fleet(out: Path) -> None:
     fleet_rounds.write(out / "fleet", out / FLEET, programs)
 
 
+def forms(out: Path) -> None:
+    """Block programs over rounded weights, and what `ondevice run` makes of each."""
+    for form in FORMS:
+        more = f"--method mesp --quantize {form} --task sst2 --length 32 --batch-size 2 --set method.loss_tiles=2"
+        make_artifact(out / f"blocks {form}", "android-cpu", more)
+        make_run(out, f"blocks {form}", f"blocks {form} run", SHORT_RUN)
+
+
 def npu(out: Path) -> None:
-    """An NPU program and what the simulator makes of it; without the `qnn` extra, the reason why there is none."""
+    """NPU programs and what the simulator makes of them; without the `qnn` extra, the reason why there are none."""
     from ondevice.exporters.android_npu import qnn
 
     reason = qnn.problem()
@@ -154,6 +166,9 @@ def npu(out: Path) -> None:
     more = "--task sst2 --soc SM8650 --queries 2 --length 64 --batch-size 1"
     make_artifact(out / "npu", "android-npu", f"--method prge {more}")
     make_run(out, "npu", "npu run", "--steps 4")
+    more = "--method mesp --task sst2 --soc SM8650 --length 32 --batch-size 2 --set method.loss_tiles=2"
+    make_artifact(out / "blocks npu", "android-npu", more)
+    make_run(out, "blocks npu", "blocks npu run", SHORT_RUN)
 
 
 def make_artifact(folder: Path, target: str, more: str) -> None:

@@ -1,5 +1,6 @@
 package org.ondevice.app
 
+import android.os.Build
 import org.ondevice.core.Artifact
 import org.ondevice.core.DType
 import org.ondevice.core.ErrorKind
@@ -9,6 +10,7 @@ import org.ondevice.core.Tensor
 import org.pytorch.executorch.EValue
 import org.pytorch.executorch.ExecuTorchRuntime
 import org.pytorch.executorch.Module
+import java.io.File
 import java.nio.Buffer
 import java.nio.ByteBuffer
 import java.nio.ByteOrder
@@ -19,41 +21,64 @@ import java.nio.ByteOrder
  *
  * Java's Module cannot unload one method, and an XNNPACK method packs its weights anew when it is loaded: so the
  * module is opened again when the kind of method changes (training, evaluating, generating). The functions of a block
- * program hold no weights, and all stay.
+ * program hold no weights, and all stay. Where every layer has a program of its own, a CPU's is closed after each call,
+ * so that memory holds the packed weights of one layer; an NPU's stay, as to load one takes as long as to run it.
  */
 class ModuleProgram(private val artifact: Artifact) : Program {
+    private val spec = artifact.manifest.spec
+    private val keepsLayers = artifact.manifest.soc != null
     private var module: Module? = null
     private var kind = ""
+    private val ofLayers = HashMap<File, Module>()
     private val staging = Staging()
 
-    override fun execute(method: String, inputs: List<Tensor>): List<Tensor> = refusing("running $method") {
+    override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> = refusing("running $method", artifact) {
+        val values = Array(inputs.size) { EValue.from(staging.toRuntime(it, inputs[it])) }
+        if (spec.methods[method]?.program == null) run(open(method), method, values) else runLayer(artifact.programFile(method, layer), method, values)
+    }
+
+    private fun open(method: String): Module {
         val wanted = kindOf(method)
         if (wanted != kind) unload()
-        val open = module ?: Module.load(artifact.programFile.path, Module.LOAD_MODE_MMAP).also {
+        return module ?: load(artifact.programFile).also {
             module = it
             kind = wanted
         }
-        val values = Array(inputs.size) { EValue.from(staging.toRuntime(it, inputs[it])) }
-        open.execute(method, *values).map { fromRuntime(it.toTensor()) }
     }
+
+    private fun runLayer(file: File, method: String, values: Array<EValue>): List<Tensor> {
+        if (keepsLayers) return run(ofLayers.getOrPut(file) { load(file) }, method, values)
+        val once = load(file)
+        try {
+            return run(once, method, values)
+        } finally {
+            once.destroy()
+        }
+    }
+
+    private fun load(file: File) = Module.load(file.path, Module.LOAD_MODE_MMAP)
+
+    private fun run(open: Module, method: String, values: Array<EValue>) = open.execute(method, *values).map { fromRuntime(it.toTensor()) }
 
     override fun unload() {
         module?.destroy()
         module = null
         kind = ""
+        ofLayers.values.forEach { it.destroy() }
+        ofLayers.clear()
     }
 
     override fun close() = unload()
 
     private fun kindOf(method: String) =
-        if (artifact.manifest.spec.blocks != null) "blocks" else method.trimEnd { it.isDigit() }.trimEnd('_')
+        if (spec.blocks != null) "blocks" else method.trimEnd { it.isDigit() }.trimEnd('_')
 
     companion object {
         /**
          * Hold a program's kernels and backends against those of the runtime in this app, by name; ExecuTorch alone
          * would say error 0x14 at the first step.
          */
-        fun check(artifact: Artifact) = refusing("starting ExecuTorch") {
+        fun check(artifact: Artifact) = refusing("starting ExecuTorch", artifact) {
             ExecuTorchRuntime.getRuntime()
             missing(
                 artifact.manifest.spec.methods.values.flatMapTo(sortedSetOf()) { it.ops },
@@ -78,7 +103,7 @@ class ModuleProgram(private val artifact: Artifact) : Program {
             val lacksBackends = backends.filter { plain(it).isNotEmpty() && names.none { has -> plain(it) in has || has in plain(it) } }
             val lacksOps = ops.filter { it !in hasOps }
             if (lacksBackends.isEmpty() && lacksOps.isEmpty()) return null
-            val hint = if (lacksBackends.any { "qnn" in plain(it) }) "build the app with FLAVOUR=qnn"
+            val hint = if (lacksBackends.any { "qnn" in plain(it) }) "export it with --target android-cpu, which needs no NPU, or build the app with FLAVOUR=qnn"
             else "export it for android-cpu, or build the app with another ExecuTorch"
             return OndeviceException(
                 ErrorKind.ARTIFACT, "the ExecuTorch in this app lacks what the program needs",
@@ -94,21 +119,32 @@ class ModuleProgram(private val artifact: Artifact) : Program {
         private val CPU = setOf("cpu", "portable", "kernels")
 
         /** Whatever the runtime throws, as an error with its own words in it. */
-        private fun <T> refusing(what: String, body: () -> T): T = try {
+        private fun <T> refusing(what: String, artifact: Artifact, body: () -> T): T = try {
             body()
         } catch (error: OndeviceException) {
             throw error
         } catch (error: RuntimeException) {
-            throw refused(what, error)
+            throw refused(what, artifact.manifest.soc, error)
         } catch (error: LinkageError) { // the library is not there for this processor
-            throw refused(what, error)
+            throw refused(what, artifact.manifest.soc, error)
         }
 
-        private fun refused(what: String, error: Throwable) = OndeviceException(
-            ErrorKind.ARTIFACT, "$what failed: ExecuTorch refused", null, error.message ?: error.javaClass.simpleName,
-            "check that the artifact was exported for this app's ExecuTorch", error,
+        /** The runtime's own words; of a program for an NPU, that and which chip it was compiled for. */
+        internal fun refused(what: String, soc: String?, error: Throwable) = OndeviceException(
+            ErrorKind.ARTIFACT, "$what failed: ExecuTorch refused", soc?.let { "the NPU of $it, for which the program was compiled" },
+            error.message ?: error.javaClass.simpleName,
+            if (soc == null) "check that the artifact was exported for this app's ExecuTorch"
+            else "this phone's chip is ${chip()}: export the model with its --soc, or with --target android-cpu, which needs no NPU", error,
         )
+
+        private fun chip(): String = if (Build.VERSION.SDK_INT >= 31) Chip31.name else Build.HARDWARE
     }
+}
+
+/** The phone's chip as its maker names it. */
+@Since(31)
+internal object Chip31 {
+    val name: String get() = Build.SOC_MODEL
 }
 
 /**
@@ -131,6 +167,7 @@ internal class Staging {
 
     private fun frozen(tensor: Tensor, bytes: ByteBuffer): org.pytorch.executorch.Tensor = when (tensor.dtype) {
         DType.FLOAT32 -> org.pytorch.executorch.Tensor.fromBlob(bytes.asFloatBuffer(), tensor.shape)
+        DType.FLOAT16 -> org.pytorch.executorch.Tensor.fromBlob(bytes.asShortBuffer(), tensor.shape)
         DType.INT8 -> org.pytorch.executorch.Tensor.fromBlob(bytes.slice(), tensor.shape)
         else -> org.pytorch.executorch.Tensor.fromBlobUnsigned(bytes.slice(), tensor.shape)
     }

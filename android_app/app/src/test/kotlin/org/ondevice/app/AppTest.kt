@@ -176,7 +176,7 @@ abstract class AppTest {
         private val pipe by lazy { PipeProgram(artifact, property("ondevice.python"), File(property("ondevice.root")).canonicalFile) }
 
         @Synchronized
-        override fun execute(method: String, inputs: List<Tensor>) = pipe.execute(method, inputs)
+        override fun execute(method: String, inputs: List<Tensor>, layer: Int) = pipe.execute(method, inputs, layer)
 
         override fun close() = Unit
     }

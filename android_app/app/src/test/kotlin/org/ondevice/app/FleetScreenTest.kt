@@ -38,7 +38,7 @@ class FleetScreenTest : AppTest() {
         val pipe by lazy { PipeProgram(File(fixtures, "fleet artifact"), property("ondevice.python"), File(property("ondevice.root")).canonicalFile) }
 
         @Synchronized
-        override fun execute(method: String, inputs: List<Tensor>) = pipe.execute(method, inputs)
+        override fun execute(method: String, inputs: List<Tensor>, layer: Int) = pipe.execute(method, inputs, layer)
 
         override fun close() = Unit
     }

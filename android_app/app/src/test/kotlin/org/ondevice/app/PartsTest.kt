@@ -43,6 +43,24 @@ class PartsTest : AppTest() {
         assertTrue("${qnn.hint}", "FLAVOUR=qnn" in qnn.hint!!)
     }
 
+    /** A phone without an NPU, and one with another chip's, hear which chip the program is for and what needs none. */
+    @Test
+    fun aProgramForAnotherNpuIsRefusedInWords() {
+        val folder = File(fixtures, "blocks npu")
+        org.junit.Assume.assumeTrue("no simulator here", folder.isDirectory)
+        val artifact = Artifact.open(folder)
+        val ops = artifact.manifest.spec.methods.values.flatMap { it.ops }.toSet()
+        val backends = artifact.manifest.partition.values.flatten().map { it.backend }.toSet()
+        val lacking = ModuleProgram.missing(ops, ops, backends, setOf("XnnpackBackend", "VulkanBackend"))!!
+        assertEquals("QnnBackend", lacking.expected)
+        assertTrue("${lacking.hint}", "--target android-cpu" in lacking.hint!!)
+        assertNull(ModuleProgram.missing(ops, ops, backends, setOf("XnnpackBackend", "QnnBackend")))
+        org.robolectric.util.ReflectionHelpers.setStaticField(android.os.Build::class.java, "SOC_MODEL", "SM7675")
+        val refused = ModuleProgram.refused("running block_forward_2x32", artifact.manifest.soc, RuntimeException("error 0x20"))
+        assertTrue(refused.message, "SM8650" in refused.expected!! && refused.received == "error 0x20")
+        assertTrue("${refused.hint}", "SM7675" in refused.hint!! && "--target android-cpu" in refused.hint!!)
+    }
+
     /** Tensors go into ExecuTorch's own classes and come out the same. */
     @Test
     fun tensorsKeepTheirValues() {
@@ -83,6 +101,29 @@ class PartsTest : AppTest() {
             val values = ModuleProgram.fromRuntime(staging.toRuntime(0, weights.tensor(port, name))).floats().toList()
             assertEquals(name, stored.getValue(name).floats!!.toList(), values)
         }
+    }
+
+    /** Weights of fewer bits have ExecuTorch's own dtypes, and the file's bytes. */
+    @Test
+    fun packedWeightsKeepTheirBytes() {
+        val folder = File(fixtures, "blocks q4")
+        val spec = Artifact.open(folder).manifest.spec
+        val weights = org.ondevice.core.MappedWeights(File(folder, spec.blocks!!.weights))
+        val found = HashSet<String>()
+        for (port in spec.methods.values.flatMap { it.inputs }.filter { it.role == org.ondevice.core.Role.FROZEN }.distinctBy { it.name }) {
+            val tensor = weights.tensor(port, port.name.replace("{layer}", "1"))
+            val given = Staging().toRuntime(0, tensor)
+            val bytes = tensor.mapped!!.bytes.duplicate().order(java.nio.ByteOrder.nativeOrder())
+            found += given.dtype().name
+            when (given.dtype()) {
+                org.pytorch.executorch.DType.HALF -> given.dataAsShortArray.forEach { assertEquals(bytes.short, it) }
+                org.pytorch.executorch.DType.UINT8 -> given.dataAsUnsignedByteArray.forEach { assertEquals(bytes.get(), it) }
+                org.pytorch.executorch.DType.INT8 -> given.dataAsByteArray.forEach { assertEquals(bytes.get(), it) }
+                else -> given.dataAsFloatArray.forEach { assertEquals(bytes.float.toRawBits(), it.toRawBits()) }
+            }
+            assertFalse(port.name, bytes.hasRemaining())
+        }
+        assertEquals(setOf("HALF", "UINT8", "INT8", "FLOAT"), found)
     }
 
     @Test

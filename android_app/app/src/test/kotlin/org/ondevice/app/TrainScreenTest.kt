@@ -227,7 +227,7 @@ class TrainScreenTest : AppTest() {
         app.openProgram = {
             calls++
             object : org.ondevice.core.Program {
-                override fun execute(method: String, inputs: List<org.ondevice.core.Tensor>): List<org.ondevice.core.Tensor> = throw StackOverflowError("deep")
+                override fun execute(method: String, inputs: List<org.ondevice.core.Tensor>, layer: Int): List<org.ondevice.core.Tensor> = throw StackOverflowError("deep")
 
                 override fun close() = Unit
             }

@@ -104,9 +104,9 @@ class TryAndAdaptersTest : AppTest() {
         app.openProgram = { artifact ->
             val real = python(artifact)
             object : org.ondevice.core.Program by real {
-                override fun execute(method: String, inputs: List<org.ondevice.core.Tensor>): List<org.ondevice.core.Tensor> {
+                override fun execute(method: String, inputs: List<org.ondevice.core.Tensor>, layer: Int): List<org.ondevice.core.Tensor> {
                     if (method.startsWith("embed_")) gate.acquire()
-                    return real.execute(method, inputs)
+                    return real.execute(method, inputs, layer)
                 }
             }
         }

@@ -6,8 +6,12 @@ import java.io.File
 class Artifact(val folder: File, val manifest: Manifest) {
     val programFile: File get() = File(folder, manifest.program)
 
-    /** Bytes that the runtime maps: the program, and of a block program the weights. */
-    val mappedBytes: Long get() = (listOf(manifest.program) + listOfNotNull(manifest.spec.blocks?.weights)).sumOf { File(folder, it).length() }
+    /** The file with [method] in it, of a layer if every layer has its own. */
+    fun programFile(method: String, layer: Int): File =
+        manifest.spec.methods[method]?.program?.let { File(folder, BlockSteps.ofLayer(it, layer)) } ?: programFile
+
+    /** Bytes that the runtime maps: the programs, and of a block program the weights. */
+    val mappedBytes: Long get() = (listOf(manifest.program) + listOfNotNull(manifest.spec.blocks?.weights) + manifest.spec.layerPrograms).sumOf { File(folder, it).length() }
 
     /** The tokenizer that the program was made for; reading it takes a moment, keep it. */
     fun tokenizer(): Tokenizer = TokenizerFile.read(File(folder, TOKENIZER_FOLDER))

@@ -9,7 +9,8 @@ import kotlin.math.ln
  *
  * A step is embedding, every block forward, the head tile by tile over labelled positions, and every block backward with
  * its update. Only block inputs, the adapter and the optimizer's vectors are this process's memory. N is rows times
- * tokens, D the model's width, C the positions that the head takes at once.
+ * tokens, D the model's width, C the positions that the head takes at once. Where the loss is scaled, a step whose numbers
+ * are not finite is left out: nothing changes but the scale, which is halved as long as it can be.
  *
  * @throws OndeviceException [ErrorKind.ARTIFACT]: the weights file is damaged or of another model.
  */
@@ -43,7 +44,8 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
         val size = size(manifest.batchSize, batch.rows, batch.lengthTokens)
         val inputs = ArrayList<Tensor>()
         val last = forward(state, batch.ids, size, inputs)
-        val head = head(last.floats(), batch, gradient = true)
+        val scale = scalars[Key(Role.LOSS_SCALE)]?.floats()?.get(0)
+        val head = head(last.floats(), batch, gradient = true, scale ?: 1f)
         val loss = Means.sum(head.nll).toDouble() / maxOf(1L, head.tokens.sum())
         if (!loss.isFinite() || !isFinite(head.gradient!!)) throw notFinite("the loss is not finite", "$loss")
         val next = spec.state.associate { it.name to FloatArray(it.shape[0]) }
@@ -54,7 +56,13 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
             gradient = outputs.getValue(Key(Role.GRADIENT))
             for ((name, values) in next) {
                 val range = outputs.getValue(Key(Role.STATE, name)).floats()
-                if (!isFinite(range)) throw notFinite("the gradient of layer $layer is not finite", "values in its $name that are no numbers")
+                if (!isFinite(range)) {
+                    if (scale == null || scale <= SMALLEST_LOSS_SCALE) {
+                        throw notFinite("the gradient of layer $layer is not finite", scale?.let { "loss scale $it" } ?: "values in its $name that are no numbers")
+                    }
+                    val warning = "the gradient of layer $layer is not finite; nothing was updated; the loss scale is now ${scale / 2}"
+                    return Stepped(StepResult(loss, floatArrayOf(loss.toFloat()), FloatArray(0), warning), null)
+                }
                 range.copyInto(values, layer * range.size)
             }
         }
@@ -63,7 +71,7 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
 
     override fun evaluate(state: State, batch: Batch, scalars: Map<Key, Tensor>): RowLosses {
         val last = forward(state, batch.ids, size(manifest.evalBatchSize, batch.rows, batch.lengthTokens), null)
-        return head(last.floats(), batch, gradient = false).let { RowLosses(it.nll, it.tokens) }
+        return head(last.floats(), batch, gradient = false, 1f).let { RowLosses(it.nll, it.tokens) }
     }
 
     override val nextTokenColumns: Int get() = manifest.longestTokens
@@ -108,12 +116,13 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
     private class Head(val nll: FloatArray, val tokens: LongArray, val gradient: FloatArray?)
 
     /**
-     * Each row's summed negative log likelihood and labelled tokens, and the mean loss's gradient of [x] [N, D].
+     * Each row's summed negative log likelihood and labelled tokens, and [scale] times the mean loss's gradient of [x]
+     * [N, D].
      *
      * Only positions with a label go through the head, [headRows] at a time; the last of them are filled up with rows of
      * weight 0.
      */
-    private fun head(x: FloatArray, batch: Batch, gradient: Boolean): Head {
+    private fun head(x: FloatArray, batch: Batch, gradient: Boolean, scale: Float): Head {
         val length = batch.lengthTokens
         val places = (0 until batch.rows * length).filter { it % length < length - 1 && batch.labels[it + 1] != IGNORE.toLong() }
         val nll = FloatArray(batch.rows)
@@ -126,7 +135,7 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
             val given = mutableMapOf(
                 Key(Role.HIDDEN) to vector(hidden),
                 Key(Role.TARGETS) to Tensor.of(LongArray(headRows) { if (it < part.size) batch.labels[part[it] + 1] else -1L }, headRows.toLong()),
-                Key(Role.TOKEN_SCALE) to vector(FloatArray(headRows) { if (it < part.size) (1.0 / places.size).toFloat() else 0f }),
+                Key(Role.TOKEN_SCALE) to vector(FloatArray(headRows) { if (it < part.size) (scale.toDouble() / places.size).toFloat() else 0f }),
             )
             val sums = SUMS.associateWith { name -> vector(FloatArray(headRows) { if (name == SUMS[0]) LOWEST else 0f }) }
             for ((name, tensor) in sums) given[Key(Role.TILE_SUMS, name)] = tensor
@@ -154,7 +163,7 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
      * @param firstRow of a table at which the tile begins.
      */
     fun block(name: String, given: Map<Key, Tensor>, state: State, layer: Int = 0, firstRow: Int = 0): Map<Key, Tensor> =
-        methods.call(name) { port ->
+        methods.call(name, layer) { port ->
             when (port.role) {
                 Role.FROZEN -> weights.tensor(port, nameOf(port, layer), firstRow)
                 Role.STATE -> state.getValue(port.name).floats().let { all -> vector(all.copyOfRange(layer * port.shape[0], (layer + 1) * port.shape[0])) }
@@ -162,7 +171,7 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
             }
         }
 
-    private fun nameOf(port: Port, layer: Int) = port.name.replace(LAYER, "$layer")
+    private fun nameOf(port: Port, layer: Int) = ofLayer(port.name, layer)
 
     private fun notFinite(what: String, received: String) = OndeviceException(
         ErrorKind.TRAINING, "$what; nothing was updated", "a finite number", received,
@@ -183,6 +192,12 @@ internal class BlockSteps(artifact: Artifact, program: Program) : ProgramCalls {
 
         /** The largest logit before the first tile. */
         private const val LOWEST = -1e30f
+
+        /** A step that is not finite at this scale is an error. */
+        const val SMALLEST_LOSS_SCALE = 1.0
+
+        /** A name with the layer's number in it. */
+        fun ofLayer(name: String, layer: Int) = name.replace(LAYER, "$layer")
 
         fun sizeOf(rows: Int, tokens: Int) = "${rows}x$tokens"
 

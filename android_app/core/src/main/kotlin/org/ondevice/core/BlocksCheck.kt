@@ -106,6 +106,7 @@ internal object BlocksCheck {
                 Role.KEYS, Role.VALUES -> kept[port.role]?.let { DType.FLOAT32 to it }
                 Role.TILE_FIRST, Role.TILE_SKIP, Role.SEED, Role.POSITION -> DType.INT64 to ONE
                 Role.LEARNING_RATE -> DType.FLOAT32 to ONE
+                Role.LOSS_SCALE -> if (spec.blocks!!.lossScale == null) null else DType.FLOAT32 to ONE
                 Role.LOGITS -> DType.FLOAT32 to listOf(1, tileRows)
                 else -> null
             } ?: throw ManifestCheck.wrong(where, "only ports that the app can bind, each state and counter by its name", port)

@@ -6,7 +6,7 @@ enum class Role(val manifestName: String) {
     CONSTANT("constant"), PROJECTED_GRADIENTS("projected_gradients"), LENGTH("length"), LOSSES("losses"),
     NLL_SUM("nll_sum"), TOKENS("tokens"), LOGITS("logits"), SUM("sum"), FROZEN("frozen"), HIDDEN("hidden"),
     GRADIENT("gradient"), TARGETS("targets"), TOKEN_SCALE("token_scale"), TILE_FIRST("tile_first"), TILE_SKIP("tile_skip"),
-    TILE_SUMS("tile_sums"), POSITION("position"), KEYS("keys"), VALUES("values");
+    TILE_SUMS("tile_sums"), POSITION("position"), KEYS("keys"), VALUES("values"), LOSS_SCALE("loss_scale");
 
     /** True where a method may have several ports of this role, told apart by name. */
     val isNamed: Boolean get() = this == STATE || this == COUNTER || this == CONSTANT || this == TILE_SUMS || this == FROZEN
@@ -27,6 +27,8 @@ data class Port(val name: String, val role: Role, val dtype: DType, val shape: L
  *
  * @property plannedBytes memory that the runtime plans for intermediate tensors, without what delegates take.
  * @property ops kernels that the runtime must have.
+ * @property program the file with the method, where every layer has its own, `{layer}` for its number; null where it is in
+ *   the artifact's one program.
  */
 data class ProgramMethod(
     val inputs: List<Port>,
@@ -35,6 +37,7 @@ data class ProgramMethod(
     val ops: List<String>,
     val delegates: Int,
     val instructions: Int,
+    val program: String? = null,
 )
 
 /**
@@ -78,8 +81,10 @@ data class AdapterEntry(
  * @property weights the safetensors file of the frozen weights, each aligned to 64 bytes.
  * @property vocab rows of the head, which its functions take tile by tile.
  * @property kinds of each layer, the kind of its block, where they differ; empty where all are of one.
+ * @property lossScale what the gradient of the loss is multiplied by in a run's first step, where blocks compute in
+ *   float16; null where nothing is scaled.
  */
-data class BlocksInfo(val layers: Int, val weights: String, val vocab: Int, val kinds: List<Int> = emptyList()) {
+data class BlocksInfo(val layers: Int, val weights: String, val vocab: Int, val kinds: List<Int> = emptyList(), val lossScale: Double? = null) {
     /** The end of the name of a function of that layer's block. */
     fun endOfName(layer: Int): String = kinds.getOrElse(layer) { 0 }.let { if (it == 0) "" else "_$it" }
 }
@@ -116,8 +121,12 @@ data class ProgramSpec(
     /** True where the program can say which token comes next. */
     val generates: Boolean get() = (if (blocks == null) WholeSteps.NEXT_TOKEN else BlockSteps.HEAD_LOGITS) in methods
 
-    /** Files that a session needs beside the program: the state's first values, the frozen A, the weights. */
-    val files: List<String> get() = (state.map { it.first } + frozen + blocks?.weights).filterNotNull().distinct()
+    /** Programs of the layers, where each has its own. */
+    val layerPrograms: List<String>
+        get() = methods.values.mapNotNull { it.program }.distinct().flatMap { name -> (0 until (blocks?.layers ?: 0)).map { BlockSteps.ofLayer(name, it) } }
+
+    /** Files that a session needs beside the program: the state's first values, the frozen A, the weights, the layers' programs. */
+    val files: List<String> get() = (state.map { it.first } + frozen + blocks?.weights + layerPrograms).filterNotNull().distinct()
 }
 
 /** What of a method runs on which backend; [bytes] are the weights and constants of that part. */

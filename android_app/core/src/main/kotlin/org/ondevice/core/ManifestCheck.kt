@@ -54,6 +54,9 @@ internal object ManifestCheck {
             throw wrong("eval_batch_size", "${spec.batchCopies} copies of ${manifest.batchSize} rows", manifest.evalBatchSize)
         }
         if (manifest.lengthsTokens.isEmpty()) throw wrong("lengths_tokens", "at least one length", "none")
+        spec.methods.entries.firstOrNull { it.value.program != null }?.let { (name, method) ->
+            throw wrong("program_spec.methods.$name.program", "null in a program of whole steps", method.program!!)
+        }
         for (length in manifest.lengthsTokens) {
             val train = manifest.methodFor(TRAIN, length)
             inputs(spec, train, trainRows, length)

@@ -123,7 +123,9 @@ object ManifestReader {
         val layers = fields.int("layers", COUNT)
         val kinds = if (fields.has("kinds")) fields.ints("kinds", 0..layers) else emptyList()
         if (kinds.isNotEmpty() && kinds.size != layers) throw fields.wrong("kinds", "one for each of $layers layers", kinds)
-        return BlocksInfo(layers, fields.text("weights"), fields.int("vocab", COUNT), kinds)
+        val scale = if (fields.has("loss_scale")) fields.double("loss_scale") else null
+        if (scale != null && !(scale >= BlockSteps.SMALLEST_LOSS_SCALE)) throw fields.wrong("loss_scale", "at least ${BlockSteps.SMALLEST_LOSS_SCALE}", scale)
+        return BlocksInfo(layers, fields.text("weights"), fields.int("vocab", COUNT), kinds, scale)
     }
 
     private fun stateTensor(fields: Fields): StateTensor {
@@ -139,12 +141,6 @@ object ManifestReader {
     }
 
     private fun programMethod(fields: Fields): ProgramMethod {
-        fields.textOrNull("program")?.let {
-            throw artifactError(
-                "this app does not load a program for each layer", "functions in one program", it,
-                "export it with --quantize none or int8",
-            )
-        }
         return ProgramMethod(
             inputs = fields.objects("inputs").map(::port),
             outputs = fields.objects("outputs").map(::port),
@@ -152,6 +148,7 @@ object ManifestReader {
             ops = fields.texts("ops"),
             delegates = fields.int("delegates"),
             instructions = fields.int("instructions"),
+            program = fields.textOrNull("program"),
         )
     }
 
@@ -170,8 +167,8 @@ object ManifestReader {
 
     private fun weightType(fields: Fields): DType {
         val name = fields.text("dtype")
-        return listOf(DType.FLOAT32, DType.INT8, DType.UINT8).firstOrNull { it.manifestName == name }
-            ?: throw fields.wrong("dtype", "float32, int8 or uint8 weights", name)
+        return DType.values().firstOrNull { it.manifestName == name && it != DType.INT64 }
+            ?: throw fields.wrong("dtype", "float32, float16, int8 or uint8 weights", name)
     }
 
     private fun adapterEntry(fields: Fields) = AdapterEntry(

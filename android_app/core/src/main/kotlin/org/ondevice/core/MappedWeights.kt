@@ -92,14 +92,14 @@ class MappedWeights(private val file: File) {
 
     private fun place(name: String, entry: Fields, data: Long, size: Long): Place {
         val stored = entry.text("dtype")
-        val dtype = DType.values().firstOrNull { it.stored == stored && it != DType.INT64 } ?: throw entry.wrong("dtype", "F32, I8 or U8", stored)
+        val dtype = DType.values().firstOrNull { it.stored == stored && it != DType.INT64 } ?: throw entry.wrong("dtype", "F32, F16, I8 or U8", stored)
         val shape = entry.ints("shape", 0..Int.MAX_VALUE)
         val offsets = entry.list("data_offsets").map { it as? Long ?: throw entry.wrong("data_offsets", "two integers", it) }
         val bytes = shape.fold(dtype.bytes.toLong()) { product, length -> Math.multiplyExact(product, length.toLong()) }
         if (offsets.size != 2 || offsets[0] < 0 || offsets[1] - offsets[0] != bytes) throw entry.wrong("data_offsets", "$bytes bytes, as the shape $shape says", offsets)
         val first = data + offsets[0]
         if (first + bytes > size) throw artifactError("${file.name} is truncated at '$name'", "${first + bytes} bytes", size, COPY)
-        if (first % ALIGNMENT_BYTES != 0L && dtype != DType.UINT8) {
+        if (first % ALIGNMENT_BYTES != 0L && !name.startsWith(PADDING)) {
             throw artifactError("${file.name}: '$name' is not aligned", "a multiple of $ALIGNMENT_BYTES bytes", first, COPY)
         }
         return Place(dtype, shape, first)
@@ -107,6 +107,9 @@ class MappedWeights(private val file: File) {
 
     companion object {
         const val ALIGNMENT_BYTES = 64L
+
+        /** Begins the names of the tensors that fill up the place between two others. */
+        private const val PADDING = "__padding"
         private const val MAX_HEADER_BYTES = 64L shl 20
         private const val COPY = "copy the artifact again, or export it again"
     }

@@ -15,9 +15,10 @@ interface Program : Closeable {
     /**
      * Run one method.
      *
+     * @param layer whose file [method] is taken from, where every layer has its own ([ProgramMethod.program]).
      * @throws OndeviceException when the runtime refuses: [ErrorKind.ARTIFACT], with the runtime's own words.
      */
-    fun execute(method: String, inputs: List<Tensor>): List<Tensor>
+    fun execute(method: String, inputs: List<Tensor>, layer: Int = 0): List<Tensor>
 
     /** Give back what loaded methods hold; the next [execute] loads its method again. */
     fun unload() {}

@@ -10,8 +10,8 @@ internal data class Key(val role: Role, val name: String = "") {
 /** Tensors of the state by name. */
 internal typealias State = Map<String, Tensor>
 
-/** What a training step came to, and the state after it. */
-internal class Stepped(val result: StepResult, val state: State)
+/** What a training step came to, and the state after it; null where the step was left out, because the loss scale is too large. */
+internal class Stepped(val result: StepResult, val state: State?)
 
 /**
  * How steps come out of calls of a program's methods. The state is the caller's: a step that fails has changed nothing.
@@ -35,10 +35,10 @@ internal interface ProgramCalls {
 
 /** Calls the methods of a program with inputs bound by role, and holds what comes out against the manifest. */
 internal class Methods(private val spec: ProgramSpec, private val program: Program) {
-    /** Outputs of [name] by role; [input] gives each port's tensor. */
-    fun call(name: String, input: (Port) -> Tensor): Map<Key, Tensor> {
+    /** Outputs of [name] by role; [input] gives each port's tensor. [layer] is as in [Program.execute]. */
+    fun call(name: String, layer: Int = 0, input: (Port) -> Tensor): Map<Key, Tensor> {
         val method = spec.methods[name] ?: throw artifactError("the program has no method $name", received = spec.methods.keys)
-        val outputs = program.execute(name, method.inputs.map(input))
+        val outputs = program.execute(name, method.inputs.map(input), layer)
         if (outputs.size != method.outputs.size) {
             throw artifactError("$name gave another number of tensors", method.outputs.size, outputs.size, "export the artifact again")
         }

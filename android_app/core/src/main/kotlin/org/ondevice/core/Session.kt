@@ -6,8 +6,9 @@ package org.ondevice.core
  * @property loss mean of [losses], nats per labelled token, in float32 as the Python side takes it.
  * @property losses one for each forward copy; one number for a first-order step.
  * @property projectedGradients one for each random direction, nats per unit of perturbation; empty for a first-order step.
+ * @property warning what a person should know of the step; null if nothing.
  */
-class StepResult(val loss: Double, val losses: FloatArray, val projectedGradients: FloatArray)
+class StepResult(val loss: Double, val losses: FloatArray, val projectedGradients: FloatArray, val warning: String? = null)
 
 /** Summed negative log likelihood (nats) and labelled tokens of each row of a batch. */
 class RowLosses(val nll: FloatArray, val tokens: LongArray)
@@ -25,6 +26,9 @@ class Session(val artifact: Artifact, val program: Program) {
     private val calls: ProgramCalls = if (spec.blocks == null) WholeSteps(manifest, program) else BlockSteps(artifact, program)
     private var state: State = emptyMap()
     private val updates = LinkedHashMap<String, Long>()
+
+    /** What the gradient of the loss is multiplied by; null where nothing is scaled. */
+    private var lossScale: Float? = null
 
     /** Keys the noise. */
     var seed: Long = manifest.generator.seed
@@ -51,14 +55,16 @@ class Session(val artifact: Artifact, val program: Program) {
         }
         seed = manifest.generator.seed
         for (counter in spec.counters) if (counter.countsUpdates) updates[counter.name] = 0
+        lossScale = spec.blocks?.lossScale?.toFloat()
         val first = spec.state.associate { it.name to artifact.first(it) }
         state = if (adapter == null) first else first + (spec.adapter.name to vector(adapter.copyOf()))
     }
 
-    /** Every tensor of the state, the seed, and how often the optimizer has updated: what a checkpoint holds. */
+    /** Every tensor of the state, the seed, how often the optimizer has updated, and the loss scale: what a checkpoint holds. */
     fun state(): Map<String, StoredTensor> =
         spec.state.associate { it.name to StoredTensor.of(state.getValue(it.name), it.shape) } +
-            (updates + ("seed" to seed)).mapValues { StoredTensor(listOf(1), longArrayOf(it.value)) }
+            (updates + ("seed" to seed)).mapValues { StoredTensor(listOf(1), longArrayOf(it.value)) } +
+            (lossScale?.let { mapOf(LOSS_SCALE to StoredTensor(listOf(1), floatArrayOf(it))) } ?: emptyMap())
 
     /**
      * Take back what [state] gave.
@@ -66,7 +72,8 @@ class Session(val artifact: Artifact, val program: Program) {
      * @throws OndeviceException [ErrorKind.CHECKPOINT]: a tensor is missing or of another dtype or shape; nothing has changed.
      */
     fun load(stored: Map<String, StoredTensor>) {
-        val wanted = spec.state.map { Triple(it.name, it.dtype, it.shape) } + (updates.keys + "seed").map { Triple(it, DType.INT64, listOf(1)) }
+        val wanted = spec.state.map { Triple(it.name, it.dtype, it.shape) } + (updates.keys + "seed").map { Triple(it, DType.INT64, listOf(1)) } +
+            listOfNotNull(lossScale?.let { Triple(LOSS_SCALE, DType.FLOAT32, listOf(1)) })
         for ((name, dtype, shape) in wanted) {
             val found = stored[name]
             if (found == null || found.tensor().dtype != dtype || found.shape != shape) {
@@ -79,6 +86,7 @@ class Session(val artifact: Artifact, val program: Program) {
         state = spec.state.associate { it.name to stored.getValue(it.name).tensor() }
         for (name in updates.keys) updates[name] = stored.getValue(name).longs!![0]
         seed = stored.getValue("seed").longs!![0]
+        if (lossScale != null) lossScale = stored.getValue(LOSS_SCALE).floats!![0]
     }
 
     /** One whole training step; [step] counts from 0 and picks the noise. */
@@ -86,6 +94,10 @@ class Session(val artifact: Artifact, val program: Program) {
 
     fun step(batch: Batch, step: Long, learningRate: Double): StepResult {
         val stepped = calls.step(state, batch, scalars(step, learningRate) { it.train })
+        if (stepped.state == null) {
+            lossScale = lossScale!! / 2
+            return stepped.result
+        }
         state = stepped.state
         for (counter in updates.keys) updates[counter] = updates.getValue(counter) + 1
         return stepped.result
@@ -111,6 +123,12 @@ class Session(val artifact: Artifact, val program: Program) {
 
     private fun scalars(step: Long, learningRate: Double, constant: (Constant) -> Double): Map<Key, Tensor> =
         mapOf(Key(Role.SEED) to scalar(seed), Key(Role.LEARNING_RATE) to scalar(learningRate)) +
+            (lossScale?.let { mapOf(Key(Role.LOSS_SCALE) to vector(floatArrayOf(it))) } ?: emptyMap()) +
             spec.counters.associate { Key(Role.COUNTER, it.name) to scalar(updates[it.name] ?: step) } +
             spec.constants.associate { Key(Role.CONSTANT, it.name) to scalar(constant(it)) }
+
+    private companion object {
+        /** Its name in a checkpoint. */
+        const val LOSS_SCALE = "loss_scale"
+    }
 }

@@ -4,11 +4,12 @@ import java.nio.ByteBuffer
 
 /**
  * Element types that a program's inputs and outputs have; [manifestName] is how the manifest writes them, [stored] how
- * a safetensors file does. Tensors of one byte an element are weights of a [MappedWeights] file alone.
+ * a safetensors file does. Tensors of fewer than four bytes an element are weights of a [MappedWeights] file alone.
  */
 enum class DType(val manifestName: String, val stored: String, val bytes: Int) {
     INT64("int64", "I64", 8),
     FLOAT32("float32", "F32", 4),
+    FLOAT16("float16", "F16", 2),
     INT8("int8", "I8", 1),
     UINT8("uint8", "U8", 1),
 }

@@ -107,6 +107,7 @@ internal class TrainRun(
                 tokens / seconds, peak, history.etaS(seconds, settings.steps - step - 1),
             ),
         )
+        result.warning?.let { write(Event.Warning(it, step)) }
         history.add(result.loss, seconds, tokens, peak)
         done = step + 1
     }

@@ -98,18 +98,16 @@ class BlocksTest {
         refused("kinds", "one for each of 2 layers") { with("kinds" to listOf(0L)) }
         refused("a method block_forward_2x32_1") { with("kinds" to listOf(0L, 1L)) }
         refused("a method head_gradient") { methods { it.remove("head_gradient") } }
-        refused("a program for each layer", "layers/{layer}.pte") {
-            methods { all -> all["block_forward_2x64"] = (all.getValue("block_forward_2x64") as Map<*, *>) + ("program" to "layers/{layer}.pte") }
-        }
         refused("block_forward_3x64", "1 of role hidden") { ports("block_forward_3x64", "inputs") { ports -> ports.filter { it["role"] != "hidden" } } }
         refused("block_backward_2x64.outputs", "exp_avg") { ports("block_backward_2x64", "outputs") { ports -> ports.filter { it["name"] != "exp_avg" } } }
         refused("head_sums.inputs.targets", "int64 [32]") {
             ports("head_sums", "inputs") { ports -> ports.map { if (it["role"] == "targets") it + ("shape" to listOf(31)) else it } }
         }
         refused("embed_2x64.inputs.ids", "int64 [2, 64]") { ports("embed_2x64", "inputs") { ports -> ports.map { if (it["role"] == "ids") it + ("shape" to listOf(1, 64)) else it } } }
-        refused("dtype", "float32, int8 or uint8 weights") {
-            ports("embed_2x64", "inputs") { ports -> ports.map { if (it["role"] == "frozen") it + ("dtype" to "float16") else it } }
+        refused("dtype", "float32, float16, int8 or uint8 weights") {
+            ports("embed_2x64", "inputs") { ports -> ports.map { if (it["role"] == "frozen") it + ("dtype" to "bfloat16") else it } }
         }
+        refused("loss_scale", "at least 1.0") { with("loss_scale" to 0.5) }
         refused("dtype", "int64 or float32") {
             ports("embed_2x64", "outputs") { ports -> ports.map { it + ("dtype" to "int8") } }
         }
@@ -120,9 +118,9 @@ class BlocksTest {
     fun layersOfTwoKindsAreCalledByTheirNames() {
         val called = ArrayList<String>()
         val program = object : Program by Exported.BLOCKS.program {
-            override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
+            override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> {
                 called += method
-                return Exported.BLOCKS.program.execute(method.removeSuffix("_1"), inputs)
+                return Exported.BLOCKS.program.execute(method.removeSuffix("_1"), inputs, layer)
             }
         }
         val folder = Fixtures.copyOfArtifact(Fixtures.blocks)
@@ -144,8 +142,8 @@ class BlocksTest {
     fun aGradientThatIsNoNumberUpdatesNothing() {
         var backward = 0
         val odd = object : Program by Exported.BLOCKS.program {
-            override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
-                val outputs = Exported.BLOCKS.program.execute(method, inputs)
+            override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> {
+                val outputs = Exported.BLOCKS.program.execute(method, inputs, layer)
                 if (!method.startsWith("block_backward") || ++backward != 6) return outputs // of two layers, the third step's second
                 return listOf(outputs[0]) + outputs.drop(1).map { Tensor.of(FloatArray(it.count) { Float.NaN }, it.count.toLong()) }
             }
@@ -165,9 +163,9 @@ class BlocksTest {
     fun aStepThatFailsHalfWayLeavesTheStateAsItWas() {
         var fails = true
         val program = object : Program by Exported.BLOCKS.program {
-            override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
+            override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> {
                 if (fails && method.startsWith("block_backward") && inputs.any { it.mapped?.name?.startsWith("model.layers.0.") == true }) throw OutOfMemoryError("no more")
-                return Exported.BLOCKS.program.execute(method, inputs)
+                return Exported.BLOCKS.program.execute(method, inputs, layer)
             }
         }
         val session = Exported.BLOCKS.session(program)

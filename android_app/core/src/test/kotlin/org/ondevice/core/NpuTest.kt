@@ -30,7 +30,7 @@ class NpuTest {
 
     /** Hands the calls of one method to the two methods of the real CPU program, and checks how they are made. */
     private inner class TwoInOne(private val real: Program) : Program {
-        override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
+        override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> {
             assertEquals("train_step", method)
             val (ids, labels) = inputs.take(2).map { it.longs() }
             val rows = copies * cpu.batchSize

@@ -27,18 +27,18 @@ class PipeProgram(artifact: File, python: String, root: File) : Program {
     var unloads = 0
         private set
 
-    override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
+    override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> {
         calls.add(method)
         try {
-            return ask(method, inputs)
+            return ask(method, inputs, layer)
         } catch (error: IOException) {
             throw AssertionError("the program's process has gone: ${errors.readText().takeLast(2000)}", error)
         }
     }
 
-    private fun ask(method: String, inputs: List<Tensor>): List<Tensor> {
+    private fun ask(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> {
         val name = method.toByteArray()
-        out.write(little(8 + name.size) { putInt(name.size).put(name).putInt(inputs.size) })
+        out.write(little(12 + name.size) { putInt(name.size).put(name).putInt(layer).putInt(inputs.size) })
         for (tensor in inputs) {
             tensor.mapped?.let { rows ->
                 val text = rows.name.toByteArray()

@@ -264,8 +264,8 @@ class TrainerTest {
     fun aProjectedGradientThatIsNoNumberStopsTheRun() {
         val step = Exported.ZEROTH_ORDER.manifest.spec.methods.getValue("train_step").inputs.indexOfFirst { it.role == Role.COUNTER }
         val odd = object : Program by Runs.program {
-            override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
-                val outputs = Runs.program.execute(method, inputs)
+            override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> {
+                val outputs = Runs.program.execute(method, inputs, layer)
                 return if (inputs[step].longs()[0] < 2) outputs else listOf(outputs[0], Tensor.of(FloatArray(4) { Float.NaN }, 4), outputs[2])
             }
         }
@@ -281,7 +281,7 @@ class TrainerTest {
     fun aProgramThatFailsIsToldInItsOwnWords() {
         val folder = Fixtures.scratch()
         val broken = object : Program {
-            override fun execute(method: String, inputs: List<Tensor>): List<Tensor> = throw IllegalStateException("error 0x12")
+            override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> = throw IllegalStateException("error 0x12")
 
             override fun close() {}
         }

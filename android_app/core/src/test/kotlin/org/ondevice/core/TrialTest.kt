@@ -117,7 +117,7 @@ class TrialTest {
             listOf(Port("logits", Role.LOGITS, DType.FLOAT32, listOf(260))), 0, emptyList(), 0, 0,
         )
         val counting = object : Program {
-            override fun execute(method: String, inputs: List<Tensor>): List<Tensor> {
+            override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> {
                 val length = inputs[1].longs()[0].toInt()
                 val last = inputs[0].longs()[length - 1].toInt()
                 assertTrue(inputs[0].longs().drop(length).all { it == 256L })
