@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,8 @@ def curve(args: Any, texts: list[list[int]]) -> dict[str, Any]:
         for step in range(args.steps):
             chosen = [texts[(step * args.batch + i) % len(texts)] for i in range(args.batch)]
             losses[name].append(session.step(*padded(chosen), step, 3e-4).loss)
+            if step % 20 == 19:
+                print(f"{name}: {step + 1} steps, loss {losses[name][-1]:.5f}", file=sys.stderr, flush=True)
         session.close()
         del session
         gc.collect()

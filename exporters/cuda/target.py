@@ -250,6 +250,9 @@ def _sizes(job: ExportJob, dims: ModelDims) -> list[str]:
     if dims.whole:
         raise dims.unknown("packing a block's matrices")
     dims.adapted(job.method)
-    if dims.experts:
-        return [f"family {dims.family} is a mixture of experts, whose matrices this target does not pack"]
+    if dims.experts and job.export.quantize != "none":
+        return [
+            f"{dims.family} is a mixture of experts, whose matrices are one tensor a layer: this target packs linear "
+            "layers, and what is left would be most of the model; expected --quantize none, which keeps the weights"
+        ]
     return size_problems(job, dims)

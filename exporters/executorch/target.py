@@ -95,8 +95,13 @@ class ExecutorchTarget(Exporter):
             dims = read_dims(job.model.source, job.model.revision)
         except OndeviceError as error:
             return [*problems, str(error)]
-        if dims.experts:
-            problems.append(f"family {dims.family} has experts that each batch chooses: a program has one way through")
+        if dims.experts and not dims.whole:
+            return [
+                *problems,
+                f"{dims.family} is a mixture of experts that each token chooses: a program is made before the tokens "
+                f"are known, and would compute all {dims.experts} of them for each; expected jetson with --quantize "
+                "none, or MLX",
+            ]
         try:
             if dims.whole:
                 raise dims.unknown("lowering a step")

@@ -178,6 +178,10 @@ class ModelDims:
             return tuple(map(tuples, value)) if isinstance(value, list | tuple) else value
 
         traits = {name: tuples(value) for name, value in values.get("traits", {}).items()}
+        if "active_experts" in values:
+            from ondevice.models.moe import MoeDims  # it is built on this
+
+            cls, values = MoeDims, {**values, "dense_layers": tuples(values["dense_layers"])}
         return cls(**{**values, "traits": BlockTraits(**traits)})
 
     @property

@@ -7,8 +7,9 @@ is a pair for each expert, in PEFT's layout. Their forward and backward pass is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ondevice.models.gguf_config import Metadata
+    from ondevice.nn.experts import Pair
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Linear layers that carry adapters."""
@@ -120,6 +122,7 @@ class MoeFamily(Family):
     """
 
     linear_targets = ATTENTION
+    linear_parents: ClassVar[dict[str, str]] = {**Family.linear_parents, **dict.fromkeys(EXPERTS, "mlp")}
     llama_cpp_normalises: ClassVar[bool]
     """Whether llama.cpp makes the weights of a token's experts add up to 1; no key says it."""
     dims: MoeDims
@@ -186,10 +189,13 @@ class MoeFamily(Family):
         layer: Any = self.layer(i)
         return self.mlp_of(i, layer.post_attention_layernorm(h).flatten(0, -2)).view(h.shape)
 
-    def mlp_of(self, i: int, x_ND: Tensor) -> Tensor:
+    def mlp_of(self, i: int, x_ND: Tensor, pairs: Mapping[str, Pair] = MappingProxyType({})) -> Tensor:
         """Compute block `i`'s MLP of tokens that are normed: [N, hidden] -> [N, hidden].
 
         Gradients go through the weights that the router gives its choice, not through the choice.
+
+        Args:
+            pairs: adapters beside the experts' matrices by name in the MLP, beyond those that the model has itself.
         """
         from torch.nn.functional import sigmoid
 
@@ -202,9 +208,10 @@ class MoeFamily(Family):
         _, weights_NK, experts_NK = mlp.gate(x_ND)
         if self.on_routing is not None:
             self.on_routing(i, experts_NK)
-        experts, pairs = pairs_of(mlp.experts)
+        experts, held = pairs_of(mlp.experts)
+        held |= {name.removeprefix("experts."): pair for name, pair in pairs.items()}
         matrices = experts.gate_up_proj, experts.down_proj
-        routed = mixture(x_ND, experts_NK, weights_NK, *matrices, experts.act_fn, pairs)
+        routed = mixture(x_ND, experts_NK, weights_NK, *matrices, experts.act_fn, held)
         if not self.dims.shared_intermediate:
             return routed
         return routed + sigmoid(mlp.shared_expert_gate(x_ND)) * mlp.shared_expert(x_ND)

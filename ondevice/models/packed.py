@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.artifact.adapter import is_expert_parameter
 from ondevice.core.errors import ArtifactError
 from ondevice.models.load import DTYPES, LoadedModel, quiet_transformers, wrap
 from ondevice.models.registry import family_for
@@ -90,6 +91,9 @@ def load_packed(folder: Path, device: torch.device | str, tokenizer: Any, info: 
         with safe_open(str(folder / FILE_NAME), "pt", device=str(device)) as file:
             groups: dict[str, list[str]] = {}
             for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                if is_expert_parameter(name):
+                    _put_experts(empty, name, file.get_tensor(name).to(getattr(torch, dtype)))
+                    continue
                 groups.setdefault(_owner(name), []).append(name)
             # Module by module: no second copy of the weights is ever in memory.
             for owner, names in groups.items():
@@ -151,6 +155,21 @@ def _put(model: Family, owner: str, stored: dict[str, torch.Tensor], kind: str, 
             model.model.lm_head.weight = place.weight
     if received != shape:
         raise ArtifactError(f"{owner} has another shape", expected=list(shape), received=list(received))
+
+
+def _put_experts(model: Family, name: str, stored: torch.Tensor) -> None:
+    """Put the matrices of a layer's experts, which are a parameter without a module of its own, in their place."""
+    from torch.nn import Parameter
+
+    owner, _, leaf = name.rpartition(".")
+    try:
+        holder = model.model.get_submodule(owner)
+        shape = tuple(getattr(holder, leaf).shape)
+    except AttributeError:
+        raise ArtifactError("a tensor belongs to no part of the model", received=name) from None
+    if tuple(stored.shape) != shape:
+        raise ArtifactError(f"{name} has another shape", expected=list(shape), received=list(stored.shape))
+    setattr(holder, leaf, Parameter(stored, requires_grad=False))
 
 
 def _kind(quantization: Any, folder: Path) -> str:

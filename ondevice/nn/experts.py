@@ -62,12 +62,21 @@ class Pair(NamedTuple):
     b_EOR: Tensor
     scale: float
 
+    def leaf(self) -> Pair:
+        """Return the same numbers as leaves of a graph."""
+        return Pair(self.a_ERI.detach().requires_grad_(True), self.b_EOR.detach().requires_grad_(True), self.scale)
+
 
 def pair_of(a: Tensor, b: Tensor, experts: int, scale: float) -> Pair:
     """Take PEFT's layout apart: `a` [experts * rank, inputs], expert by expert; `b` [outputs, rank * experts], in which
     the numbers of one rank lie together."""
     a_ERI = a.reshape(experts, -1, a.shape[-1])
     return Pair(a_ERI, b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).contiguous(), scale)
+
+
+def peft_layout(a_ERI: Tensor, b_EOR: Tensor) -> tuple[Tensor, Tensor]:
+    """Return [experts * rank, inputs] and [rank * experts, outputs]: what `pair_of` takes, the second transposed."""
+    return a_ERI.reshape(-1, a_ERI.shape[-1]), b_EOR.permute(2, 0, 1).reshape(-1, b_EOR.shape[1])
 
 
 def pairs_of(experts: Any) -> tuple[Any, dict[str, Pair]]:

@@ -190,6 +190,7 @@ MLX = (
     Row("mesp", "mlx-cpu", IN_MLX, family="gemma3_text", sizes={"layers": 3}, loss_error=1e-5, adapter_error=2e-4),
     Row("mesp", "mlx-cpu", IN_MLX, family="phi3", adapter_error=2e-4),
     Row("mesp", "mlx-cpu", IN_MLX, family="qwen3", adapter_error=2e-4),
+    Row("mesp", "mlx-cpu", IN_MLX, family="qwen3_moe", adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
 )
@@ -211,7 +212,7 @@ CUDA_ARTIFACTS = tuple(
         ("lora", {}, {}),
         ("lora-fa", {}, {}),
     )
-)
+) + (Row("mesp", "jetson", PACKED["jetson"], family="qwen2_moe", adapter_error=2e-4),)
 TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS, *CUDA_ARTIFACTS)
 
 WHERE = {

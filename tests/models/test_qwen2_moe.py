@@ -173,6 +173,6 @@ def test_a_program_of_it_is_refused_before_weights_are_loaded(target: str, tmp_p
     folder = save_tiny(tmp_path / "m", "qwen2_moe")
     (folder / "model.safetensors").unlink()
     job = ExportJob(ModelConfig(source=str(folder)), method_config("prge"), ExportConfig())
-    assert any("experts that each batch chooses" in problem for problem in find_target(target).check(job))
+    assert any("experts that each token chooses" in problem for problem in find_target(target).check(job))
     with pytest.raises(ConfigError, match="cannot export"):
         find_target(target).export(job, tmp_path / "out")

@@ -22,6 +22,8 @@ GROUP_SIZE = 64
 class MespConfig(AnswerLossConfig):
     """First-order LoRA whose backward pass is written by hand: block inputs are all that a forward pass keeps."""
 
+    adapts_experts: ClassVar[bool] = True
+    """`target_modules` may name the parameters that hold the matrices of experts."""
     RENAMED: ClassVar[dict[str, str]] = {"targets": "target_modules", "weights": "weight_placement"}
     REMOVED: ClassVar[dict[str, str]] = {
         "gradients": "mesp always computes its own backward pass (gradients: manual); leave the key out, or take "
@@ -38,7 +40,8 @@ class MespConfig(AnswerLossConfig):
     """LoRA alpha; the adapter's output is scaled by alpha / rank."""
 
     target_modules: tuple[str, ...] = Field(default=ALL_TARGETS, min_length=1)
-    """Linear layers that carry an adapter; a family with fused projections takes them as they are."""
+    """Linear layers that carry an adapter; a family with fused projections takes them as they are. A mixture of experts
+    takes `experts.gate_up_proj` and `experts.down_proj` too: a pair for each expert (torch)."""
 
     learning_rate: float = Field(default=3e-4, gt=0)
     """Learning rate; the paper trains with SGD at 1e-4."""

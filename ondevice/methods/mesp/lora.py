@@ -35,6 +35,9 @@ ALIGNMENT = 64
 class LoraParameters:
     """A float32 [rank, inputs] and B float32 [outputs, rank] beside one linear layer.
 
+    Beside the matrices of a layer's experts they are [experts * rank, inputs] and [outputs, rank * experts], as PEFT
+    lays them out (`ondevice.nn.experts.pair_of`).
+
     Attributes:
         target: the linear layer's name in its block, such as `q_proj`.
         name: its full name, such as `model.layers.0.self_attn.q_proj`.
@@ -48,6 +51,7 @@ class LoraParameters:
     rank: int
     inputs: int
     outputs: int
+    experts: int = 1
 
     @property
     def a_name(self) -> str:
@@ -60,18 +64,20 @@ class LoraParameters:
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Shapes of A and B by name."""
-        return {self.a_name: (self.rank, self.inputs), self.b_name: (self.outputs, self.rank)}
+        ranks = self.rank * self.experts
+        return {self.a_name: (ranks, self.inputs), self.b_name: (self.outputs, ranks)}
 
     @property
     def count(self) -> int:
         """Trained numbers."""
-        return self.rank * (self.inputs + self.outputs)
+        return self.rank * self.experts * (self.inputs + self.outputs)
 
     def initial_a(self, seed: int) -> np.ndarray:
-        """Draw A, float32 [rank, inputs]: Gaussian with the variance of PEFT's initial A, 1 / (3 inputs)."""
-        values = generator.normal(seed, self.number, A_TENSOR, 1, 0, self.inputs * self.rank)[0]
+        """Draw A, float32: Gaussian with the variance of PEFT's initial A, 1 / (3 inputs)."""
+        ranks = self.rank * self.experts
+        values = generator.normal(seed, self.number, A_TENSOR, 1, 0, self.inputs * ranks)[0]
         scale = np.float32(1.0 / np.sqrt(3.0 * self.inputs))
-        return np.ascontiguousarray(values.reshape(self.inputs, self.rank).T * scale, dtype=np.float32)
+        return np.ascontiguousarray(values.reshape(self.inputs, ranks).T * scale, dtype=np.float32)
 
 
 EXPERTS = "experts"
@@ -80,7 +86,7 @@ IN_TORCH = (*(field.name for field in fields(BlockTraits)), EXPERTS)
 """Traits that the backward pass in PyTorch knows: all."""
 IN_BLOCKS = tuple(name for name in IN_TORCH if name not in ("logit_cap", EXPERTS))
 """Traits that block programs know."""
-IN_MLX = tuple(name for name in IN_BLOCKS if name != "score_cap")
+IN_MLX = (*(name for name in IN_BLOCKS if name != "score_cap"), EXPERTS)
 """Traits that the stages in MLX know."""
 
 
@@ -97,7 +103,15 @@ def check_family(
     """
     if dims.whole:
         raise dims.unknown(what)
-    if not dims.gated or (dims.experts and EXPERTS not in known):
+    if dims.experts and EXPERTS not in known:
+        raise ModelError(
+            f"a block of {dims.family} is a mixture of experts, which {what} does not do",
+            expected="one MLP for every token: a graph that is made before the tokens are known would compute all "
+            f"{dims.experts} experts for each of them",
+            received=dims.family,
+            hint="mesp trains it in PyTorch and in MLX, and exports it for jetson with --quantize none",
+        )
+    if not dims.gated:
         raise ModelError(
             f"mesp has no backward pass for {dims.family}",
             expected=f"RMS norms, rotary embedding, a gated MLP: {', '.join(families_with('gate_proj'))}",
@@ -118,11 +132,10 @@ def lora_parameters(
     """
     check_family(dims, known, what or "this form of mesp")
     listed: list[LoraParameters] = []
-    targets = dims.resolve_targets(config)
-    for layer in range(dims.layers):
-        for target in targets:
-            name = f"model.layers.{layer}.{family.linear_parents[target]}.{target}"
-            listed.append(LoraParameters(layer, target, name, len(listed), config.rank, *dims.linear_shape(target)))
+    for one in dims.adapted(config):
+        name = f"model.layers.{one.layer}.{family.linear_parents[one.target]}.{one.target}"
+        shape = (one.inputs, one.outputs, one.experts)
+        listed.append(LoraParameters(one.layer, one.target, name, len(listed), config.rank, *shape))
     return tuple(listed)
 
 
@@ -131,7 +144,7 @@ def initial_tensors(parameters: tuple[LoraParameters, ...], seed: int) -> dict[s
     tensors: dict[str, np.ndarray] = {}
     for lora in parameters:
         tensors[lora.a_name] = lora.initial_a(seed)
-        tensors[lora.b_name] = np.zeros((lora.outputs, lora.rank), np.float32)
+        tensors[lora.b_name] = np.zeros(lora.shapes[lora.b_name], np.float32)
     return tensors
 
 

@@ -83,9 +83,13 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
     if dims.whole:
         return dims.parameters * weight_bytes
     matrices = sum(inputs * outputs for inputs, outputs in dims.linear_shapes.values())
-    if dims.experts and not config.bits:  # blocks differ
-        return dims.parameters * weight_bytes
     item, in_mlx = float(weight_bytes), runtime == "mlx"
+    if isinstance(dims, MoeDims):
+        if not config.bits and config.weight_placement == "resident":  # blocks may differ
+            return dims.parameters * weight_bytes
+        if in_mlx:  # which packs experts too
+            width = dims.experts * dims.expert_intermediate + dims.shared_intermediate
+            matrices += 3 * dims.hidden * width
     if config.bits:
         # 64 weights share a scale: NF4 has a float32 for them, MLX a scale and a bias in the model's precision.
         item = config.bits / 8 + (2 * weight_bytes if in_mlx else 4) / GROUP_SIZE
@@ -99,7 +103,7 @@ def weights(dims: ModelDims, config: MespConfig, weight_bytes: int, runtime: str
 
 def trained_numbers(dims: ModelDims, config: MespConfig) -> int:
     """Return numbers in every A and B."""
-    return config.rank * sum(linear.inputs + linear.outputs for linear in dims.adapted(config))
+    return config.rank * sum(linear.experts * (linear.inputs + linear.outputs) for linear in dims.adapted(config))
 
 
 def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: int, activation_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,13 @@ from ondevice.models import load_model, save_tiny
 FAMILIES = {
     "llama": "prge", "qwen2": "lora", "qwen3": "lora-fa", "gemma3_text": "mesp", "smollm3": "prge", "phi3": "mesp",
     "granite": "lora", "olmo2": "prge", "mistral": "mesp",
+    "qwen2_moe": "lora", "qwen3_moe": "mesp",
 }  # fmt: skip
 """Each with one of the methods, so that each method has several families."""
+EXPERTS = {
+    "qwen2_moe": ("q_proj", "experts.down_proj"), "qwen3_moe": ("experts.gate_up_proj", "experts.down_proj", "v_proj"),
+}  # fmt: skip
+"""Mixtures of experts, and what an adapter stands beside there."""
 
 
 def job(folder: Path, name: str, **settings: object) -> ExportJob:
@@ -30,7 +36,7 @@ def job(folder: Path, name: str, **settings: object) -> ExportJob:
 def test_an_artifact_of_each_family_computes_what_eager_pytorch_does(family: str, tmp_path: Path) -> None:
     name, target = FAMILIES[family], find_target("jetson")
     model = save_tiny(tmp_path / "model", family, 2, layers=2)
-    asked = job(model, name, rank=2)
+    asked = job(model, name, rank=2, **({"target_modules": EXPERTS[family]} if family in EXPERTS else {}))
     target.export(asked, tmp_path / "a")
     session = target.open(tmp_path / "a", read_manifest(tmp_path / "a"))
     eager = open_session(load_model(str(model)), asked.method, 3)
@@ -45,8 +51,10 @@ def test_an_artifact_of_each_family_computes_what_eager_pytorch_does(family: str
 
 
 def test_families_that_a_target_does_not_know_are_said_before(tmp_path: Path) -> None:
-    (problem,) = find_target("jetson").check(job(save_tiny(tmp_path / "m", "qwen2_moe"), "lora"))
-    assert "qwen2_moe is a mixture of experts, whose matrices this target does not pack" in problem
+    asked = job(save_tiny(tmp_path / "m", "qwen2_moe"), "lora")
+    asked = replace(asked, export=asked.export.model_copy(update={"quantize": "int8"}))
+    (problem,) = find_target("jetson").check(asked)
+    assert "qwen2_moe is a mixture of experts" in problem and "--quantize none" in problem
     for name in ("prge", "mesp"):
         problems = find_target("android-npu").check(job(save_tiny(tmp_path / name, "granite"), name))
         assert any("a factor of each branch" in one and "a program for the NPU does not do" in one for one in problems)

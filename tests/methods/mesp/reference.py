@@ -61,8 +61,15 @@ def exact(
     for name in tensors:
         if name.endswith(".lora_A.weight"):
             linear = name.removesuffix(".lora_A.weight")
-            delta = leaves[f"{linear}.lora_B.weight"] @ leaves[name]
-            weights[f"{linear}.weight"] = model.get_parameter(f"{linear}.weight") + scale * delta
+            b, a = leaves[f"{linear}.lora_B.weight"], leaves[name]
+            if ".experts." in linear:  # PEFT's layout, told apart in PEFT's own words
+                weight = model.get_parameter(linear)
+                count = weight.shape[0]
+                a, b = a.reshape(count, -1, a.shape[1]), b.reshape(len(b), -1, count)
+                delta = torch.einsum("o r e, e r i -> e o i", b, a)
+                weights[linear] = weight + scale * delta
+                continue
+            weights[f"{linear}.weight"] = model.get_parameter(f"{linear}.weight") + scale * (b @ a)
     output = torch.func.functional_call(model, weights, (torch.from_numpy(ids),), {"use_cache": False})
     loss = plain_loss(output.logits, torch.from_numpy(labels))
     loss.backward()

@@ -25,6 +25,8 @@ NORMS = {
     "after_mlp": "output_norm", "q": "q_norm", "k": "k_norm",
 }  # fmt: skip
 """The norms' names in the instructions, by place (`BlockTraits.norms`)."""
+SHARED = ("shared.gate", "shared.up", "shared.down")
+"""Matrices of the expert for all tokens."""
 KEPT = (".A", ".B")
 """Ends of names that are never freed: the adapter."""
 
@@ -36,7 +38,9 @@ class Rope:
     Attributes:
         theta: base of the wavelengths theta^(2i / head_dim).
         scale: 1 / factor where positions are interpolated (`linear`).
-        wavelengths: one for each pair, where they are not powers of theta (`llama3`).
+        wavelengths: one for each pair, where they are not powers of theta (`llama3`, `yarn`, `longrope`).
+        longer: those of sequences of more than `trained_tokens`, where they are others (`longrope`).
+        factor: of what is rotated (`yarn`, `longrope`).
         local_theta: base in layers with a window, where it is another; they are not scaled.
     """
 
@@ -44,18 +48,20 @@ class Rope:
     scale: float = 1.0
     wavelengths: tuple[float, ...] | None = None
     local_theta: float | None = None
+    longer: tuple[float, ...] | None = None
+    trained_tokens: int = 0
+    factor: float = 1.0
 
-    def of_layer(self, width: int, rotated: bool, local: bool) -> tuple[float, ...]:
-        """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale included; infinity where
-        nothing is rotated."""
+    def of_layer(self, width: int, rotated: bool, local: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale included, and the factor of
+        each pair; infinity and 1 where nothing is rotated."""
+        pairs = width // 2
         if not rotated:
-            return (float("inf"),) * (width // 2)
-        base, scale = self.theta, self.scale
+            return (float("inf"),) * pairs, (1.0,) * pairs
         if local and self.local_theta is not None:
-            base, scale = self.local_theta, 1.0
-        elif self.wavelengths is not None:
-            return tuple(wavelength / scale for wavelength in self.wavelengths)
-        return tuple(base ** (2 * pair / width) / scale for pair in range(width // 2))
+            return tuple(self.local_theta ** (2 * pair / width) for pair in range(pairs)), (1.0,) * pairs
+        plain = self.wavelengths or tuple(self.theta ** (2 * pair / width) for pair in range(pairs))
+        return tuple(wavelength / self.scale for wavelength in plain), (self.factor,) * pairs
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class Settings:
         mlp_tiles: parts of the MLP's inner dimension that are computed one after the other.
         query_chunk_tokens: queries whose attention scores exist at once.
         store_h: keep x A^T of q, k, v and o from a block's recomputation to its backward pass (Table 5).
+        active_experts: of a mixture of experts, those that a token passes through; `normalised`: their weights add up
+            to 1; `shared`: there is an expert for all tokens.
     """
 
     dims: ModelDims
@@ -84,6 +92,9 @@ class Settings:
     mlp_tiles: int = 8
     query_chunk_tokens: int = 128
     store_h: bool = False
+    active_experts: int = 0
+    normalised: bool = False
+    shared: bool = False
 
     @classmethod
     def of(cls, dims: ModelDims, config: MespConfig, rope: Rope, **values: object) -> Settings:
@@ -158,7 +169,9 @@ class Settings:
         """
         if not self.bits:
             return
-        for target, (inputs, _) in self.dims.linear_shapes.items():
+        widths = {target: inputs for target, (inputs, _) in self.dims.linear_shapes.items()}
+        widths |= {linear.target: linear.inputs for linear in self.dims.expert_list}
+        for target, inputs in widths.items():
             if inputs % self.group_size:
                 raise ConfigError(
                     f"{target} cannot be kept in {self.bits} bits",
@@ -215,6 +228,8 @@ class Instruction:
 
 def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
     """Compute x -> the next block's x."""
+    if settings.active_experts:
+        return with_frees([*_attention(settings, length_tokens, False), *_mixture(settings, length_tokens)], ("x",))
     listed = [*_attention(settings, length_tokens, False), *_mlp(settings)]
     behind = (_same("m") | _norm(settings, "after_mlp")) if settings.branch_apart else {}
     listed.append(Instruction("end", _same("y") | behind, _named("x")))
@@ -224,6 +239,9 @@ def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
 def backward(settings: Settings, length_tokens: int) -> list[Instruction]:
     """Compute x and g, the gradient of the block's output -> g, that of its input; A and B are updated on the way."""
     listed = _attention(settings, length_tokens, settings.store_h)
+    if settings.active_experts:
+        listed += [*_mixture_backward(settings, length_tokens), *_attention_backward(settings, length_tokens)]
+        return with_frees(listed, ("g",))
     if settings.norm("after_mlp"):  # its backward pass needs what it normed
         listed += _mlp(settings)
         branch = _same("y", "g") | _norm(settings, "after_mlp")
@@ -246,6 +264,33 @@ def _mlp(settings: Settings) -> list[Instruction]:
         down = _matrix(settings, "down_proj", low, high) | _lora(settings, "down_proj", low, high)
         listed.append(Instruction("down", _same("act", "y") | down, _named("y")))
     return listed
+
+
+def _mixture(settings: Settings, length_tokens: int) -> list[Instruction]:
+    """m -> x, a chunk of the tokens after the other."""
+    chunks, weights = settings.query_bounds(length_tokens), _experts(settings)
+    listed = [
+        Instruction("mixture", {"m": Operand("m", 1, low, high)} | weights, {"x": f"x@{i}"})
+        for i, (low, high) in enumerate(chunks)
+    ]
+    return [*listed, Instruction("mixture_end", _same(*_numbered("x", len(chunks))), _named("x"))]
+
+
+def _mixture_backward(settings: Settings, length_tokens: int) -> list[Instruction]:
+    """m and g -> gm."""
+    chunks, weights, listed = settings.query_bounds(length_tokens), _experts(settings), []
+    for i, (low, high) in enumerate(chunks):
+        inputs = {name: Operand(name, 1, low, high) for name in ("m", "g")} | weights
+        listed.append(Instruction("mixture_backward", inputs, {"gm": f"gm@{i}"}))
+    return [*listed, Instruction("mixture_join", _same(*_numbered("gm", len(chunks))), _named("gm"))]
+
+
+def _experts(settings: Settings) -> dict[str, Operand]:
+    """The norm before a mixture of experts, and all its arrays."""
+    names = ["experts.gate_up", "experts.down", *(SHARED if settings.shared else ())]
+    matrices = [f"{name}.{part}" for name in names for part in matrix_parts(settings.bits)]
+    gates = ["router.weight", *(["shared_gate.weight"] if settings.shared else [])]
+    return _norm(settings, "before_mlp") | _same(*gates, *matrices)
 
 
 def _attention(settings: Settings, length_tokens: int, store_h: bool) -> list[Instruction]:

@@ -208,7 +208,7 @@ class Model:
         clear: bool = True,
     ) -> None:
         self.settings, self.weights = settings, weights
-        self.interpreter = Interpreter(functions or ModelStages(settings), clear=clear)
+        self.interpreter = Interpreter(functions or stages_of(settings), clear=clear)
         self.tiles = bounds(settings.dims.vocab, loss_tiles)
         self.chunk_tokens, self.fixed_chunks = loss_chunk_tokens, fixed_chunks
         self.adapter: list[dict[str, Any]] = [{} for _ in range(settings.dims.layers)]
@@ -319,6 +319,15 @@ class Model:
     def _chunks(self, count: int) -> list[tuple[int, int]]:
         size = self.chunk_tokens or count
         return [(low, min(low + size, count)) for low in range(0, count, size)]
+
+
+def stages_of(settings: Settings) -> ModelStages:
+    """Return the stages of such a model."""
+    if not settings.active_experts:
+        return ModelStages(settings)
+    from ondevice.methods.mesp.mlx.mixture import MixtureStages  # it is built on these
+
+    return MixtureStages(settings)
 
 
 def targets(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -147,11 +147,11 @@ class MlxProgramSession(ProgramSession, MlxSession):
         config = MespConfig.parse(manifest.method, "manifest.json: method")
         dims, listed = ModelDims.from_manifest(manifest.model.dims), dict(self.program["settings"])
         rope = listed.pop("rope")
-        wavelengths = rope["wavelengths"] and tuple(rope["wavelengths"])
+        rope |= {name: tuple(value) for name, value in rope.items() if isinstance(value, list)}
         settings = Settings(
             dims=dims,
             target_modules=tuple(listed.pop("target_modules")),
-            rope=Rope(rope["theta"], rope["scale"], wavelengths, rope.get("local_theta")),
+            rope=Rope(**rope),
             **listed,
         )
         streamed = config.weight_placement == "streamed" if streamed is None else streamed

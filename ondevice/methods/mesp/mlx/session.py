@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from ondevice.methods.mesp.mlx.instructions import Rope, Settings
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights, write_weights
 from ondevice.models import cache
+from ondevice.models.moe import MoeDims
 from ondevice.models.source import read_config
 from ondevice.models.traits import LLAMA
 
@@ -240,11 +240,7 @@ def check_config(config: MespConfig) -> None:
 
 def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
     """Return a run's shape, from its model and its method."""
-    rope, factor = read_rope(read_config(files.folder), files.dims, str(files.folder / "config.json"))
-    traits, dims = files.dims.traits, files.dims
-    if factor != 1.0:  # of rotated q and of rotated k: it comes out of the scores as its square
-        scale = (traits.score_scale or dims.head_dim**-0.5) * factor**2
-        dims = replace(dims, traits=replace(traits, score_scale=scale))
+    rope = read_rope(read_config(files.folder), files.dims)
     metal = mx.default_device().type == mx.DeviceType.gpu
     bits, group_size = files.packed or (config.bits, GROUP_SIZE)
     if files.packed and config.bits not in (None, bits):
@@ -253,8 +249,9 @@ def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
             expected=f"method.bits: null, or the {bits} that it has",
             received=config.bits,
         )
+    experts = _experts(files, config)
     settings = Settings.of(
-        dims,
+        files.dims,
         config,
         rope,
         bits=bits,
@@ -262,9 +259,39 @@ def settings_of(files: ModelFiles, config: MespConfig) -> Settings:
         dtype=files.dtype,
         mlp_tiles=config.mlp_tiles,
         product="quantized" if metal or files.dtype == "float32" else "dequantized",
+        **experts,
     )
     settings.check()
     return settings
+
+
+def _experts(files: ModelFiles, config: MespConfig) -> dict[str, Any]:
+    """Return a run's settings of a mixture of experts; none for another model.
+
+    Raises:
+        ConfigError: an adapter beside experts.
+        ModelError: blocks that have no experts among others, or weights that another program has packed.
+    """
+    dims = files.dims
+    if not isinstance(dims, MoeDims):
+        return {}
+    where = f"{files.source.source} is a mixture of experts"
+    if any(linear.experts > 1 for linear in dims.adapted(config)):
+        raise ConfigError(
+            "mesp in MLX puts no pairs beside the matrices of experts",
+            expected=f"method.target_modules among {', '.join(dims.linear_shapes)}",
+            received=", ".join(config.target_modules),
+            hint="--backend torch does",
+        )
+    if dims.dense_layers:
+        received = f"none in layers {', '.join(map(str, dims.dense_layers))}"
+        message = f"{where}, and MLX runs every block by one list of stages"
+        raise ModelError(message, expected="experts in every block", received=received, hint="--backend torch")
+    if files.packed:
+        message = f"{where} that is packed already"
+        raise ModelError(message, expected="its published weights, with method.bits: 4", received="packed weights")
+    normalised = bool(read_config(files.folder).get("norm_topk_prob", False))
+    return {"active_experts": dims.active_experts, "normalised": normalised, "shared": dims.shared_intermediate > 0}
 
 
 def _weights(files: ModelFiles, config: MespConfig, settings: Settings) -> Weights:
@@ -295,31 +322,38 @@ def streamed_folder(files: ModelFiles, settings: Settings, source: Source) -> Pa
     return folder
 
 
-def read_rope(config: dict[str, Any], dims: ModelDims, where: str) -> tuple[Rope, float]:
-    """Read the rotary embedding of a `config.json`, and the factor of what it rotates.
-
-    Raises:
-        ModelError: a scaling that depends on the length (`longrope`), or `yarn` of a part of each head.
-    """
+def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
+    """Read the rotary embedding of a `config.json`: one of the scalings that `ModelDims.rope_type` may be."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)
     theta, width = dims.rope_theta, dims.traits.rotary_width or dims.head_dim
     make = partial(Rope, theta, local_theta=_local_theta(config) if dims.traits.windows else None)
     if dims.rope_type == "default":
-        return make(), 1.0
+        return make()
     if dims.rope_type == "linear":
-        return make(scale=1.0 / float(rope["factor"])), 1.0
+        return make(scale=1.0 / float(rope["factor"]))
     plain = [theta ** (2 * pair / width) for pair in range(width // 2)]
     if dims.rope_type == "llama3":
-        return make(wavelengths=_llama3(rope, plain)), 1.0
-    if dims.rope_type == "yarn" and width == dims.head_dim:
-        return make(wavelengths=_yarn(rope, theta, plain)), _yarn_factor(rope)
-    raise ModelError(
-        f"{where}: the rotary embedding's scaling does not run in MLX",
-        expected="default, linear, llama3, or yarn of whole heads",
-        received=dims.rope_type,
-        hint="--backend torch",
+        return make(wavelengths=_llama3(rope, plain))
+    if dims.rope_type == "longrope":
+        # Configurations as they were published have this beside the scaling; transformers 5 writes it among its fields.
+        trained = config.get("original_max_position_embeddings", dims.max_positions)
+        return make(**_longrope({"original_max_position_embeddings": trained, **rope}, plain, dims.max_positions))
+    return make(wavelengths=_yarn(rope, theta, plain), factor=_yarn_factor(rope))
+
+
+def _longrope(rope: dict[str, Any], plain: list[float], longest_tokens: int) -> dict[str, Any]:
+    """Stretch each wave by its own factor, by another in sequences beyond those of training (LongRoPE, arXiv
+    2402.13753; transformers' `_compute_longrope_parameters`)."""
+    trained = int(rope["original_max_position_embeddings"])
+    short, longer = (
+        tuple(float(own) * wave for own, wave in zip(rope[f"{kind}_factor"], plain, strict=True))
+        for kind in ("short", "long")
     )
+    stretched, factor = float(rope.get("factor") or longest_tokens / trained), rope.get("attention_factor")
+    if factor is None:
+        factor = math.sqrt(1 + math.log(stretched) / math.log(trained)) if stretched > 1 else 1.0
+    return {"wavelengths": short, "longer": longer, "trained_tokens": trained, "factor": float(factor)}
 
 
 def _llama3(rope: dict[str, Any], plain: list[float]) -> tuple[float, ...]:

@@ -34,8 +34,10 @@ class Stages:
         self.settings, self.dims, self.traits = settings, settings.dims, settings.dims.traits
         self.dtype = getattr(mx, settings.dtype)
         self.sums = mx.float32
-        wavelengths = settings.rope.wavelengths
-        self.wavelengths = None if wavelengths is None else mx.array(wavelengths, dtype=mx.float32)
+        rope = settings.rope
+        self.wavelengths, self.longer = (
+            None if waves is None else mx.array(waves, dtype=mx.float32) for waves in (rope.wavelengths, rope.longer)
+        )
 
     def call(self, stage: str, arrays: Arrays) -> Arrays:
         """Run `stage`."""
@@ -191,11 +193,18 @@ class Stages:
 
     def _rotate(self, x: Any, sign: float, a: Arrays) -> Any:
         """Rotate [B, heads, T, h] by its positions; backwards with sign -1, which is the gradient too."""
-        rope, own = self.settings.rope, a.get("rope.weight")
-        wavelengths, scale = (self.wavelengths, rope.scale) if own is None else (own, 1.0)
+        rope, own, width = self.settings.rope, a.get("rope.weight"), self.settings.rotary_width
+        wavelengths, scale, factor = self.wavelengths, rope.scale, rope.factor
+        if own is not None:
+            wavelengths, scale, factor = own[0], 1.0, own[1, 0]
+        elif self.longer is not None and x.shape[2] > rope.trained_tokens:
+            wavelengths = self.longer
         base = None if wavelengths is not None else rope.theta
         options = {"base": base, "scale": sign * scale, "offset": 0, "freqs": wavelengths}
-        return mx.fast.rope(x, self.settings.rotary_width, traditional=False, **options)
+        y = mx.fast.rope(x, width, traditional=False, **options)
+        if rope.factor == 1.0:
+            return y
+        return (y * mx.where(mx.arange(x.shape[3]) < width, factor, 1.0)).astype(y.dtype)
 
     def attend(self, a: Arrays) -> Arrays:
         """Return q [B, H, C, h] of a chunk, k and v [B, K, S, h] up to its end -> o [B, C, H h]."""

@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.core.errors import ModelError
-from ondevice.methods.mesp.mlx.instructions import NORMS, Operand, Settings, matrix_parts
+from ondevice.methods.mesp.mlx.instructions import NORMS, SHARED, Operand, Settings, matrix_parts
 
 TABLE, FINAL = "table.safetensors", "final.safetensors"
 PACKED_ROWS = 16384
@@ -33,6 +33,8 @@ _TYPES = {
     "BF16": (np.uint16, mx.bfloat16),
     "U32": (np.uint32, None),
 }
+EXPERTS = {"gate_up": ("gate", "up"), "down": ("down",)}
+"""Parameters with a matrix for each expert, and the matrices that each is put together of."""
 _READ_ADVICE = 44
 """macOS's fcntl F_RDADVISE, which Python does not name."""
 
@@ -313,17 +315,52 @@ class Source:
         if traits.windows:
             arrays["window.weight"] = mx.array([traits.window(layer) or float("inf")], dtype=mx.float32)
         if settings.rope_by_layer:
-            wavelengths = settings.rope.of_layer(
-                settings.rotary_width, traits.rotated(layer), bool(traits.window(layer))
-            )
-            arrays["rope.weight"] = mx.array(wavelengths, dtype=mx.float32)
+            rotation = settings.rope.of_layer(settings.rotary_width, traits.rotated(layer), bool(traits.window(layer)))
+            arrays["rope.weight"] = mx.array(rotation, dtype=mx.float32)
         for target in dims.linear_shapes:
             name = f"{place}.{self.parents[target]}.{target}"
             arrays |= {f"{target}.{part}": array for part, array in self.matrix(name).items()}
             if dims.linear_bias(target):
                 arrays[f"{target}.bias"] = self.vector(f"{name}.bias")
+        if settings.active_experts:
+            arrays |= self.experts(f"{place}.mlp")
         mx.eval(arrays)
         return arrays
+
+    def experts(self, mlp: str) -> dict[str, Any]:
+        """Return the arrays of a mixture of experts, whose matrices are [experts, outputs, inputs].
+
+        A file has them so, or each expert's gate, up and down apart (as they are published).
+        """
+        arrays = {"router.weight": self.vector(f"{mlp}.gate.weight")}
+        for name, parts in EXPERTS.items():
+            if (whole := f"{mlp}.experts.{name}_proj") in self.of:
+                stacked = self._packed_or_dense(self._file(whole).read(whole).astype(self.dtype))
+            else:
+                each = [
+                    self._packed_or_dense(
+                        _join([self.vector(f"{mlp}.experts.{number}.{part}_proj.weight") for part in parts])
+                    )
+                    for number in range(self.settings.dims.experts)
+                ]
+                stacked = {part: mx.stack([one[part] for one in each]) for part in each[0]}
+            mx.eval(stacked)
+            arrays |= {f"experts.{name}.{part}": array for part, array in stacked.items()}
+        if self.settings.shared:
+            arrays["shared_gate.weight"] = self.vector(f"{mlp}.shared_expert_gate.weight")
+            for name in SHARED:
+                matrix = self.matrix(f"{mlp}.shared_expert.{name.removeprefix('shared.')}_proj")
+                arrays |= {f"{name}.{part}": array for part, array in matrix.items()}
+        return arrays
+
+    def _packed_or_dense(self, weight: Any) -> dict[str, Any]:
+        settings = self.settings
+        parts = matrix_parts(settings.bits)
+        if not settings.bits:
+            return {"weight": weight}
+        packed = dict(zip(parts, mx.quantize(weight, group_size=settings.group_size, bits=settings.bits), strict=True))
+        mx.eval(packed)
+        return packed
 
     def table(self) -> dict[str, Any]:
         """Return the embedding, and the head where it is another."""

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.methods.mesp.lora import LoraParameters
 from ondevice.methods.model_loss import method_token_nll, row_nll
 from ondevice.models.any_decoder import AnyDecoder, find_blocks
 from ondevice.nn.cross_entropy import shift
+from ondevice.nn.experts import pair_of
 from ondevice.nn.lora import LoRALinear
 
 if TYPE_CHECKING:
@@ -51,10 +53,11 @@ def differentiated_parameters(loaded: LoadedModel, config: MespConfig) -> tuple[
             )
     listed = [
         LoraParameters(one.layer, one.target, loaded.family.linear_name(one.layer, one.target), number, config.rank,
-                       one.inputs, one.outputs)
+                       one.inputs, one.outputs, one.experts)
         for number, one in enumerate(loaded.dims.adapted(config))
     ]  # fmt: skip
-    loaded.family.check_adapted([one.name for one in listed])
+    modules = [one.name if one.experts == 1 else one.name.rpartition(".")[0] for one in listed]
+    loaded.family.check_adapted([*dict.fromkeys(modules)])
     return tuple(listed)
 
 
@@ -88,15 +91,42 @@ class Whole:
     def __init__(self, loaded: LoadedModel) -> None:
         self.family = loaded.family
         self.replaced: dict[str, nn.Module] = {}
+        self.changed: list[tuple[nn.Module, str]] = []
 
     def put(self, name: str, module: nn.Module) -> None:
         """Put a layer in another's place."""
         self.replaced[name] = self.family.module(name)
         self.family.replace(name, module)
 
+    def change(self, name: str, change: nn.Module) -> None:
+        """Let a parameter be read as what `change` makes of it."""
+        module, _, parameter = name.rpartition(".")
+        self.changed.append((self.family.module(module), parameter))
+        parametrize.register_parametrization(*self.changed[-1], change)
+
     def close(self) -> None:
+        while self.changed:
+            parametrize.remove_parametrizations(*self.changed.pop(), leave_parametrized=False)
         while self.replaced:
             self.family.replace(*self.replaced.popitem())
+
+
+class ExpertsChange(nn.Module):
+    """W + scale B A of every expert; PEFT's layout of A and B, which are the optimizer's own memory."""
+
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, experts: int, scale: float) -> None:
+        super().__init__()
+        self.a, self.b, self.experts, self.scale = a, b, experts, scale
+
+    def forward(self, weight_EOI: Tensor) -> Tensor:
+        pair = pair_of(self.a, self.b, self.experts, self.scale)
+        return weight_EOI + (pair.b_EOR @ pair.a_ERI * pair.scale).to(weight_EOI.dtype)
+
+
+def _whole_block(layer: int, block: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Run a block in which a changed parameter is made once, however often it is read, and is gone after it."""
+    with parametrize.cached():
+        return block(*arguments, **named)
 
 
 class DifferentiatedModel:
@@ -115,8 +145,12 @@ class DifferentiatedModel:
         self.blocks: list[Any] = list(find_blocks(loaded.model)[1])
         self.leaves: list[dict[tuple[int, str], tuple[nn.Parameter, nn.Parameter]]] = [{} for _ in self.blocks]
         for key, one in optimizer.parameters.items():
-            base = self.family.module(one.name)
             a, b = optimizer.tensors[one.a_name], optimizer.tensors[one.b_name]
+            if one.experts > 1:
+                self.leaves[one.layer][key] = nn.Parameter(a), nn.Parameter(b)
+                weights.change(one.name, ExpertsChange(*self.leaves[one.layer][key], one.experts, config.scale))
+                continue
+            base = self.family.module(one.name)
             layer = LoRALinear.from_base(base, config.rank, config.alpha, a, b)
             # The optimizer's own memory: what it updates is what the layer reads.
             layer.lora_A, layer.lora_B = nn.Parameter(a), nn.Parameter(b)
@@ -133,7 +167,8 @@ class DifferentiatedModel:
     @torch.no_grad()
     def row_nll(self, ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
         """Return each row's summed negative log likelihood, float32 [B]."""
-        return row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers)[0].float()
+        with self._blocks_as(_whole_block):
+            return row_nll(self.family, ids_BT, labels_BT, self.config.loss_tiles, self.config.answers)[0].float()
 
     @torch.no_grad()
     def forward_backward(
@@ -171,7 +206,7 @@ class DifferentiatedModel:
             if layer != len(calls) or (outputs and not _same(call.hidden, outputs.pop())):
                 raise _refused(self.family, "the blocks do not read each other's outputs one after the other")
             calls.append(call)
-            result = block(*arguments, **named)
+            result = _whole_block(layer, block, *arguments, **named)
             outputs.append(_first(result))
             self.given[layer] = len(result) if isinstance(result, tuple) else 0
             return result
@@ -208,7 +243,7 @@ class DifferentiatedModel:
         x = call.hidden.detach().requires_grad_(True)
         taken: dict[tuple[str, Any, int], Tensor] = {}
         stores = {place: _with_leaves(place, held, call.named[place], taken) for place, held in call.stores.items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), parametrize.cached():
             outputs, gradients = [call.run(self.blocks[layer], x, stores)], [g]
             for key, value in _tensors(stores):
                 if value is not taken.get(key) and key in pending and value.requires_grad:
@@ -256,7 +291,7 @@ class DifferentiatedModel:
             found: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
             with torch.no_grad():
                 self._gradients(ids, ids, 1.0, lambda layer, gradients: found.update(gradients))
-            with torch.enable_grad():
+            with torch.enable_grad(), self._blocks_as(_whole_block):
                 hidden_ND, labels_N = shift(self.family.hidden(ids), ids)
                 nll = method_token_nll(self.family, hidden_ND, labels_N, self.config.loss_tiles, self.config.answers)
             theirs = torch.autograd.grad(nll.sum(), listed, materialize_grads=True)

@@ -19,7 +19,9 @@ from ondevice.methods.mesp.torch.kernels import choose
 from ondevice.methods.mesp.torch.loss import AnswerHead, Loss
 from ondevice.methods.mesp.torch.rows import RowsApart
 from ondevice.methods.mesp.torch.stages import Block, Linear, Stages
+from ondevice.models.moe import EXPERTS
 from ondevice.nn.answer_loss import answer_labels
+from ondevice.nn.experts import pair_of
 from ondevice.nn.row_mask import of_rows
 from ondevice.offload.activations import Activations
 from ondevice.offload.device import open_device
@@ -144,7 +146,7 @@ class Blocks:
     def _mlp_chunk_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
         s = self.stages
         if block.mlp is not None:
-            return s.other_mlp_backward(block, m, g)
+            return s.other_mlp_backward(block, m, g, on_gradient)
         n = s.mlp_norm(block, m)
         gate, up = s.gate_up(block, n, keep=True)
         gact = s.down_backward(block, gate, up, g, on_gradient)
@@ -266,4 +268,9 @@ class Model:
             if lora is not None:
                 a, b = self.optimizer.tensors[lora.a_name], self.optimizer.tensors[lora.b_name].t()
             linears[target] = Linear(matrix, bias, a, b, self.config.scale)
-        return Block(frozen.norms, linears, i, frozen.mlp)
+        pairs = {}
+        for target in EXPERTS if frozen.mlp is not None else ():
+            if (lora := self.optimizer.parameters.get((i, target))) is not None:
+                a, b = self.optimizer.tensors[lora.a_name], self.optimizer.tensors[lora.b_name]
+                pairs[target] = pair_of(a, b, lora.experts, self.config.scale)
+        return Block(frozen.norms, linears, i, frozen.mlp, pairs)

@@ -15,12 +15,16 @@ from ondevice.methods.mesp.torch.attention import cast, wide
 from ondevice.methods.mesp.torch.model import Model
 from ondevice.methods.mesp.torch.session import MespSession
 from ondevice.methods.mesp.torch.stages import QKV, Block, Linear
+from ondevice.nn.experts import peft_layout
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.methods.mesp.torch.stages import Position
     from ondevice.methods.mesp.torch.weights import Frozen
     from ondevice.models import LoadedModel, ModelDims
+
+EXPERTS_NDIM = 3
+"""Dimensions of a matrix of all experts."""
 
 
 def reference_session(loaded: LoadedModel, config: MespConfig, seed: int, device: str | None = None) -> MespSession:
@@ -48,11 +52,13 @@ class AutogradModel(Model):
                 for target, layer in block.linears.items():
                     if layer.a is not None and layer.b is not None:
                         leaves[i, target] = (layer.a, layer.b)
+                leaves |= {(i, target): (pair.a_ERI, pair.b_EOR) for target, pair in block.pairs.items()}
                 x = self.run_block(self.dims, block, x, positions(i), ids_BT.shape[0])
         total, g = self.loss.backward(x.detach().clone(), labels_BT, scale)
         gradients = iter(torch.autograd.grad(x, [leaf for pair in leaves.values() for leaf in pair], g))
         for i, target in leaves:
-            self.on_gradient(i)(target, next(gradients).float(), next(gradients).float())
+            ga, gb = next(gradients).float(), next(gradients).float()
+            self.on_gradient(i)(target, *(peft_layout(ga, gb) if ga.ndim == EXPERTS_NDIM else (ga, gb)))
         self.optimizer.flush()
         return total
 
@@ -66,7 +72,7 @@ class AutogradModel(Model):
         """See `Model.block`; A and B collect gradients."""
         block = super().block(i, frozen)
         linears = {target: _with_leaves(layer) for target, layer in block.linears.items()}
-        return Block(block.norms, linears, i, block.mlp)
+        return replace(block, linears=linears, pairs={name: pair.leaf() for name, pair in block.pairs.items()})
 
 
 def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, rows: int) -> Tensor:
@@ -88,7 +94,7 @@ def block_forward(dims: ModelDims, block: Block, x: Tensor, position: Position, 
     m = x + _norm(block, "after_attention", y, dims.norm_eps) * traits.residual_scale
     n = _norm(block, "before_mlp", m, dims.norm_eps)
     if block.mlp is not None:
-        return m + block.mlp(n)
+        return m + block.mlp(n, block.pairs)
     if traits.fused:
         gate, up = _linear(block, "gate_up_proj", n).chunk(2, -1)
     else:

@@ -9,8 +9,8 @@ gradients of A and B go to a callback the moment they are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from ondevice.methods.mesp.torch.attention import Scores, cast
 from ondevice.methods.mesp.torch.rows import RowsApart
+from ondevice.nn.experts import Pair, peft_layout
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.torch.kernels import TorchKernels
@@ -28,6 +29,7 @@ Position = tuple[Tensor, Tensor]
 """cos and sin, each [1, tokens, 1, head_dim / 2]; [rows, ...] where sequences have several rows each."""
 OnGradient = Callable[[str, Tensor, Tensor], None]
 """Takes a target and float32 gradients of its A [rank, inputs] and B [rank, outputs]: uses them and keeps nothing."""
+OtherMlp = Callable[[Tensor, Mapping[str, Pair]], Tensor]
 QKV = ("q_proj", "k_proj", "v_proj")
 
 
@@ -61,14 +63,16 @@ class Block:
         norms: factors of its norms by place (`BlockTraits.norms`), [D] each; of `q` and `k` [head_dim], or all heads.
         linears: by target.
         layer: its number, which says its window and whether it rotates q and k.
-        mlp: an MLP that is not the gated one, such as a mixture of experts, of tokens that are normed, [N, D] ->
-            [N, D]; its gradient is autograd's over it alone.
+        mlp: an MLP that is not the gated one, such as a mixture of experts, of tokens that are normed, [N, D], and
+            adapters beside its experts -> [N, D]; its gradient is autograd's over it alone.
+        pairs: these adapters by target, float32.
     """
 
     norms: dict[str, Tensor]
     linears: dict[str, Linear]
     layer: int = 0
-    mlp: Callable[[Tensor], Tensor] | None = None
+    mlp: OtherMlp | None = None
+    pairs: Mapping[str, Pair] = field(default_factory=dict)
 
 
 class Stages:
@@ -310,15 +314,22 @@ class Stages:
     def other_mlp(self, block: Block, m: Tensor) -> Tensor:
         """Compute m + an MLP that is not the gated one, in m's memory."""
         assert block.mlp is not None  # noqa: S101 - asked for where there is one
-        return m.add_(block.mlp(self.mlp_norm(block, m)))
+        return m.add_(block.mlp(self.mlp_norm(block, m), block.pairs))
 
-    def other_mlp_backward(self, block: Block, m: Tensor, g: Tensor) -> Tensor:
-        """Compute g + the gradient of m through such an MLP, in g's memory; a router's weights have their part."""
+    def other_mlp_backward(self, block: Block, m: Tensor, g: Tensor, on_gradient: OnGradient) -> Tensor:
+        """Compute g + the gradient of m through such an MLP, in g's memory; a router's weights have their part.
+
+        Gradients of the experts' pairs are called back as PEFT lays them out: A [experts * rank, inputs], B [rank *
+        experts, outputs].
+        """
         assert block.mlp is not None  # noqa: S101 - asked for where there is one
         n = self.mlp_norm(block, m)
         with torch.enable_grad():
-            leaf = n.detach().requires_grad_(True)
-            (gn,) = torch.autograd.grad(block.mlp(leaf), leaf, g)
+            leaf, pairs = n.detach().requires_grad_(True), {name: pair.leaf() for name, pair in block.pairs.items()}
+            leaves = [tensor for pair in pairs.values() for tensor in (pair.a_ERI, pair.b_EOR)]
+            gn, *learned = torch.autograd.grad(block.mlp(leaf, pairs), [leaf, *leaves], g)
+        for number, target in enumerate(pairs):
+            on_gradient(target, *peft_layout(*learned[2 * number : 2 * number + 2]))
         return self.mlp_norm_backward(block, m, gn, g)
 
     def mlp_norm_backward(self, block: Block, m: Tensor, gn: Tensor, g: Tensor) -> Tensor:

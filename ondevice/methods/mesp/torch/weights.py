@@ -28,7 +28,7 @@ from ondevice.nn.packed import Nf4Matrix, PackedLinear
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ondevice.methods.mesp.torch.stages import Matrix, Position
+    from ondevice.methods.mesp.torch.stages import Matrix, OtherMlp, Position
     from ondevice.models import Family, LoadedModel, ModelDims, ModelFiles
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -47,7 +47,7 @@ class Frozen:
 
     norms: dict[str, Tensor]
     linears: dict[str, tuple[Matrix, Tensor | None]]
-    mlp: Callable[[Tensor], Tensor] | None = None
+    mlp: OtherMlp | None = None
 
 
 class Weights(Protocol):

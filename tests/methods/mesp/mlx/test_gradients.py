@@ -197,6 +197,9 @@ def test_gradients_are_those_of_torch_in_double_precision(tmp_path, family, size
             assert error(actual[f"{one.layer}.{one.target}.{side}"], expected) <= LIMIT, name
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4, "original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5], "partial_rotary_factor": 0.75}  # fmt: skip
 FAMILIES = {
     "gemma3_text": {"layers": 3},
     "granite": {},
@@ -205,8 +208,13 @@ FAMILIES = {
     "phi3": {"tied": False},
     "qwen3": {},
     "smollm3": {},
-    "qwen2": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 4,
-                                  "original_max_position_embeddings": 64}},
+    "qwen2": {"rope_parameters": YARN},
+    "smollm3, yarn": {"rope_parameters": YARN, "layers": 4},
+    "qwen2_moe": {"norm_topk_prob": True},
+    "qwen3_moe": {"norm_topk_prob": False, "kv_heads": 1, "num_experts_per_tok": 3},
+    "phi3, yarn": {"rope_parameters": {**YARN, "partial_rotary_factor": 0.75}},
+    "phi3, longrope, short": {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}},
+    "phi3, longrope, long": {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 10}},
 }  # fmt: skip
 
 
@@ -214,7 +222,7 @@ FAMILIES = {
 def test_families_with_traits_of_their_own(tmp_path, family) -> None:
     """Against autograd in float64 over transformers' own forward pass."""
     sizes = FAMILIES[family]
-    folder = save_tiny(tmp_path / "model", family, **sizes)
+    folder = save_tiny(tmp_path / "model", family.partition(",")[0], **sizes)
     config = method_config("mesp", {"rank": 3, "alpha": 6.0, "mlp_tiles": 3, "store_h": family == "qwen3"})
     session = open_session(open_model(str(folder)), config, 3, backend="mlx")
     session.model.settings = replace(session.model.settings, query_chunk_tokens=5)

@@ -246,11 +246,6 @@ def test_what_is_refused(folder, tmp_path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match="damaged"):
         opened(odd)
-    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
-                "original_max_position_embeddings": 64}  # fmt: skip
-    with pytest.raises(ModelError, match="scaling") as raised:
-        opened(save_tiny(tmp_path / "longrope", "phi3", rope_parameters=longrope))
-    assert "--backend torch" in str(raised.value)
 
 
 def test_half_precision_trains_its_adapter_in_float32(folder) -> None:

@@ -28,20 +28,26 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+BOTH = ("experts.gate_up_proj", "experts.down_proj")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@pytest.mark.parametrize("targets", [ATTENTION, ("q_proj", *BOTH), BOTH[1:]], ids=["attention", "experts", "down"])
 @pytest.mark.parametrize("form", FORMS)
-def test_gradients_are_autograd_s_over_transformers(form: str) -> None:
+def test_gradients_are_autograd_s_over_transformers(form: str, targets: tuple[str, ...]) -> None:
+    """Those of the pairs beside experts too, of which some have no token."""
     family, sizes = FORMS[form]
     ids, labels = rows(2, 19, 1)
     double, plain = tiny_model(family, 3, **sizes), tiny_model(family, 3, **sizes)
     in_double(double.model)
-    opened = session(double, mlp_chunk_tokens=5)
+    opened = session(double, mlp_chunk_tokens=5, target_modules=targets)
     start = opened.adapter().tensors
     loss, ours = learned(opened, ids, labels)
     wanted, theirs = exact(tiny_model(family, 3, **sizes), start, opened.config.scale, ids, labels)
     assert loss == pytest.approx(wanted, rel=1e-6)
-    assert {name.split(".")[-3] for name in ours} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.split(".")[-3] for name in ours} == {target.split(".")[-1] for target in targets}
     assert max(errors(ours, theirs).values()) <= 1e-6
-    single = session(plain)
+    single = session(plain, target_modules=targets)
     assert learned(single, ids, labels)[0] == pytest.approx(wanted, rel=3e-6)
 
 
@@ -62,11 +68,11 @@ def test_peft_reads_the_adapter_and_files_are_not_streamed(family: str, tmp_path
         open_session(open_model(folder), method_config("mesp", {"weight_placement": "streamed"}), 3)
 
 
-@pytest.mark.parametrize("chosen", [2, 5])
+@pytest.mark.parametrize(("chosen", "targets"), [(2, ATTENTION), (5, ATTENTION), (2, ("q_proj", *BOTH)), (5, BOTH)])
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
-def test_the_plan_is_within_15_percent_of_a_step(family: str, chosen: int) -> None:
+def test_the_plan_is_within_15_percent_of_a_step(family: str, chosen: int, targets: tuple[str, ...]) -> None:
     sizes = {"layers": 3, "hidden": 256, "intermediate": 768, "heads": 4, "kv_heads": 2, "vocab": 2000}
-    opened = session(tiny_model(family, num_experts_per_tok=chosen, **sizes), loss_tiles=4)
+    opened = session(tiny_model(family, num_experts_per_tok=chosen, **sizes), loss_tiles=4, target_modules=targets)
     planned = memory(opened.loaded.dims, opened.config, 2, 96, 4)
     ids, labels = rows(2, 96, 0)
     opened.step(ids, labels, 0, 1e-3)
