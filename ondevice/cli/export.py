@@ -24,7 +24,9 @@ def export(
     ] = None,
     model: common.Model = None,
     target_dir: common.Out = None,
-    length: Annotated[list[int] | None, typer.Option("--length", help="Length bucket in tokens (repeat).")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option("--length", "--max-length", help="Length bucket in tokens (repeat).")
+    ] = None,
     batch_size: common.BatchSize = None,
     quantize: Annotated[
         str | None,
