@@ -181,7 +181,7 @@ def test_lists_of_many_jobs_are_read_wide_and_narrow(tmp_path: Path) -> None:
         queue.create({**spec, "config": {"method": {"name": "slideformer"}}})
         job = queue.claim()
         assert job is not None
-        queue.ended(job.id, "failed", reason=reason, error={"message": reason, "error": "TrainingError"})
+        queue.ended(job.id, "refused", reason=reason, error={"message": reason, "error": "TrainingError"})
     store.close()
     pair = {f"model.layers.0.self_attn.q_proj.lora_{side}.weight": np.ones(shape, "f4")
             for side, shape in {"A": (4, 64), "B": (64, 4)}.items()}  # fmt: skip
