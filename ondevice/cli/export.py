@@ -13,8 +13,9 @@ from ondevice.core.errors import ConfigError, VerificationError
 
 
 @common.with_run_options(
-    "--method", "--revision", "--dtype", "--task", "--learning-rate", "--memory-limit", "--seed", loop=False
-)
+    "--method", "--revision", "--dtype", "--data", "--task", "--column", "--learning-rate", "--memory-limit", "--seed",
+    loop=False,
+)  # fmt: skip
 @common.with_method_options
 def export(
     first: common.FirstModel = None,
