@@ -70,6 +70,8 @@ def export(
         export__soc=soc or None,
     )
     run_config = RunConfig.load(config, flags | method_options | run_options)
+    if "data.path" in run_options:
+        run_config.check_data()
     if dry_run:
         problems = [
             problem
