@@ -15,7 +15,12 @@ await scenario(async (page) => {
     const found = await ended.evaluate((table) => ({
       wide: table.getBoundingClientRect().right <= document.documentElement.clientWidth,
       names: [...table.querySelectorAll("tbody th")].map((cell) => cell.checkVisibility() && cell.clientWidth).filter(Boolean),
-      lines: Math.max(...[...table.querySelectorAll("tbody th a")].map((link) => link.getClientRects().length)),
+      // Text of another direction has a rectangle of its own on the same line.
+      lines: Math.max(
+        ...[...table.querySelectorAll("tbody th a")].map(
+          (link) => new Set([...link.getClientRects()].map((one) => Math.round(one.bottom / 8))).size,
+        ),
+      ),
       rows: Math.max(...[...table.querySelectorAll("tbody tr")].map((row) => row.clientHeight)),
     }));
     if (OUT) await page.screenshot({ path: path.join(OUT, `lists-${width}.png`), fullPage: true });
@@ -30,7 +35,7 @@ await scenario(async (page) => {
   await page.setViewportSize({ width: 390, height: 800 });
   if (OUT) await page.screenshot({ path: path.join(OUT, "lists-390.png"), fullPage: true });
   const height = await ended.evaluate((table) => table.parentElement.clientHeight);
-  assert.ok(height <= 2000, `the list is ${height} px high`);
+  assert.ok(height <= 1500, `the list is ${height} px high`);
   await page.setViewportSize({ width: 1100, height: 800 });
 
   await view(page, "chat");
