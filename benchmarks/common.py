@@ -37,7 +37,7 @@ PACKAGES = (
     "liger-kernel", "triton", "deepspeed", "mlx", "mlx-lm", "onnxruntime-qnn", "numpy",
 )  # fmt: skip
 
-PLACES = ("--out", "--programs", "--note")
+PLACES = ("--out", "--programs", "--note", "--data", "--log", "--budget-s")
 """Arguments with a value that changes no measurement."""
 
 median = statistics.median

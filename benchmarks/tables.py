@@ -2,9 +2,11 @@
 
     python -m benchmarks.tables            rewrite every table between its markers
     python -m benchmarks.tables --check    exit 1 and name the tables that differ
+    python -m benchmarks.tables FILE ...   first take results that were measured elsewhere, with --out FILE
 
 A table stands between `<!-- results: ROOM/NAME -->` (every machine) or `<!-- results: ROOM/NAME/MACHINE -->` and
-`<!-- /results -->`. The format of a result file is in benchmarks/results/README.md.
+`<!-- /results -->`. A benchmark that has no result yet shows its command. The format of a result file is in
+benchmarks/results/README.md.
 """
 
 from __future__ import annotations
@@ -117,18 +119,20 @@ def update(text: str, results: Path) -> str:
     """`text` with every marked table rendered anew.
 
     Raises:
-        FileNotFoundError: a marker names a result that is not in `results`.
+        FileNotFoundError: a marker names a result that is not in `results`, and that no benchmark makes.
     """
 
     def table(match: re.Match[str]) -> str:
-        return (
-            match[1]
-            + "\n\n".join(render(json.loads(f.read_text())) for f in _files(match[2], results))
-            + "\n"
-            + match[4]
-        )
+        files = _files(match[2], results)
+        tables = [render(json.loads(file.read_text())) for file in files] or [unmeasured(match[2])]
+        return match[1] + "\n\n".join(tables) + "\n" + match[4]
 
     return MARKED.sub(table, text)
+
+
+def unmeasured(name: str) -> str:
+    """What stands in the place of a table whose benchmark was not run so far."""
+    return f"Not measured yet: `python -m benchmarks.{name.replace('/', '.')} --record`."
 
 
 def documents(root: Path) -> list[Path]:
@@ -139,7 +143,7 @@ def documents(root: Path) -> list[Path]:
 
 def _files(name: str, results: Path) -> list[Path]:
     files = sorted((results / name).glob("*.json")) or [f for f in [results / f"{name}.json"] if f.is_file()]
-    if not files:
+    if not files and not (ROOT / "benchmarks" / f"{name}.py").is_file():
         raise FileNotFoundError(f"results: {name}: expected {results / name}/*.json or {results / name}.json")
     return files
 
@@ -165,10 +169,16 @@ def _escape(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite the tables, or with --check only compare; returns the exit status."""
-    if unknown := [word for word in arguments if word != "--check"]:
-        print(f"tables: expected --check or nothing, received {' '.join(unknown)}", file=sys.stderr)
+    """Take results from files, rewrite the tables, or with --check only compare; returns the exit status."""
+    files = [Path(word) for word in arguments if not word.startswith("-")]
+    unknown = [word for word in arguments if word.startswith("-") and word != "--check"]
+    if unknown or (files and "--check" in arguments) or not all(file.is_file() for file in files):
+        print(f"tables: expected --check, result files or nothing, received {' '.join(arguments)}", file=sys.stderr)
         return 2
+    for file in files:
+        from benchmarks.common import write
+
+        print(f"{write(json.loads(file.read_text())).relative_to(ROOT)}: written")
     status = 0
     for path in documents(ROOT):
         text = path.read_text()

@@ -1,12 +1,13 @@
 """Does every method learn with the settings that it has by default? SST-2 and a chat set, several seeds.
 
-    python -m benchmarks.training.defaults --processes 14 --log defaults.jsonl --record        on two GPUs
+    python -m benchmarks.training.defaults --processes 14 --budget-s 280 --log defaults.jsonl --record      on a GPU
     python -m benchmarks.training.defaults --methods mesp,full --seeds 1 --device cpu
 
 A run is `ondevice train` with a method, the model, the rows, a number of steps and a seed; what it is evaluated on
 changes nothing in it. Methods are those of the registry: 60 steps with gradients, 500 without. The chat set is Alpaca's
 rows as conversations. The held-out rows are evaluated before and after. A method learns where every seed lowers the
-held-out loss and, on SST-2, raises the accuracy. Runs that --log already has are not run again.
+held-out loss and, on SST-2, raises the accuracy. The first seed of every method comes first, then the second; what
+runs when the budget is over is ended, and the same command with the same --log goes on with what is missing.
 
     --variants "mezo loss=answers learning_rate=1e-5; full learning_rate=3e-5"      others beside them, to choose
 """
@@ -21,8 +22,9 @@ import tempfile
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import TimeoutError as OutOfTimeError
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -68,29 +70,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eval-rows", type=int, default=200)
     parser.add_argument("--variants", default="", help="settings that are not the default: METHOD KEY=VALUE ...; ...")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over the GPUs")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="start nothing new after so many seconds")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="end after so many seconds")
     parser.add_argument("--log", type=Path, help="file of finished runs, a line each; read first, then added to")
 
 
 def main() -> None:
     """What --log lacks is run, the defaults first; then the table of what is there."""
-    from ondevice.core.registry import method, method_names
-
     args = parse_args(__doc__, arguments, repeats=1)
-    names = args.methods.split(",") if args.methods else method_names()
-    sets = args.sets.split(",")
-    variants = [(name, default_of(name)) for name in names]
-    for words in filter(None, map(str.strip, args.variants.split(";"))):
-        name, _, settings = words.partition(" ")
-        variants.append((name, settings.strip()))
-    jobs = [
-        Job(rows, name, args.zeroth_steps if method(name).order == "zeroth" else args.steps, settings, seed)
-        for name, settings in variants for rows in sets for seed in range(args.seeds)
-    ]  # fmt: skip
-    jobs = [
-        *(Job(rows, "", 0, "", 0) for rows in sets),
-        *sorted(jobs, key=lambda job: (job.settings != default_of(job.method), -job.steps, job.seed)),
-    ]
+    jobs = jobs_of(args)
     records = read_log(args.log)
     done = {job_of(record) for record in records}
     for record in run([job for job in jobs if job not in done], args):
@@ -101,6 +88,8 @@ def main() -> None:
                 file.write(json.dumps(record) + "\n")
     records = [record for record in records if job_of(record) in set(jobs)]
     rows = table(records)
+    if not rows:
+        raise SystemExit("no run has ended within the budget: the same command with a larger --budget-s goes on")
     missing = len(jobs) - len(records)
     notes = [
         f"{args.model}; {args.eval_rows} held-out rows; {args.seeds} seeds, by number; the model as it is has the "
@@ -111,16 +100,42 @@ def main() -> None:
     finish("training/defaults", rows, args, COLUMNS, title=title, notes=notes)
 
 
+def jobs_of(args: Any) -> list[Job]:
+    """All runs: the model as it is, then every method's first seed, its second, ..., each time the long ones first."""
+    from ondevice.core.registry import method, method_names
+
+    names, sets = args.methods.split(",") if args.methods else method_names(), args.sets.split(",")
+    variants = [(name, default_of(name)) for name in names]
+    for words in filter(None, map(str.strip, args.variants.split(";"))):
+        name, _, settings = words.partition(" ")
+        variants.append((name, settings.strip()))
+    jobs = [
+        Job(rows, name, args.zeroth_steps if method(name).order == "zeroth" else args.steps, settings, seed)
+        for name, settings in variants for rows in sets for seed in range(args.seeds)
+    ]  # fmt: skip
+    return [
+        *(Job(rows, "", 0, "", 0) for rows in sets),
+        *sorted(jobs, key=lambda job: (job.settings != default_of(job.method), job.seed, -job.steps)),
+    ]
+
+
 def run(jobs: list[Job], args: Any) -> Iterable[dict[str, Any]]:
-    """Results as the runs end; none is begun after the budget."""
-    ends = time.time() + min(args.budget_s, 1e9)
-    context = get_context("spawn")
+    """Results as the runs end; those that run when the budget is over are ended, and give none."""
+    began, context = time.monotonic(), get_context("spawn")
     turn = context.Value("i", 0)
     gpus = 0 if args.device == "cpu" else len(machine_info()["gpus"])
-    with ProcessPoolExecutor(args.processes, context, begin, (turn, args.processes, gpus)) as pool:
-        for task in as_completed([pool.submit(work, job, args, ends) for job in jobs]):
-            if (record := task.result()) is not None:
-                yield record
+    pool = ProcessPoolExecutor(args.processes, context, begin, (turn, args.processes, gpus))
+    try:
+        tasks = [pool.submit(work, job, args) for job in jobs]
+        limit = None if args.budget_s == float("inf") else max(0.0, args.budget_s - (time.monotonic() - began))
+        for task in as_completed(tasks, timeout=limit):
+            yield task.result()
+    except OutOfTimeError:
+        print(f"{args.budget_s:g} s are over", flush=True)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.kill()
 
 
 def begin(turn: Any, processes: int, gpus: int) -> None:
@@ -133,10 +148,8 @@ def begin(turn: Any, processes: int, gpus: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(mine % gpus)
 
 
-def work(job: Job, args: Any, ends: float) -> dict[str, Any] | None:
-    """One run, as a user has it; None where it would begin too late. What it raises is part of the result."""
-    if time.time() > ends:
-        return None
+def work(job: Job, args: Any) -> dict[str, Any]:
+    """One run, as a user has it. What it raises is part of the result."""
     from ondevice.core.errors import OndeviceError
 
     started = time.perf_counter()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
+from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, ConfigError, DataError
 from ondevice.core.registry import network_method, open_session
 from ondevice.core.session import Evaluator
@@ -48,6 +49,7 @@ def evaluate(
     Question answering is scored by the F1 of generated answers, which an artifact's program does not make. Rows are not
     cut unless `max_length_tokens` says so, or the model takes no more.
     """
+    data = path_of(data, "the data")
     opened = open_source(source, adapter, dtype, device, revision)
     if opened.loaded is None:  # an artifact: its buckets are fixed, and it names the task it was exported for
         task, max_length_tokens = task or opened.artifact_task, max(opened.session.lengths_tokens or (2,))
@@ -93,7 +95,7 @@ def open_source(
         ConfigError: an adapter for a network that takes none, or an unknown device.
         ArtifactError, ModelError: the source or the adapter cannot be read, or they do not fit.
     """
-    folder = Path(source)
+    folder = path_of(source, "the model")
     if (folder / "manifest.json").is_file():
         program = open_artifact(folder)
         if adapter is not None:

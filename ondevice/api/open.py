@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ondevice.artifact.manifest import read_manifest
+from ondevice.core.config import path_of
 from ondevice.core.registry import target
 
 
@@ -16,5 +17,6 @@ def open_artifact(folder: Path) -> Any:
         ArtifactError: the folder is no whole artifact.
         MissingPackageError: its runtime is not installed.
     """
-    manifest = read_manifest(Path(folder))
-    return target(manifest.target).open(Path(folder), manifest)
+    folder = path_of(folder, "the artifact")
+    manifest = read_manifest(folder)
+    return target(manifest.target).open(folder, manifest)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError
 from ondevice.core.registry import methods, target
 from ondevice.models import read_dims
@@ -64,6 +65,7 @@ def train(
     from ondevice.planning.fits import plan_within
     from ondevice.planning.precision import with_precision
 
+    adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
     config, loaded = _resolve(config, model, tokenizer)
     kept, evaluated = _given(rows), _given(eval_rows)
     config.check_data(given=kept is not None, evaluates=evaluated is not None)  # before the plan, which may fetch
@@ -96,7 +98,7 @@ def train(
     said = [*([config.chosen] if config.chosen else []), *said]
     if config.data.max_length_tokens is None:
         config, notes = _with_length(config, kept, loaded)
-    options = Options(resume, overwrite, adapter, sinks, tuple(callbacks), notes, tuple(said), kept, evaluated, loaded)
+    options = Options(resume, overwrite, adapter, sinks, callbacks, notes, tuple(said), kept, evaluated, loaded)
     with plan_within(config, placement, force, loaded.dims if loaded else None) as plan:
         if placement.spec.settle is not None:
             why = (plan.request.why,) if plan.request.why else ()
@@ -158,6 +160,20 @@ def _with_length(config: RunConfig, given: Given | None, loaded: LoadedModel | N
     return with_length(config, as_rows(given, config.data.task, config.data.columns), loaded)
 
 
+def _checked(adapter: Any, sinks: Any, callbacks: Any) -> tuple[Path | None, tuple[Sink, ...], tuple[Callback, ...]]:
+    """Return what a run is given beside its settings; ConfigError for another type. A callback's is looked at later."""
+    lists = {"sinks": sinks, "callbacks": callbacks}
+    for name, value in lists.items():
+        if not isinstance(value, Iterable) or isinstance(value, str):
+            raise ConfigError(f"{name} are of the wrong type", expected="a list of them", received=type(value).__name__)
+        lists[name] = tuple(value)
+    for sink in lists["sinks"]:
+        if not callable(sink):
+            received = type(sink).__name__
+            raise ConfigError("a sink is of the wrong type", expected="a function of an event", received=received)
+    return None if adapter is None else path_of(adapter, "the adapter"), lists["sinks"], lists["callbacks"]
+
+
 def run_artifact(
     folder: Path,
     config: RunConfig,
@@ -171,9 +187,10 @@ def run_artifact(
     """Fine-tune with an artifact in its runtime; model and method are the artifact's, the rest is `config`'s."""
     from ondevice.artifact.manifest import read_manifest
 
+    adapter, sinks, callbacks = _checked(adapter, sinks, callbacks)
     config.check_data()
     manifest, limit = read_manifest(folder), config.train.memory_limit_bytes
-    options = Options(resume, overwrite, adapter, sinks, tuple(callbacks))
+    options = Options(resume, overwrite, adapter, sinks, callbacks)
     if limit is None:
         return _run_manifest(folder, manifest, config, options)
     from ondevice.planning.artifacts import plan_artifact

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from ondevice.artifact.files import atomic_directory
+from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
@@ -136,7 +137,7 @@ def load_adapter(folder: str | Path) -> Adapter:
         ArtifactError: a file is missing, damaged, changed, pickled, or of a kind that is not plain LoRA; the
             error names the file and the field or tensor.
     """
-    folder = Path(folder)
+    folder = path_of(folder, "the adapter's folder")
     if is_mlx_lm(folder):
         from ondevice.artifact.mlx_lm_files import load_mlx_lm_adapter
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from ondevice.artifact.files import sha256_file
-from ondevice.core.config import StrictConfig
+from ondevice.core.config import StrictConfig, path_of
 from ondevice.core.errors import ArtifactError
 
 SCHEMA_VERSION = 2
@@ -273,7 +273,7 @@ def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
         ArtifactError: when the folder is no artifact, is of another schema version, lacks a file, or a file's
             SHA-256 is not the recorded one.
     """
-    path = Path(folder) / MANIFEST_NAME
+    path = path_of(folder, "the artifact") / MANIFEST_NAME
     if not path.is_file():
         raise ArtifactError(
             f"{folder} is not an artifact",

@@ -27,7 +27,7 @@ def chat(
     adapter: common.AdapterPath = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this and stop.")] = None,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told first.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1)] = 128,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens an answer, at most.")] = 128,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option("--top-p", help="Draw among tokens of this probability together.")] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of what is drawn, above temperature 0.")] = 0,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 import yaml
@@ -58,6 +58,7 @@ Force = Annotated[bool, typer.Option("--force", help="Go on although the plan sa
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, load and write nothing.")]
 AdapterPath = Annotated[Path | None, typer.Option("--adapter", "-a", help="An adapter's folder (PEFT).")]
 
+Word = TypeVar("Word", str, Path)
 command_line: list[str] = []
 """The words of this command, as `app.run` was given them."""
 
@@ -243,14 +244,39 @@ def overrides(settings: list[str] | None = None, **flags: Any) -> dict[str, Any]
 
 
 def model_of(first: str | None, named: str | None) -> str | None:
-    """Return the model that stands first, or that `--model` names.
+    """Return the model that stands first, or that `--model` names."""
+    return one_of(first, named, "model")
+
+
+def one_of(first: Word | None, named: Word | None, flag: str) -> Word | None:
+    """Return what stands first, or what `--FLAG` names.
 
     Raises:
         ConfigError: both are given, and differ.
     """
     if first is not None and named is not None and first != named:
-        raise ConfigError("the model is given twice", expected="one model", received=f"{first} and --model {named}")
+        expected, received = f"one {flag}", f"{first} and --{flag} {named}"
+        raise ConfigError(f"the {flag} is given twice", expected=expected, received=received)
     return named if first is None else first
+
+
+def both_of(words: Sequence[str | None], model: str | None, adapter: Path | None) -> tuple[str, Path]:
+    """Return a model and an adapter, each from its flag, else from the words in this order.
+
+    Raises:
+        ConfigError: one of them is not given, or one is given twice.
+    """
+    left = [word for word in words if word is not None]
+    if model is None and left:
+        model = left.pop(0)
+    if adapter is None and left:
+        adapter = Path(left.pop(0))
+    if left:
+        raise ConfigError("the adapter is given twice", expected="one adapter", received=f"{left[0]} and {adapter}")
+    if model is None or adapter is None:
+        missing = "model" if model is None else "adapter"
+        raise ConfigError(f"no {missing} is given", expected=f"MODEL ADAPTER, or --{missing}")
+    return model, adapter
 
 
 def columns_of(pairs: list[str] | None) -> dict[str, str] | None:

@@ -17,11 +17,12 @@ app = typer.Typer(help="The run file: its schema, and what it resolves to.", no_
 
 
 @app.command()
-def schema() -> None:
+def schema(json: common.Json = False) -> None:
     """Print the JSON schema of a run file."""
     from ondevice.api.runfile import RunConfig
 
-    typer.echo(json_module.dumps(RunConfig.model_json_schema(), indent=2, ensure_ascii=False))
+    told = RunConfig.model_json_schema()
+    print_json(told) if json else typer.echo(json_module.dumps(told, indent=2, ensure_ascii=False))
 
 
 @app.command()
@@ -44,7 +45,8 @@ def preset(
 @app.command()
 @common.with_run_options("--method", "--revision", "--dtype", loop=False)
 def show(
-    config: Annotated[Path | None, typer.Argument(help="A run file.")] = None,
+    first: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The same as --config.")] = None,
+    config: common.Config = None,
     model: common.Model = None,
     settings: common.Settings = None,
     json: common.Json = False,
@@ -54,7 +56,8 @@ def show(
     """Print the run file with every default filled in."""
     from ondevice.api.runfile import RunConfig
 
-    resolved = RunConfig.load(config, overrides(settings, model__source=model) | run_options).model_dump(mode="json")
+    file = common.one_of(first, config, "config")
+    resolved = RunConfig.load(file, overrides(settings, model__source=model) | run_options).model_dump(mode="json")
     if json:
         print_json(resolved)
     else:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ondevice.cli.common import mebibytes, out, print_json, table
+from ondevice.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from ondevice.server.client import Client
@@ -22,6 +23,26 @@ def open_client(url: str | None, ca: Path | None) -> Client:
     from ondevice.server.client import Client
 
     return Client(url, ca=ca)
+
+
+def window_of(text: str | None) -> dict[str, str] | None:
+    """Return the start and the end of a daily window as `22:00-06:00`; None of `none`, and where none is given."""
+    if text is None or text == "none":
+        return None
+    start, dash, end = text.partition("-")
+    if not dash:
+        raise ConfigError("the window cannot be read", expected="22:00-06:00", received=text)
+    return {"start": start.strip(), "end": end.strip()}
+
+
+def bytes_of(text: str | None) -> int | None:
+    """Return the bytes of a limit as `6GiB`; None of `none`, and where none is given."""
+    from ondevice.core.config import parse_bytes
+
+    try:
+        return None if text is None or text == "none" else parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError("the memory limit cannot be read", expected="6GiB", received=str(error)) from None
 
 
 def show_job(job: dict[str, Any], json: bool) -> None:

@@ -9,14 +9,15 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, out, print_json, table
-from ondevice.core.errors import MissingPackageError
+from ondevice.core.errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
     from ondevice.data import Rows
 
 
 def data(
-    file: Annotated[str, typer.Argument(help="JSON, CSV, Excel, Parquet, text, a folder, or a data set's name.")],
+    first: Annotated[str | None, typer.Argument(metavar="[FILE]", help=f"{common.ROWS}.")] = None,
+    named: Annotated[str | None, typer.Option("--data", "-d", help="The same as the first word.")] = None,
     model: common.Model = None,
     revision: common.Revision = None,
     task: common.Task = None,
@@ -28,6 +29,9 @@ def data(
     """Show decoded examples (what is not trained on is dimmed), lengths, labels, and every bad row.
 
     Exits with 1 where no row can be used."""
+    file = common.one_of(first, named, "data")
+    if file is None:
+        raise ConfigError("no data is given", expected="--data FILE, or a file as the first word")
     from ondevice.data import preview_rows, read_rows
 
     # The rows first: what is wrong with them is said before a tokenizer is loaded, which takes seconds.

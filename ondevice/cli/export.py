@@ -13,8 +13,9 @@ from ondevice.core.errors import ConfigError, VerificationError
 
 
 @common.with_run_options(
-    "--method", "--revision", "--dtype", "--task", "--learning-rate", "--memory-limit", "--seed", loop=False
-)
+    "--method", "--revision", "--dtype", "--data", "--task", "--column", "--learning-rate", "--memory-limit", "--seed",
+    loop=False,
+)  # fmt: skip
 @common.with_method_options
 def export(
     first: common.FirstModel = None,
@@ -24,7 +25,9 @@ def export(
     ] = None,
     model: common.Model = None,
     target_dir: common.Out = None,
-    length: Annotated[list[int] | None, typer.Option("--length", help="Length bucket in tokens (repeat).")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option("--length", "--max-length", help="Length bucket in tokens (repeat).")
+    ] = None,
     batch_size: common.BatchSize = None,
     quantize: Annotated[
         str | None,
@@ -67,6 +70,8 @@ def export(
         export__soc=soc or None,
     )
     run_config = RunConfig.load(config, flags | method_options | run_options)
+    if "data.path" in run_options:
+        run_config.check_data()
     if dry_run:
         problems = [
             problem

@@ -25,6 +25,7 @@ Log = Annotated[Path, typer.Argument(help="A fleet's folder, its fleet.db, or a 
 @common.with_run_options(without=("--packing", "--streaming", "--steps", "--backend", "--memory-limit"), loop=False)
 @common.with_method_options
 def simulate(
+    first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
     devices: Devices = None,
@@ -49,7 +50,7 @@ def simulate(
 
     flags = overrides(
         settings,
-        model__source=model,
+        model__source=common.model_of(first, model),
         simulation__devices=devices,
         simulation__dirichlet=dirichlet,
         fleet__rounds=rounds,
@@ -78,7 +79,8 @@ def simulate(
     values = result.to_dict()
     print_json(values) if json else table({name: value for name, value in values.items() if name != "curve"})
     if result.interrupted:
-        err.print(f"stopped after round {result.rounds}; everything is saved. To go on: --resume", markup=False)
+        err.print(f"stopped after round {result.rounds}; everything is saved. To go on: {common.resumed_command()}",
+                  markup=False, soft_wrap=True)  # fmt: skip
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
@@ -181,6 +183,7 @@ Folder = Annotated[Path, typer.Argument(help="The fleet's folder, from `ondevice
 )
 @common.with_method_options
 def begin(
+    first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
     local_steps: LocalSteps = None,
@@ -193,7 +196,7 @@ def begin(
     """Begin a fleet: write its charter, which every device will check. Needs the model, and no data."""
     from ondevice.fleet.config import FleetRun
 
-    flags = overrides(settings, model__source=model, fleet__local_steps=local_steps)
+    flags = overrides(settings, model__source=common.model_of(first, model), fleet__local_steps=local_steps)
     run = FleetRun.load(config, flags | method_options | run_options)
     from ondevice.fleet.open import open_task
     from ondevice.fleet.store import Store
@@ -247,6 +250,7 @@ def server(
 def device(
     data: Annotated[str, typer.Option("--data", "-d", help="This device's rows; they stay here.")],
     target_dir: Annotated[Path, typer.Option("--out", "-o", help="Folder of this device's copy of the fleet.")],
+    first: common.FirstModel = None,
     task: common.Task = None,
     columns: common.Columns = None,
     model: common.Model = None,
@@ -271,7 +275,7 @@ def device(
         data=str(Path(data).absolute()),
         task=task,
         columns=common.columns_of(columns),
-        model=model,
+        model=common.model_of(first, model),
         artifact=None if artifact is None else str(artifact.absolute()),
         batch_size=batch_size or 4,
     )

@@ -95,6 +95,7 @@ def plot(runs: Runs, target: common.Out = None, json: common.Json = False) -> No
 def remove(
     runs: Runs,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
     json: common.Json = False,
 ) -> None:
     """Delete runs with their checkpoints and adapters."""
@@ -102,6 +103,11 @@ def remove(
 
     for path in runs:  # all of them are runs before the first one goes
         read_run(path)
+    if dry_run:
+        folders = [str(path) for path in runs]
+        values = {"removed": folders, "dry_run": True}
+        print_json(values) if json else out.print(f"would delete {', '.join(folders)}", markup=False)
+        return
     if not yes:
         if not sys.stdin.isatty():
             raise ConfigError("nobody can be asked here", expected="--yes", received="no terminal")

@@ -119,9 +119,10 @@ def cancel(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) 
 
 
 @app.command()
-def log(job: Job, url: Url = None, ca: Ca = None) -> None:
+def log(job: Job, url: Url = None, ca: Ca = None, json: common.Json = False) -> None:
     """Print the end of the log of the job's workers."""
-    typer.echo(open_client(url, ca).log(job), nl=False)
+    text = open_client(url, ca).log(job)
+    print_json({"log": text}) if json else typer.echo(text, nl=False)
 
 
 @adapters.command("list")

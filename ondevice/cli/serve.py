@@ -9,6 +9,7 @@ import typer
 
 from ondevice.cli import common
 from ondevice.cli.common import err, out, print_json
+from ondevice.cli.daemon import bytes_of, window_of
 
 app = typer.Typer(
     help="The daemon: a queue of jobs, an API and a page.", invoke_without_command=True, no_args_is_help=False
@@ -87,8 +88,10 @@ def fleet(
     insecure: Annotated[bool, typer.Option("--insecure", help="No TLS: on one machine only.")] = False,
     model: common.Model = None,
     batch_size: common.BatchSize = None,
+    task: common.Task = None,
+    columns: common.Columns = None,
     window: Annotated[str | None, typer.Option("--window", help="When it may train, as 22:00-06:00.")] = None,
-    memory_limit: Annotated[int | None, typer.Option("--memory-limit", help="Of its processes, bytes.")] = None,
+    memory_limit: Annotated[str | None, typer.Option("--memory-limit", help="Of its processes: 6GiB.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Take part no more; its copy of the fleet stays.")] = False,
     json: common.Json = False,
 ) -> None:
@@ -106,12 +109,11 @@ def fleet(
         if not insecure and (certificates is None or key is None):
             raise ConfigError("a fleet's connections are encrypted", expected="--certificates and --key, or --insecure")
         check_source(data)
-        times = window.split("-") if window else []
         values = {
             "data": str(Path(data).absolute()), "host": host, "port": port, "insecure": insecure, "model": model,
             "certificates": certificates and str(certificates.absolute()), "key": key and str(key.absolute()),
-            "batch_size": batch_size or 4, "memory_bytes": memory_limit,
-            "window": {"start": times[0], "end": times[-1]} if window else None,
+            "batch_size": batch_size or 4, "memory_bytes": bytes_of(memory_limit), "window": window_of(window),
+            "task": task, "columns": common.columns_of(columns),
         }  # fmt: skip
         seat = Seat.parse(values, "flags")
     path = write_seat(root, name, seat)
@@ -128,14 +130,18 @@ def install(
     offline: Annotated[bool, typer.Option("--offline", help="Let the kernel drop packets of other machines.")] = False,
     folder: Annotated[Path | None, typer.Option("--folder", help="Write it here, not to /etc/systemd/system.")] = None,
     show: Annotated[bool, typer.Option("--print", help="Print the unit and write nothing.")] = False,
+    json: common.Json = False,
 ) -> None:
     """Write a systemd unit: started at boot, restarted when it hangs or dies, hardened."""
     from ondevice.server import systemd
 
     text = systemd.unit(host, port, tls_cert, tls_key, offline=offline, groups=systemd.existing_groups())
     if show:
-        typer.echo(text, nl=False)
+        print_json({"unit": text}) if json else typer.echo(text, nl=False)
         return
     path = systemd.install(text, folder or systemd.SYSTEM_FOLDER)
+    if json:
+        print_json({"file": str(path)})
+        return
     out.print(f"{path} is written. To start it:", markup=False)
     out.print("  sudo systemctl daemon-reload && sudo systemctl enable --now ondevice", markup=False)

@@ -11,7 +11,7 @@ import typer
 from ondevice.artifact.files import sha256_file
 from ondevice.cli import common
 from ondevice.cli.common import out, overrides, print_json
-from ondevice.cli.daemon import Ca, Job, Url, open_client, show_job, show_plan
+from ondevice.cli.daemon import Ca, Job, Url, bytes_of, open_client, show_job, show_plan, window_of
 from ondevice.core.errors import ConfigError, OndeviceError
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 @common.with_run_options(without=("--data", "--eval-data", "--memory-limit", "--out"))
 @common.with_method_options
 def create(
+    first: common.FirstModel = None,
     config: common.Config = None,
     model: common.Model = None,
     artifact: Annotated[str | None, typer.Option("--artifact", help="An artifact of the daemon, not a model.")] = None,
@@ -48,6 +49,7 @@ def create(
     """Queue a job; a data file is uploaded first, unless the daemon has it, and deleted again if the job is refused."""
     from ondevice.api.runfile import read_yaml
 
+    model = common.model_of(first, model)
     client = open_client(url, ca)
     values = read_yaml(config) if config is not None else {}
     flags = overrides(settings) | method_options | run_options
@@ -60,7 +62,7 @@ def create(
     if (rows := data or paths["path"]) is None:
         raise ConfigError("no data is given", expected="--data FILE, or a data set's id")
     eval_rows, sent = eval_data or paths["eval_path"], []
-    limits = {"memory_bytes": _bytes(memory_limit), "time_s": time_limit, "retries": retries}
+    limits = {"memory_bytes": bytes_of(memory_limit), "time_s": time_limit, "retries": retries}
     job: dict[str, Any] = {
         "name": name,
         "model": None if artifact else model or source,
@@ -68,7 +70,7 @@ def create(
         "adapter": adapter,
         "config": {section: values for section, values in sections.items() if values},
         "priority": priority,
-        "window": _window(window),
+        "window": window_of(window),
         "limits": {key: value for key, value in limits.items() if value is not None},
         "force": force,
     }
@@ -117,9 +119,9 @@ def change(
     if priority is not None:
         values["priority"] = priority
     if window is not None:
-        values["window"] = _window(window)
+        values["window"] = window_of(window)
     # `none` takes a limit away, which is not the same as a flag that is not given.
-    parsed = {"memory_bytes": _bytes(memory_limit), "time_s": _seconds(time_limit), "retries": retries}
+    parsed = {"memory_bytes": bytes_of(memory_limit), "time_s": _seconds(time_limit), "retries": retries}
     flags = {"memory_bytes": memory_limit, "time_s": time_limit, "retries": retries}
     if limits := {key: parsed[key] for key, text in flags.items() if text is not None}:
         values["limits"] = client.job(job)["limits"] | limits
@@ -153,26 +155,8 @@ def _sections(values: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
     return sections
 
 
-def _window(text: str | None) -> dict[str, str] | None:
-    if text is None or text == "none":
-        return None
-    start, dash, end = text.partition("-")
-    if not dash:
-        raise ConfigError("the window cannot be read", expected="22:00-06:00", received=text)
-    return {"start": start.strip(), "end": end.strip()}
-
-
 def _seconds(text: str | None) -> float | None:
     try:
         return None if text is None or text == "none" else float(text)
     except ValueError:
         raise ConfigError("the time limit cannot be read", expected="seconds, or none", received=text) from None
-
-
-def _bytes(text: str | None) -> int | None:
-    from ondevice.core.config import parse_bytes
-
-    try:
-        return None if text is None or text == "none" else parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError("the memory limit cannot be read", expected="6GiB", received=str(error)) from None

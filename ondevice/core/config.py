@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,20 @@ from ondevice.core.near import nearest
 
 FindAnswers = Callable[[], tuple[tuple[int, ...], str]]
 """Gives the answers' tokens of a run's rows, or none and why."""
+
+
+SCHEMA_HINT = "`ondevice config schema` lists every key with its meaning"
+
+
+def path_of(value: object, what: str) -> Path:
+    """Return a path that somebody gave from Python.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if isinstance(value, str | os.PathLike):
+        return Path(value)
+    raise ConfigError(f"{what} is of the wrong type", expected="a path", received=type(value).__name__)
 
 
 class StrictConfig(BaseModel):
@@ -36,7 +51,7 @@ class StrictConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _explain(error, type(self), type(self).__name__, None) from None
+            raise _explain(error, type(self), type(self).__name__, None, SCHEMA_HINT) from None
 
     def with_answers(self, find: FindAnswers) -> Self:
         """Return a method's settings with the answers that its loss is over; see `AnswerLossConfig`."""
@@ -47,13 +62,18 @@ class StrictConfig(BaseModel):
 
     @classmethod
     def parse(
-        cls, values: dict[str, Any], where: str = "run file", elsewhere: Callable[[], dict[str, set[str]]] | None = None
+        cls,
+        values: dict[str, Any],
+        where: str = "run file",
+        elsewhere: Callable[[], dict[str, set[str]]] | None = None,
+        hint: str = SCHEMA_HINT,
     ) -> Self:
         """Validate `values`.
 
         Args:
             where: what they are, for messages.
             elsewhere: keys that other configurations of the kind have, each with whose it is.
+            hint: where their keys are told.
 
         Raises:
             ConfigError: with the dotted path of every key that is unknown or has a wrong value.
@@ -61,12 +81,13 @@ class StrictConfig(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise _explain(error, cls, where, elsewhere) from None
+            raise _explain(error, cls, where, elsewhere, hint) from None
 
 
 def _explain(
-    error: ValidationError, model: type[BaseModel], where: str, elsewhere: Callable[[], dict[str, set[str]]] | None
-) -> ConfigError:
+    error: ValidationError, model: type[BaseModel], where: str, elsewhere: Callable[[], dict[str, set[str]]] | None,
+    hint: str,
+) -> ConfigError:  # fmt: skip
     problems, first = [], error.errors()[0]
     for item in error.errors():
         path = ".".join(str(part) for part in item["loc"])
@@ -83,7 +104,6 @@ def _explain(
             problems.append(f"{where}: unknown key '{path}'" + (f"; it is a key of {owners}" if key in keys else guess))
         else:
             problems.append(f"{where}: '{path}': {item['msg']} (received {item['input']!r})")
-    hint = "`ondevice config schema` lists every key with its meaning"
     return ConfigError("; ".join(problems), received=repr(first["input"]), hint=hint)
 
 

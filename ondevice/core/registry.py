@@ -157,7 +157,14 @@ def network_method(folder: Path) -> MethodSpec | None:
 
 
 def spec_of(config: Any) -> MethodSpec:
-    """Return the spec of the method that `config` has the settings of."""
+    """Return the spec of the method that `config` has the settings of.
+
+    Raises:
+        ConfigError: it has no method's settings.
+    """
+    if not hasattr(config, "name"):
+        message, received = "a method's settings are of the wrong type", type(config).__name__
+        raise ConfigError(message, expected="ondevice.method_config(NAME)", received=received)
     return method(config.name)
 
 

@@ -93,7 +93,7 @@ def load_task(path: str | Path) -> Task:
         raise ConfigError(
             f"{path} holds no template", expected="a mapping with the key prompt", received=str(values)[:40]
         )
-    template = Template.parse(values, str(path))
+    template = Template.parse(values, str(path), hint=f"the keys of a template are {', '.join(Template.model_fields)}")
     names = _names(template.prompt)
     if not names and not _names(_answer_texts(template)):
         raise ConfigError(f"{path}: the prompt has no field", expected="{column} in it", received=template.prompt[:60])

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ondevice.core.config import path_of
 from ondevice.core.errors import ConfigError, DataError
 from ondevice.data.records import Source, check_text, describe, read_records
 from ondevice.data.rows import BadRow, Format, Row, RowProblem, Rows
@@ -47,6 +48,7 @@ def read_rows(
         DataError: the file is missing, empty or unreadable, or not one row is usable.
         MissingPackageError: the package that reads this kind of file is not installed.
     """
+    path = path_of(path, "the data")
     chosen = named_task(task, path) if task else None
     return rows_of(read_records(path), str(path), chosen, columns=columns, allow_empty=allow_empty)
 

@@ -47,6 +47,10 @@ _BINARY = {b"PK\x03\x04": ("an Excel file or another zip", ".xlsx"), b"PAR1": ("
 _HUB_NAME = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[\w.-]+))?(?:@(?P<split>[\w.\[\]:%+-]+))?")
 
 
+_WRAPPED = re.compile(rb'"(data|rows|examples|items|records|train)"\s*:\s*\[\s*\{').search
+"""Finds the list in an object on one line, which is else a row."""
+
+
 def check_source(path: str | Path) -> str:
     """Return the kind of a data file, "folder" or "hub", before anything is read or imported for it.
 
@@ -125,8 +129,10 @@ def read_file(path: Path, kind: str) -> Source:
         return read_table(path, content)
     if kind == "txt":
         return Source(kind, _txt(content))
-    start = content.lstrip()
-    if start[:1] == b"[" or (start[:1] == b"{" and not start.partition(b"\n")[0].rstrip().endswith(b"}")):
+    start = content.strip()
+    first, _, rest = start.partition(b"\n")
+    spread = not first.rstrip().endswith(b"}") or (not rest and _WRAPPED(start))
+    if start[:1] == b"[" or (start[:1] == b"{" and spread):
         from ondevice.data.json_list import read_list
 
         found = read_list(path, content)
@@ -242,7 +248,7 @@ def check_text(value: Any, name: str, *, empty: bool = False) -> str:
     if "\0" in value:
         raise BadRow(name, "contains a NUL character")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise BadRow(name, "is not valid UTF-8 (half a surrogate pair)")
+        raise BadRow(name, "is not UTF-8: save the file as UTF-8 (Excel's 'CSV UTF-8')")
     return value
 
 

@@ -476,6 +476,15 @@ def is_decoder(model_type: object) -> bool:
     return model_type in decoder_types()
 
 
+def known_types() -> frozenset[str]:
+    """Return the types that the installed transformers knows, encoders and others too; none without transformers."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    except ImportError:
+        return frozenset()
+    return frozenset(CONFIG_MAPPING_NAMES)
+
+
 @lru_cache(maxsize=1)
 def decoder_types() -> tuple[str, ...]:
     """List the types that the installed transformers builds as causal language models; none without transformers."""

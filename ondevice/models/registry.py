@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_names
-from ondevice.models.any_decoder import AnyDecoder, is_decoder
+from ondevice.models.any_decoder import AnyDecoder, is_decoder, known_types
 from ondevice.models.base import Family
 
 
@@ -47,7 +47,7 @@ def family_for(model_type: object, where: str) -> type[Family]:
         where: the file that says it, for the error.
 
     Raises:
-        ModelError: there is none; the error lists what one would need.
+        ModelError: there is none; the error says what to do.
     """
     family = _family(model_type) if isinstance(model_type, str) else None
     if family is None and is_decoder(model_type):
@@ -57,7 +57,7 @@ def family_for(model_type: object, where: str) -> type[Family]:
             f"{where}: models of type {model_type!r} are not supported",
             expected=f"a decoder of the installed transformers, or one of {', '.join(families())}",
             received=f"model_type {model_type!r}",
-            hint=_how_to_add(str(model_type)),
+            hint=_what_to_do(model_type),
         )
     return family
 
@@ -75,15 +75,15 @@ def family_for_gguf(architecture: str, where: str) -> type[Family]:
     return by_name[architecture]
 
 
-def _how_to_add(model_type: str) -> str:
+def _what_to_do(model_type: object) -> str:
     if model_type in method_names():
         return f"{model_type} trained this network: `ondevice eval` takes it; train on from model-ordinary beside it"
-    return (
-        "use a model of a supported type, or add this one: "
-        f"(1) ondevice/models/{model_type}.py with a subclass of Family and FAMILY = that class; "
-        "(2) it must name model_type and, if it differs from Llama's, linear_targets, linear_parents, "
-        "weight_shapes, embedding, place, head_weight, layer, positions, attention_branch, mlp_branch, final_norm "
-        "(and gguf_architecture, gguf_tensor, gguf_config, gguf_keys for GGUF files); "
-        "(3) dims_from_config, which refuses what the block does not do, and gives the sizes of its matrices; "
-        "(4) tiny_config, with which tests/models/test_parity.py holds it against transformers' own forward"
-    )
+    listed = "`ondevice models --types` lists the types that can be trained"
+    if not isinstance(model_type, str):
+        return f"is this a folder that transformers saved? Its config.json names a model_type; {listed}"
+    known = known_types()
+    if not known:
+        return "transformers is not installed, which builds most types: pip install 'ondevice-train[torch]'"
+    if model_type in known:
+        return f"{model_type} is no decoder, which writes one token after the other: choose one that does; {listed}"
+    return f"a newer transformers may know it: pip install -U transformers; or choose another model: {listed}"

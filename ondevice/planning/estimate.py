@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.config import ExportConfig
@@ -12,8 +13,6 @@ from ondevice.core.target import Runtime, WeightBytes, WeightPlacement
 from ondevice.planning.devices import Device, find_device
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ondevice.api.runfile import RunConfig
     from ondevice.core.method import Placement, StepCost
     from ondevice.models import ModelDims
@@ -221,10 +220,13 @@ def plan(
     for name, value in (("batch_size", batch_size), ("length_tokens", length_tokens)):
         if value < 1:
             raise ConfigError(f"{name} must be at least 1", expected=">= 1", received=value)
-    if isinstance(model_source, str):
+    if isinstance(model_source, str | Path):
         from ondevice.models import read_dims
 
-        name, dims = model_source, read_dims(model_source, revision)
+        name, dims = str(model_source), read_dims(str(model_source), revision)
+    elif not hasattr(model_source, "family"):
+        message, received = "a model of the wrong type", type(model_source).__name__
+        raise ConfigError(message, expected="a hub id, a path, package:NAME, or a model's `dims`", received=received)
     else:
         name, dims = model_source.family, model_source
     target = find_device(device, device_file) if isinstance(device, str) else device

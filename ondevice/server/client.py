@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from ondevice.artifact.files import atomic_file, atomic_write, sha256_file
+from ondevice.artifact.files import atomic_directory, atomic_file, atomic_write, sha256_file
 from ondevice.core import errors
 from ondevice.core.errors import BusyError, ConfigError, DeviceError, OndeviceError
 
@@ -225,13 +225,16 @@ class Client:
         return self._all("/v1/adapters")
 
     def download_adapter(self, adapter: str, folder: str | Path) -> Path:
-        """Write an adapter's two files into `folder`, as PEFT loads them."""
-        content = self._send("GET", f"/v1/adapters/{quote(adapter)}/download")
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            for name in archive.namelist():
-                (folder / Path(name).name).write_bytes(archive.read(name))
+        """Write an adapter's two files into `folder`, as PEFT loads them; an adapter that is there is replaced.
+
+        Raises:
+            StorageError: `folder` holds something else than an adapter.
+        """
+        content, folder = self._send("GET", f"/v1/adapters/{quote(adapter)}/download"), Path(folder)
+        with atomic_directory(folder, marker="adapter_config.json") as partial:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                for name in archive.namelist():
+                    (partial / Path(name).name).write_bytes(archive.read(name))
         return folder
 
     def forms(self) -> list[dict[str, Any]]:

@@ -65,6 +65,12 @@ class Seat(StrictConfig):
     batch_size: int = 4
     """Rows a step."""
 
+    task: str | None = None
+    """How its rows are read; the charter's task by default."""
+
+    columns: dict[str, str] | None = None
+    """The columns of its rows' fields."""
+
     window: Window | None = None
     """When it may train; None for always. A round that is open when it ends goes without this device."""
 
@@ -75,9 +81,11 @@ class Seat(StrictConfig):
         """Return the flags of `ondevice fleet device`."""
         found = ["--data", self.data, "--out", str(folder), "--host", self.host, "--port", str(self.port),
                  "--batch-size", str(self.batch_size)]  # fmt: skip
-        for name in ("certificates", "key", "model"):
+        for name in ("certificates", "key", "model", "task"):
             value = getattr(self, name)
             found += [f"--{name}", value] if value is not None else []
+        for name, column in (self.columns or {}).items():
+            found += ["--column", f"{name}={column}"]
         return [*found, "--insecure"] if self.insecure else found
 
 

@@ -14,6 +14,7 @@ from ondevice.artifact.adapter import Adapter, load_adapter
 from ondevice.artifact.expert_pairs import change_of
 from ondevice.artifact.files import atomic_directory
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
+from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, StorageError, VerificationError
 from ondevice.models import LoadedModel, load_model, save_tokenizer
 from ondevice.models.load import DTYPES, quiet_transformers
@@ -183,7 +184,7 @@ def fuse(
         ModelError, StorageError: as in `load_model`; `out` holds a model, or other files.
     """
     adapter, exported = load_adapter(adapter_folder), None
-    if (Path(source) / MANIFEST_NAME).is_file():
+    if (path_of(source, "the model") / MANIFEST_NAME).is_file():
         exported = read_manifest(Path(source), check_files=False).model
         source, revision = exported.source, exported.revision
     if adapter.changes_nothing:

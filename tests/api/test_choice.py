@@ -18,7 +18,7 @@ from ondevice.planning.precision import bfloat16_ratio, with_precision
         ("tiny:llama", None, True, "adapter"),
         ("tiny:qwen2", "android-npu", True, "adapter"),
         ("tiny:gpt2", None, False, "adapter"),
-        ("tiny:qwen2_moe", None, False, "adapter"),
+        ("tiny:qwen2_moe", None, True, "adapter"),
         ("tiny:phi3", None, True, "adapter"),  # its fused layers have other names than the default's
         ("no/such-model-anywhere", None, True, "adapter"),
     ],

@@ -134,6 +134,18 @@ def test_epochs_and_the_best_state(settings, tmp_path) -> None:
         (lambda s: ondevice.open_session(None, {}, 0), ConfigError, "received: dict"),
         (lambda s: ondevice.RunConfig(model={"source": "tiny:llama"}, train={"stepz": 3}), ConfigError, "'steps'"),
         (lambda s: ondevice.load_model(3), ModelError, "received: int"),
+        (lambda s: ondevice.plan(3, ondevice.method_config("mesp"), batch_size=1, length_tokens=8), ConfigError, "int"),
+        (lambda s: ondevice.plan("tiny:llama", "mesp", batch_size=1, length_tokens=8), ConfigError, "(NAME)"),
+        (lambda s: ondevice.train(s, rows=ROWS, callbacks=ondevice.Callback()), ConfigError, "callbacks are"),
+        (lambda s: ondevice.train(s, rows=ROWS, callbacks=[print]), ConfigError, "a callback is of the wrong type"),
+        (lambda s: ondevice.train(s, rows=ROWS, sinks=[3]), ConfigError, "a function of an event"),
+        (lambda s: ondevice.train(s, rows=ROWS, adapter=3), ConfigError, "the adapter is of the wrong type"),
+        (lambda s: ondevice.evaluate("tiny:llama", 3), ConfigError, "the data is of the wrong type"),
+        (lambda s: ondevice.evaluate(3, "rows.jsonl"), ConfigError, "the model is of the wrong type"),
+        (lambda s: ondevice.load_adapter(3), ConfigError, "the adapter's folder is of the wrong type"),
+        (lambda s: ondevice.fuse("tiny:llama", 3, "x"), ConfigError, "of the wrong type"),
+        (lambda s: ondevice.open_artifact(3), ConfigError, "the artifact is of the wrong type"),
+        (lambda s: ondevice.read_dataset(3, None, task=None, max_length_tokens=8), ConfigError, "the data is of the"),
     ],
 )  # fmt: skip
 def test_wrong_types_are_errors_of_ours(settings, call, error, words) -> None:

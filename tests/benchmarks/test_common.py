@@ -44,7 +44,7 @@ def test_a_written_result_is_valid_and_replaces_the_old_one(tmp_path: Path) -> N
 
 
 def test_the_command_leaves_out_where_the_output_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = "x --json --note --out --repeats 3 --out=/y --record --programs build"
+    words = "x --json --note --out --repeats 3 --out=/y --record --programs build --data /d --log /l --budget-s 9"
     monkeypatch.setattr(sys, "argv", words.split())
     assert common.result("room/name", [{"a": 1}])["command"] == "python -m benchmarks.room.name --repeats 3"
 

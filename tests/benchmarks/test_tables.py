@@ -102,3 +102,16 @@ def test_update_writes_between_the_markers_and_is_idempotent(document: dict, tmp
 def test_a_marker_without_result_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nothing_here"):
         tables.update("<!-- results: nothing_here -->\n<!-- /results -->", tmp_path)
+    shown = tables.update("<!-- results: prge/race -->\n<!-- /results -->", tmp_path)
+    assert shown.splitlines()[1] == "Not measured yet: `python -m benchmarks.prge.race --record`."
+
+
+def test_a_result_of_another_machine_goes_into_the_documentation(document: dict, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "benchmarks" / "results")
+    (tmp_path / "README.md").write_text("<!-- results: prge/inner_loop -->\n<!-- /results -->\n")
+    (tmp_path / "measured elsewhere.json").write_text(json.dumps(document))
+    assert tables.main([str(tmp_path / "measured elsewhere.json")]) == 0
+    assert (tmp_path / "benchmarks/results/prge/inner_loop/xeon-2-cores.json").is_file()
+    assert "**One dual forward" in (tmp_path / "README.md").read_text() and tables.main(["--check"]) == 0
+    assert tables.main(["no.json"]) == tables.main(["--chekc"]) == 2

@@ -5,7 +5,7 @@ import pytest
 from ondevice.core.near import nearest
 
 FLAGS = ("--rank", "--dry-run", "--epochs", "--learning-rate", "--max-length", "--micro-batch-size", "--model",
-         "--steps", "--batch-size", "--report-to", "--patience")  # fmt: skip
+         "--steps", "--batch-size", "--report-to", "--patience", "--warmup-steps")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,7 @@ FLAGS = ("--rank", "--dry-run", "--epochs", "--learning-rate", "--max-length", "
         ("--max_seq_length", "--max-length"),
         ("--gradient-accumulation-steps", "--micro-batch-size"),
         ("--early-stopping", "--patience"),
+        ("--warmup", "--warmup-steps"),
         ("--learning_rate", "--learning-rate"),
         ("--modle", "--model"),
         ("--zzz", None),

@@ -30,6 +30,13 @@ def test_the_only_list_of_an_object_is_read(write: Write) -> None:
         read_rows(write(json.dumps({"train": ROWS, "test": ROWS}, indent=1), "a.json"))
 
 
+def test_the_list_of_an_object_on_one_line_is_read_and_a_row_stays_a_row(write: Write) -> None:
+    rows = read_rows(write(json.dumps({"version": "1.1", "data": ROWS}), "a.json"))
+    assert [row.pairs[0] for row in rows.items] == [("a", "b"), ("c", "東京")]
+    row = {"question": "?", "choices": ["a", "b"], "answer": "A", "tools": [{"data": [1]}]}
+    assert read_rows(write(json.dumps(row) + "\n", "b.jsonl")).format == "multiple_choice"
+
+
 def test_one_row_over_many_lines_is_a_row(write: Write) -> None:
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     rows = read_rows(write(json.dumps(row, indent=2), "a.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,43 @@ def test_a_run_becomes_a_picture(root: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+COMMAND = re.compile(
+    r"^(?:    |\$ |)(?:sudo )?(?:\S*/bin/)?ondevice ((?:.*\\\n)*.*)$|`ondevice ([^`\n]+)`", re.MULTILINE
+)
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The words of each `ondevice ...` in a page's code; what stands behind a pipe, a `#` or a `;` is none of them."""
+    found = []
+    for match in COMMAND.finditer(text):
+        line = (match[1] or match[2]).replace("\\\n", " ")
+        lexer = shlex.shlex(re.sub(r"[\[\]]", "", line), posix=True, punctuation_chars="|&;<>()")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError:  # prose with an apostrophe
+            continue
+        end = next((place for place, word in enumerate(words) if set(word) <= set("|&;<>()")), len(words))
+        found.append(words[:end])
+    return found
+
+
+def test_every_command_of_the_pages_has_its_verb_and_its_flags(root: Path) -> None:
+    from ondevice.cli.app import Verbs
+
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(root / "examples").rglob("*.md")]
+    wrong, seen = [], 0
+    for page in pages:
+        for words in commands_of(page.read_text(encoding="utf-8")):
+            if words[0] not in Verbs():
+                continue  # a sentence that goes on
+            command, rest = Verbs()[words[0]], words[1:]
+            while rest and rest[0] in getattr(command, "commands", {}):
+                command, rest = command.commands[rest[0]], rest[1:]
+            flags = {name for one in command.params for name in one.opts} | {"--help"}
+            named = {word.partition("=")[0].rstrip(".,:") for word in rest if re.match(r"--?[a-z]", word)}
+            seen += len(named)
+            wrong += [f"{page.relative_to(root)}: ondevice {' '.join(words)}: {flag}" for flag in sorted(named - flags)]
+    assert wrong == [] and seen > 150

@@ -161,6 +161,37 @@ def test_what_was_filled_in_and_sent_stays(tmp_path: Path, warm: Warm) -> None:
         play("kept", ONDEVICE_URL=daemon.address, TOKEN=token, **files)
 
 
+@needs_browser
+def test_lists_of_many_jobs_are_read_wide_and_narrow(tmp_path: Path) -> None:
+    """Long names beside long reasons keep their width, on a phone a list stays short; Try begins with the adapter."""
+    import numpy as np
+
+    from ondevice.artifact.adapter import Adapter, save_adapter
+    from ondevice.server.queue import Queue
+
+    name, reason = "Größe der Zettel aus dem Archiv, 漢字 und שלום", "a loss that is not a number " * 12
+    store = Store(tmp_path / "store")
+    queue = Queue(store)
+    for number in range(12):
+        spec = {
+            "name": f"{name} {number}",
+            "model": "package:some-model-with-a-long-name",
+            "dataset": "data-1",
+            "limits": {},
+        }
+        queue.create({**spec, "config": {"method": {"name": "slideformer"}}})
+        job = queue.claim()
+        assert job is not None
+        queue.ended(job.id, "refused", reason=reason, error={"message": reason, "error": "TrainingError"})
+    store.close()
+    pair = {f"model.layers.0.self_attn.q_proj.lora_{side}.weight": np.ones(shape, "f4")
+            for side, shape in {"A": (4, 64), "B": (64, 4)}.items()}  # fmt: skip
+    save_adapter(Adapter(pair, 4, 8.0, ("q_proj",), "tiny:llama"), tmp_path / "mine")
+    with DaemonProcess(tmp_path / "store") as daemon:
+        adapter = daemon.client.upload("adapter", tmp_path / "mine")["id"]
+        play("lists", ONDEVICE_URL=daemon.address, NAME=name, ADAPTER=adapter)
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node; try: make browser")
 @pytest.mark.parametrize("scenario", ["curve", "waiting"])
 def test_what_needs_no_browser(scenario: str) -> None:

@@ -1,6 +1,7 @@
 """MeSP: exact LoRA gradients from hand-derived backward passes, a block at a time."""
 
 from ondevice.core.method import MethodSpec
+from ondevice.core.registry import metal
 from ondevice.methods.mesp.config import MespConfig
 
 METHOD = MethodSpec(
@@ -14,7 +15,7 @@ METHOD = MethodSpec(
     order="first",
     preference=1,
     sessions={"torch": ".torch.session:open_session", "mlx": ".mlx.session:open_session"},
-    knows_block=lambda dims: dims.gated and not dims.experts,
+    knows_block=lambda dims: dims.gated and not (dims.experts and metal()),  # MLX would be taken there, and has none
     packs=("torch",),
     memory=".memory:MEMORY",
     cost="ondevice.methods.step_model:adapter_step_cost",

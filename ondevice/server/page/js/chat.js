@@ -19,7 +19,8 @@ export async function chatView(main, { query, signal }) {
       ["", active ? `the active one: ${active.name}` : "none is active: the base model alone"],
       ...adapters.map((one) => [one.id, `${one.name} (${one.id})`]),
     ],
-    adapters.some((one) => one.id === wanted) ? wanted : "",
+    // The newest where none is asked for and none is in use: who has just trained one wants to try that.
+    adapters.some((one) => one.id === wanted) ? wanted : active ? "" : (adapters[0]?.id ?? ""),
   );
   const model = choice(
     models.map((one) => [one.id, one.kind === "artifact" ? `${one.id}, the program's own weights` : one.id]),

@@ -106,18 +106,21 @@ export function listing(caption, heads, rows) {
 }
 
 const SHOWN = 8;
+const SHOWN_NARROW = 4; // as the style sheet has them
 
-/** A table of which the first rows are shown, with a button for all: on a phone each row is a card. */
+/** A table of which the first rows are shown, with a button for all: on a phone each row is a card, and fewer are. */
 export function folded(made) {
   const button = h("button", { type: "button", class: "all" });
   const update = () => {
     const count = made.tBodies[0].rows.length;
-    button.hidden = count <= SHOWN || !made.classList.contains("folded");
+    button.hidden = count <= SHOWN_NARROW || !made.classList.contains("folded");
+    button.classList.toggle("narrow", count <= SHOWN);
     setText(button, `Show all ${count}`);
   };
   button.addEventListener("click", () => {
+    const next = [...made.tBodies[0].rows].find((row) => !row.checkVisibility());
     made.classList.remove("folded");
-    made.tBodies[0].rows[SHOWN]?.querySelector("a, button")?.focus();
+    next?.querySelector("a, button")?.focus();
     update();
   });
   made.classList.add("folded");
