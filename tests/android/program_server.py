@@ -10,7 +10,9 @@ this Python. All numbers are little-endian.
 
 The process ends when its standard input does.
 
-    python tests/android/program_server.py ARTIFACT
+    python tests/android/program_server.py ARTIFACT [PROGRAM]
+
+PROGRAM is a file of the artifact that answers with packed weights, to be run in place of the training program.
 """
 
 from __future__ import annotations
@@ -135,8 +137,14 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    weights = manifest["program_spec"].get("weights")
-    methods = Methods(folder / manifest["program"], manifest.get("soc"), folder / weights if weights else None)
+    if sys.argv[2:]:
+        from ondevice.exporters.executorch.packed import load_operators
+
+        load_operators()
+        methods = Methods(folder / sys.argv[2], None)
+    else:
+        weights = manifest["program_spec"].get("weights")
+        methods = Methods(folder / manifest["program"], manifest.get("soc"), folder / weights if weights else None)
     serve(methods, sys.stdin.buffer, answers)
 
 

@@ -1,5 +1,6 @@
 package org.ondevice.app
 
+import org.ondevice.core.AnswersInfo
 import org.ondevice.core.Artifact
 import org.ondevice.core.DType
 import org.ondevice.core.ErrorKind
@@ -9,6 +10,7 @@ import org.ondevice.core.Tensor
 import org.pytorch.executorch.EValue
 import org.pytorch.executorch.ExecuTorchRuntime
 import org.pytorch.executorch.Module
+import java.io.File
 import java.nio.Buffer
 import java.nio.ByteBuffer
 import java.nio.ByteOrder
@@ -20,8 +22,10 @@ import java.nio.ByteOrder
  * Java's Module cannot unload one method, and an XNNPACK method packs its weights anew when it is loaded: so the
  * module is opened again when the kind of method changes (training, evaluating, generating). The functions of a block
  * program hold no weights, and all stay.
+ *
+ * @param file of the artifact: its training program, or the one that answers.
  */
-class ModuleProgram(private val artifact: Artifact) : Program {
+class ModuleProgram(private val artifact: Artifact, private val file: File = artifact.programFile) : Program {
     private var module: Module? = null
     private var kind = ""
     private val staging = Staging()
@@ -29,7 +33,7 @@ class ModuleProgram(private val artifact: Artifact) : Program {
     override fun execute(method: String, inputs: List<Tensor>): List<Tensor> = refusing("running $method") {
         val wanted = kindOf(method)
         if (wanted != kind) unload()
-        val open = module ?: Module.load(artifact.programFile.path, Module.LOAD_MODE_MMAP).also {
+        val open = module ?: Module.load(file.path, Module.LOAD_MODE_MMAP).also {
             module = it
             kind = wanted
         }
@@ -63,6 +67,13 @@ class ModuleProgram(private val artifact: Artifact) : Program {
             )?.let { throw it }
         }
 
+        /** The same for the program that answers. */
+        fun check(answers: AnswersInfo) = refusing("starting ExecuTorch") {
+            ExecuTorchRuntime.getRuntime()
+            val (ops, backends) = ExecuTorchRuntime.getRegisteredOps().toSet() to ExecuTorchRuntime.getRegisteredBackends().toSet()
+            missing(answers.ops.toSet(), ops, setOf(XNNPACK), backends)?.let { throw it }
+        }
+
         internal fun fromRuntime(tensor: org.pytorch.executorch.Tensor): Tensor = when (tensor.dtype()) {
             org.pytorch.executorch.DType.INT64 -> Tensor.of(tensor.dataAsLongArray, *tensor.shape())
             org.pytorch.executorch.DType.FLOAT -> Tensor.of(tensor.dataAsFloatArray, *tensor.shape())
@@ -91,6 +102,7 @@ class ModuleProgram(private val artifact: Artifact) : Program {
         private fun plain(backend: String): String =
             backend.lowercase().filter { it.isLetter() }.removeSuffix("backend").let { if (it in CPU) "" else it }
 
+        private const val XNNPACK = "XnnpackBackend"
         private val CPU = setOf("cpu", "portable", "kernels")
 
         /** Whatever the runtime throws, as an error with its own words in it. */
