@@ -235,9 +235,9 @@ def write_encoded(out: Path) -> None:
 
 
 def encoded(path: Path, tokenizer: Any, task: str | None, length: int, train_on_prompt: bool) -> dict[str, Any]:
+    from ondevice.core.errors import OndeviceError
     from ondevice.data import encode, read_rows
     from ondevice.data.preview import segments
-    from ondevice.core.errors import OndeviceError
 
     head = {"length": length, "train_on_prompt": train_on_prompt, "task": task}
     try:
