@@ -162,7 +162,7 @@ NPU: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Programs for a Qualcomm NPU; they need the `qnn` extra, so tests ask `needs_qnn` first."""
 NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "npu blocks": ("wide", {"export.batch_size": 2, "export.check_steps": 1}),
+    "npu blocks": ("wide", {"export.batch_size": 2, "export.check_steps": 1, "export.context_tokens": 40}),
     "npu blocks, sgd": (
         "wide qwen2",
         {

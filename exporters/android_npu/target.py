@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ondevice.core.errors import ConfigError, ModelError, VerificationError
 from ondevice.core.target import WeightBytes, WeightPlacement
 from ondevice.exporters.android_npu import qnn
 from ondevice.exporters.base import VerifyRequest, beyond, text_batches
 from ondevice.exporters.executorch.target import ExecutorchTarget, log
+from ondevice.exporters.executorch.writer import can_write, check_writer
 from ondevice.models.traits import check_traits
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ LEAST = {"sign_agreement": 0.85, "correlation": 0.9}
 """Agreement that eight directions must reach: one of them may be so close to zero that its sign is chance."""
 LEAST_COSINE, GRADIENT_LOSS = 0.999, 1e-2
 """Of each tensor's exact gradient with float32's, and the largest relative error of a loss."""
+LOGIT_ERROR = 2e-2
+"""Of logits behind a prompt that is read on the NPU, as a part of the largest."""
 ENOUGH = 8
 """Directions below which signs and correlation are reported and not judged."""
 DEFAULT_DIRECTIONS = 8
@@ -110,7 +113,10 @@ class AndroidNpu(ExecutorchTarget):
                 expected="; ".join(expected for expected, _ in wrong),
                 received="; ".join(received for _, received in wrong),
             )
-        return {**agreement.values, "backend": session.backend}, []
+        values = {**agreement.values, "backend": session.backend}
+        if can_write(session):
+            values["max_rel_logit_error"] = check_writer(cast(Any, session), built.loaded, LOGIT_ERROR)
+        return values, []
 
     def _wrong(self, agreement: Agreement, quantize: str) -> list[Any]:
         if "min_gradient_cosine" in agreement.shares:
@@ -159,13 +165,25 @@ class AndroidNpu(ExecutorchTarget):
     def _verify_blocks(self, folder: Path, manifest: Manifest, request: VerifyRequest) -> dict[str, Any]:
         request.refuse_directions("a program with exact gradients")
         program, built = self.rebuild(manifest, request)
-        session = self.open(folder, manifest)
+        session: Any = self.open(folder, manifest)
         batches = request.batches(session, built.loaded.tokenizer, request.steps or 1)
         agreement = program.compare(session, built, batches, manifest.method["learning_rate"])
         wrong = self._wrong(agreement, manifest.quantize)
-        broken = [f"expected {expected}, received {received}" for expected, received in wrong]
+        broken, answers = [f"expected {expected}, received {received}" for expected, received in wrong], {}
+        if can_write(session):
+            try:
+                answers["max_rel_logit_error"] = check_writer(session, built.loaded, LOGIT_ERROR)
+            except VerificationError as error:
+                broken.append(str(error))
         session.close()
-        return {**agreement.values, "soc": manifest.soc, "backend": session.backend, "broken": broken, "ok": not broken}
+        return {
+            **agreement.values,
+            **answers,
+            "soc": manifest.soc,
+            "backend": session.backend,
+            "broken": broken,
+            "ok": not broken,
+        }
 
 
 def placement(

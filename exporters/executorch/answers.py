@@ -23,7 +23,7 @@ from torch import nn
 from ondevice.core.errors import MissingPackageError, VerificationError
 from ondevice.exporters.executorch.answer_model import AnswerModel, flatten, linear
 from ondevice.exporters.executorch.packed import ANSWERS_FILE, FORMAT, PROGRAM_FILE, PackedWriter, load_operators
-from ondevice.exporters.executorch.writer import beside
+from ondevice.exporters.executorch.writer import beside, check_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,10 +104,8 @@ def check_answers(
     writer, form = PackedWriter(folder), described["weights"]
     if adapter is not None:
         writer.use(adapter)
-    length = min(described["context_tokens"] - 2, described["chunk_tokens"] + 5)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, loaded.dims.vocab, (length + 2,), generator=generator).tolist()
-    found = np.stack([writer.feed(ids[:length]), writer.feed(ids[length:-1]), writer.feed(ids[-1:])])
+    ids, length = check_tokens(loaded.dims.vocab, described["context_tokens"], described["chunk_tokens"])
+    found = np.stack([writer.feed(ids[:length]), *(writer.feed([token]) for token in ids[length:])])
     writer.close()
     vector = () if adapter is None else (torch.from_numpy(flatten(adapter, model.pairs, model.rank)),)
     rounded = []

@@ -41,7 +41,8 @@ class Writer:
             raise ArtifactError("the program has no functions that write", hint=hint)
         self.session, methods = session, session.spec.methods
         self.chunk = methods["embed_prefill"].inputs[0].shape[1]
-        keys, values = (next(one for one in methods["block_decode"].inputs if one.role == role).shape for role in KEPT)
+        self.decodes = "block_decode" in methods  # else a token goes through what reads many, filled up
+        keys, values = (next(one for one in methods["block_prefill"].inputs if one.role == role).shape for role in KEPT)
         self.context_tokens, self.read = values[1], 0
         layers = range(session.spec.layers)
         # Zeros: what is masked is still multiplied, and garbage may be no number.
@@ -52,6 +53,7 @@ class Writer:
         """Read tokens behind those before; return the logits of the next one, float32 [vocab].
 
         Raises:
+            ArtifactError: a logit is not finite.
             ConfigError: no token, or the conversation is longer than the context.
         """
         check_room(ids, self.read, self.context_tokens)
@@ -60,18 +62,29 @@ class Writer:
 
     def _feed(self, ids: Sequence[int]) -> np.ndarray:
         while True:
-            many = self.chunk if len(ids) > 1 and self.read + self.chunk <= self.context_tokens else 1
+            reads_many = len(ids) > 1 and self.read + self.chunk <= self.context_tokens
+            many = self.chunk if reads_many or not self.decodes else 1
             part, ids = ids[:many], ids[many:]
             hidden = self._pass(part, many)
             self.read += len(part)
             if not ids:
-                return self.session.head(hidden[len(part) - 1 : len(part)].contiguous())
+                return self._head(hidden[len(part) - 1 : len(part)].contiguous())
+
+    def _head(self, hidden: Tensor) -> np.ndarray:
+        logits = self.session.head(hidden)
+        if not np.isfinite(logits).all():
+            raise ArtifactError(
+                "the program's logits are not finite",
+                received="inf or nan: hidden states that float16 cannot hold, or an adapter with such values",
+                hint="chat with the model in PyTorch",
+            )
+        return logits
 
     def _pass(self, ids: Sequence[int], size: int) -> Tensor:
         """Compute the hidden states of `size` tokens, [size, D]; behind `ids` they are of padding, and not kept."""
         import torch
 
-        name, session = "decode" if size == 1 else "prefill", self.session
+        name, session = "prefill" if size == self.chunk else "decode", self.session
         row = torch.tensor([[*ids, *[0] * (size - len(ids))]])
         x = session._call_block(f"embed_{name}", {"ids": row})["hidden"]
         start, low, high = torch.tensor([self.read]), self.read, self.read + len(ids)
@@ -99,31 +112,43 @@ def check_room(ids: Sequence[int], read: int, context_tokens: int) -> None:
         )
 
 
-def check_writer(session: BlocksSession, loaded: LoadedModel) -> float:
+def check_tokens(vocab: int, context_tokens: int, chunk_tokens: int) -> tuple[list[int], int]:
+    """Draw what a check reads: a prompt of more than one chunk, where the context has room, and two tokens behind it.
+
+    Returns:
+        All of them, and the length of the prompt.
+    """
+    import torch
+
+    length = min(context_tokens - 2, chunk_tokens + 5)
+    return torch.randint(0, vocab, (length + 2,), generator=torch.Generator().manual_seed(0)).tolist(), length
+
+
+def check_writer(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0) -> float:
     """Compare logits behind a prompt, read in both ways, with eager PyTorch's under the session's adapter.
 
     Args:
         loaded: the model with the weights that the program has, rounded as they are.
+        limit: largest error, `LOGIT_ERROR` unless given.
 
     Returns:
         The largest difference, as a part of the largest logit.
 
     Raises:
-        VerificationError: it is beyond `LOGIT_ERROR`.
+        VerificationError: it is beyond the limit.
     """
     import torch
 
-    writer, adapter = Writer(session), session.adapter()
-    length = min(writer.context_tokens - 2, writer.chunk + 5)
-    ids = torch.randint(0, loaded.dims.vocab, (length + 2,), generator=torch.Generator().manual_seed(0)).tolist()
+    writer, adapter, limit = Writer(session), session.adapter(), limit or LOGIT_ERROR
+    ids, length = check_tokens(loaded.dims.vocab, writer.context_tokens, writer.chunk)
     with beside(loaded, adapter), torch.no_grad():
         expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()
-    found = np.stack([writer.feed(ids[:length]), writer.feed(ids[length:-1]), writer.feed(ids[-1:])])
+    found = np.stack([writer.feed(ids[:length]), *(writer.feed([token]) for token in ids[length:])])
     error = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
-    if not error <= LOGIT_ERROR:
+    if not error <= limit:
         raise VerificationError(
             "the program does not write what eager PyTorch does; nothing was written",
-            expected=f"logits within {LOGIT_ERROR:g} of the largest",
+            expected=f"logits within {limit:g} of the largest",
             received=f"{error:.3g}",
         )
     return error
@@ -153,4 +178,4 @@ KEPT = ("keys", "values")
 def can_write(session: object) -> bool:
     """Return True if a session's program has the functions that write with a cache."""
     spec = getattr(session, "spec", None)
-    return spec is not None and "block_decode" in spec.methods
+    return spec is not None and "block_prefill" in spec.methods

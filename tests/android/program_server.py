@@ -10,7 +10,9 @@ this Python. All numbers are little-endian.
 
 The process ends when its standard input does.
 
-    python tests/android/program_server.py ARTIFACT
+    python tests/android/program_server.py ARTIFACT [PROGRAM]
+
+PROGRAM is a file of the artifact that answers with packed weights, to be run in place of the training program.
 """
 
 from __future__ import annotations
@@ -149,11 +151,17 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    spec = manifest["program_spec"]
-    weights = spec.get("weights")
-    of_layers = {name: method["program"] for name, method in spec["methods"].items() if method.get("program")}
-    program = folder / manifest["program"]
-    methods = Methods(program, manifest.get("soc"), folder / weights if weights else None, of_layers)
+    if sys.argv[2:]:
+        from ondevice.exporters.executorch.packed import load_operators
+
+        load_operators()
+        methods = Methods(folder / sys.argv[2], None)
+    else:
+        spec = manifest["program_spec"]
+        weights = spec.get("weights")
+        of_layers = {name: method["program"] for name, method in spec["methods"].items() if method.get("program")}
+        program = folder / manifest["program"]
+        methods = Methods(program, manifest.get("soc"), folder / weights if weights else None, of_layers)
     serve(methods, sys.stdin.buffer, answers)
 
 

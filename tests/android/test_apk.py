@@ -240,6 +240,18 @@ def test_the_runtime_has_every_kernel_of_an_export(name: str, libraries: dict[st
         assert [op for op in stock if op.encode() + b"\0" not in library] == []
 
 
+def test_the_runtime_has_every_kernel_of_a_program_that_answers(libraries: dict[str, bytes]) -> None:
+    pytest.importorskip("executorch")
+    from tests.programs import program as exported_program
+
+    described = json.loads((exported_program("blocks, packed answers") / "answers/answers.json").read_text("utf-8"))
+    assert "llama::custom_sdpa.out" in described["ops"]
+    for abi in MACHINES:
+        library = libraries[f"lib/{abi}/libexecutorch.so"]
+        rounded = "quantized_decomposed::embedding_byte.out"  # of the 8- and 4-bit forms
+        assert [op for op in (*described["ops"], rounded) if op.encode() + b"\0" not in library] == []
+
+
 def test_a_kernel_that_does_not_exist_is_noticed(libraries: dict[str, bytes]) -> None:
     assert b"aten::no_such_kernel.out\0" not in libraries["lib/arm64-v8a/libexecutorch.so"]
 

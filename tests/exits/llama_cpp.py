@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
+from ondevice.exits import convert, gguf_lora
+from ondevice.exits.base import Checked, Request
+from tests.exits.conftest import IDS, Case, zero_adapter
 
 
 class LlamaCpp:
@@ -57,9 +63,33 @@ class LlamaCpp:
 
     def http(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Ask the server for what the package has no call for."""
-        from urllib.request import Request, urlopen
+        from urllib import request
 
         headers = {"Content-Type": "application/json"}
-        request = Request(f"{self.server.listening_address}/{path}", json.dumps(body).encode(), headers)
-        with urlopen(request, timeout=30) as answer:
+        asked = request.Request(f"{self.server.listening_address}/{path}", json.dumps(body).encode(), headers)
+        with request.urlopen(asked, timeout=30) as answer:
             return json.load(answer)
+
+
+def base_gguf(case: Case) -> Path:
+    """Write the base model as GGUF by the same code, with an adapter too small to matter: made once a family."""
+    path = case.model.parent / "base.gguf"
+    if not path.exists():
+        adapter = load_adapter(case.adapter)
+        small = {name: value * (1e-4 if ".lora_B." in name else 1) for name, value in adapter.tensors.items()}
+        folder = case.model.parent / "small"
+        save_adapter(Adapter(small, 3, 7.0, adapter.target_modules, adapter.base_model), folder)
+        convert(folder, "gguf", path, model=str(case.model), dtype="float32")
+    return path
+
+
+def check_zeros_change_nothing(case: Case, folder: Path) -> None:
+    """Write an adapter of zeros as GGUF, past the check that refuses it: llama.cpp computes what it does without."""
+    zeros = load_adapter(zero_adapter(folder / "zero", case.adapter))
+    request = Request(zeros, folder / "zero", str(case.model), None, "", folder / "zero.gguf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_lora, "check_adapter", lambda request, written: Checked(None, None, None))
+        gguf_lora.write(request, folder / "zero.gguf")
+    plain = LlamaCpp(base_gguf(case)).log_probabilities(IDS, case.base.size)
+    with_zeros = LlamaCpp(base_gguf(case), folder / "zero.gguf").log_probabilities(IDS, case.base.size)
+    np.testing.assert_allclose(with_zeros, plain, rtol=0, atol=1e-6)

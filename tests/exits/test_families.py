@@ -16,8 +16,9 @@ from ondevice.artifact.adapter import save_adapter
 from ondevice.core.errors import ModelError
 from ondevice.exits import convert
 from ondevice.models import load_model, save_tiny, tiny_model
-from tests.exits.conftest import IDS, log_probabilities, random_adapter
-from tests.exits.llama_cpp import LlamaCpp
+from tests.exits.conftest import IDS, Case, log_probabilities, random_adapter
+from tests.exits.llama_cpp import LlamaCpp, base_gguf, check_zeros_change_nothing
+from tests.exits.table import MORE
 
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 300,
@@ -40,6 +41,7 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"tied": False, "moe_intermediate_size": 768}),
     "smollm3": ("smollm3", {"layers": 4, "no_rope_layer_interval": 4}),
 }  # fmt: skip
+assert {family for family, _ in FORMS.values()} >= set(MORE)
 TRANSFORMERS_READS = ("gemma3_text", "phi3", "qwen3", "qwen3_moe")
 """Of these, at its own defaults of what it does not read (head size, width of an expert); it drops scalings of the
 rotary embedding, so its tensors alone are compared."""
@@ -62,14 +64,20 @@ def test_a_gguf_file_is_the_model(form: str, tmp_path: Path) -> None:
     add_merge(folder / "tokenizer.json")
     loaded = load_model(str(folder))
     save_adapter(random_adapter(loaded), tmp_path / "adapter")
-    base = log_probabilities(loaded.model)
+    base, lora = log_probabilities(loaded.model), tmp_path / "lora.gguf"
     merged = PeftModel.from_pretrained(loaded.model, tmp_path / "adapter").merge_and_unload()
     expected, path = log_probabilities(merged), tmp_path / "model.gguf"
     convert(tmp_path / "adapter", "gguf", path, model=str(folder), dtype="float32")
     found = LlamaCpp(path).log_probabilities(IDS, 288)
     # llama.cpp looks tanh-GELU up in a table of float16.
-    np.testing.assert_allclose(found, expected, rtol=0, atol=5e-3 if family == "gemma3_text" else 1e-3)
+    error = 5e-3 if family == "gemma3_text" else 1e-3
+    np.testing.assert_allclose(found, expected, rtol=0, atol=error)
     assert np.abs(found - base).max() > 0.1
+    case = Case(folder, tmp_path / "adapter", base, expected)
+    convert(case.adapter, "gguf-lora", lora, model=str(folder))
+    beside = LlamaCpp(base_gguf(case), lora).log_probabilities(IDS, 288)
+    np.testing.assert_allclose(beside, expected, rtol=0, atol=error)
+    check_zeros_change_nothing(case, tmp_path)
 
     again = load_model(str(path))
     assert again.dims == loaded.dims

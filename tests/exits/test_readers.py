@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ondevice.artifact.adapter import Adapter, load_adapter, save_adapter
+from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.cli.adapters import FORMS
 from ondevice.exits import convert, form_names
 from ondevice.exits.base import form_of
 from ondevice.models import load_model
-from tests.exits.conftest import IDS, Case, log_probabilities, zero_adapter
-from tests.exits.llama_cpp import LlamaCpp
+from tests.exits.conftest import IDS, Case, log_probabilities
+from tests.exits.llama_cpp import LlamaCpp, base_gguf, check_zeros_change_nothing
 from tests.exits.table import CELLS, FAMILIES, PAGE, READERS, update
 
 GGUF_ERROR = {"float32": 1e-4, "float16": 2e-2, "q8_0": 0.4, "q4_0": 3.0}
@@ -37,18 +37,6 @@ def by_llama_cpp(case: Case, form: str, out: Path) -> np.ndarray:
         base = base_gguf(case)
         return LlamaCpp(base, out).log_probabilities(IDS, case.base.size)
     return LlamaCpp(out / "model.gguf" if form == "ollama" else out).log_probabilities(IDS, case.base.size)
-
-
-def base_gguf(case: Case) -> Path:
-    """Write the base model as GGUF by the same code, with an adapter too small to matter: made once a family."""
-    path = case.model.parent / "base.gguf"
-    if not path.exists():
-        adapter = load_adapter(case.adapter)
-        small = {name: value * (1e-4 if ".lora_B." in name else 1) for name, value in adapter.tensors.items()}
-        folder = case.model.parent / "small"
-        save_adapter(Adapter(small, 3, 7.0, adapter.target_modules, adapter.base_model), folder)
-        convert(folder, "gguf", path, model=str(case.model), dtype="float32")
-    return path
 
 
 def by_peft(case: Case, form: str, out: Path) -> np.ndarray:
@@ -122,18 +110,8 @@ def test_gguf_types_round_no_more_than_they_must(cases, tmp_path: Path, dtype: s
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_adapter_of_zeros_leaves_llama_cpp_as_it_is(cases, tmp_path: Path, family: str, monkeypatch) -> None:
-    from ondevice.exits import gguf_lora
-    from ondevice.exits.base import Checked, Request
-
-    case = cases[family]
-    zeros = load_adapter(zero_adapter(tmp_path / "zero", case.adapter))
-    monkeypatch.setattr(gguf_lora, "check_adapter", lambda request, written: Checked(None, None, None))
-    request = Request(zeros, tmp_path / "zero", str(case.model), None, "", tmp_path / "zero.gguf")
-    gguf_lora.write(request, tmp_path / "zero.gguf")
-    plain = LlamaCpp(base_gguf(case)).log_probabilities(IDS, case.base.size)
-    with_zeros = LlamaCpp(base_gguf(case), tmp_path / "zero.gguf").log_probabilities(IDS, case.base.size)
-    np.testing.assert_allclose(with_zeros, plain, rtol=0, atol=1e-6)
+def test_an_adapter_of_zeros_leaves_llama_cpp_as_it_is(cases, tmp_path: Path, family: str) -> None:
+    check_zeros_change_nothing(cases[family], tmp_path)
 
 
 def test_rank_stabilised_lora_keeps_its_scale(cases, tmp_path: Path) -> None:

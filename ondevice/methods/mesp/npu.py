@@ -223,10 +223,6 @@ def problems(config: MespConfig, export: ExportConfig, dims: ModelDims) -> list[
         problems.append(f"export.quantize is {export.quantize}: mesp's blocks on the NPU have float16 weights, none")
     if export.program == "whole":
         problems.append("the NPU's program has functions of one block: leave export.program at auto")
-    if export.shared_context:
-        problems.append(
-            "export.context_tokens: the NPU keeps no keys and values; export.answers=packed answers on the CPU"
-        )
     if export.next_token and export.batch_size != 1:
         problems.append("next_token needs batch_size 1 on the NPU: another number of rows would store the blocks again")
     return problems
@@ -237,7 +233,9 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
 
     An evaluation has as many rows as a step: a forward pass for another number would store the blocks again.
     """
-    (length,), rows = export.lengths_tokens, export.batch_size
+    from ondevice.methods.mesp.npu_cached import prefill_part  # it is built on this module
+
+    (length,), rows, context = export.lengths_tokens, export.batch_size, export.shared_context
     plain = blocks.build(loaded, config, export.model_copy(update={"eval_batch_size": rows}), seed)
     functions: BlockFunctions = plain.eager
     size = f"{rows}x{length}"
@@ -251,16 +249,23 @@ def build(loaded: LoadedModel, config: MespConfig, export: ExportConfig, seed: i
         forward = ForwardBody(functions, layer, rows, length)
         backward = BackwardBody(functions, layer, rows, length)
         backward_inputs = (hidden, gradient, *scalars, *ranges)
+        answers = (prefill_part(functions, ranges[0], layer, context),) if context else ()
         return (
             NpuPart(f"block_forward_{size}", forward, forward.example_inputs(0), lambda name, body: ProgramModule(
                 name, NpuForward(functions, body), (hidden, ranges[0]), (hidden,), per_layer=True)),
             NpuPart(f"block_backward_{size}", backward, backward.example_inputs(1), lambda name, body: ProgramModule(
                 name, NpuBackward(functions, body), backward_inputs, (gradient, *ranges), per_layer=True)),
+            *answers,
         )  # fmt: skip
+
+    def on_cpu(name: str) -> bool:
+        """Blocks are compiled; a row by itself, and one token by itself, have no function of a block here."""
+        of_one_row = () if rows == 1 else (f"embed_1x{length}",)
+        return not name.startswith("block_") and name not in ("embed_decode", *of_one_row)
 
     return replace(
         plain,
-        modules=tuple(module for module in plain.modules if not module.name.startswith("block_")),
+        modules=tuple(module for module in plain.modules if on_cpu(module.name)),
         weights={name: value for name, value in plain.weights.items() if not name.startswith(LAYERS)},
         parts=parts,
         loss_scale=LOSS_SCALE,

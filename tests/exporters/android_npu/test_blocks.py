@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ondevice.api import export as artifacts
+from ondevice.api.chat import open_chat
 from ondevice.api.open import open_artifact
 from ondevice.api.verify import verify
 from ondevice.artifact.manifest import read_manifest
@@ -21,10 +25,14 @@ from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
 from ondevice.exporters.executorch import blocks
 from ondevice.models import load_model
+from ondevice.models.generate import generate
+from ondevice.training.fuse import adapted
 from tests.methods.reference import batch
 from tests.programs import NPU_BLOCKS, config, model, needs_qnn, program
 
 pytest.importorskip("executorch.exir")
+from ondevice.exporters.executorch.writer import Writer
+
 LENGTH, RATE = 16, 1e-2
 
 
@@ -87,12 +95,46 @@ def test_the_next_token_is_eager_s() -> None:
     ids, length = batch(1, LENGTH, seed=9)[0], 9
     logits = session.next_token(ids, length)
     loaded = load_model(str(model("wide qwen2")))
-    import torch
-
     with torch.inference_mode():
         expected = loaded.model(torch.from_numpy(ids[:, :length])).logits[0, -1].numpy()
     np.testing.assert_allclose(logits, expected, atol=2e-2 * np.abs(expected).max())
     session.close()
+
+
+def test_a_prompt_is_read_in_blocks_up_to_the_end_of_the_context(session) -> None:
+    """33 tokens are more than a call takes; those of the answer go through the same function, one by one."""
+    adapter = session.adapter()
+    rng = np.random.default_rng(0)
+    changed = {n: (rng.normal(size=v.shape) / 8).astype(np.float32) for n, v in adapter.tensors.items()}
+    adapter = replace(adapter, tensors=adapter.tensors | {n: v for n, v in changed.items() if ".lora_B." in n})
+    loaded, ids = load_model(str(model("wide"))), rng.integers(40, 200, 40).tolist()
+    logits = {}
+    for name, used in (("adapted", adapter), ("base", None)):
+        session.restart() if used is None else session.load_adapter(used)
+        writer = Writer(session)
+        logits[name] = np.stack([writer.feed(ids[:33]), *(writer.feed([token]) for token in ids[33:])])
+        with adapted(loaded, used) if used else nullcontext(), torch.no_grad():
+            expected = loaded.model(torch.tensor([ids])).logits[0, 32:].numpy()
+        np.testing.assert_allclose(logits[name], expected, rtol=0, atol=1e-2 * np.abs(expected).max())
+    assert np.abs(logits["base"] - logits["adapted"]).max() > 0.1 * np.abs(logits["base"]).max()
+    with pytest.raises(ConfigError, match="longer than the program's context"):
+        writer.feed([1])
+    writer.read = 33  # a conversation that goes on otherwise
+    np.testing.assert_allclose(writer.feed(ids[33:]), expected[-1], rtol=0, atol=1e-2 * np.abs(expected).max())
+    many = {n: v * 1e6 for n, v in adapter.tensors.items()}
+    session.load_adapter(replace(adapter, tensors=many))
+    with pytest.raises(ArtifactError, match="not finite"):
+        Writer(session).feed(ids[:3])
+
+
+def test_chat_answers_on_the_npu_as_eager_does() -> None:
+    chat, messages = open_chat(str(program("npu blocks"))), [{"role": "user", "content": "Hi"}]
+    loaded = load_model(str(model("wide")))
+    assert chat.answer(messages, max_new_tokens=6) == generate(loaded, messages, max_new_tokens=6)
+    manifest = read_manifest(program("npu blocks"))
+    assert 0 < manifest.check["max_rel_logit_error"] < 1e-2
+    assert manifest.program_spec.methods["block_prefill"].program == "layers/{layer}.pte"
+    assert not {"block_decode", "embed_decode", "embed_1x16"} & set(manifest.program_spec.methods)
 
 
 def test_a_step_that_overflows_is_left_out_and_the_scale_halved(session, caplog, monkeypatch) -> None:
@@ -180,6 +222,7 @@ def test_a_wrong_program_is_not_ok(monkeypatch) -> None:
     monkeypatch.setattr(NpuBlocksSession, "_call_block", swapped)  # each layer with the other's weights and adapter
     result = verify(program("npu blocks"))
     assert not result["ok"] and any("min_gradient_cosine" in line for line in result["broken"])
+    assert any("does not write what eager PyTorch does" in line for line in result["broken"])
 
 
 def test_code_of_other_delegates_is_refused() -> None:

@@ -31,6 +31,7 @@ import texts  # noqa: E402
 ARTIFACT = "artifact with a space"
 BLOCKS = "blocks"
 WRITER = "writer"
+PACKED = "packed answers"
 FLEET = "fleet artifact"
 FORMS = ("int8", "q4", "8da8w")
 """Of a block program's rounded weights."""
@@ -92,6 +93,8 @@ def export(out: Path) -> None:
     writer = "--method mesp --length 64 --batch-size 1 --set method.loss_tiles=2 --set export.next_token=true"
     writer += " --set export.context_tokens=60"
     make_artifact(out / WRITER, "android-cpu", writer)
+    packed = writer.replace("tokens=60", "tokens=200") + " --set export.answers=packed"
+    make_artifact(out / PACKED, "android-cpu", packed)
     for artifact, run in ((ARTIFACT, "run"), (BLOCKS, "blocks run")):
         make_run(out, artifact, run, "--steps 12 --set train.checkpoint_every=5 --set train.eval_every=6")
 
@@ -253,9 +256,9 @@ def write_encoded(out: Path) -> None:
 
 
 def encoded(path: Path, tokenizer: Any, task: str | None, length: int, train_on_prompt: bool) -> dict[str, Any]:
+    from ondevice.core.errors import OndeviceError
     from ondevice.data import encode, read_rows
     from ondevice.data.preview import segments
-    from ondevice.core.errors import OndeviceError
 
     head = {"length": length, "train_on_prompt": train_on_prompt, "task": task}
     try:

@@ -1,6 +1,7 @@
 package org.ondevice.app
 
 import android.os.Build
+import org.ondevice.core.AnswersInfo
 import org.ondevice.core.Artifact
 import org.ondevice.core.DType
 import org.ondevice.core.ErrorKind
@@ -23,8 +24,10 @@ import java.nio.ByteOrder
  * module is opened again when the kind of method changes (training, evaluating, generating). The functions of a block
  * program hold no weights, and all stay. Where every layer has a program of its own, a CPU's is closed after each call,
  * so that memory holds the packed weights of one layer; an NPU's stay, as to load one takes as long as to run it.
+ *
+ * @param file of the artifact: its training program, or the one that answers.
  */
-class ModuleProgram(private val artifact: Artifact) : Program {
+class ModuleProgram(private val artifact: Artifact, private val file: File = artifact.programFile) : Program {
     private val spec = artifact.manifest.spec
     private val keepsLayers = artifact.manifest.soc != null
     private var module: Module? = null
@@ -40,7 +43,7 @@ class ModuleProgram(private val artifact: Artifact) : Program {
     private fun open(method: String): Module {
         val wanted = kindOf(method)
         if (wanted != kind) unload()
-        return module ?: load(artifact.programFile).also {
+        return module ?: load(file).also {
             module = it
             kind = wanted
         }
@@ -88,6 +91,13 @@ class ModuleProgram(private val artifact: Artifact) : Program {
             )?.let { throw it }
         }
 
+        /** The same for the program that answers. */
+        fun check(answers: AnswersInfo) = refusing("starting ExecuTorch") {
+            ExecuTorchRuntime.getRuntime()
+            val (ops, backends) = ExecuTorchRuntime.getRegisteredOps().toSet() to ExecuTorchRuntime.getRegisteredBackends().toSet()
+            missing(answers.ops.toSet(), ops, setOf(XNNPACK), backends)?.let { throw it }
+        }
+
         internal fun fromRuntime(tensor: org.pytorch.executorch.Tensor): Tensor = when (tensor.dtype()) {
             org.pytorch.executorch.DType.INT64 -> Tensor.of(tensor.dataAsLongArray, *tensor.shape())
             org.pytorch.executorch.DType.FLOAT -> Tensor.of(tensor.dataAsFloatArray, *tensor.shape())
@@ -116,6 +126,7 @@ class ModuleProgram(private val artifact: Artifact) : Program {
         private fun plain(backend: String): String =
             backend.lowercase().filter { it.isLetter() }.removeSuffix("backend").let { if (it in CPU) "" else it }
 
+        private const val XNNPACK = "XnnpackBackend"
         private val CPU = setOf("cpu", "portable", "kernels")
 
         /** Whatever the runtime throws, as an error with its own words in it. */

@@ -34,6 +34,12 @@ class OndeviceApp : Application() {
         ModuleProgram(artifact)
     }
 
+    /** Opens the program that answers with packed weights, of an artifact that has one. */
+    var openAnswers: (Artifact) -> Program = { artifact ->
+        ModuleProgram.check(artifact.answers!!)
+        ModuleProgram(artifact, artifact.answersFile)
+    }
+
     @Suppress("OVERRIDE_DEPRECATION")
     override fun onTrimMemory(level: Int) {
         super.onTrimMemory(level)

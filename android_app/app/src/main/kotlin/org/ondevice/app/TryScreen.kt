@@ -11,6 +11,7 @@ import org.ondevice.core.ArtifactInfo
 import org.ondevice.core.Format
 import org.ondevice.core.JudgedAnswer
 import org.ondevice.core.OndeviceException
+import org.ondevice.core.PackedAnswers
 import org.ondevice.core.Sampling
 import org.ondevice.core.Session
 import org.ondevice.core.Task
@@ -60,6 +61,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
     private fun keepDraft() {
         root.findViewById<EditText>(R.id.prompt)?.let { draft.putString("prompt", it.text.toString()) }
         root.findViewById<EditText>(R.id.answers)?.let { draft.putString("answers", it.text.toString()) }
+        root.findViewById<EditText>(R.id.stop_texts)?.let { draft.putString("stop_texts", it.text.toString()) }
         root.findViewById<Spinner>(R.id.adapter)?.let { draft.putString("adapter", it.selectedItem?.toString()) }
         root.findViewById<Spinner>(R.id.other)?.let { draft.putString("other", it.selectedItem?.toString()) }
         root.findViewById<Switch>(R.id.as_chat)?.let { draft.putBoolean("as_chat", it.isChecked) }
@@ -91,7 +93,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
         form += ui.labelled(R.string.adapter, ui.spinner(R.id.adapter, names, names.indexOf(wanted)))
         val others = listOf(string(R.string.base_model)) + names
         form += ui.labelled(R.string.compare_with, ui.spinner(R.id.other, others, others.indexOf(draft.getString("other"))))
-        val writes = model.manifest!!.spec.generates
+        val writes = model.manifest!!.writes
         val task = task(model)
         val label = if (task != null) R.string.text_to_judge else R.string.prompt
         val prompt = ui.field(R.id.prompt, label, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("prompt") ?: "") }
@@ -105,6 +107,8 @@ class TryScreen(host: MainActivity) : Screen(host) {
             form += ui.toggle(R.id.as_chat, R.string.as_chat, draft.getBoolean("as_chat"), {})
             form += ui.row(number(R.id.longest, R.string.longest_answer, "32", whole = true), number(R.id.heat, R.string.sampling_temperature, "0"), gap = 10)
             form += ui.row(number(R.id.top_p, R.string.top_p, "1"), number(R.id.sampling_seed, R.string.seed, "0", whole = true), gap = 10)
+            val stops = ui.field(R.id.stop_texts, R.string.stop_texts, InputType.TYPE_CLASS_TEXT, lines = 2).apply { setText(draft.getString("stop_texts") ?: "") }
+            form += ui.labelled(R.string.stop_texts, stops)
         }
         parts += ui.card(*form.toTypedArray(), gap = 10)
         blocked = isBlocked
@@ -135,6 +139,7 @@ class TryScreen(host: MainActivity) : Screen(host) {
         return Sampling(
             text(R.id.longest, "32").toIntOrNull() ?: 0, text(R.id.heat, "0").toFloatOrNull() ?: -1f,
             text(R.id.top_p, "1").toFloatOrNull() ?: 0f, text(R.id.sampling_seed, "0").toLongOrNull() ?: 0L,
+            (draft.getString("stop_texts") ?: "").lines().map { it.trim() }.filter { it.isNotEmpty() },
         )
     }
 
@@ -166,18 +171,21 @@ class TryScreen(host: MainActivity) : Screen(host) {
             val adapters = app.store.adapters(artifact)
             val vector = adapters.load(adapter)
             val left = other?.let(adapters::load) ?: artifact.first(artifact.manifest.spec.adapter).floats()
-            app.openProgram(artifact).use { program ->
-                val trial = Trial(Session(artifact, program), artifact.tokenizer())
-                if (trial.canGenerate && task == null) {
-                    trial.generate(prompt, vector, left, asChat, sampling(), shouldStop = { stopping }) { soFar ->
-                        app.jobs.onMain {
-                            keep(soFar)
-                            written()
+            val packed = if (task == null && artifact.answers != null) PackedAnswers(artifact, app.openAnswers(artifact)) else null
+            packed.use {
+                app.openProgram(artifact).use { program ->
+                    val trial = Trial(Session(artifact, program), artifact.tokenizer(), packed)
+                    if (trial.canGenerate && task == null) {
+                        trial.generate(prompt, vector, left, asChat, sampling(), shouldStop = { stopping }) { soFar ->
+                            app.jobs.onMain {
+                                keep(soFar)
+                                written()
+                            }
                         }
+                    } else {
+                        val (text, answers) = task?.let { trial.ofTask(mapOf(it.columns.values.first()[0] to prompt)) } ?: (prompt to answers(prompt))
+                        trial.judge(text, answers, vector, left)
                     }
-                } else {
-                    val (text, answers) = task?.let { trial.ofTask(mapOf(it.columns.values.first()[0] to prompt)) } ?: (prompt to answers(prompt))
-                    trial.judge(text, answers, vector, left)
                 }
             }
         }) { keep(it) }

@@ -13,6 +13,7 @@ import org.junit.Assert.assertNull
 import org.junit.Assert.assertThrows
 import org.junit.Assert.assertTrue
 import org.junit.Test
+import org.ondevice.core.AnswersInfo
 import org.ondevice.core.Json
 import org.ondevice.core.PipeProgram
 import org.robolectric.RuntimeEnvironment
@@ -57,11 +58,33 @@ class TryAndAdaptersTest : AppTest() {
     }
 
     /** A program of no task that can write, with the adapter that Python trained. */
-    private fun writer(name: String = "stories") {
-        importModel(name, File(fixtures, "writer"))
+    private fun writer(name: String = "stories", folder: String = "writer") {
+        importModel(name, File(fixtures, folder))
         val artifact = app.store.models().first { it.name == name }.artifact!!
         app.store.adapters(artifact).apply { addFrom(File(fixtures, "blocks run/adapter"), "from Python") }.activate("from Python")
-        app.openProgram = { PipeProgram(it.folder, property("ondevice.python"), File(property("ondevice.root")).canonicalFile) }
+        val root = File(property("ondevice.root")).canonicalFile
+        app.openProgram = { PipeProgram(it.folder, property("ondevice.python"), root) }
+        app.openAnswers = { PipeProgram(it.folder, property("ondevice.python"), root, AnswersInfo.PROGRAM_NAME) }
+    }
+
+    /** The same from the program with packed weights, up to a text that ends it. */
+    @Test
+    fun writesWithPackedWeightsAndStopsAtATextThatEndsIt() {
+        val expected = Json.parse(File(fixtures, "blocks answers.json").readText()) as Map<*, *>
+        val answer = expected["after"] as String
+        writer(folder = "packed answers")
+        open(3)
+        find<EditText>(R.id.prompt).setText(expected["prompt"] as String)
+        find<EditText>(R.id.stop_texts).setText("never there\n ${answer.substring(3, 5).trim()} ")
+        click(R.id.compare)
+        until("the answers") { app.jobs.words(TryScreen.PLACE) == null }
+        assertNull(app.jobs.error(TryScreen.PLACE))
+        assertEquals(answer.substringBefore(answer.substring(3, 5).trim()), app.lastTrial!!.result.after!!.text)
+        val lacking = ModuleProgram.missing(setOf("llama::custom_sdpa.out"), emptySet(), setOf("XnnpackBackend"), setOf("XnnpackBackend"))!!
+        app.openAnswers = { throw lacking }
+        click(R.id.compare)
+        until("what is missing") { app.jobs.error(TryScreen.PLACE) != null }
+        assertTrue(texts(), "llama::custom_sdpa.out" in texts())
     }
 
     @Test

@@ -13,6 +13,10 @@ class Artifact(val folder: File, val manifest: Manifest) {
     /** Bytes that the runtime maps: the programs, and of a block program the weights. */
     val mappedBytes: Long get() = (listOf(manifest.program) + listOfNotNull(manifest.spec.blocks?.weights) + manifest.spec.layerPrograms).sumOf { File(folder, it).length() }
 
+    /** What answers with packed weights, and its program; null where nothing does. */
+    val answers: AnswersInfo? by lazy { if (manifest.hasPackedAnswers) AnswersInfo.read(folder, manifest.spec) else null }
+    val answersFile: File get() = File(folder, AnswersInfo.PROGRAM_NAME)
+
     /** The tokenizer that the program was made for; reading it takes a moment, keep it. */
     fun tokenizer(): Tokenizer = TokenizerFile.read(File(folder, TOKENIZER_FOLDER))
 

@@ -180,6 +180,12 @@ data class Manifest(
     /** Bytes of the adapter vector. */
     val adapterBytes: Long get() = 4L * spec.adapterSize
 
+    /** True where a program of its own answers, with packed weights. */
+    val hasPackedAnswers: Boolean get() = AnswersInfo.FILE_NAME in files && AnswersInfo.PROGRAM_NAME in files
+
+    /** True where something can write text. */
+    val writes: Boolean get() = hasPackedAnswers || spec.generates
+
     /** Name of the method [kind] (`train_step` or `evaluate`) for rows padded to [lengthTokens]. */
     fun methodFor(kind: String, lengthTokens: Int): String {
         if (lengthTokens !in lengthsTokens) {

@@ -16,6 +16,13 @@ interface TokenReader {
     fun feed(ids: IntArray): FloatArray
 }
 
+/** Refuse [ids] that do not fit behind the [read] tokens of a text. */
+internal fun checkRoom(ids: IntArray, read: Int, context: Int) {
+    if (ids.isEmpty() || read + ids.size > context) {
+        throw dataError("the text is longer than the program's context", "1 to $context tokens", "${read + ids.size}", "write less, or begin anew")
+    }
+}
+
 /** Every token computes the whole row anew, of which the program keeps nothing. */
 internal class WholeRowReader(private val columns: Int, private val padId: Int, private val nextToken: (LongArray, Int) -> FloatArray) : TokenReader {
     private var read = IntArray(0)
@@ -56,9 +63,7 @@ internal class CachedReader(private val steps: BlockSteps, private val spec: Pro
     override val contextTokens: Int get() = context
 
     override fun feed(ids: IntArray): FloatArray {
-        if (ids.isEmpty() || read + ids.size > context) {
-            throw dataError("the text is longer than the program's context", "1 to $context tokens", "${read + ids.size}", "write less, or begin anew")
-        }
+        checkRoom(ids, read, context)
         var at = 0
         while (true) {
             val size = if (ids.size - at > 1 && read + chunk <= context) chunk else 1

@@ -15,15 +15,17 @@ class TrialResult(val before: TrialSide, val after: TrialSide?)
 /**
  * Tries a prompt before and after training.
  *
- * A program with a method `next_token` writes an answer. One exported without it can judge: it scores
- * the candidates that are given, such as the task's labels.
+ * A program with a method `next_token` writes an answer, and so does one with a cache. One exported without can judge: it
+ * scores the candidates that are given, such as the task's labels.
+ *
+ * @param answers what writes in place of [session]'s program, where there is one.
  */
-class Trial(private val session: Session, private val tokenizer: Tokenizer) {
+class Trial(private val session: Session, private val tokenizer: Tokenizer, private val answers: PackedAnswers? = null) {
     /** The adapter that a run starts from: it changes nothing of the base model. */
     private val untrained: FloatArray by lazy { session.artifact.first(session.manifest.spec.adapter).floats() }
 
     /** True where the program can write. */
-    val canGenerate: Boolean get() = session.generates
+    val canGenerate: Boolean get() = answers != null || session.generates
 
     private val chat: ChatTemplate? by lazy {
         try {
@@ -82,7 +84,7 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
     ): TrialResult {
         if (!canGenerate) {
             val methods = session.manifest.spec.methods.keys.joinToString(", ")
-            throw artifactError("the program cannot write text", "a program exported with export.next_token", methods, "score answers instead")
+            throw artifactError("the program cannot write text", "a program exported with export.context_tokens", methods, "score answers instead")
         }
         val ids = ids(prompt, asChat)
         val ends = setOfNotNull(tokenizer.eosId, chatEnd.takeIf { asChat })
@@ -109,7 +111,7 @@ class Trial(private val session: Session, private val tokenizer: Tokenizer) {
         prompt: IntArray, flat: FloatArray, sampling: Sampling, ends: Set<Int>, shouldStop: () -> Boolean, onText: (String) -> Unit,
     ): String {
         val random = Random(sampling.seed)
-        val reader = session.reader(tokenizer.padId, flat)
+        val reader = answers?.reader(flat) ?: session.reader(tokenizer.padId, flat)
         val answer = IntList()
         // A prompt that fills the context loses its begin: a quarter is for the answer.
         var left = reader.contextTokens ?: Int.MAX_VALUE

@@ -11,10 +11,12 @@ import java.nio.ByteOrder
 /**
  * The real program, run by the ExecuTorch runtime of a Python process (`tests/android/program_server.py`). Frozen weights
  * do not go through the pipe: that process maps the same file and is told which rows.
+ *
+ * @param file of the artifact that is run in place of its training program.
  */
-class PipeProgram(artifact: File, python: String, root: File) : Program {
+class PipeProgram(artifact: File, python: String, root: File, file: String? = null) : Program {
     private val errors = File.createTempFile("program-server", ".log").also { it.deleteOnExit() }
-    private val process = ProcessBuilder(python, File(root, "tests/android/program_server.py").path, artifact.path)
+    private val process = ProcessBuilder(listOfNotNull(python, File(root, "tests/android/program_server.py").path, artifact.path, file))
         .directory(root)
         .redirectError(errors)
         .apply { environment()["PYTHONPATH"] = root.path }
