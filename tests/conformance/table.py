@@ -47,7 +47,7 @@ class Row:
     def name(self) -> str:
         """For test ids."""
         what = self.program or (self.quantize if self.backend in ARTIFACTS else "") or self.family
-        return "-".join((self.method, self.backend, what))
+        return "-".join((self.method, self.backend, what, *(["subspace"] if "subspace" in self.settings else [])))
 
 
 STEPS = 6
