@@ -65,8 +65,10 @@ class GraphedPrgeSession(PrgeSession):
 
     def before_replay(self, step: int, folder: Path) -> None:
         """Take the subspace that the run took before this step; see `Session.before_replay`."""
+        due = self.subspace is not None and self.subspace.due(step)
         super().before_replay(step, folder)
-        self._begin_anew()
+        if due:
+            self._begin_anew()
 
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
         """Apply the update alone; see `Session.apply_update`."""
