@@ -85,7 +85,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.refresh_every": NULL,
         },
     ),
-    "labelled": ("one layer", {"method.labelled_tokens": 2, "export.batch_size": 2}),
+    "labelled": ("one layer", {"method.labelled_tokens": 2, "export.batch_size": 2, "method.optimizer": "adam"}),
     "gemma3_text": ("gemma3_text", {"export.batch_size": 2}),
     "8da4w": ("one layer", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }

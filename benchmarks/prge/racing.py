@@ -59,6 +59,9 @@ class Group:
         self.a, self.c = self._random_factors()
         self.delta: list[dict[str, Tensor]] | None = None
         self.done = 0
+        below = [torch.full((rank * width,), float(layer < model.dims.layers - self.shape.top))
+                 for layer, _, _, width in self.layout]  # fmt: skip
+        self.estimated = torch.cat(below).to(self.device)
 
     def _mask(self, test: Callable[[Variant], bool]) -> Tensor:
         return torch.tensor([test(variant) for variant, _, _ in self.members], device=self.device)
@@ -132,26 +135,59 @@ class Group:
         packed, rows = self.table.pack(self.jobs[step])
         rate = self.rate * (1 - step / self.shape.steps)
         if self.shape.first_order:
-            state = self.state.requires_grad_(True)
-            with torch.enable_grad(), self.fitted(state[:, None]):
-                logits = self.model.logits(self.table, packed, rows, 1, self.shape.loss == "answers")
-                (gradient,) = torch.autograd.grad(self.losses(logits, rows).mean(2).sum(), state)
-            self.state.requires_grad_(False)
+            gradient = self._backpropagated(packed, rows)
         else:
-            gradient = self._estimate(packed, rows)
+            gradient = self._estimate(packed, rows, step)
+            if self.shape.top:  # exact gradients of the top layers' numbers, whose noise is left out below
+                gradient += (1 - self.estimated) * self._backpropagated(packed, rows)
         with torch.no_grad():
             self._update(gradient, rate)
 
-    @torch.no_grad()
-    def _estimate(self, packed: Packed, rows: Tensor) -> Tensor:
-        q, size, epsilon = self.shape.queries, self.state.shape[1], self.shape.epsilon
-        noise = torch.stack([torch.randn(q, size, device=self.device, generator=g) for g in self.generators])
-        noise = noise.index_select(0, self.seed_index)
-        base, moved = self.state[:, None], epsilon * noise
-        copies = torch.cat([base, base + moved] if self.shape.one_sided else [base + moved, base - moved], 1)
+    def _backpropagated(self, packed: Packed, rows: Tensor) -> Tensor:
+        state = self.state.requires_grad_(True)
+        with torch.enable_grad(), self.fitted(state[:, None]):
+            logits = self.model.logits(self.table, packed, rows, 1, self.shape.loss == "answers")
+            (gradient,) = torch.autograd.grad(self.losses(logits, rows).mean(2).sum(), state)
+        self.state.requires_grad_(False)
+        return gradient
+
+    def _mean_losses(self, copies: Tensor, packed: Packed, rows: Tensor) -> Tensor:
+        """Mean loss over the rows, [runs, copies]."""
         with self.fitted(copies):
             logits = self.model.logits(self.table, packed, rows, copies.shape[1], self.shape.loss == "answers")
-            losses = self.losses(logits, rows).mean(2)
+            return self.losses(logits, rows).mean(2)
+
+    def _noise(self, queries: int) -> Tensor:
+        """Directions, [runs, queries, numbers]; none of the numbers whose gradient is exact."""
+        size = self.state.shape[1]
+        noise = torch.stack([torch.randn(queries, size, device=self.device, generator=g) for g in self.generators])
+        return noise.index_select(0, self.seed_index) * self.estimated
+
+    def _in_cone(self, noise: Tensor) -> Tensor:
+        """Directions around the mean of earlier estimates (ConMeZO): `cone` of their squared length lies along it."""
+        axis = self.mean * self.estimated
+        axis = axis / axis.norm(dim=1, keepdim=True).clamp(min=1e-30) * self.estimated.sum().sqrt()
+        share = self.shape.cone * (self.age > 0).float()[:, None, None]
+        return share.sqrt() * axis[:, None] + (1 - share).sqrt() * noise
+
+    def _guided(self, packed: Packed, rows: Tensor) -> Tensor:
+        """One direction out of a pool (MeZO-GV): the mean of the half with the lower losses less that of the other."""
+        pool = self._noise(self.shape.pool)
+        losses = self._mean_losses(self.state[:, None] + self.shape.epsilon * pool, packed, rows)
+        lower = self.shape.pool // 2
+        weight = torch.full_like(losses, -1.0 / (self.shape.pool - lower))
+        weight.scatter_(1, losses.argsort(1)[:, :lower], 1.0 / lower)
+        return torch.einsum("sq,sqd->sd", weight, pool)[:, None]
+
+    @torch.no_grad()
+    def _estimate(self, packed: Packed, rows: Tensor, step: int) -> Tensor:
+        q, epsilon = self.shape.queries_at(step), self.shape.epsilon
+        noise = self._guided(packed, rows) if self.shape.pool else self._noise(q)
+        if self.shape.cone:
+            noise = self._in_cone(noise)
+        base, moved = self.state[:, None], epsilon * noise
+        copies = torch.cat([base, base + moved] if self.shape.one_sided else [base + moved, base - moved], 1)
+        losses = self._mean_losses(copies, packed, rows)
         slope = losses[:, 1:] - losses[:, :1] if self.shape.one_sided else (losses[:, :q] - losses[:, q:]) / 2
         slope = slope / epsilon
         self.spread.mul_(0.98).add_(0.02 * slope.square().mean(1))
@@ -243,7 +279,7 @@ def race(
         seconds = (time.perf_counter() - started - evaluating) / len(members)
         report([
             {"variant": variant.text, "rate": rate, "seed": seed, "steps": group.done,
-             "finished": group.done == variant.steps, "row_forwards": round(variant.row_forwards, 2),
+             "finished": group.done == variant.steps, "row_forwards": round(variant.row_forwards(model.dims.layers), 2),
              "numbers": group.state.shape[1], "seconds": round(seconds, 2), "curve": curves[i]}
             for i, (variant, rate, seed) in enumerate(members)
         ])  # fmt: skip

@@ -1,6 +1,6 @@
 """Time of a P-RGE step on a GPU: inner loop against sequential forwards, MeZO and the bare forward (P-RGE, Figure 3).
 
-Everything but MeZO is a CUDA graph, on both sides of every ratio: launch gaps would flatter the doubled batch.
+With several queries (`--queries 2`) the outer loop, too, is on and off. Everything but MeZO is a CUDA graph, on both sides of every ratio: launch gaps would flatter the doubled batch.
 Weights are random; only shapes matter. Without a GPU the same steps run in eager, which checks the script alone.
 """
 
@@ -31,12 +31,15 @@ COLUMNS = [
     {"key": "model", "title": "Shape"},
     {"key": "length", "title": "Tokens"},
     {"key": "batch", "title": "Batch"},
+    {"key": "queries", "title": "q"},
     {"key": "mezo_s", "title": "MeZO full (ms)", "digits": 1, "scale": 1000},
     {"key": "sequential_s", "title": "Sequential (ms)", "digits": 2, "scale": 1000},
-    {"key": "inner_s", "title": "Inner loop (ms)", "digits": 2, "scale": 1000},
+    {"key": "signs_s", "title": "Inner loop alone (ms)", "digits": 2, "scale": 1000},
+    {"key": "queries_s", "title": "Outer loop alone (ms)", "digits": 2, "scale": 1000},
+    {"key": "inner_s", "title": "All in one pass (ms)", "digits": 2, "scale": 1000},
     {"key": "speedup", "title": "Speed-up", "digits": 2},
     {"key": "forward_speedup", "title": "Bare forward's", "digits": 2},
-    {"key": "overhead", "title": "Step / doubled forward", "digits": 3},
+    {"key": "overhead", "title": "Step / one forward of as many rows", "digits": 3},
     {"key": "inner_peak_bytes", "title": "Peak above weights (MB)", "digits": 0, "scale": 1e-6},
     {"key": "doubled_peak_bytes", "title": "Doubled inference (MB)", "digits": 0, "scale": 1e-6},
     {"key": "memory_ratio", "title": "Total / inference", "digits": 3},
@@ -47,6 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", default="Llama2-7B,TinyLlama-1.1B")
     parser.add_argument("--lengths", default="64,128,256")
     parser.add_argument("--batches", default="1,8,16")
+    parser.add_argument("--queries", type=int, default=1, help="directions of a step; above 1 the outer loop counts")
     parser.add_argument("--replays", type=int, default=10, help="steps a measured round, at most")
     parser.add_argument("--mezo", action="store_true", help="also MeZO over all parameters")
 
@@ -122,21 +126,27 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
     weights = sum(parameter.nbytes for parameter in loaded.model.parameters())
     family = loaded.family
     torch_ops.register()
-    config = PrgeConfig(queries=1, loss_tiles=4)
+    config = PrgeConfig(queries=args.queries, loss_tiles=4)
     loss = graph_token_nll(weight_tiles(family.head_weight, 4))
     layout = AdapterLayout.build(loaded.dims, config, 0)
     plain = {(e.layer, e.target): family.linear(e.layer, e.target) for e in layout.entries}
     inner = program_class(family, layout, config, torch.ops.ondevice.normal, loss)
-    sequential = copy.copy(inner)
-    sequential.config = config.model_copy(update={"batch_signs": False})
-    rows = []
+    off = {"batch_signs": False, "batch_queries": False}
+    settings = {"sequential": off}
+    if args.queries > 1:
+        settings |= {"signs": {"batch_queries": False}, "queries": {"batch_signs": False}}
+    programs = {"inner loop": inner}
+    for name, values in settings.items():
+        programs[name] = copy.copy(inner)
+        programs[name].config = config.model_copy(update=values)
+    rows, copies = [], config.copies
     for length in map(int, args.lengths.split(",")):
         for batch in map(int, args.batches.split(",")):
             ids = torch.randint(0, loaded.dims.vocab, (batch, length), device=DEVICE)
             adapter, rate = torch.zeros(layout.size, device=DEVICE), torch.full((1,), 1e-3, device=DEVICE)
             seed, number = (torch.zeros(1, dtype=torch.int64, device=DEVICE) for _ in range(2))
             state = (ids, ids, adapter, seed, number, rate)
-            replays = max(2, min(args.replays, TOKENS_A_ROUND // (2 * ids.numel())))
+            replays = max(2, min(args.replays, TOKENS_A_ROUND // (copies * ids.numel())))
 
             def step(program: Any, state: Any = state) -> None:
                 state[2].copy_(program.train_step(*state)[2])
@@ -144,17 +154,16 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
             def forward(times: int, ids: Any = ids) -> None:
                 evaluate_hidden(family, ids.repeat(times, 1), ids.repeat(times, 1), loss)
 
-            programs = {"inner loop": inner, "sequential": sequential}
             graphs = {name: Graph(lambda program=program: step(program), replays) for name, program in programs.items()}
             peak = {name: peak_bytes(lambda program=program: step(program)) for name, program in programs.items()}
             for (layer, target), module in plain.items():
                 wrapper = family.linear(layer, target)
                 family.set_linear(layer, target, module)
                 plain[layer, target] = wrapper
-            graphs["doubled forward"] = Graph(lambda: forward(2), replays)
-            graphs["two forwards"] = Graph(lambda: (forward(1), forward(1)), replays)
+            graphs["doubled forward"] = Graph(lambda: forward(copies), replays)
+            graphs["two forwards"] = Graph(lambda: [forward(1) for _ in range(copies)], replays)
             peak["inference"] = peak_bytes(lambda: forward(1))
-            peak["doubled"] = peak_bytes(lambda: forward(2))
+            peak["doubled"] = peak_bytes(lambda: forward(copies))
             for (layer, target), wrapper in plain.items():
                 plain[layer, target] = family.linear(layer, target)
                 family.set_linear(layer, target, wrapper)
@@ -162,7 +171,8 @@ def measure(shape: str, args: Any, save: Any) -> list[dict[str, Any]]:
             times = {name: [value / replays for value in values] for name, values in seconds.items()}
             pick = {name: median(values) for name, values in times.items()}
             row = {
-                "model": shape, "length": length, "batch": batch,
+                "model": shape, "length": length, "batch": batch, "queries": args.queries,
+                "signs_s": times.get("signs"), "queries_s": times.get("queries"),
                 "sequential_s": times["sequential"], "inner_s": times["inner loop"],
                 "doubled_forward_s": times["doubled forward"], "two_forwards_s": times["two forwards"],
                 "speedup": pick["sequential"] / pick["inner loop"],
@@ -204,7 +214,7 @@ def add_mezo(loaded: Any, rows: list[dict[str, Any]], args: Any) -> None:
 def main() -> None:
     args = parse_args(__doc__, arguments)
     rows: list[dict[str, Any]] = []
-    extra = {"columns": COLUMNS, "title": "P-RGE step in bf16, q = 1, LoRA-FA r = 16 on q and v"}
+    extra = {"columns": COLUMNS, "title": f"P-RGE step in bf16, q = {args.queries}, LoRA-FA r = 16 on q and v"}
     for shape in args.shapes.split(","):
 
         def save(new: list[dict[str, Any]], old: tuple[dict[str, Any], ...] = tuple(rows)) -> None:

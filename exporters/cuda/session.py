@@ -19,11 +19,14 @@ from ondevice.models.packed import load_packed
 from ondevice.models.source import SourceInfo
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
     from ondevice.artifact.adapter import Adapter
     from ondevice.artifact.manifest import Manifest
     from ondevice.core.session import StepResult
+    from ondevice.models import LoadedModel
 
 FORMAT = 1
 
@@ -81,6 +84,22 @@ class TorchProgramSession(ProgramSession):
                 received=ids.shape[0],
             )
         return self.session.step(ids, labels, step, learning_rate)
+
+    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
+        """Let the method prepare its state; see `Session.before_step`."""
+        return self.session.before_step(step, batch_at, folder)
+
+    def before_replay(self, step: int, folder: Path) -> None:
+        """Let the method take back what it prepared; see `Session.before_replay`."""
+        self.session.before_replay(step, folder)
+
+    def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        """Run one step towards better scores; see `Session.score_step`."""
+        return self.session.score_step(score, step, learning_rate)
+
+    def whole_model(self) -> LoadedModel:
+        """Return the model with what is trained in it; see `Session.whole_model`."""
+        return self.session.whole_model()
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Compute row losses and token counts; see `Session.evaluate`."""

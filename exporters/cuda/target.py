@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.artifact.manifest import MANIFEST_NAME, Manifest, write_manifest
 from ondevice.core.errors import ConfigError, OndeviceError, VerificationError
 from ondevice.core.registry import open_session
+from ondevice.data.batching import Batch as RowsOf
 from ondevice.exporters.base import (
     DEFAULT_STEPS,
     Exporter,
@@ -177,8 +179,10 @@ def compare(session: Any, reference: Any, batches: Iterable[Batch], learning_rat
         `steps`, `max_rel_loss_error`, `max_rel_loss_error_replayed` (the same: states are shared),
         `max_abs_adapter_error` after a step, `update_error`, `evaluation_error`, `backend`, `ok`.
     """
-    errors, adapter_errors, update_errors, batch = [], [], [], None
-    for step, batch in enumerate(batches):
+    errors, adapter_errors, update_errors, given = [], [], [], list(batches)
+    with TemporaryDirectory() as folder:  # a method may look at rows before its first step
+        session.before_step(0, lambda step: RowsOf(*given[step % len(given)]), Path(folder))
+    for step, batch in enumerate(given):
         before = session.state()
         reference.load_state(before)
         start = _vector(reference)
@@ -190,7 +194,7 @@ def compare(session: Any, reference: Any, batches: Iterable[Batch], learning_rat
         moved, expected = _vector(session), _vector(reference)
         adapter_errors.append(float(np.abs(moved - expected).max()))
         update_errors.append(float(np.linalg.norm(moved - expected) / np.linalg.norm(expected - start)))
-    assert batch is not None  # noqa: S101 - at least one step
+    batch = given[-1]
     reference.load_state(session.state())
     (ours, count), (theirs, same) = session.evaluate(*batch), reference.evaluate(*batch)
     evaluation = _relative(ours, theirs) if np.array_equal(count, same) else float("inf")

@@ -23,6 +23,8 @@ def export_jobs(config: RunConfig, *, overwrite: bool = False) -> list[ExportJob
     if spec.perturbation_scale is not None and "perturbation_scale" in type(method).model_fields:
         if "perturbation_scale" not in method.model_fields_set:
             method = method.model_copy(update={"perturbation_scale": spec.perturbation_scale})
+    if spec.kind == "torch":  # it trains as eager PyTorch does, with the same choices where a setting is `auto`
+        method = spec_of(method).for_training(method)
     rows = _rows(config)
     if not getattr(method, "answers", ()):
         method = method.with_answers(lambda: _answers(config, rows))
@@ -87,7 +89,7 @@ def export_each(config: RunConfig, out: Path, *, overwrite: bool = False) -> lis
     if problems := list(dict.fromkeys(problem for job in jobs for problem in spec.check(job))):
         raise ConfigError("cannot export: " + "; ".join(problems))
     if config.train.memory_limit_bytes is not None:
-        _ensure_fits(config)
+        _ensure_fits(config.model_copy(update={"method": jobs[0].method}))
     return [spec.export(job, place) for job, place in zip(jobs, places)]
 
 
@@ -157,4 +159,4 @@ def run_config(folder: Path, path: Path | None = None, overrides: dict[str, Any]
         "train.batch_size": manifest.batch_size,
         "method.learning_rate": rate,
     }
-    return RunConfig.load(path, {**settings, **fixed})
+    return RunConfig.load(path, {**settings, **fixed}).scheduled()

@@ -100,12 +100,15 @@ class RunConfig(StrictConfig):
     def for_training(self) -> Self:
         """Return the run with what its method chooses where the run file says nothing, for training in eager PyTorch:
         settings that are `auto`, and the schedule."""
-        spec, train = spec_of(self.method), self.train
-        chosen = spec.for_training(self.method)
-        schedule = spec.schedule(chosen)
-        if schedule is not None and "schedule" not in train.model_fields_set:
-            train = train.model_copy(update={"schedule": schedule})
-        return self.model_copy(update={"method": chosen, "train": train})
+        chosen = spec_of(self.method).for_training(self.method)
+        return self.model_copy(update={"method": chosen}).scheduled()
+
+    def scheduled(self) -> Self:
+        """Return the run with its method's own schedule where the run file names none."""
+        schedule = spec_of(self.method).schedule(self.method)
+        if schedule is None or "schedule" in self.train.model_fields_set:
+            return self
+        return self.model_copy(update={"train": self.train.model_copy(update={"schedule": schedule})})
 
     def check_data(self, *, given: bool = False, evaluates: bool = False) -> None:
         """Check that the rows are named and there, and the task known, before a framework is imported for them.

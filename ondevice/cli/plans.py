@@ -58,6 +58,9 @@ def plan(
     run_config = RunConfig.load(config, flags | method_options | run_options)
     if run_config.chosen and not json:
         err.print(run_config.chosen, markup=False)
+    spec = target(run_config.export.target)
+    if not exported or spec.kind == "torch":
+        run_config = run_config.for_training()
     method_spec = spec_of(run_config.method)
     if device == "this" and not exported and method_spec.precision and find_spec("torch") is not None:
         run_config, _ = with_precision(run_config, place(run_config))
@@ -68,7 +71,6 @@ def plan(
         run_config, notes = with_length(run_config)
         for note in notes:
             err.print(note, markup=False)
-    spec = target(run_config.export.target)
     length_tokens = run_config.data.max_length_tokens or PLAN_LENGTH_TOKENS
     estimate_with = partial(
         make_plan,

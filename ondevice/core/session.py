@@ -242,6 +242,15 @@ class ProgramSession(Session):
     seed: int
     constants: dict[str, float]
 
+    def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        """Refuse: a program computes its losses and its step in one; see `Session.score_step`."""
+        raise ConfigError(
+            "an exported program's step is on the loss: losses and update are computed in one",
+            expected="train.objective loss",
+            received="a step on a score",
+            hint="train on a score in PyTorch, with `ondevice train`",
+        )
+
 
 @dataclass(frozen=True)
 class OpenedNetwork:

@@ -246,12 +246,13 @@ PLAN_LENGTH_TOKENS = 128
 def plan_run(
     config: RunConfig, placement: Placement, dims: ModelDims | None = None, rates: Rates | None = None
 ) -> Plan:
-    """Estimate the run of a run file where it computes here; under `torchrun`, of each rank. `dims` are the model's,
-    where it is loaded already, and `rates` the machine's, where they were measured.
+    """Estimate the run of a run file where it computes here, with what its method chooses; under `torchrun`, of each
+    rank. `dims` are the model's, where it is loaded already, and `rates` the machine's, where they were measured.
 
     Raises:
         ConfigError, ModelError: as `plan`.
     """
+    config = config.for_training()
     return plan(
         dims or config.model.source,
         config.method,

@@ -54,6 +54,54 @@ class PlainPrge:
         return layout.to_tensors(self.flat.astype(np.float32), names)
 
 
+class PlainSubspace(PlainPrge):
+    """The same in a subspace that is given: W + scale A R C with a diagonal R, and Adam on the estimate.
+
+    Args:
+        state: of a session that has taken its subspace, whose A and C are used.
+    """
+
+    def __init__(self, config: Any, seed: int, family: str, sizes: dict[str, Any], state: dict[str, Any]) -> None:
+        super().__init__(config, seed, family, sizes)
+        held = self.reference
+        self.factors = {
+            entry: [
+                torch.from_numpy(state[f"subspace/{entry.layer}.{entry.target}.{name}"].copy()).double()
+                for name in "ac"
+            ]
+            for entry in held.base
+        }
+        held.merged = self._merged  # type: ignore[method-assign]
+        self.mean, self.square, self.count = np.zeros_like(self.flat), np.zeros_like(self.flat), 0
+
+    def _merged(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        held, weights = self.reference, {}
+        for entry, (a, c) in self.factors.items():
+            r = flat[entry.offset : entry.offset + entry.rank]
+            name = held.loaded.family.linear_name(entry.layer, entry.target) + ".weight"
+            weights[name] = held.base[entry] + (held.config.alpha / held.config.rank) * (a @ torch.diag(r) @ c).T
+        return weights
+
+    def apply(self, gradients: np.ndarray, step: int, learning_rate: float) -> None:
+        config, size = self.reference.config, self.reference.layout.size
+        z = generator.normal(self.reference.seed, step, 0, config.queries, 0, size).astype(np.float64)
+        estimate = (gradients[:, None] * z).sum(0) / config.queries
+        self.count += 1
+        self.mean = 0.9 * self.mean + 0.1 * estimate
+        self.square = 0.999 * self.square + 0.001 * estimate**2
+        mean, square = self.mean / (1 - 0.9**self.count), self.square / (1 - 0.999**self.count)
+        self.flat = self.flat - learning_rate * mean / (np.sqrt(square) + 1e-8)
+
+    def trained(self) -> dict[str, np.ndarray]:
+        tensors = {}
+        for entry, (a, c) in self.factors.items():
+            name = self.reference.loaded.family.linear_name(entry.layer, entry.target)
+            r = torch.from_numpy(self.flat[entry.offset : entry.offset + entry.rank])
+            tensors[f"{name}.lora_A.weight"] = a.T.numpy()
+            tensors[f"{name}.lora_B.weight"] = (r[:, None] * c).T.numpy()
+        return tensors
+
+
 class PlainMezo:
     """Two forwards a query at theta + epsilon z and theta - epsilon z; theta itself never moves for them."""
 

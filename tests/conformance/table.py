@@ -47,7 +47,7 @@ class Row:
     def name(self) -> str:
         """For test ids."""
         what = self.program or (self.quantize if self.backend in ARTIFACTS else "") or self.family
-        return "-".join((self.method, self.backend, what))
+        return "-".join((self.method, self.backend, what, *(["subspace"] if "subspace" in self.settings else [])))
 
 
 STEPS = 6
@@ -57,8 +57,11 @@ BIAS = {"family": "qwen2", "sizes": {"tied": False, "layers": 1}}
 WHOLE = "float32 and bfloat16; AdamW itself where the subspace is as large as the matrices"
 IN_MLX = "float32; 4-bit and streamed weights"
 REVERSIBLE = "float32 and bfloat16; gradients with the bits of stored activations"
+SUBSPACE = {"subspace": "gradient", "optimizer": "adam", "calibration_rows": 5}
+"""The default of prge where PyTorch trains, as `for_training` decides it; fewer rows."""
 EAGER = (
     Row("prge", "torch-cpu"),
+    Row("prge", "torch-cpu", settings=SUBSPACE, adapter_error=1e-5),
     Row("prge", "torch-cpu", settings={"noise": "rademacher", "top_layers": 1}, **BIAS),
     Row("mezo", "torch-cpu", gradient_error=2e-2, adapter_error=2e-5),
     Row("mezo", "torch-cpu", gradient_error=2e-2, adapter_error=2e-5, **BIAS),
@@ -126,6 +129,8 @@ CUDA = tuple(
         ("revffn", 2e-3, True),
     )
 )
+# Not claimed before it has passed on a GPU; the pair is, by the row of the paper's settings.
+CUDA += (Row("prge", "torch-cuda", "", SUBSPACE, loss_error=1e-5, gradient_error=2e-2, adapter_error=1e-4, claimed=False),)
 BLOCK_FORMS = (
     "float32, 8-bit and 4-bit weights, exact gradients; 8-bit weights and activations, gradients near those (`8da8w`)"
 )
@@ -202,12 +207,13 @@ CUDA_ARTIFACTS = tuple(
         PACKED[target],
         settings,
         quantize=quantize,
-        adapter_error=2e-6 if method == "prge" else 2e-4,
+        adapter_error=2e-4 if method != "prge" else 1e-5 if settings is SUBSPACE else 2e-6,
         **more,
     )
     for target, quantize in (("jetson", "nf4"), ("jetson", "int8"), ("cuda-server", "nf4"), ("cuda-server", "none"))
     for method, settings, more in (
         ("prge", {"queries": 2, "noise": "rademacher"} if quantize == "int8" else {}, {}),
+        *([("prge", SUBSPACE, {})] if quantize == "nf4" else []),
         ("mesp", {}, BIAS if quantize == "int8" else {}),
         ("lora", {}, {}),
         ("lora-fa", {}, {}),

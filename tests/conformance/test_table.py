@@ -20,6 +20,7 @@ from ondevice.core import registry
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
+from ondevice.data.batching import Batch
 from ondevice.exporters.base import ExportJob
 from ondevice.exporters.cuda.session import TorchProgramSession
 from ondevice.methods.prge.program import build_program
@@ -27,7 +28,7 @@ from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models import load_model, open_model, save_tiny
 from ondevice.models.tiny import tiny_model
 from ondevice.nn.packed import pack_model, unpack_model
-from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge, PlainRevffn
+from tests.conformance.plain import Plain, PlainFirstOrder, PlainMezo, PlainPrge, PlainRevffn, PlainSubspace
 from tests.conformance.table import ARTIFACTS, LEARNING_RATE, STEPS, TABLE, Row, claims, markdown
 from tests.methods.reference import batch
 from tests.programs import MODELS, config, model, needs_qnn, program
@@ -54,7 +55,14 @@ def method(row: Row) -> Any:
 
 
 def open_row(row: Row) -> Any:
-    """A fresh session of the pair."""
+    """A fresh session of the pair, ready for its first step."""
+    session = opened(row)
+    if not row.program:
+        session.before_step(0, lambda step: Batch(*batch(2, seed=step)), Path(scratch().name))
+    return session
+
+
+def opened(row: Row) -> Any:
     if row.backend == "android-npu":
         needs_qnn()
     if row.program:
@@ -165,6 +173,8 @@ def in_memory(row: Row, session: Any) -> Plain:
         source = next(name for name in MODELS if str(model(name)) == config(row.program).model.source)
         sizes = dict(MODELS[source])
         family = sizes.pop("family")
+    if "optimizer" in row.settings and row.method == "prge":
+        return PlainSubspace(method(row), SEED, family, sizes, session.state())
     if row.method == "prge":
         return PlainPrge(method(row), SEED, family, sizes)
     if row.method == "mezo":

@@ -18,6 +18,10 @@ class MezoConfig(AnswerLossConfig):
     queries: int = Field(default=1, ge=1, le=256)
     """q: random directions a step, one after the other."""
 
+    fresh_batches: bool = False
+    """Cut a step's rows among its queries, so that each has a batch of its own (Algorithm 2); off, each sees them
+    all."""
+
     perturbation_scale: float = Field(default=1e-3, gt=0)
     """epsilon."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ondevice.core.errors import ConfigError
 from ondevice.core.session import PackingSession, StepResult
 from ondevice.methods import model_loss
 from ondevice.models.save import save_loaded
@@ -78,21 +79,38 @@ class MezoSession(PackingSession):
     def step_placed(
         self, ids: np.ndarray, labels: np.ndarray, position_ids: np.ndarray | None, step: int, learning_rate: float
     ) -> StepResult:
-        """Run algorithm 2 with q queries; see `PackingSession`."""
-        given = (ids, labels) if position_ids is None else (ids, labels, position_ids)
-        tokens = [torch.from_numpy(array).to(self.device) for array in given]
-        return self._two_sided(lambda: self._loss(*tokens), step, learning_rate)
+        """Run algorithm 2 with q queries; see `PackingSession`.
 
-    def _two_sided(self, loss: Callable[[], float], step: int, learning_rate: float) -> StepResult:
+        Raises:
+            ConfigError: `fresh_batches`, and the step has fewer rows than queries.
+        """
+        given = (ids, labels) if position_ids is None else (ids, labels, position_ids)
+        return self._two_sided(self._losses_of(*given), step, learning_rate)
+
+    def _losses_of(self, *arrays: np.ndarray) -> Callable[[int], float]:
+        """Return the loss of a query's rows by its number: all, or its share of them."""
+        parts, each = self.config.queries if self.config.fresh_batches else 1, []
+        if len(arrays[0]) < parts:
+            raise ConfigError(
+                "method.fresh_batches cuts a step's rows among its queries, and there are too few",
+                expected=f"train.batch_size of at least {parts} (without data.packing)",
+                received=len(arrays[0]),
+                hint="fewer queries, or fresh_batches off",
+            )
+        for rows in zip(*(np.array_split(array, parts) for array in arrays), strict=True):
+            each.append([torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in rows])
+        return lambda query: self._loss(*each[query % parts])
+
+    def _two_sided(self, loss: Callable[[int], float], step: int, learning_rate: float) -> StepResult:
         """Move there and back along each query's noise, take the losses, and apply the update."""
         epsilon, plus, minus = self.config.perturbation_scale, [], []
         kept, parameters = self._copy(), [parameter.detach() for parameter in self.parameters.values()]
         for query in range(self.config.queries):
             # In float32 the noise is drawn three times, there, across and back, and no copy is needed.
             self._move(step, query, epsilon, kept)
-            plus.append(loss())
+            plus.append(loss(query))
             self._move(step, query, -2 * epsilon if kept is None else -epsilon, kept)
-            minus.append(loss())
+            minus.append(loss(query))
             if kept is None:
                 self._move(step, query, epsilon)
             else:
@@ -106,7 +124,7 @@ class MezoSession(PackingSession):
 
     def score_step(self, score: Callable[[], float], step: int, learning_rate: float) -> StepResult:
         """Run algorithm 2 on a score in place of the loss; see `Session.score_step`."""
-        return self._two_sided(lambda: 1.0 - score(), step, learning_rate)
+        return self._two_sided(lambda query: 1.0 - score(), step, learning_rate)
 
     def whole_model(self) -> LoadedModel:
         """Return the model, whose parameters are what is trained."""

@@ -135,7 +135,8 @@ class PrgeConfig(AnswerLossConfig):
         """Return the settings of an exported program, which begins in `factors` where there are such."""
         if self.factors is not None:
             return self.for_training()
-        return self.model_copy(update={"subspace": "random", "optimizer": "sgd"})
+        optimizer = "sgd" if self.optimizer == "auto" else self.optimizer
+        return self.model_copy(update={"subspace": "random", "optimizer": optimizer})
 
     @property
     def default_schedule(self) -> str | None:

@@ -21,7 +21,7 @@ class CudaPrgeProgram(PrgeProgram):
 
         config = self.config
         copies_GP = triton_ops.perturb(
-            adapter_P,
+            adapter_P[: self.layout.size],  # without Adam's moments
             seed,
             step,
             config.queries,

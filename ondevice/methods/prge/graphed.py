@@ -18,6 +18,9 @@ from ondevice.nn.answer_loss import answer_loss
 from ondevice.nn.graph_loss import graph_token_nll, weight_tiles
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
     from ondevice.artifact.adapter import Adapter
     from ondevice.methods.prge.config import PrgeConfig
     from ondevice.models import LoadedModel
@@ -53,6 +56,20 @@ class GraphedPrgeSession(PrgeSession):
             values = losses.tolist()
             return StepResult(sum(values) / len(values), tuple(values), tuple(gradients.tolist()))
 
+    def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None:
+        """Take a new subspace where one is due; see `Session.before_step`."""
+        path = super().before_step(step, batch_at, folder)
+        if path is not None:
+            self._begin_anew()
+        return path
+
+    def before_replay(self, step: int, folder: Path) -> None:
+        """Take the subspace that the run took before this step; see `Session.before_replay`."""
+        due = self.subspace is not None and self.subspace.due(step)
+        super().before_replay(step, folder)
+        if due:
+            self._begin_anew()
+
     def apply_update(self, projected_gradients: tuple[float, ...], step: int, learning_rate: float) -> None:
         """Apply the update alone; see `Session.apply_update`."""
         super().apply_update(projected_gradients, step, learning_rate)
@@ -61,12 +78,18 @@ class GraphedPrgeSession(PrgeSession):
     def load_state(self, state: dict[str, np.ndarray]) -> None:
         """Restore what `state` gave."""
         super().load_state(state)
-        self._keep()
+        self._begin_anew()
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Start from an adapter of this layout."""
         super().load_adapter(adapter)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Capture again what a graph has of a subspace: where its tensors lay, and how much earlier ones have kept."""
         self._keep()
+        if self.subspace is not None:
+            self.graphs.clear()
 
     @torch.no_grad()
     def _keep(self) -> None:

@@ -147,8 +147,10 @@ class PrgeProgram(nn.Module):
 
     @property
     def state_shapes(self) -> dict[str, int]:
-        """Elements of each tensor of an exported program's state, the adapter first."""
-        return {"adapter": self.layout.size}
+        """Elements of each tensor of an exported program's state, the adapter first; Adam's moments are followed by the
+        number of updates that they have seen."""
+        size = self.layout.size
+        return {"adapter": size} | ({"moments": 2 * size + 1} if self.config.optimizer == "adam" else {})
 
     def bindings(self, adapter_P: Tensor) -> tuple[Tensor, ...]:
         """Return what the layers take of the adapter beside its copies."""
@@ -166,7 +168,14 @@ class PrgeProgram(nn.Module):
         self, state: Sequence[Tensor], gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor
     ) -> tuple[Tensor, ...]:
         """Return an exported program's state after `apply_update`."""
-        return (self.apply_update(state[0], gradients_Q, seed, step, learning_rate),)
+        if self.config.optimizer != "adam":
+            return (self.apply_update(state[0], gradients_Q, seed, step, learning_rate),)
+        adapter, moments = state
+        size = self.layout.size
+        count = moments[2 * size :] + 1.0
+        parts = adapter, moments[:size], moments[size : 2 * size]
+        adapter, mean, square = self._adam(parts, count, gradients_Q, seed, step, learning_rate)
+        return adapter, torch.cat([mean, square, count])
 
     def stepped(
         self, ids: Tensor, labels: Tensor, state: Sequence[Tensor], seed: Tensor, step: Tensor, learning_rate: Tensor
@@ -272,7 +281,11 @@ class PrgeProgram(nn.Module):
     ) -> Tensor:
         """Return adapter - learning_rate / q * sum_i g_i z_i, with z regenerated; float32 [layout.size]."""
         if self.config.optimizer == "adam":
-            return self._adam(adapter_P, gradients_Q, seed, step, learning_rate)
+            # A new subspace begins with new moments; in a random one they are never new.
+            every = self.config.refresh_every if self.config.subspace == "gradient" else None
+            count = (step if every is None else step % every).to(torch.float32) + 1.0
+            parts = adapter_P.split(self.layout.size)
+            return torch.cat(self._adam(parts, count, gradients_Q, seed, step, learning_rate))
         coefficients = gradients_Q * (learning_rate / self.config.queries)
         parts = []
         for start in range(0, self.layout.size, UPDATE_CHUNK):
@@ -281,23 +294,28 @@ class PrgeProgram(nn.Module):
             parts.append(adapter_P[start : start + count] - (coefficients[:, None] * z).sum(dim=0))
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _adam(self, state: Tensor, gradients_Q: Tensor, seed: Tensor, step: Tensor, learning_rate: Tensor) -> Tensor:
-        """Return adapter and moments after Adam with the estimate (1/q) sum_i g_i z_i; float32 [3 * layout.size].
-
-        The moments are counted from the subspace they belong to.
-        """
-        every = self.config.refresh_every
-        count = (step if every is None else step % every).to(torch.float32) + 1.0
+    def _adam(
+        self,
+        state: Sequence[Tensor],
+        count: Tensor,
+        gradients_Q: Tensor,
+        seed: Tensor,
+        step: Tensor,
+        learning_rate: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return adapter and moments after Adam's `count`-th step with the estimate (1/q) sum_i g_i z_i, float32
+        [layout.size] each; `state` is the three before it."""
         size, q, parts = self.layout.size, self.config.queries, ([], [], [])
         for start in range(0, size, UPDATE_CHUNK):
             number = min(UPDATE_CHUNK, size - start)
-            adapter, mean, square = (state[i * size + start : i * size + start + number] for i in range(3))
+            adapter, mean, square = (value[start : start + number] for value in state)
             z = self.noise(seed, step, NOISE_TENSOR, q, start, number)
             estimate = ((gradients_Q / q)[:, None] * z).sum(dim=0)
             update, mean, square = adam(estimate, mean, square, count)
             for part, value in zip(parts, (adapter - learning_rate * update, mean, square), strict=True):
                 part.append(value)
-        return torch.cat([value for part in parts for value in part])
+        adapter, mean, square = (torch.cat(part) if len(part) > 1 else part[0] for part in parts)
+        return adapter, mean, square
 
     def hidden(self, ids_ET: Tensor, adapter_P: Tensor) -> Tensor:
         """Return hidden states under the unperturbed adapter, [rows, tokens, hidden]."""

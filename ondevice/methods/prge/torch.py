@@ -179,7 +179,7 @@ class PrgeSession(PackingSession):
             self.subspace.start_from(adapter, self.names)
             return
         flat = self.program.layout.from_adapter(adapter, self.names, self.config.alpha)
-        (self._adapter,) = self._tensors(flat)
+        (self._adapter,) = self._tensors(np.pad(flat, (0, self.program.state_size - flat.size)))  # moments of 0
 
 
 def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> PrgeSession:

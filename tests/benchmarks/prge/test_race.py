@@ -88,7 +88,7 @@ def test_an_estimate_is_the_slope_along_its_noise(data: Path, space: str) -> Non
     expected = torch.cat(parts)
     noise = torch.randn(8, runs.state.shape[1], generator=torch.Generator().manual_seed(1000))
     packed, rows_SB = runs.table.pack(runs.jobs[0])
-    estimate = runs._estimate(packed, rows_SB)
+    estimate = runs._estimate(packed, rows_SB, 0)
     slope = ((noise @ expected) @ noise / 8).numpy()
     np.testing.assert_allclose(estimate[0].numpy(), slope, rtol=0.02, atol=1e-3 * np.abs(slope).max())
     _, _, fo = group(data, f"fo {space} r2 b8 sgd")
@@ -103,6 +103,43 @@ def test_an_estimate_is_the_slope_along_its_noise(data: Path, space: str) -> Non
     before = exact.evaluate(exact.table)[1]
     exact.state *= -1
     assert exact.evaluate(exact.table)[1] > before
+
+
+def test_directions_that_are_not_drawn_alone(data: Path) -> None:
+    """A cone around earlier estimates, one direction out of a pool, exact gradients at the top, queries that grow."""
+    _, _, runs = group(data, "diag q2 r2 b8 cone0.25")
+    none = torch.zeros(1, 3, runs.state.shape[1])
+    assert not runs._in_cone(none).any()  # nothing was estimated yet
+    runs.run(1)
+    axis = runs._in_cone(none)[0, 2]
+    assert axis.square().sum().item() == pytest.approx(0.25 * len(axis), rel=1e-5)
+    torch.testing.assert_close(axis / axis.norm(), runs.mean[0] / runs.mean[0].norm())
+
+    _, _, pooled = group(data, "diag pool8 r2 b8 eps1e-3")
+    refresh(pooled, [0], 0)
+    packed, rows_SB = pooled.table.pack(pooled.jobs[0])
+    exact = pooled._backpropagated(packed, rows_SB)[0]
+    with torch.no_grad():
+        guided = pooled._guided(packed, rows_SB)[0, 0]
+    pool = torch.randn(8, len(exact), generator=torch.Generator().manual_seed(1000))
+    order = (pool @ exact).argsort()
+    expected = pool[order[:4]].mean(0) - pool[order[4:]].mean(0)
+    torch.testing.assert_close(guided, expected)
+
+    _, _, mixed = group(data, "diag q2 r2 b8 top1")
+    refresh(mixed, [0], 0)
+    mixed._step(0)
+    moved, half = -mixed.state[0] / 1e-2, len(exact) // 2  # of two layers
+    torch.testing.assert_close(moved[half:], exact[half:], rtol=2e-3, atol=1e-5)
+    assert moved[:half].abs().max() > 0 and not torch.allclose(moved[:half], exact[:half], rtol=0.1)
+
+    grown = Variant.parse("rand q4 b4 grow500", 1000, 0)
+    assert (grown.queries_at(499), grown.queries_at(500), grown.row_forwards(30)) == (1, 4, 20)
+    assert Variant.parse("rand pool6", 1000, 0).row_forwards(30) == 4 * 8
+    assert Variant.parse("rand q4 b4 top15", 1000, 0).row_forwards(30) == 4 * (8 + 2)
+    for wrong in ("diag pool1", "diag pool4 onesided", "diag cone1"):
+        with pytest.raises(ValueError, match="pool|cone"):
+            Variant.parse(wrong, 4, 4)
 
 
 def test_top_subspace_is_that_of_the_svd() -> None:

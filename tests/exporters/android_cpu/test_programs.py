@@ -49,6 +49,7 @@ def test_the_manifest_says_what_the_program_is(name) -> None:
     manifest, settings = read_manifest(program(name)), config(name)
     state, stateful = manifest.program_spec.state, settings.export.form == "stateful"
     names = ["adapter", "subspace", "moments"] if settings.method.factors else ["adapter"]
+    names += ["moments"] if settings.method.optimizer == "adam" else []
     assert [tensor.name for tensor in state] == names and manifest.quantize == settings.export.quantize
     assert {tensor.kept for tensor in state} == {"program" if stateful else "host"}
     assert manifest.lengths_tokens == tuple(sorted(settings.export.lengths_tokens))

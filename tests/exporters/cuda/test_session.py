@@ -11,6 +11,7 @@ import pytest
 from ondevice.api import export as artifacts
 from ondevice.api.evaluate import evaluate, replay
 from ondevice.api.open import open_artifact
+from ondevice.api.runfile import RunConfig
 from ondevice.api.train import run_artifact
 from ondevice.api.verify import verify
 from ondevice.artifact.adapter import load_adapter
@@ -64,6 +65,25 @@ def test_a_zeroth_order_run_is_rebuilt_from_its_log(artifact_of, tmp_path) -> No
     assert rebuilt is not None and trained.adapter is not None
     for name, value in load_adapter(trained.adapter).tensors.items():
         assert rebuilt.tensors[name].tobytes() == value.tobytes(), name
+
+
+def test_prge_as_it_comes_takes_new_subspaces_resumes_and_replays(source, tmp_path) -> None:
+    """PyTorch is on the machine, so an artifact is not the paper's: exact gradients of packed weights, and Adam."""
+    values = {"name": "prge", "rank": 1, "queries": 2, "calibration_rows": 3, "refresh_every": 2}
+    export = {"target": "jetson", "lengths_tokens": [32], "batch_size": 2, "check_steps": 1, "quantize": "int8"}
+    given = {"model": {"source": str(source), "dtype": "float32"}, "method": values, "export": export}
+    artifacts.export(RunConfig.parse(given), folder := tmp_path / "a")
+    method = read_manifest(folder).method
+    assert (method["subspace"], method["optimizer"]) == ("gradient", "adam") and verify(folder, steps=2)["ok"]
+    assert artifacts.run_config(folder).train.schedule == "linear"
+    more = {"train.schedule": "constant", "data.max_length_tokens": 32}
+    whole = run_artifact(folder, configured(folder, tmp_path, 5, "whole", **more))
+    run_artifact(folder, configured(folder, tmp_path, 3, "parts", **more))
+    parts = run_artifact(folder, configured(folder, tmp_path, 5, "parts", **more), resume=True)
+    rebuilt = replay(tmp_path / "whole", artifact=folder)
+    assert len(list((tmp_path / "whole").glob("subspace-*.safetensors"))) == 3 and rebuilt is not None
+    for name, value in load_adapter(whole.adapter).tensors.items():
+        assert load_adapter(parts.adapter).tensors[name].tobytes() == value.tobytes() == rebuilt.tensors[name].tobytes()
 
 
 def test_an_evaluation_with_and_without_the_adapter(artifact_of, tmp_path) -> None:

@@ -107,6 +107,19 @@ def test_a_projected_gradient_is_the_derivative_along_its_direction() -> None:
     np.testing.assert_allclose(received, exact, atol=0.02 * np.abs(exact).max())
 
 
+def test_each_query_has_a_batch_of_its_own() -> None:
+    """Algorithm 2, line 5: its numbers are those of one query after the other, each on its share of the rows."""
+    config = MezoConfig(queries=2, fresh_batches=True)
+    ids, labels = batch(4)
+    numbers = session(config).step(ids, labels, 3, 0.0).projected_gradients
+    for query in range(2):
+        rows = slice(2 * query, 2 * query + 2)
+        alone = session(config.model_copy(update={"fresh_batches": False})).step(ids[rows], labels[rows], 3, 0.0)
+        assert alone.projected_gradients[query] == pytest.approx(numbers[query], abs=2e-3)
+    with pytest.raises(ConfigError, match="there are too few"):
+        session(config).step(ids[:1], labels[:1], 0, 0.0)
+
+
 def test_noise_is_the_same_in_chunks(monkeypatch) -> None:
     one, many = session(MezoConfig()), session(MezoConfig())
     ids, labels = batch(2)

@@ -10,6 +10,7 @@ import torch
 
 from ondevice.artifact.adapter import load_adapter, save_adapter
 from ondevice.core.registry import method_config
+from ondevice.data.batching import Batch
 from ondevice.methods.prge.graphed import GraphedPrgeSession
 from ondevice.methods.prge.torch import PrgeSession
 from ondevice.models.tiny import tiny_model
@@ -54,6 +55,23 @@ def test_fixed_shapes_give_the_same_steps(settings) -> None:
         for received, expected in zip(fixed.evaluate(*given), plain.evaluate(*given), strict=True):
             np.testing.assert_allclose(received, expected, rtol=1e-4)
     assert len(fixed.graphs) == 2 and np.abs(fixed.flat()).max() > 0
+
+
+def test_fixed_shapes_go_on_in_a_new_subspace(tmp_path) -> None:
+    """What a graph has captured of the old one is captured again; the state stays at its place."""
+    values = {"subspace": "gradient", "optimizer": "adam", "calibration_rows": 3, "refresh_every": 2}
+    plain, fixed = (kind(tiny_model("llama"), config(**values), SEED) for kind in (PrgeSession, GraphedPrgeSession))
+    place = fixed._adapter.data_ptr()
+    for step in range(4):
+        plain.before_step(step, lambda number: Batch(*batch(2, seed=number)), tmp_path)
+        fixed.before_replay(step, tmp_path)
+        assert bool(fixed.graphs) == (step % 2 == 1) and fixed._adapter.data_ptr() == place
+        given = batch(2, 12, seed=step)
+        ours, theirs = fixed.step(*given, step, RATE), plain.step(*given, step, RATE)
+        np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-4)
+    for received, expected in zip(fixed.evaluate(*given), plain.evaluate(*given), strict=True):
+        np.testing.assert_allclose(received, expected, rtol=1e-4)
+    assert np.abs(fixed.flat()).max() > 0
 
 
 def test_the_adapter_stays_where_the_graphs_look_for_it(tmp_path) -> None:

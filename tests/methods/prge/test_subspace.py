@@ -127,6 +127,35 @@ def test_adam_s_second_step_is_torch_s(tmp_path: Path) -> None:
         np.testing.assert_allclose(session.flat()[:size], reference.detach().numpy(), rtol=2e-4, atol=2e-6)
 
 
+def test_adam_in_a_random_subspace_is_torch_s_in_a_session_and_in_a_program() -> None:
+    """Its moments never begin anew there, and they begin at 0 beside an adapter that is loaded."""
+    config = settings(subspace="random", optimizer="adam", refresh_every=2, rank=4)
+    session, seed = PrgeSession(tiny_model(), config, SEED), torch.tensor([SEED])
+    program = build_program(tiny_model(), config, ExportConfig(lengths_tokens=(12,), generator="op"), SEED)
+    size = session.program.layout.size
+    reference = torch.nn.Parameter(torch.zeros(size))
+    adam = torch.optim.Adam([reference], lr=1e-2)
+    state = tuple(torch.zeros(number) for number in program.state_shapes.values())
+    for step in range(4):
+        ids, labels = batch(2, seed=step)
+        result = session.step(ids, labels, step, 1e-2)
+        z = torch.from_numpy(generator.normal(SEED, step, 0, 2, 0, size))
+        numbers = torch.tensor(result.projected_gradients)
+        reference.grad = numbers @ z / 2
+        adam.step()
+        with torch.no_grad():
+            losses = program.stepped(*map(torch.from_numpy, (ids, labels)), state, seed, torch.tensor([step]), torch.zeros(1))[0]
+            state = program.update(state, numbers, seed, torch.tensor([step]), torch.tensor([1e-2]))
+        np.testing.assert_allclose(result.losses, losses.numpy(), rtol=1e-5)
+        for flat in (session.flat()[:size], state[0].numpy()):
+            np.testing.assert_allclose(flat, reference.detach().numpy(), rtol=2e-4, atol=2e-6)
+    np.testing.assert_array_equal(state[1][: 2 * size].numpy(), session.flat()[size:])
+    other = PrgeSession(tiny_model(), config, SEED)
+    other.load_adapter(session.adapter())
+    assert not other.flat()[size:].any() and np.array_equal(other.flat()[:size], session.flat()[:size])
+    other.step(*batch(2), 0, 1e-2)
+
+
 def test_a_new_subspace_keeps_what_was_learned_and_the_adapter_is_the_model(tmp_path: Path) -> None:
     session = PrgeSession(tiny_model(), settings(optimizer="adam"), SEED)
     ids, labels = batch(3, seed=9)
