@@ -122,6 +122,7 @@ class Passes:
         self.layers = len(units.layers)
         self.unique = np.zeros(0, dtype=np.int64)
         self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
+        self.entering: Slot | None = None
         self.masks: list[tuple[Tensor, ...]] = []
         """What hides each micro-batch's padding; nothing where the causal mask does."""
         self.sums, self.rest_sums = (Accumulator(device, self.dtype) for _ in range(2))
@@ -138,7 +139,7 @@ class Passes:
         window.fetch_rest()
         for i in range(len(window.layers)):
             window.fetch_layer(i)
-        embedded = self._pick(ids, entering)
+        embedded, self.entering = self._pick(ids, entering), entering
         window.bind(self.units.rest, window.arrive(window.rest))
         h = [self.family.place(embedded[rows]) for rows in micro_batches]
         if keep:
@@ -281,7 +282,7 @@ class Passes:
         dtype = torch.float32 if len(micro_batches) > 1 else self.dtype
         row_gradients = torch.zeros(rows, width, dtype=dtype, device=self.where)
         for rows_of, gradient in zip(micro_batches, gradients, strict=True):
-            entered = torch.zeros_like(gradient).requires_grad_(True)
+            entered = self._rows(ids[rows_of], gradient).detach().requires_grad_(True)
             placed = self.family.place(entered)
             if placed is not entered:
                 torch.autograd.backward(placed, gradient)
@@ -294,6 +295,12 @@ class Passes:
         if padding is not None:
             row_gradients[torch.from_numpy(unique == padding).to(self.where)] = 0
         self.window.send_rows(torch.from_numpy(unique), row_gradients)
+
+    def _rows(self, ids: np.ndarray, gradient: Tensor) -> Tensor:
+        """The embedding's rows of `ids` where a norm follows them; else any, since positions are added to them."""
+        if self.entering is None or not self.family.dims.classes:
+            return torch.zeros_like(gradient)
+        return self._pick(ids, self.entering)
 
     def _scores(self, normed: list[Tensor], labels: list[np.ndarray], scale: float) -> list[loss.ChunkedLoss]:
         """Each position paired with the label of the next token."""

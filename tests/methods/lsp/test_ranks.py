@@ -69,7 +69,7 @@ def test_two_ranks_are_one_process(name: str, ranks: list[dict[str, Any]]) -> No
     assert all(torch.equal(value, second["weights"][key]) for key, value in first["weights"].items())
     assert first["losses"] == pytest.approx(expected["losses"], rel=1e-5 if exact else 1e-2)
     torch.testing.assert_close(first["nll"], expected["nll"], rtol=1e-5 if exact else 2e-2, atol=1e-5)
-    assert [rank[name]["bytes"] / expected["bytes"] for rank in ranks] == pytest.approx([0.5, 0.5], abs=0.05)
+    assert [rank[name]["bytes"] / expected["bytes"] for rank in ranks] == pytest.approx([0.5, 0.5], abs=0.1)
     start = {key: value.detach() for key, value in tiny_model(RUNS[name][1], **RUNS[name][2]).model.named_parameters()}
     assert first["weights"].keys() == expected["weights"].keys()
     for key, value in expected["weights"].items():
