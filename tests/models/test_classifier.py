@@ -25,7 +25,7 @@ SIZES = {
     "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 257,
 }  # fmt: skip
 WORDS = {"good": "yes", "bad": "no", "so-so": "perhaps"}
-STEPS, ROWS = 6, 6
+STEPS, ROWS = 6, 24
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def run(source: Path, data: Path, out: Path, method: str, **settings: Any) -> An
     values = {
         "model.source": str(source), "model.classes": 3, "data.path": str(data), "data.eval_path": str(data),
         "train.out": str(out), "train.steps": STEPS, "train.batch_size": ROWS, "train.schedule": "constant",
-        "train.eval_rows": 6, "method.name": method, "method.learning_rate": 3e-3,
+        "train.eval_rows": 6, "method.name": method, "method.learning_rate": 1e-3,
         **{f"method.{name}": value for name, value in settings.items()},
     }  # fmt: skip
     return train(values)
@@ -65,7 +65,7 @@ PROJECTED = {"subspace": 24, "nonzeros": 4, "check_every": 3, "threshold": 0.0}
 def test_methods_that_train_all_parameters_agree(encoder: Path, data: Path, tmp_path: Path) -> None:
     """Full fine-tuning, SlideFormer, and LSP without projectors are the same AdamW; all take rows of other lengths."""
     whole = run(encoder, data, tmp_path / "full", "full", weight_decay=0.0)
-    for name, settings in {"slideformer": {"micro_batch_size": 4}, "lsp": {"project": False}}.items():
+    for name, settings in {"slideformer": {"micro_batch_size": 16}, "lsp": {"project": False}}.items():
         other = run(encoder, data, tmp_path / name, name, **ENGINE, **settings)
         assert other.result.final_loss == pytest.approx(whole.result.final_loss, rel=1e-3), name
         assert other.result.evaluation.loss == pytest.approx(whole.result.evaluation.loss, rel=1e-3), name

@@ -113,6 +113,7 @@ class SlideformerEngine(OffloadEngine):
             CheckpointError: naming the first array that is missing or of another size or type.
         """
         self.store.load(arrays)
+        self.updater.loaded()
         self.updater.clipping.restore(arrays)
 
     def flush(self) -> None:
