@@ -26,6 +26,7 @@ from ondevice.models import LoadedModel, forward_hidden
 ALPHAS = {"galore": 0.25, "galore-4": 4.0}
 """Of GaLore's projected update: what its paper pre-trains with, and what it fine-tunes on GLUE with."""
 METHODS = ("full", "lsp", "lsp-random", *ALPHAS, "lora")
+NEVER = 1 << 30
 
 
 class Trained:
@@ -190,11 +191,17 @@ class Lsp:
         yield from {id(t): t for group in groups for t in group.plane.memory.values()}.values()
 
 
+def looks_every(name: str, otherwise: int) -> tuple[str, int]:
+    """A method without its `@K`, and the steps between two looks at its projectors: K, or `never` after the first."""
+    name, _, steps = name.partition("@")
+    return name, NEVER if steps == "never" else int(steps or otherwise)
+
+
 def open_method(name: str, run: Trained, seed: int, projectors: ProjectorConfig, rank: int, refresh: int) -> Method:
     """Prepare the model of `run` for a method of METHODS.
 
     Args:
-        projectors: of lsp (learned) and lsp-random (drawn).
+        projectors: of lsp (learned) and lsp-random (drawn), which may have other looks: `lsp@20`, `lsp@never`.
         rank: of GaLore and LoRA; `refresh`, steps between GaLore's decompositions.
 
     Raises:
@@ -208,10 +215,11 @@ def open_method(name: str, run: Trained, seed: int, projectors: ProjectorConfig,
         peft.get_peft_model(run.model, settings)  # changes the linear layers in place
         return Adam(p for p in run.model.parameters() if p.requires_grad)
     run.model.requires_grad_(True)
+    name, every = looks_every(name, projectors.check_every)
     if name == "full":
         return Adam(run.model.parameters())
     if name.startswith("lsp"):
-        return Lsp(run, projectors.model_copy(update={"learned": name == "lsp"}), seed)
+        return Lsp(run, projectors.model_copy(update={"learned": name == "lsp", "check_every": every}), seed)
     if name in ALPHAS:
         weights: Any = [module.weight for module in run.linears.values()]
         chosen = {id(weight) for weight in weights}

@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods",
         default="full,lsp,lsp-random,galore,lora",
-        help="also galore-4 (alpha 4, not 0.25)",
+        help="also galore-4 (alpha 4, not 0.25), and lsp or lsp-random with other looks: lsp-random@20, lsp@never",
     )
     parser.add_argument("--rates", default="", help=f"instead of the default ones: {RATES}")
     parser.add_argument("--steps", default="1000", help="one number, or one for each task")
@@ -57,7 +57,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_rates(text: str, methods: list[str]) -> dict[str, list[float]]:
-    """'full=1e-5,3e-5;lsp=1e-4' to rates by method; a method that is not named has its default ones.
+    """'full=1e-5,3e-5;lsp=1e-4' to rates by method; a method that is not named has its default ones, and one with
+    other looks (`lsp@20`) those of the method.
 
     Raises:
         ValueError: an unknown method, or no number.
@@ -65,9 +66,9 @@ def parse_rates(text: str, methods: list[str]) -> dict[str, list[float]]:
     parts = [part.partition("=")[::2] for part in f"{RATES};{text}".split(";") if part]
     rates = {name.strip(): [float(rate) for rate in values.split(",")] for name, values in parts}
     known = [part.partition("=")[0] for part in RATES.split(";")]
-    if unknown := [name for name in [*rates, *methods] if name not in known]:
+    if unknown := [name for name in [*rates, *methods] if name.partition("@")[0] not in known]:
         raise ValueError(f"unknown method: expected some of {', '.join(known)}, received {unknown[0]}")
-    return {name: rates[name] for name in methods}
+    return {name: rates.get(name) or rates[name.partition("@")[0]] for name in methods}
 
 
 def settings(args: Any, tasks: dict[str, Task], half: bool) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.lsp.methods import Lsp, Trained, gradient_bytes, nbytes, open_method
+from benchmarks.lsp.methods import Lsp, Trained, gradient_bytes, looks_every, nbytes, open_method
 from benchmarks.lsp.report import BASE
 from benchmarks.tasks import LENGTHS, Task
 from ondevice.data import Batches, pad_id_of
@@ -86,7 +86,7 @@ def train(
     pad_id, every = pad_id_of(base.tokenizer), args.eval_every
     sizes = {"subspace": args.subspace, "nonzeros": args.nonzeros, "check_every": args.check_every}
     projectors = ProjectorConfig(**sizes, threshold=args.threshold)
-    run = Trained(base, device, half)
+    run, looks = Trained(base, device, half), looks_every(method, args.check_every)[1]
     optimizer = open_method(method, run, seed, projectors, args.rank, args.refresh)
     batches, others = (Batches(task.train, args.batch_size, LENGTHS, s, pad_id) for s in (seed, seed + OTHER_SEED))
     result = before | {"method": method, "learning_rate": rate, "seed": seed} | {key: [*before[key]] for key in CURVES}
@@ -95,7 +95,7 @@ def train(
         loss = run.loss(batches.at(step))
         total += loss.detach()
         at_end = (step + 1) % every == 0 or step + 1 == steps
-        long = step % args.check_every == 0 or step % args.refresh == 0
+        long = step % looks == 0 or step % args.refresh == 0
         if (at_end or long) and not math.isfinite(float(total)):
             result["diverged_at"] = step
             break

@@ -69,6 +69,21 @@ class Lsp(Sliding):
         self.number = 0
 
 
+def other(name: str, shape: str, block: torch.Tensor, device: str, liger: bool) -> Any:
+    """A program that is not ours, or ours without offload."""
+    if name.startswith("resident"):
+        return peers.Resident(om.make_family(shape, block, liger=liger), device, name, liger)
+    if name == "fsdp2":
+        return peers.Fsdp2(shape, block, device, liger)
+    if name.startswith("torchao"):
+        return peers.TorchAo(shape, block, device, name, liger)
+    if name.startswith("roundpipe"):
+        return RoundPipe(shape, block, late=name == "roundpipe-late")
+    if name.startswith("deepspeed"):
+        return Zero(shape, block, device, liger, stage=int(name[-1]))
+    raise ValueError(f"unknown variant {name}")
+
+
 class Live:
     """A variant in memory, and what it takes of it: what others hold is not counted."""
 
@@ -92,15 +107,7 @@ class Live:
             return Lsp(shape, block, device, self.name, options)
         if self.name.startswith("slideformer"):
             return Sliding(shape, block, device, self.name, options)
-        if self.name.startswith("resident"):
-            return peers.Resident(om.make_family(shape, block, liger=liger), device, self.name, liger)
-        if self.name == "fsdp2":
-            return peers.Fsdp2(shape, block, device, liger)
-        if self.name.startswith("torchao"):
-            return peers.TorchAo(shape, block, device, self.name, liger)
-        if self.name.startswith("roundpipe"):
-            return RoundPipe(shape, block, late=self.name == "roundpipe-late")
-        return Zero(shape, block, device, liger, stage=int(self.name[-1]))
+        return other(self.name, shape, block, device, liger)
 
     def run(self, batches: om.Batches, rows: int, warmup: int, count: int) -> dict[str, Any]:
         """`count` steps in a row after `warmup` others: seconds each, and what was seen meanwhile."""

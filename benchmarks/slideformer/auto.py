@@ -4,10 +4,12 @@
 
 `auto` decides for each batch, from ten seconds of calibration at the start; where the choice is that of the batch
 before, the engine is, too. `fixed` is `window: 3, resident_layers: 0, resident_tables: false, gradient_buffers: 4`.
-`resident` has no update and no offload: no step can be faster. Kernels are the defaults on every side. A value is the
-wall time from one step's end to the next one's. All variants compute the same tokens; `same losses` compares the first
-ones with those of `fixed`, bit for bit. Before the steps, AdamW alone: on the host's threads by kind of moments, and on
-the GPU, where its bits are compared with the host's.
+`resident` has no update and no offload: no step can be faster. Peers (`fsdp2`, `deepspeed-2`, `deepspeed-3`, `torchao`,
+`torchao-fp32`, `roundpipe`, `roundpipe-late`) run where they are installed, each with what it is set to beside its row.
+Kernels are the defaults on every side: liger's where it is installed, but for RoundPipe, which has its own layers. A
+value is the wall time from one step's end to the next one's. All variants compute the same tokens; `same losses`
+compares the first ones with those of `fixed`, bit for bit. Before the steps, AdamW alone: on the host's threads by kind
+of moments, and on the GPU, where its bits are compared with the host's.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import asdict
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,7 @@ import torch
 from benchmarks.common import finish, median, parse_args
 from benchmarks.offload import model as om
 from benchmarks.offload import peers
-from benchmarks.offload.live import Peak, reason, short
+from benchmarks.offload.live import Peak, other, reason, short
 from ondevice.methods.slideformer.auto import Room, settle
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
@@ -47,7 +51,7 @@ COLUMNS = [
     {"key": "of_resident", "title": "Of no offload", "digits": 3},
     {"key": "bound", "title": "Bound by"},
     {"key": "hiding_factor", "title": "Hiding factor", "digits": 2},
-    {"key": "choice", "title": "Choice"},
+    {"key": "choice", "title": "Choice, or a peer's settings"},
     {"key": "gpu_peak_bytes", "title": "GPU peak (GB)", "scale": 1e-9, "digits": 1},
     {"key": "host_bytes", "title": "Host, ours (GB)", "scale": 1e-9, "digits": 1},
     {"key": "same_losses", "title": "Same losses"},
@@ -143,7 +147,9 @@ class Bench:
         config = SlideformerConfig(**{"moments": moments, "timeout_s": 120.0})
         liger = use_liger(config, torch.device(self.args.device).type)
         if "resident" in names:
-            self.measure("resident", batches, lambda: self._resident(shape, liger), None)
+            self.measure(
+                "resident", batches, lambda: other("resident", shape, self.block, self.args.device, liger), None
+            )
         rates = calibrate(config, self.args.device)
         self.say("calibration", {name: short(value) for name, value in asdict(rates).items()})
         om.release(self.args.device)
@@ -157,6 +163,10 @@ class Bench:
             choices.setdefault(_words(chosen), (chosen, []))[1].append(rows)
         for words, (chosen, rows) in choices.items():
             self.measure("auto", rows, lambda chosen=chosen: self._engine(shape, chosen), words)
+        for name in names:
+            if name not in ("resident", "fixed", "auto"):
+                build = partial(other, name, shape, self.block, self.args.device, liger)
+                self.measure(name, batches, build, _settings(name))
 
     def room(self) -> Room:
         """Memory as `ondevice plan` sees it; without a GPU a made-up one, so that the choice is made all the same."""
@@ -165,9 +175,6 @@ class Bench:
         if self.args.host_gib:
             host = max(host, int(self.args.host_gib * 2**30) - psutil.Process().memory_info().rss)
         return Room(free, host)
-
-    def _resident(self, shape: str, liger: bool) -> Any:
-        return peers.Resident(om.make_family(shape, self.block, liger=liger), self.args.device, "resident", liger)
 
     def _engine(self, shape: str, config: SlideformerConfig) -> SlideformerEngine:
         return SlideformerEngine(om.make_family(shape, self.block), config, self.args.device)
@@ -198,8 +205,10 @@ class Bench:
             except Exception as error:
                 row["error"] = reason(error)
             self.add(row)
-        if isinstance(one, SlideformerEngine):
+        try:
             one.close()
+        except Exception as error:
+            self.say(f"{variant}: closing: {reason(error)}")
         del one
         om.release(self.args.device)
 
@@ -245,6 +254,25 @@ class Bench:
 
 def _tensors(state: la.HostState) -> list[torch.Tensor]:
     return [t for t in (state.high, state.low, *state.moments.tensors().values()) if t is not None]
+
+
+def _settings(name: str) -> str:
+    """A peer's version, and what it is set to; all keep one input a layer and compute the rest again."""
+    package = {"fsdp2": "torch", "torchao-fp32": "torchao"}.get(name, name.partition("-")[0])
+    try:
+        found = f"{package} {version(package)}"
+    except PackageNotFoundError:
+        found = f"{package}, not installed"
+    said = {
+        "fsdp2": "fully_shard by layer, CPUOffloadPolicy, float32 parameters and moments, bf16 passes, fused AdamW",
+        "deepspeed-2": "ZeRO-2, optimizer offload, CPUAdam, float32 masters and moments, overlap_comm",
+        "deepspeed-3": "ZeRO-3, parameters and optimizer offloaded, CPUAdam, float32 masters and moments, overlap_comm",
+        "torchao": "CPUOffloadOptimizer, gradients offloaded, bf16 parameters and moments, no masters",
+        "torchao-fp32": "CPUOffloadOptimizer, gradients offloaded, float32 parameters and moments, bf16 autocast",
+        "roundpipe": "float32 masters and moments, 2 micro-batches, updates in step",
+        "roundpipe-late": "float32 masters and moments, 2 micro-batches, updates a step late",
+    }
+    return f"{found}: {said[name]}" if name in said else found
 
 
 def _words(config: SlideformerConfig) -> str:

@@ -5,8 +5,10 @@
 `tests`: the tests of ranks through NCCL, then those marked `gpu`. `large`: the 32B shape under 24 GiB of GPU memory.
 `wheels`: installs what `--wheels` holds into FOLDER/site (peers, liger-kernel), for all parts but the tests.
 `ranks`: one and two GPUs beside FSDP2. `auto` and `auto-small`: the default settings beside no offload.
-`deepspeed`: DeepSpeed's ZeRO-3 on two GPUs. `peers`: one GPU beside DeepSpeed, torchao and RoundPipe. Only `tests` and
-`large` run at the same time: the first has no seconds in it, and each has the cores of one GPU. A part that outlasts
+`deepspeed`: DeepSpeed's ZeRO-3 on two GPUs. `peers`: one GPU, the default settings beside no offload, DeepSpeed, FSDP2,
+torchao and RoundPipe; `fourteen`: the 14B shape with bfloat16 moments inside 128 GiB of host memory, `lsp`: LSP-Offload
+beside Zero at 7B; these three and `auto` do with a host of one GPU, which has all its cores. Only `tests` and `large`
+run at the same time: the first has no seconds in it, and each has the cores of one GPU. A part that outlasts
 its limit is ended; what it has written stays, and so does its log.
 """
 
@@ -26,7 +28,7 @@ TESTED = (
     "tests/methods/slideformer", "tests/methods/lsp/test_engine.py", "tests/methods/revffn", "tests/offload",
     "tests/runtime_ops/test_triton_adam.py",
 )  # fmt: skip
-PEERS = "resident,slideformer,deepspeed-2,deepspeed-3,roundpipe,roundpipe-late,torchao-fp32"
+PEERS = "resident,auto,deepspeed-2,deepspeed-3,fsdp2,torchao-fp32,torchao,roundpipe,roundpipe-late"
 BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder as B; B().load()"
 
 
@@ -63,7 +65,7 @@ def every_part(args: argparse.Namespace) -> list[Part]:
 
     def auto(name: str, shapes: str, batches: str, budget_s: int) -> list[str]:
         words = ["--shapes", shapes, "--batches", batches, "--variants", "resident,auto", "--warmup", 2, "--repeats", 3]
-        words += ["--parameters", 10**6 if tiny else 10**8, "--gpu-bytes", 76e9, "--host-gib", 200]
+        words += ["--parameters", 10**6 if tiny else 10**8, "--gpu-bytes", 76e9, "--host-gib", 112]
         return bench("auto", *words, "--budget-s", budget_s, "--out", out / f"{name}.json")
 
     def ranks(name: str, variants: str, gpus: str, rows_each: int, strong: str, budget_s: int) -> list[str]:
@@ -74,7 +76,6 @@ def every_part(args: argparse.Namespace) -> list[Part]:
     site = out / "site"
     found = [str(path) for name in ("*.whl", "*.tar.gz") for path in args.wheels.glob(name)] if args.wheels else []
     pip = [PYTHON, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation", "--upgrade"]
-    liger = ["--option", "kernels=liger"] if any("liger" in path for path in found) else []
     build = {"DS_BUILD_OPS": "0", "DS_SKIP_CUDA_CHECK": "1", "MAX_JOBS": "8"}
     build |= {"CUDA_HOME": os.environ.get("CUDA_HOME", "/usr/local/cuda")}
     installed = {"PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]), **build}
@@ -103,11 +104,27 @@ def every_part(args: argparse.Namespace) -> list[Part]:
             environment=installed,
         ),
         Part(
-            "peers", 240,
+            "peers", 440,
             [[PYTHON, "-c", BUILD],
-             bench("step", "--shapes", "tiny" if tiny else "Llama-1.5B", "--variants", PEERS, "--batches", "8,32",
-                   "--repeats", 4, "--rounds", 2, "--calibrate", 10**7, "--host-gib", 200, "--budget-s", 170, *liger,
-                   "--out", out / "peers.json")],
+             bench("auto", "--shapes", "tiny" if tiny else "Llama-1.5B", "--variants", PEERS, "--batches", "4,8,16,32",
+                   "--repeats", 4, "--warmup", 2, "--parameters", 10**6 if tiny else 10**8, "--host-gib", 112,
+                   "--gpu-bytes", 76e9, "--budget-s", 380, "--out", out / "peers.json")],
+            gpus=(0,), environment=installed,
+        ),
+        Part(
+            "fourteen", 200,
+            [bench("step", "--shapes", "tiny" if tiny else "Qwen2.5-14B", "--variants",
+                   "resident_window,slideformer-bf16", "--batches", "2" if tiny else "8", "--calibrate", 10**7,
+                   "--limit-gib", 24, "--host-gib", 124, "--warmup", 1, "--repeats", 3, "--rounds", 1,
+                   "--option", "resident_layers=0", "--option", "gradient_buffers=2", "--option", "window=3",
+                   "--option", "activations=device", "--out", out / "fourteen.json")],
+            gpus=(0,), environment=installed,
+        ),
+        Part(
+            "lsp", 330,
+            [[PYTHON, "-u", "-m", "benchmarks.lsp.step", "--shapes", "tiny-gpt2" if tiny else "Qwen2.5-7B",
+              "--batches", "1,4,16", "--buses", "15", "--variants", "native,zero,lsp", "--repeats", "4",
+              "--host-gib", "120", "--budget-s", "300", *common, "--out", str(out / "lsp.json")]],
             gpus=(0,), environment=installed,
         ),
     ]  # fmt: skip
@@ -119,10 +136,17 @@ def cores_of(gpus: tuple[int, ...]) -> list[set[int]]:
 
     from ondevice.offload import cores
 
-    count = max(2, torch.cuda.device_count())
-    addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())] or [None] * count
+    addresses = [cores.pci_address(index) for index in range(torch.cuda.device_count())] or [None] * 2
     parts = cores.divide(os.sched_getaffinity(0), addresses)
     return [set(parts[number]) for number in gpus if parts[number]] or [os.sched_getaffinity(0)]
+
+
+def there(gpus: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of these GPUs that this host has; the first where it has none of them."""
+    import torch
+
+    count = torch.cuda.device_count() or 2
+    return tuple(number for number in gpus if number < count) or (0,)
 
 
 class Running:
@@ -130,8 +154,9 @@ class Running:
 
     def __init__(self, part: Part, args: argparse.Namespace, limit_s: float) -> None:
         self.part, self.left, self.ends = part, list(part.commands), time.monotonic() + min(part.seconds, limit_s)
-        self.cores = set().union(*cores_of(part.gpus))
-        self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, part.gpus)), **part.environment}
+        gpus = there(part.gpus)
+        self.cores = set().union(*cores_of(gpus))
+        self.environment = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), **part.environment}
         self.log = (args.out / f"{part.name}.log").open("w")
         self.process: subprocess.Popen[bytes] | None = None
         self.codes: list[int] = []

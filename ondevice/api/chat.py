@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.api.open import open_artifact
 from ondevice.artifact.adapter import load_adapter
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
-from ondevice.core.errors import ArtifactError, ConfigError
+from ondevice.core.errors import ArtifactError, ConfigError, ModelError
 from ondevice.models.sample import draw, sample
 from ondevice.models.text import Ending, pieces
 from ondevice.planning.devices import resolve_device
@@ -93,7 +93,10 @@ def open_chat(source: str, adapter: Path | None = None, *, revision: str | None 
     else:
         from ondevice.models import load_model
 
-        chat = _ModelChat(load_model(source, revision=revision, dtype=dtype, device=resolve_device("auto")))
+        loaded = load_model(source, revision=revision, dtype=dtype, device=resolve_device("auto"))
+        if loaded.dims.classes:
+            raise ModelError(f"{source} classifies, and writes no text", hint="`ondevice eval` says how well it does")
+        chat = _ModelChat(loaded)
     if adapter is not None:
         chat.use(adapter)
     return chat

@@ -59,7 +59,8 @@ def evaluate(
         most = opened.loaded.dims.max_positions
         max_length_tokens = length_of(read, opened.tokenizer, percentile=100, most_tokens=most).tokens
     assert max_length_tokens is not None  # noqa: S101 - an artifact's is its buckets', a model's the rows'
-    dataset = encode(read, opened.tokenizer, max_length_tokens=max_length_tokens)
+    classes = 0 if opened.loaded is None else opened.loaded.dims.classes
+    dataset = encode(read, opened.tokenizer, max_length_tokens=max_length_tokens, classes=classes)
     generate = None if opened.write is None else partial(opened.write, max_new_tokens=ANSWER_TOKENS)
     result = evaluate_dataset(opened.session, dataset, pad_id_of(opened.tokenizer), rows=rows, generate=generate)
     if result is None:

@@ -92,6 +92,8 @@ def train(
     if config.data.packing:
         dims = loaded.dims if loaded else read_dims(config.model.source, config.model.revision)
         placement.spec.check_packing(placement.backend, dims.whole)
+        if dims.classes:
+            raise ConfigError("an encoder takes one row a sequence", received="data.packing", hint="leave it out")
     said = placement.precision(config.model.dtype)
     if placement.spec.precision:
         config, said = with_precision(config, placement)

@@ -76,6 +76,7 @@ err = Console(stderr=True, highlight=False)
 RUN_OPTIONS = (
     Option("--method", "method.name", str, f"{', '.join(method_names())}"),
     Option("--revision", "model.revision", str, REVISION),
+    Option("--classes", "model.classes", int, "A new classification head on an encoder that has none (RoBERTa)"),
     Option("--dtype", "model.dtype", str, DTYPE),
     Option("--data", "data.path", str, f"Rows to train on: {ROWS}", ("-d",)),
     Option("--eval-data", "data.eval_path", str, "Rows that are only evaluated"),

@@ -201,6 +201,9 @@ class ModelConfig(StrictConfig):
     revision: str | None = None
     """Hub revision: a branch, a tag or a commit."""
 
+    classes: int | None = Field(default=None, ge=2)
+    """Put a new classification head with so many classes on an encoder (RoBERTa) that has none."""
+
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of weights and activations; adapters stay in float32. `full` and `mezo` train the weights in it:
     small updates vanish in bfloat16, where `slideformer` keeps float32 masters."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from ondevice.core.errors import ConfigError, MissingPackageError
+from ondevice.core.errors import ConfigError, MissingPackageError, ModelError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -140,6 +140,7 @@ class MethodSpec:
         packs_not: why others do not, in half a sentence.
         any_decoder: it takes models whose blocks are not known, because it computes no block itself; `tried`: it runs
             their blocks one by one, and finds out on opening whether it can.
+        classifies: it trains an encoder with a classification head (`ModelDims.classes`).
         quantises: (config) whether it packs the model's weights itself, which are then loaded on the host.
         for_training: (config) its settings for training in eager PyTorch, with `auto` decided.
         schedule: (config) of a run that names none; None for the loop's own.
@@ -176,6 +177,7 @@ class MethodSpec:
     packs: tuple[str, ...] = ()
     packs_not: str = "its passes have no mask between the rows of a sequence"
     any_decoder: bool | Literal["tried"] = False
+    classifies: bool = False
     quantises: Callable[[Any], bool] = lambda config: False
     for_training: Callable[[Any], Any] = lambda config: config
     schedule: Callable[[Any], str | None] = lambda config: None
@@ -248,6 +250,14 @@ class MethodSpec:
         """
         if dims.whole and not self.any_decoder:
             raise dims.unknown(f"method {self.name}")
+        if dims.classes and not self.classifies:
+            from ondevice.core.registry import methods
+
+            raise ModelError(
+                f"method {self.name} trains no model with a classification head",
+                expected=", ".join(spec.name for spec in methods() if spec.classifies),
+                received=f"model_type {dims.family!r}",
+            )
 
     def check_packing(self, backend: str, whole: bool) -> None:
         """Refuse several rows in one sequence where their attention would not be kept apart.

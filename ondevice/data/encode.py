@@ -111,6 +111,7 @@ def encode(
     max_length_tokens: int,
     train_on_prompt: bool = False,
     allow_empty: bool = False,
+    classes: int = 0,
 ) -> Dataset:
     """Tokenize every row.
 
@@ -133,6 +134,8 @@ def encode(
             last turns do not fit whole, becomes a problem.
         train_on_prompt: label the prompt, too.
         allow_empty: return the problems alone where no row could be encoded, instead of raising.
+        classes: of the model's classification head; 0 for a language model. The prompt then has all of the tokenizer's
+            own marks, and the label of its second place is the number of the right candidate.
 
     Raises:
         ConfigError: `max_length_tokens` below 2.
@@ -167,7 +170,9 @@ def encode(
         from ondevice.data.chat import chat_item
     for row in rows.items:
         try:
-            if rows.format == "text":
+            if classes:
+                dataset.items.append(_class_item(row, tokenizer, max_length_tokens, classes))
+            elif rows.format == "text":
                 dataset.items.extend(_windows(row, tokenizer, max_length_tokens))
             else:
                 make = chat_item if row.messages and has_template else _pair_item
@@ -236,6 +241,22 @@ def _pair_item(row: Row, tokenizer: Any, limit: int, train_on_prompt: bool) -> I
     return Item(example, candidates, row.gold, row.answers, row.line, row.file, row.value, start, dropped)
 
 
+def _class_item(row: Row, tokenizer: Any, limit: int, classes: int) -> Item:
+    """Encode a row for a classification head. A prompt that is too long loses tokens behind its first one."""
+    if row.gold is None or len({prompt for prompt, _ in row.pairs}) != 1:
+        raise BadRow("label", "a classification head needs a text and a label")
+    if len(row.pairs) != classes:
+        raise BadRow("label", f"the task has {len(row.pairs)} labels, and the model's head {classes}")
+    ids = list(tokenizer(row.pairs[0][0].rstrip(), verbose=False)["input_ids"])
+    dropped = max(0, len(ids) - limit)
+    ids = ids[:1] + ids[1 + dropped :]
+    if len(ids) < 2:
+        raise BadRow("text", "the text has fewer than two tokens")
+    rest = (IGNORE,) * (len(ids) - 2)
+    candidates = tuple(Example(tuple(ids), (IGNORE, number, *rest)) for number in range(classes))
+    return Item(candidates[row.gold], candidates, row.gold, row.answers, row.line, row.file, row.value, 0, dropped)
+
+
 def check_fit(answer_tokens: int, limit: int, prompt_tokens: int, full_tokens: int = 0) -> None:
     """Raise `AnswerTooLong` unless the answer fits behind one token of the prompt, if there is one."""
     room = limit - 1 if prompt_tokens else limit
@@ -277,6 +298,7 @@ def read_dataset(
     max_length_tokens: int,
     train_on_prompt: bool = False,
     columns: Mapping[str, str] | None = None,
+    classes: int = 0,
 ) -> Dataset:
     """Read and encode the rows of a file, or those that Python holds; bad rows are in `.problems`.
 
@@ -293,7 +315,8 @@ def read_dataset(
     else:
         rows = read_rows(path, task=task, columns=columns)
     refuse_preferences(rows)
-    return encode(rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt)
+    options: dict[str, Any] = {"max_length_tokens": max_length_tokens, "train_on_prompt": train_on_prompt}
+    return encode(rows, tokenizer, classes=classes, **options)
 
 
 def refuse_preferences(rows: Rows) -> None:

@@ -27,9 +27,10 @@ class EngineSession(Session):
     """Hint for a step that does not fit into the accelerator's memory."""
 
     def __init__(self, loaded: LoadedModel, config: Any, engine: Any) -> None:
-        self.loaded, self.config, self.engine = loaded, config, engine
+        self.loaded, self.config, self.engine, self.ranks = loaded, config, engine, engine.ranks
         self.backend = f"torch-{engine.where.type}"
         self.steps_done = 0
+        self.arrays: dict[str, torch.Tensor] = {}  # of the last `state`, where they are views
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one AdamW step; its last updates run on while the next step begins."""
@@ -54,6 +55,13 @@ class EngineSession(Session):
     def save_model(self, folder: Path) -> None:
         """Write the trained model as transformers loads it, with its tokenizer."""
         save_weights(folder, self.weights(), self.loaded)
+
+    def make_model(self, folder: Path) -> None:
+        """Make the model's folder before any rank writes into it, on rank 0; here it is all that is written."""
+        save_weights(folder, self.weights(), self.loaded)
+
+    def write_model(self, folder: Path, arrays: dict[str, torch.Tensor] | None) -> None:
+        """Write this rank's share of the weights, as they are now or as `arrays` of a state have them."""
 
     def close(self) -> None:
         """End the engine's threads; host memory is unlocked."""

@@ -145,6 +145,7 @@ class ModelDims:
         gated: the MLP has a gate, and norms are RMS norms; else two matrices and layer norms.
         traits: what else its blocks do; see `BlockTraits`.
         experts: of a mixture of experts, in which `intermediate` is what a token passes through; 0 for one MLP.
+        classes: of a classification head on an encoder; 0 for a decoder.
     """
 
     gated: ClassVar[bool] = True
@@ -169,6 +170,7 @@ class ModelDims:
     rope_type: str = "default"
     experts: int = 0
     traits: BlockTraits = LLAMA
+    classes: int = 0
 
     @classmethod
     def from_manifest(cls, values: dict[str, Any]) -> ModelDims:
@@ -502,6 +504,15 @@ class Family:
     def final_norm(self, h: Tensor) -> Tensor:
         """Compute the norm before the head: [B, T, hidden]."""
         return self.model.model.norm(h)
+
+    def padding_mask(self, ids: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask that blocks take of rows int64 [B, T] padded on the right; None where it is the causal one,
+        which hides what is behind."""
+        return None
+
+    def class_nll(self, first_ND: Tensor, classes_N: Tensor) -> Tensor:
+        """Compute the negative log likelihood of rows' classes from their first positions; of `dims.classes`."""
+        raise ModelError(f"a {self.model_type} model has no classification head")
 
     def linear(self, i: int, target: str) -> nn.Module:
         """Return linear layer `target` of block `i`, or the module that replaces it."""

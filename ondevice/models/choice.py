@@ -41,6 +41,8 @@ def takes(spec: MethodSpec, dims: ModelDims) -> bool:
         return getattr(spec, "any_decoder", False) is True
     if not spec.knows_block(dims):
         return False
+    if getattr(dims, "classes", 0):
+        return spec.classifies
     try:
         dims.resolve_targets(spec.config())  # fused layers take the place of a default's names
     except OndeviceError:

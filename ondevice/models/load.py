@@ -17,6 +17,7 @@ from ondevice.models import source as sources
 from ondevice.models.any_decoder import AnyDecoder, AnyDims
 from ondevice.models.base import Family, ModelDims, UnknownTrait
 from ondevice.models.cache import missing
+from ondevice.models.classifier import HEAD, TYPES, Classifier, has_head, is_classifier
 from ondevice.models.gguf import read_gguf_dims
 from ondevice.models.registry import family_for
 from ondevice.models.source import TINY_PREFIX, SourceInfo
@@ -151,6 +152,7 @@ def load_model(
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     verify: bool = False,
+    classes: int | None = None,
 ) -> LoadedModel:
     """Load a model and its tokenizer; fetch and convert it first where that is needed.
 
@@ -160,9 +162,11 @@ def load_model(
         dtype: of the weights: `float32`, `bfloat16` or `float16`.
         device: a torch device, or `auto` for CUDA where there is one.
         verify: hash a converted model's files against their record (their sizes are always checked).
+        classes: of a new classification head, on an encoder that has none.
 
     Raises:
-        ModelError: the model cannot be found, read, or is not supported.
+        ModelError: the model cannot be found, read, or is not supported; or it is an encoder without a head, and
+            `classes` is not given.
         MissingPackageError: torch or transformers is not installed.
         StorageError: no space for what is fetched or converted.
     """
@@ -178,14 +182,17 @@ def load_model(
         for parameter in loaded.model.parameters():  # not the rotary frequencies, which stay in float32
             parameter.data = parameter.data.to(torch_dtype)
         _move(loaded.model, torch_device)
+        _check_head(source, {}, loaded.dims, classes)
         return loaded
     dims, family = _dims(source, revision)
     info = sources.resolve(source, revision, verify=verify)
     folder = _folder(info)
     tokenizer = _load_tokenizer(folder)
     sources.check_weights(folder, family.weight_shapes(dims))
+    new_head = _check_head(source, sources.read_config(folder), dims, classes)
     # A type that is not ours may have no fused attention: transformers then takes what it has.
-    model = _load_weights(folder, torch_dtype, None if dims.whole else "sdpa")
+    attention, count = None if dims.whole else "sdpa", classes or dims.classes
+    model = _load_weights(folder, torch_dtype, attention, count, new_head)
     _move(model, torch_device)
     return wrap(model, tokenizer, family, info, dims)
 
@@ -255,11 +262,34 @@ def _dims(source: str, revision: str | None) -> tuple[ModelDims, type[Family]]:
     if source.endswith(".gguf"):
         return read_gguf_dims(Path(source).expanduser())
     config, where = sources.config_of(source, revision)
-    family = family_for(config.get("model_type"), where)
+    family = Classifier if is_classifier(config) else family_for(config.get("model_type"), where)
     try:
         return family.dims_from_config(config, where), family
     except UnknownTrait as reason:
         return replace(AnyDecoder.dims_from_config(config, where), trait=_why(reason)), AnyDecoder
+
+
+def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: int | None) -> bool:
+    """Return True where the model needs a new classification head; refuse one where it cannot be."""
+    if not dims.classes:
+        if classes is not None:
+            raise ModelError(
+                f"{source} takes no classification head", expected=f"an encoder: {', '.join(TYPES)}",
+                received=f"model_type {dims.family!r}",
+                hint="leave --classes out: a decoder learns labels as words",
+            )  # fmt: skip
+        return False
+    if has_head(config):
+        if classes not in (None, dims.classes):
+            raise ModelError(f"{source} has a classification head", expected=dims.classes, received=classes)
+        return False
+    if classes is None:
+        raise ModelError(
+            f"{source} is an encoder without a classification head",
+            expected="--classes N (model.classes): how many labels there are",
+            received=", ".join(config.get("architectures") or ()) or None,
+        )
+    return True
 
 
 def _why(reason: UnknownTrait) -> str:
@@ -300,15 +330,23 @@ def _load_tokenizer(folder: Path, config: Any = None) -> PreTrainedTokenizerBase
     return tokenizer
 
 
-def _load_weights(folder: Path, dtype: torch.dtype, attention: str | None = "sdpa") -> PreTrainedModel:
+def _load_weights(
+    folder: Path, dtype: torch.dtype, attention: str | None = "sdpa", classes: int = 0, new_head: bool = False
+) -> PreTrainedModel:
+    """Load a decoder, or with `classes` an encoder with its head; a new head is always the same random one."""
     try:
-        from transformers import AutoModelForCausalLM
+        import torch
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     except ImportError:
         raise missing("transformers") from None
+    kind: Any = AutoModelForSequenceClassification if classes else AutoModelForCausalLM
     try:
-        with quiet_transformers():
-            result: Any = AutoModelForCausalLM.from_pretrained(
+        with quiet_transformers(), torch.random.fork_rng(devices=[], enabled=new_head):
+            if new_head:
+                torch.manual_seed(0)
+            result: Any = kind.from_pretrained(
                 str(folder),
+                **({"num_labels": classes} if new_head else {}),
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,  # never a pickle
@@ -325,7 +363,8 @@ def _load_weights(folder: Path, dtype: torch.dtype, attention: str | None = "sdp
         name, stored, wanted = mismatched[0]
         message = f"{folder}: tensor '{name}' does not fit config.json"
         raise ModelError(message, expected=tuple(wanted), received=tuple(stored), hint="copy the model again")
-    if missing_names := sorted(report["missing_keys"]):
+    absent = [name for name in report["missing_keys"] if not (new_head and name.startswith(HEAD))]
+    if missing_names := sorted(absent):
         received = f"{missing_names[0]} and {len(missing_names) - 1} more"
         raise ModelError(f"{folder}: the weights lack a tensor", received=received, hint="copy the model again")
     return model

@@ -14,6 +14,7 @@ from ondevice.core.errors import DataError
 from ondevice.core.session import IGNORE
 from ondevice.offload.device import open_device, throttled
 from ondevice.offload.kernels import patch_layers, use_liger
+from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.report import Overlap, Spans, Timeline, overlap
 from ondevice.offload.units import cut
 from ondevice.offload.worker import Watch
@@ -28,6 +29,8 @@ class OffloadEngine:
     """A model cut into units, on a device that is open, with its clock.
 
     Attributes:
+        ranks: those that train together. All make the same calls with the same batches; a step computes this rank's
+            rows of its batch, and so does an evaluation.
         kernels: `liger` or `torch`, of the layers.
         overlap: of the last step whose end the next pass has seen; `spans` likewise.
     """
@@ -35,8 +38,8 @@ class OffloadEngine:
     config: EngineConfig
     passes: Passes
 
-    def __init__(self, family: Family, config: EngineConfig, device: str) -> None:
-        self.config, self.where = config, torch.device(device)
+    def __init__(self, family: Family, config: EngineConfig, device: str, ranks: Ranks = SINGLE) -> None:
+        self.config, self.where, self.ranks = config, torch.device(device), ranks
         self.device = throttled(open_device(device), config.bus_limit_gb_per_s)
         self.liger = use_liger(config, self.device.type)
         self.kernels = "liger" if self.liger and patch_layers(family) else "torch"
@@ -47,8 +50,15 @@ class OffloadEngine:
         self.spans: Spans = []
 
     def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows]."""
-        return self._row_losses(ids, labels, ids).numpy(), self._labels_a_row(labels)
+        """Return each row's negative log likelihood, float32 [rows], and its labelled tokens, int64 [rows].
+
+        Each rank computes its rows, and all get the result. Where rows do not divide the first one fills up.
+        """
+        count, world = len(ids), self.ranks.world
+        filled = np.concatenate([np.arange(count), np.zeros(-count % world, dtype=np.int64)])
+        rows = filled[self.ranks.rows(len(filled))]
+        nll = self._row_losses(ids[rows], labels[rows], ids)
+        return self.ranks.collect(nll).T.reshape(-1)[:count].numpy(), self._labels_a_row(labels)
 
     def _row_losses(self, ids: np.ndarray, labels: np.ndarray, every: np.ndarray) -> Tensor:
         """Float32 [rows] on the host; `every` is what all ranks read together."""

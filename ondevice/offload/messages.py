@@ -186,7 +186,7 @@ class Messages:
 
     def send_memory(self, target: int, memory: Tensor) -> None:
         with together():
-            for chunk in memory.contiguous().view(torch.uint8).split(CHUNK_BYTES) if memory.numel() else ():
+            for chunk in memory.contiguous().view(-1).view(torch.uint8).split(CHUNK_BYTES) if memory.numel() else ():
                 dist.send(chunk, target, group=self.group)
 
     def receive_memory(self, source: int, memory: Tensor) -> Tensor:
@@ -226,4 +226,6 @@ class _RemoteArray:
     def __getitem__(self, span: slice) -> np.ndarray:
         self.messages.send(0, (self.name, span))
         count = len(range(*span.indices(self.shape[0])))
-        return self.messages.receive_memory(0, torch.from_numpy(np.zeros(count, self.dtype))).numpy()
+        memory = torch.from_numpy(np.zeros((count, *self.shape[1:]), self.dtype))
+        self.messages.receive_memory(0, memory.view(-1))
+        return memory.numpy()

@@ -122,6 +122,9 @@ class Passes:
         self.layers = len(units.layers)
         self.unique = np.zeros(0, dtype=np.int64)
         self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
+        self.entering: Slot | None = None
+        self.masks: list[tuple[Tensor, ...]] = []
+        """What hides each micro-batch's padding; nothing where the causal mask does."""
         self.sums, self.rest_sums = (Accumulator(device, self.dtype) for _ in range(2))
 
     @torch.no_grad()
@@ -136,12 +139,13 @@ class Passes:
         window.fetch_rest()
         for i in range(len(window.layers)):
             window.fetch_layer(i)
-        embedded = self._pick(ids, entering)
+        embedded, self.entering = self._pick(ids, entering), entering
         window.bind(self.units.rest, window.arrive(window.rest))
         h = [self.family.place(embedded[rows]) for rows in micro_batches]
         if keep:
             self.activations.begin(self.layers, len(micro_batches), h[0])
         position = self._positions(ids.shape[1])
+        self.masks = [self._mask(ids[rows]) for rows in micro_batches]
         for i, unit in enumerate(self.units.layers):
             slot = window.layer(i)
             window.bind(unit, slot)
@@ -150,21 +154,23 @@ class Passes:
             for m, entered in enumerate(h):
                 if keep:
                     self.activations.save(i, m, entered)
+                inputs = (entered, *self.masks[m])
                 with self._computing("forward", unit.name):
-                    (left,) = (
-                        window.run("forward", i, None, position, (entered,), forward) if keep else forward(entered)
-                    )
+                    (left,) = window.run("forward", i, None, position, inputs, forward) if keep else forward(*inputs)
                 h[m] = left
             slot.used = self._end()
             if i + len(window.layers) < self.layers:
                 window.fetch_layer(i + len(window.layers))
-            if i == max(0, self.layers - len(window.layers)):
+            if i == max(0, self.layers - len(window.layers)) and not self.family.dims.classes:
                 window.fetch_head(0)
         return h
 
     @torch.no_grad()
     def score(self, h: list[Tensor], labels: list[np.ndarray]) -> Tensor:
         """Return negative log likelihood of each row, float32 [B]."""
+        if self.family.dims.classes:
+            pairs = zip(h, labels, strict=True)
+            return torch.cat([self.family.class_nll(x[:, 0], self._upload(rows[:, 1])) for x, rows in pairs])
         scores = self._scores([self.family.final_norm(x) for x in h], labels, 1.0)
         self._score_tiles(scores)
         nll = [score.tokens().view(len(rows), -1).sum(1) for score, rows in zip(scores, labels, strict=True)]
@@ -175,6 +181,8 @@ class Passes:
         leaving = self.window.arrive(self.window.rest_gradient)
         leaving.memory.zero_()
         self.window.bind(self.units.rest, self.window.rest, leaving)
+        if self.family.dims.classes:
+            return self._classify(h, labels, scale)
         entered = [x.detach().requires_grad_(True) for x in h]
         normed = [self.family.final_norm(x) for x in entered]
         self._gate()
@@ -187,6 +195,25 @@ class Passes:
             torch.autograd.backward(normal, padded)
             self.rest_sums.add(leaving.memory)
             gradients.append(x.grad if x.grad is not None else torch.zeros_like(x))
+        self._end()
+        return gradients, total
+
+    def _classify(self, h: list[Tensor], labels: list[np.ndarray], scale: float) -> tuple[list[Tensor], Tensor]:
+        """What `head` does, of a classification head, which is among the rest; the embedding gets no gradient here."""
+        gradients, total = list[Tensor](), torch.zeros((), device=self.where)
+        self._gate()
+        self.rest_sums.begin(len(h))
+        for x, rows in zip(h, labels, strict=True):
+            entered = x.detach().requires_grad_(True)
+            with self._computing("backward", "head"):
+                nll = self.family.class_nll(entered[:, 0], self._upload(rows[:, 1])).sum()
+                torch.autograd.backward(nll * scale)
+                self.rest_sums.add(self.window.rest_gradient.memory)
+            total += nll.detach()
+            gradients.append(entered.grad if entered.grad is not None else torch.zeros_like(entered))
+        for tile in range(len(self.window.tiles)):
+            leaving, _ = self.window.head_gradient_tile(tile)
+            self.window.send_head(tile, leaving)
         self._end()
         return gradients, total
 
@@ -209,7 +236,7 @@ class Passes:
                 if at + 1 < len(order):
                     activations.prefetch(*order[at + 1])
                 with self._computing("backward", unit.name):
-                    inputs = (entered, gradients[m])
+                    inputs = (entered, gradients[m], *self.masks[m])
                     (gradients[m],) = window.run("backward", i, leaving, position, inputs, backward)
                     self.sums.add(leaving.memory)
                 activations.done(i, m)
@@ -223,15 +250,15 @@ class Passes:
         window.send_rest()
 
     def _forward(self, i: int, position: tuple[Tensor, Tensor]) -> Compute:
-        return lambda h: (self.family.block(i, h, position),)
+        return lambda h, *mask: (self.family.block(i, h, position, *mask),)
 
     def _backward(self, i: int, position: tuple[Tensor, Tensor]) -> Compute:
         """Of a layer's input and its output's gradient: the input's; those of parameters are added where they are."""
 
-        def run(entered: Tensor, gradient: Tensor) -> tuple[Tensor]:
+        def run(entered: Tensor, gradient: Tensor, *mask: Tensor) -> tuple[Tensor]:
             entered = entered.detach().requires_grad_(True)
             with torch.enable_grad():
-                left = self.family.block(i, entered, position)
+                left = self.family.block(i, entered, position, *mask)
             torch.autograd.backward(left, gradient)
             return (entered.grad if entered.grad is not None else torch.zeros_like(entered),)
 
@@ -255,7 +282,7 @@ class Passes:
         dtype = torch.float32 if len(micro_batches) > 1 else self.dtype
         row_gradients = torch.zeros(rows, width, dtype=dtype, device=self.where)
         for rows_of, gradient in zip(micro_batches, gradients, strict=True):
-            entered = torch.zeros_like(gradient).requires_grad_(True)
+            entered = self._rows(ids[rows_of], gradient).detach().requires_grad_(True)
             placed = self.family.place(entered)
             if placed is not entered:
                 torch.autograd.backward(placed, gradient)
@@ -268,6 +295,12 @@ class Passes:
         if padding is not None:
             row_gradients[torch.from_numpy(unique == padding).to(self.where)] = 0
         self.window.send_rows(torch.from_numpy(unique), row_gradients)
+
+    def _rows(self, ids: np.ndarray, gradient: Tensor) -> Tensor:
+        """The embedding's rows of `ids` where a norm follows them; else any, since positions are added to them."""
+        if self.entering is None or not self.family.dims.classes:
+            return torch.zeros_like(gradient)
+        return self._pick(ids, self.entering)
 
     def _scores(self, normed: list[Tensor], labels: list[np.ndarray], scale: float) -> list[loss.ChunkedLoss]:
         """Each position paired with the label of the next token."""
@@ -329,6 +362,12 @@ class Passes:
                 del self.kept_positions[next(iter(self.kept_positions))]
             self.kept_positions[length] = self.family.positions(length, self.where, self.dtype)
         return self.kept_positions[length]
+
+    def _mask(self, ids: np.ndarray) -> tuple[Tensor, ...]:
+        if not self.family.dims.classes:
+            return ()
+        mask = self.family.padding_mask(self._upload(ids), self.dtype)
+        return () if mask is None else (mask,)
 
     def _upload(self, values: np.ndarray) -> Tensor:
         """int64 to the accelerator without waiting for what it computes."""

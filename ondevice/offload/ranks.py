@@ -169,6 +169,11 @@ class Ranks:
             with together():
                 dist.all_reduce(memory, group=self.steps)
 
+    def first(self, memory: Tensor) -> None:
+        """Fill `memory` with what rank 0 has there, on the current stream (transfer thread)."""
+        with together():
+            dist.broadcast(memory, 0, group=self.steps)
+
     def sum(self, value: float) -> float:
         """Return the sum of all ranks' values, the same bits everywhere; waits (one thread at a time)."""
         if self.single:

@@ -155,13 +155,14 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     from ondevice.models import load_model, open_model
 
     source, spec = config.model, placement.spec
-    wanted = {"revision": source.revision, "dtype": source.dtype}
+    wanted: dict[str, Any] = {"revision": source.revision, "dtype": source.dtype}
     if options.loaded is not None:
         loaded = options.loaded
     elif placement.backend == "mlx" or spec.reads_files(config.method):
         loaded = open_model(source.source, **wanted, packed=placement.backend == "mlx")
     else:
-        loaded = load_model(source.source, **wanted, device=spec.load_device(config.method, placement.device))
+        where = spec.load_device(config.method, placement.device)
+        loaded = load_model(source.source, **wanted, device=where, classes=source.classes)
 
     def open_session(method: Any) -> Session:
         return spec.open_session(loaded, method, config.train.seed, placement.device, placement.backend)
@@ -172,7 +173,8 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
             return session.follow()
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
-    rows = read_rows_of(config, loaded.tokenizer, config.data.max_length_tokens, options=options)
+    length, classes = config.data.max_length_tokens, loaded.dims.classes
+    rows = read_rows_of(config, loaded.tokenizer, length, options=options, classes=classes)
     config = config.model_copy(update={"method": config.method.with_answers(lambda: _answers(rows))})
     if rows.stream is not None:
         rows.stream.answers = frozenset(getattr(config.method, "answers", ()))
@@ -211,9 +213,10 @@ class RunRows:
 
 
 def read_rows_of(
-    config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None = None, options: Options | None = None
-) -> RunRows:
-    """Read and encode the rows that a run file names, or that the options hold.
+    config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None = None, options: Options | None = None,
+    classes: int = 0,
+) -> RunRows:  # fmt: skip
+    """Read and encode the rows that a run file names, or that the options hold; for `classes` see `encode`.
 
     Raises:
         DataError: a file has no row that can be used.
@@ -230,10 +233,11 @@ def read_rows_of(
             columns=data.columns,
             max_length_tokens=max_length_tokens,
             train_on_prompt=data.train_on_prompt,
+            classes=classes,
         )
 
     if data.streaming and not options.rows:
-        stream = _open_stream(config, tokenizer, max_length_tokens, task)
+        stream = _open_stream(config, tokenizer, max_length_tokens, task, classes)
         return RunRows(stream.first, read(eval_path) if eval_path else None, pad_id_of(tokenizer), stream)
     train = read(path)
     if data.validation_split:
@@ -241,13 +245,14 @@ def read_rows_of(
     return RunRows(train, read(eval_path) if eval_path else None, pad_id_of(tokenizer))
 
 
-def _open_stream(config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None) -> Stream:
+def _open_stream(config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None, classes: int) -> Stream:
     from ondevice.data.encode import encode
     from ondevice.data.stream import Stream
 
     data = config.data
     assert data.path is not None  # noqa: S101  checked by `check_data`
     settings: dict[str, Any] = {"max_length_tokens": max_length_tokens, "train_on_prompt": data.train_on_prompt}
+    settings["classes"] = classes
     return Stream(
         data.path,
         lambda rows: encode(rows, tokenizer, allow_empty=True, **settings),

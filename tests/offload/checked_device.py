@@ -161,6 +161,9 @@ class CheckedRanks(Ranks):
     def all_reduce(self, memory: Tensor) -> None:
         self._together((memory, True))
 
+    def first(self, memory: Tensor) -> None:
+        self._together((memory, True))
+
     def sum(self, value: float) -> float:
         return 2 * value
 

@@ -13,6 +13,7 @@ METHOD = MethodSpec(
     trains="all",
     order="first",
     preference=4,
+    classifies=True,
     sessions={"torch": ".torch:open_session"},
     packs=("torch",),
     memory=".memory:MEMORY",

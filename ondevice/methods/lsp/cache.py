@@ -47,10 +47,11 @@ class ProjectedWeightCache:
         self.rest = Slot(self.exact[units.rest.index])
         self.rest_gradient = self._slot([parts[units.rest.index]])
         vocabulary, self.width = units.head.pieces[0].shape
-        self.tiles = [(0, vocabulary)]
+        self.tiles, numel = [(0, vocabulary)], vocabulary * self.width
         self.table = {index: self._slot([parts[index]]) for index in {units.embedding.index, units.head.index}}
-        self.head = Slot(device.empty(vocabulary * self.width if base is not None else 0, dtype))
-        self.head_gradient = Slot(device.empty(vocabulary * self.width, dtype))
+        self.head = Slot(device.empty(numel if base is not None else 0, dtype))
+        self.head_gradient = Slot(device.empty(max(numel, parts[units.head.index].numel), dtype))
+        self.head_table = self.head_gradient.memory[:numel].view(-1, self.width)
         self.entering: Slot | None = None
         self.views: dict[tuple[int, int, tuple[int, ...]], Tensor] = {}
 
@@ -59,14 +60,14 @@ class ProjectedWeightCache:
 
     def resolve(self, part: ProjectedUnit) -> None:
         """Take the answer to the part's last gradient, if there is one; computations that follow see it."""
-        now = self.updates.wait(part)
+        now = self.updates.wait(part, self.exact[part.unit.index])
         if now is None:
             return
         rate = now.adam.learning_rate
         decay = 1 - rate * now.adam.weight_decay
         part.decay_by(decay)
         if part.narrow:
-            part.change.mul_(decay).add_(self.updates.arrivals[part.unit.index], alpha=rate)
+            part.change.mul_(decay).add_(self.updates.arrivals[part.unit.index][: part.narrow], alpha=rate)
             for older in part.older.values():
                 for old in older:
                     old.change.mul_(decay)
@@ -141,7 +142,7 @@ class ProjectedWeightCache:
             piece.parameter.data = self._view(self.exact[unit.index], piece)
             piece.parameter.requires_grad_(gradient is not None)
             if gradient is not None:
-                piece.parameter.grad = self._view(gradient.memory, piece, part.narrow)
+                piece.parameter.grad = self._view(gradient.memory, piece, part.start)
 
     def fetch_rest(self) -> None:
         return
@@ -163,7 +164,7 @@ class ProjectedWeightCache:
         table = self.parts[self.units.head.index]
         self.resolve(table)
         if self.base is None or not table.matrices:
-            return self.head, self.exact[table.unit.index].view(-1, self.width)
+            return self.head, self._exact_table(table)
         out, (_, matrix, offset) = self.head.memory.view(-1, self.width), table.matrices[0]
         change = table.changes(matrix, offset).to(self.dtype)
         return self.head, table.effective(matrix, change, self._table(table), out)
@@ -171,7 +172,8 @@ class ProjectedWeightCache:
     def head_gradient_tile(self, tile: int) -> tuple[Slot, Tensor]:
         """Return zeroed memory for the head's gradient."""
         slot = self.arrive(self.head_gradient)
-        return slot, slot.memory.zero_().view(-1, self.width)
+        slot.memory.zero_()
+        return slot, self.head_table
 
     def layer_gradient(self, i: int) -> Slot:
         """Return zeroed memory for what layer `i` sends."""
@@ -202,14 +204,14 @@ class ProjectedWeightCache:
             change, table = part.changes(matrix, offset).to(self.dtype), self._table(part)
             out.copy_(matrix.effective_rows(table[at], at, change, part.decay))
         else:
-            out.copy_(self.exact[part.unit.index].view(-1, width)[at])
+            out.copy_(self._exact_table(part)[at])
         return self.entering
 
     def send_rows(self, rows: Tensor, gradient: Tensor) -> None:
         """Send the embedding's gradient: int64 [R], [R, hidden]."""
         part, at = self.parts[self.units.embedding.index], self._rows(rows)
         if self.units.tied:
-            self.head_gradient.memory.view(-1, self.width).index_add_(0, at, gradient)
+            self.head_table.index_add_(0, at, gradient)
             self._send_table(part, self.head_gradient)
             return
         leaving = self.table[part.unit.index]
@@ -225,6 +227,10 @@ class ProjectedWeightCache:
         event = self.updates.transfers.all_reduce(total, host, self.device.record("compute"))
         return lambda: event
 
+    def _exact_table(self, part: ProjectedUnit) -> Tensor:
+        """A table that is trained as it is: [vocabulary, hidden]."""
+        return self.exact[part.unit.index][: part.unit.numel].view(-1, self.width)
+
     def _table(self, part: ProjectedUnit) -> Tensor:
         """The base of a projected table: [vocabulary, hidden]."""
         return self.tables[part.unit.index].view(-1, self.width)
@@ -234,7 +240,7 @@ class ProjectedWeightCache:
         leaving = self.table[part.unit.index]
         if part.matrices:
             self._begin(part, leaving)
-            part.matrices[0][1].collect_whole(gradient.memory.view(-1, self.width))
+            part.matrices[0][1].collect_whole(self.head_table)
         self._send(part, leaving if part.matrices else gradient)
 
     def _begin(self, part: ProjectedUnit, slot: Slot) -> None:
@@ -243,7 +249,8 @@ class ProjectedWeightCache:
             matrix.gradient = slot.memory[offset : offset + matrix.numel].view(matrix.sizes)
 
     def _send(self, part: ProjectedUnit, slot: Slot) -> None:
-        norm = square(slot.memory[: part.numel]) if self.config.max_grad_norm is not None else None
+        clipped = self.config.max_grad_norm is not None and self.updates.ranks.single
+        norm = square(slot.memory[: part.numel]) if clipped else None
         self.updates.send(part, slot, self.exact[part.unit.index], norm)
 
     def _view(self, memory: Tensor, piece: Piece, start: int = 0) -> Tensor:

@@ -7,6 +7,7 @@ where it is too large; the moments move into the new subspace, the change so far
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,16 @@ from ondevice.methods.lsp.config import FOLDED
 from ondevice.methods.lsp.linear import attach, detach, is_linear
 from ondevice.methods.lsp.matrix import BiasCheck, Matrix, Plane, carried
 from ondevice.methods.lsp.projected import PastChange, ProjectedUnit, split, widen
-from ondevice.methods.lsp.updates import Updates
+from ondevice.methods.lsp.updates import LATER, Updates
 from ondevice.offload.activations import Activations
 from ondevice.offload.engine import OffloadEngine, host_threads
 from ondevice.offload.graphs import Graphs, recorder
 from ondevice.offload.host import DTYPES, HostStore, release
+from ondevice.offload.overdue import Overdue
 from ondevice.offload.passes import Passes
+from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.transfers import Slot
-from ondevice.offload.units import Piece
+from ondevice.offload.units import Piece, Unit
 from ondevice.runtime_ops.generator import stream_key
 
 if TYPE_CHECKING:
@@ -47,6 +50,7 @@ class LspEngine(OffloadEngine):
         config: of projectors, schedule and memory.
         device: `cpu`, `cuda` or `cuda:N`.
         seed: of the projectors.
+        ranks: those that train together: each has all weights on its accelerator and its shares of the states.
 
     Attributes:
         bias_checks: the last check of each matrix's bias, by parameter name.
@@ -58,8 +62,10 @@ class LspEngine(OffloadEngine):
 
     config: LspConfig
 
-    def __init__(self, family: Family, config: LspConfig, device: str, seed: int = 0) -> None:
-        super().__init__(family, config, device)
+    def __init__(
+        self, family: Family, config: LspConfig, device: str, seed: int = 0, ranks: Ranks = SINGLE
+    ) -> None:  # fmt: skip
+        super().__init__(family, config, device, ranks)
         self.family, self.seed, self.dtype = family, seed, DTYPES[config.compute]
         self.attached: list[Any] = []
         graphs = config.cuda_graphs
@@ -70,11 +76,17 @@ class LspEngine(OffloadEngine):
         tables = tuple(part.unit for part in self.parts if part.matrices and part.unit.kind != "layer")
         self.tables = Resident(tables, self.device, self.dtype, self.dtype)
         self.exact = self._exact()
-        self.store = HostStore((part.exact for part in self.parts if part.exact.numel), config, self.device)
+        self.store = HostStore((part.own_exact for part in self.parts if part.exact.numel), config, self.device)
         for unit in self.units.all:
             release(unit, self.dtype)
-        threads, lanes = config.threads or host_threads(self.device.type), (self.device, self.timeline, self.watch)
-        self.updates = Updates(self.units, self.parts, self.store, config, *lanes, threads)
+        threads = config.threads or host_threads(self.device.type, ranks.sharing)
+        lanes = (self.device, self.timeline, self.watch)
+        self.updates = Updates(self.units, self.parts, self.store, config, *lanes, threads, ranks)
+        self.overdue = None if ranks.single else Overdue(self.watch, ranks)
+        if self.overdue is not None:
+            self.updates.transfers.expect = self.overdue.expect
+            for worker in self.updates.workers:
+                worker.submit("its device", self.device.enter, -LATER)
         try:
             self._assemble(family)
         except BaseException:  # no thread stays where memory does not suffice
@@ -92,12 +104,13 @@ class LspEngine(OffloadEngine):
         self._attach()
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> float:
-        """Run one AdamW step on int64 [B, T]; gives the mean loss, nats a labelled token.
+        """Run one AdamW step on int64 [B, T] of all ranks; gives the mean loss, nats a labelled token.
 
         Returns before the last answers are there; what comes next waits for what it needs.
 
         Raises:
             DataError: no token of the batch is labelled.
+            ConfigError: the rows cannot be divided among the ranks.
             TrainingError: a thread died or hangs; the message names the layer.
         """
         count = self._labelled(labels)
@@ -106,6 +119,8 @@ class LspEngine(OffloadEngine):
             self.updates.flush()
         self.updates.clipping.begin(step, learning_rate)
         self._watch(step)
+        rows = self.ranks.rows(len(ids))
+        ids, labels = ids[rows], labels[rows]
         micro_batches = self._micro_batches(ids)
         h = self.passes.forward(ids, micro_batches, keep=True, every=ids)
         gradients, total = self.passes.head(h, [labels[rows] for rows in micro_batches], 1.0 / count)
@@ -133,11 +148,12 @@ class LspEngine(OffloadEngine):
     def weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Return every parameter by name, on the host; call `flush` before."""
         weights = {}
-        masters = self.store.masters()
+        masters = self.store.masters() if self.ranks.single else None
         for part in self.parts:
-            for piece in part.unit.pieces:
-                if piece.name in masters:
-                    weights[piece.name] = masters[piece.name].to(dtype)
+            for piece in part.exact.pieces:
+                # No rank has the masters of all; their values in the compute dtype are on every accelerator.
+                here = view(self.exact[part.unit.index], piece).cpu() if masters is None else masters[piece.name]
+                weights[piece.name] = here.to(dtype, copy=True)
             base = self._whole(part) if part.matrices else self.total
             for piece, matrix, offset in part.matrices:
                 weight = view(base, piece).to(torch.float32, copy=True)
@@ -155,15 +171,20 @@ class LspEngine(OffloadEngine):
         part.folded = True
         self._base_for(part).load(part.unit, flat if flat.dtype == torch.float32 else flat.view(torch.bfloat16))
 
-    def put_exact(self, part: ProjectedUnit) -> None:
+    def put_exact(self) -> None:
         """Let the accelerator have what the host holds of the parameters that are trained as they are."""
-        if part.exact.numel:
-            self.exact[part.unit.index].copy_(self.store.outgoing(part.exact, slice(0, part.exact.numel)))
+        for part in self.parts:
+            if part.exact.numel:
+                target, source = self.updates.outgoing(part, self.exact[part.unit.index])
+                target.copy_(source)
+                self.updates.gather(part, self.exact[part.unit.index], self.device.record("compute"), changes=False)
 
     def close(self) -> None:
         """End the threads and give the model's modules their own forward passes back."""
         for module in self.attached:
             detach(module)
+        if self.overdue is not None:
+            self.overdue.close()
         if self.updates.close():
             self.device.close()
 
@@ -172,7 +193,8 @@ class LspEngine(OffloadEngine):
         numbers = {name: number for number, (name, _) in enumerate(self.family.model.named_parameters())}
         where = (self.device, self.where)
         decays = self.config.weight_decay > 0
-        return [split(unit, config, self.seed, numbers, *where, plane, decays) for unit in self.units.all]
+        drawn = (self.seed, numbers, *where, plane, decays, self.ranks)
+        return [split(unit, config, *drawn) for unit in self.units.all]
 
     def _base(self) -> Base:
         layers, kind = self.units.layers, self.config.weight_dtype
@@ -186,7 +208,7 @@ class LspEngine(OffloadEngine):
         """Copy the parameters that are trained as they are to the accelerator: flat, in the compute dtype, by unit."""
         exact = {}
         for part in self.parts:
-            memory = exact[part.unit.index] = self.device.empty(part.exact.numel, self.dtype)
+            memory = exact[part.unit.index] = self.device.empty(part.numel - part.start, self.dtype)
             for piece in part.exact.pieces:
                 view(memory, piece).copy_(piece.parameter.detach())
         return exact
@@ -220,9 +242,15 @@ class LspEngine(OffloadEngine):
     @torch.no_grad()
     def _check_bias(self, part: ProjectedUnit, piece: Piece, offset: int, matrix: Matrix, gradient: Tensor) -> None:
         """Check the bias on a gradient; with other projectors the change goes into the base, and moments are carried.
-        The host is at rest for this unit: its forward pass has waited for its last update."""
+        The host is at rest for this unit: its forward pass has waited for its last update. Ranks look at the sum of
+        their gradients, and rank 0's decision and projectors are those of all."""
+        if not self.ranks.single:
+            gradient = self._together(
+                part.unit, gradient.clone(memory_format=torch.contiguous_format), self.ranks.all_reduce
+            )
         old = PastChange(matrix.left, matrix.right, matrix.gain, part.changes(matrix, offset).clone())
-        check = self.bias_checks[matrix.name] = matrix.refresh(gradient)
+        first = None if self.ranks.single else lambda value: self._together(part.unit, value, self.ranks.first)
+        check = self.bias_checks[matrix.name] = matrix.refresh(gradient, first)
         if check.carry is None:
             return
         change = part.changes(matrix, offset)
@@ -230,10 +258,23 @@ class LspEngine(OffloadEngine):
             self._fold(part, piece, matrix, old)
             change.zero_()
         span = slice(offset, offset + matrix.numel)
-        m, v = (moment[span] for moment in (part.moments.m, part.moments.v))
-        moved = carried(m.view(matrix.sizes).to(self.where), v.view(matrix.sizes).to(self.where), check)
-        for moment, value in zip((m, v), moved, strict=True):
-            moment.copy_(value.reshape(-1))
+        bounds = self.ranks.bounds(part.subspace, span)
+        own, low = self.ranks.own(bounds), span.start - part.own.low
+        here = [moment[own.start + low : own.stop + low] for moment in (part.moments.m, part.moments.v)]
+        whole = [self.device.empty(matrix.numel, torch.float32) for _ in here]
+        for moment, memory in zip(here, whole, strict=True):
+            memory[own].copy_(moment)
+            self._together(part.unit, memory, lambda shared: self.ranks.gather(shared, bounds))
+        moved = carried(*(memory.view(matrix.sizes) for memory in whole), check)
+        for moment, value in zip(here, moved, strict=True):
+            moment.copy_(value.reshape(-1)[own])
+
+    def _together(self, unit: Unit, memory: Tensor, run: Callable[[Tensor], None]) -> Tensor:
+        """Let the ranks do something with memory of the accelerator; alone there is nothing to do."""
+        if not self.ranks.single:
+            event = self.updates.together(unit, self.device.record("compute"), lambda: run(memory))
+            self.device.hold("compute", event)
+        return memory
 
     def _fold(self, part: ProjectedUnit, piece: Piece, matrix: Matrix, old: PastChange) -> None:
         """Let the base have what the old projectors gave, or keep them beside it."""

@@ -230,9 +230,13 @@ class Matrix:
         """Return both projectors, dense, in memory that is shared."""
         return self.group.pairs(dtype)[self.place]
 
-    def refresh(self, gradient: Tensor) -> BiasCheck:
-        """Check the bias on a gradient [m, n], and draw and fit other projectors where it is too large."""
-        before = relative_bias(self.left, self.right, gradient)
+    def refresh(self, gradient: Tensor, first: Callable[[Tensor], Tensor] | None = None) -> BiasCheck:
+        """Check the bias on a gradient [m, n], and draw and fit other projectors where it is too large.
+
+        Args:
+            first: returns rank 0's values, in the same memory: what several ranks decide by, and what they learn.
+        """
+        before = self._agreed(relative_bias(self.left, self.right, gradient), first)
         if not before >= self.config.threshold or before == math.inf or (self.left.exact and self.right.exact):
             return BiasCheck(before)
         c, old = self.config, (self.left, self.right)
@@ -240,14 +244,20 @@ class Matrix:
         pair = self.drawn(self.turn)
         if c.learned:
             fitted = fit(*pair, gradient, c.learn_rounds, c.learn_steps, c.gamma, self.group.plane.descents)
-            pair, after = (fitted.left, fitted.right), fitted.bias
+            pair, after = (fitted.left, fitted.right), self._agreed(fitted.bias, first)
             if not after < before:
                 return BiasCheck(before)
+            for side in pair:
+                if first is not None and side.values is not None:
+                    side.values = first(side.values)
         else:
             after = relative_bias(*pair, gradient)
         self.put(*pair)
         carry = _between(self.left, old[0]), _between(self.right, old[1]).T
         return BiasCheck(before, after, carry, _energy(gradient, pair, old, carry))
+
+    def _agreed(self, value: float, first: Callable[[Tensor], Tensor] | None) -> float:
+        return value if first is None else float(first(torch.tensor([value], dtype=torch.float64, device=self.device)))
 
     def _show(self, gradient: Callable[[], Tensor]) -> None:
         if self.watch is not None:

@@ -1,6 +1,7 @@
 """Trained parameters of one unit: the changes of its projected matrices, and its other parameters as they are.
 
-Both lie in one flat run, the changes first, so that each unit sends one gradient and gets one answer.
+Both lie in one flat run, the changes first, so that each unit sends one gradient and gets one answer. Of several ranks
+each updates its shares of the two (`ondevice.offload.shares`), which what fills up the last shares keeps equally long.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ondevice.methods.lsp.matrix import Group, Matrix, Plane, add_change
 from ondevice.methods.lsp.projector import Projector
+from ondevice.offload.ranks import SINGLE, Ranks
 from ondevice.offload.units import ALIGN, Piece, Unit
 from ondevice.runtime_ops.layer_adam import Moments
 
@@ -44,7 +46,9 @@ class ProjectedUnit:
         factor: the same on the accelerator, float32 [1], which a graph reads anew; None without weight decay.
         older: by matrix number.
         folded: whether the base is no longer what was loaded.
-        moments: AdamW's of the changes, on the host.
+        subspace: the changes as a unit; `own` is this rank's share of it, and `own_exact` of `exact`.
+        start: where `exact` begins in the run, and `numel` where it ends: all ranks' shares together.
+        moments: AdamW's of this rank's share of the changes, on the host.
     """
 
     unit: Unit
@@ -52,22 +56,31 @@ class ProjectedUnit:
     exact: Unit
     narrow: int
     change: Tensor
-    moments: Moments
+    ranks: Ranks = SINGLE
     decay: float = 1.0
     older: dict[int, list[PastChange]] = field(default_factory=dict)
     folded: bool = False
     factor: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        ranks, exact = self.ranks, self.exact
+        self.subspace = replace(self.unit, kind="layer", pieces=(), numel=self.narrow)
+        self.own = ranks.share(self.subspace)
+        self.own_exact = ranks.share(exact) if exact.numel else exact
+        self.start = ranks.padded(self.subspace)
+        self.numel = self.start + (ranks.padded(exact) if exact.numel else 0)
+        self.moments = Moments.empty(self.own.numel)
+
+    @property
+    def here(self) -> int:
+        """Numbers that leave for this rank in a step, and come back."""
+        return self.own.numel + self.own_exact.numel
 
     def decay_by(self, by: float) -> None:
         """Shrink the base once more; computations that follow see it."""
         self.decay *= by
         if self.factor is not None:
             self.factor.fill_(self.decay)
-
-    @property
-    def numel(self) -> int:
-        """Numbers that leave in a step."""
-        return self.narrow + self.exact.numel
 
     def changes(self, matrix: Matrix, offset: int, change: Tensor | None = None) -> Tensor:
         """Return D of a matrix, [s, s], out of all of them or of a copy of these in another dtype."""
@@ -95,7 +108,7 @@ def is_projected(shape: tuple[int, ...], subspace: int) -> bool:
 
 def split(
     unit: Unit, config: ProjectorConfig | None, seed: int, numbers: dict[str, int], device: Device, where: torch.device,
-    plane: Plane, decays: bool = False,
+    plane: Plane, decays: bool = False, ranks: Ranks = SINGLE,
 ) -> ProjectedUnit:  # fmt: skip
     """Decide what of a unit is projected: matrices with a side longer than the subspace, of layers and tables.
 
@@ -116,7 +129,7 @@ def split(
     exact = unit if not matrices else _packed(unit, rest)
     factor = device.empty(1, torch.float32).fill_(1.0) if decays and matrices else None
     change = device.empty(narrow, torch.float32)
-    return ProjectedUnit(unit, matrices, exact, narrow, change, Moments.empty(narrow), factor=factor)
+    return ProjectedUnit(unit, matrices, exact, narrow, change, ranks, factor=factor)
 
 
 def _packed(unit: Unit, pieces: list[Piece]) -> Unit:

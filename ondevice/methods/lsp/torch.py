@@ -12,13 +12,15 @@ from torch import Tensor
 
 from ondevice.core.errors import CheckpointError
 from ondevice.core.session import OPTIMIZER_STEP
+from ondevice.methods import ranked_session
 from ondevice.methods.engine_session import EngineSession, as_numpy, steps_of
 from ondevice.methods.lsp.engine import LspEngine
 from ondevice.methods.lsp.projected import PastChange
 from ondevice.methods.lsp.projector import Projector
-from ondevice.models.save import save_weights
 from ondevice.offload.device import memory_errors
 from ondevice.offload.host import DTYPES
+from ondevice.offload.ranks import SINGLE, Ranks, join
+from ondevice.offload.shares import Joined, array_name
 
 if TYPE_CHECKING:
     from ondevice.core.session import StepResult
@@ -38,6 +40,7 @@ STEP_HINT = (
 
 
 SIDES = ("left", "right")
+SUBSPACE = ("subspace_m", "subspace_v")
 
 
 class LspSession(EngineSession):
@@ -46,9 +49,11 @@ class LspSession(EngineSession):
     engine: LspEngine
     step_hint = STEP_HINT
 
-    def __init__(self, loaded: LoadedModel, config: LspConfig, device: str, seed: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: LspConfig, device: str, seed: int, ranks: Ranks = SINGLE
+    ) -> None:  # fmt: skip
         with memory_errors("the weights, the projectors and the output head", OPEN_HINT):
-            super().__init__(loaded, config, LspEngine(loaded.family, config, device, seed))
+            super().__init__(loaded, config, LspEngine(loaded.family, config, device, seed, ranks))
         self.bias_checks: dict[str, Any] = {}
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
@@ -72,17 +77,25 @@ class LspSession(EngineSession):
 
     def state(self) -> dict[str, np.ndarray]:
         """Return changes, projectors, moments, and the weights that changes have gone into: copies; bfloat16 as
-        uint16."""
+        uint16. What all ranks have is rank 0's to give."""
         self.engine.flush()
         arrays = {name: as_numpy(tensor) for name, tensor in state_arrays(self.engine).items()}
-        return {**arrays, OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)}
+        done = {OPTIMIZER_STEP: np.array([self.steps_done], dtype=np.int64)} if self.ranks.rank == 0 else {}
+        return {**arrays, **done}
 
-    def load_state(self, state: dict[str, np.ndarray]) -> None:
-        """Take back what `state` gave."""
+    def load_state(self, state: dict[str, np.ndarray] | None) -> None:
+        """Take back what `state` gave on any number of ranks; those but rank 0 have it from there."""
         self.engine.flush()
-        done = steps_of(state.get(OPTIMIZER_STEP))
-        load_arrays(self.engine, state)
-        self.steps_done, self.bias_checks = done, {}
+        problem: Exception | None = None
+        with self.ranks.lent(Joined(state or {})) as arrays:
+            try:
+                done = steps_of(arrays.get(OPTIMIZER_STEP))
+                load_arrays(self.engine, arrays)
+                self.steps_done, self.bias_checks = done, {}
+            except CheckpointError as error:
+                problem = error
+        self.ranks.agree(problem)
+        self.engine.put_exact()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the trained parameters by name, on the host in the compute dtype: bases with their changes."""
@@ -91,7 +104,7 @@ class LspSession(EngineSession):
 
     def save_beside(self, folder: Path) -> None:
         """Write the weights as transformers loads them, into the checkpoint's folder."""
-        save_weights(folder / "model", self.weights(), self.loaded)
+        self.make_model(folder / "model")
 
     def _bias_checks(self) -> dict[str, Any]:
         pairs = {
@@ -104,16 +117,29 @@ class LspSession(EngineSession):
         return {"bias_before": before, "bias_after": after, "bias_checks": pairs}
 
 
+class Leader(ranked_session.Leader, LspSession):
+    """Rank 0's session."""
+
+
+class Follower(ranked_session.Follower, LspSession):
+    """Another rank's session."""
+
+
 def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
-    """Return everything a resume needs, on the host, as copies; call `flush` before."""
+    """Return everything a resume needs, on the host, as copies; call `flush` before. Ranks but the first return their
+    shares of the states alone."""
     tensors = {name: tensor.clone() for name, tensor in engine.store.arrays().items()}
-    tensors |= engine.updates.clipping.norms()
+    tensors |= engine.updates.clipping.norms() if engine.ranks.rank == 0 else {}
     for part in engine.parts:
         if not part.matrices:
             continue
-        key = part.unit.key
+        key, own = part.unit.key, part.own
+        for name, moment in ((SUBSPACE[0], part.moments.m), (SUBSPACE[1], part.moments.v)):
+            if own.here or not own.of:
+                tensors[array_name(name, own)] = moment[: own.here].clone()
+        if engine.ranks.rank:
+            continue
         tensors[f"change/{key}"] = part.change.cpu().clone()
-        tensors[f"subspace_m/{key}"], tensors[f"subspace_v/{key}"] = part.moments.m.clone(), part.moments.v.clone()
         tensors[f"decay/{key}"] = torch.tensor([part.decay, part.folded], dtype=torch.float64)
         if part.folded:
             tensors[f"base/{key}"] = engine.base_of(part)
@@ -129,7 +155,7 @@ def state_arrays(engine: LspEngine) -> dict[str, Tensor]:
 
 
 def load_arrays(engine: LspEngine, saved: Arrays) -> None:
-    """Take back what `state_arrays` gave, bfloat16 as uint16.
+    """Take back what `state_arrays` gave, bfloat16 as uint16; call `put_exact` after.
 
     Raises:
         CheckpointError: naming the first array that is missing or of another size or type.
@@ -137,13 +163,13 @@ def load_arrays(engine: LspEngine, saved: Arrays) -> None:
     engine.store.load(saved)
     engine.updates.clipping.restore(saved)
     for part in engine.parts:
-        engine.put_exact(part)
         if not part.matrices:
             continue
-        key = part.unit.key
+        key, own = part.unit.key, part.own
         part.change.copy_(_array(saved, f"change/{key}", part.change))
-        part.moments.m.copy_(_array(saved, f"subspace_m/{key}", part.moments.m))
-        part.moments.v.copy_(_array(saved, f"subspace_v/{key}", part.moments.v))
+        for name, moment in ((SUBSPACE[0], part.moments.m), (SUBSPACE[1], part.moments.v)):
+            like = torch.empty(part.narrow)
+            moment[: own.here].copy_(_array(saved, f"{name}/{key}", like, slice(own.low, own.low + own.here)))
         decay, folded = _array(saved, f"decay/{key}", torch.zeros(2, dtype=torch.float64)).tolist()
         part.decay = 1.0
         part.decay_by(decay)
@@ -190,7 +216,8 @@ def _projectors(saved: Arrays, name: str, matrix: Matrix) -> tuple[Projector, Pr
     return projectors[0], projectors[1]
 
 
-def _array(saved: Arrays, name: str, like: Tensor) -> Tensor:
+def _array(saved: Arrays, name: str, like: Tensor, span: slice | None = None) -> Tensor:
+    """An array of the shape and type of `like`, or elements `span` of it."""
     stored = torch.uint16 if like.dtype == torch.bfloat16 else like.dtype
     value, dtype = saved.get(name), torch.empty(0, dtype=stored).numpy().dtype
     if value is None or value.shape != tuple(like.shape) or value.dtype != dtype:
@@ -200,9 +227,14 @@ def _array(saved: Arrays, name: str, like: Tensor) -> Tensor:
             received=None if value is None else f"{value.dtype} {list(value.shape)}",
             hint="resume with the settings that wrote it",
         )
-    return torch.from_numpy(np.array(value))
+    return torch.from_numpy(np.array(value[slice(0, len(like)) if span is None else span]))
 
 
 def open_session(loaded: LoadedModel, config: Any, seed: int, device: str | None = None) -> LspSession:
-    """See `MethodSpec.open_session`; the model is on the host. Projectors are drawn from `seed`."""
-    return LspSession(loaded, config, device or "cpu", seed)
+    """See `MethodSpec.open_session`; the model is on the host. Projectors are drawn from `seed`.
+
+    Under `torchrun` with several processes, rank 0 has a `Leader`, and the others a `Follower`.
+    """
+    ranks, where = join(device or "cpu", config.timeout_s)
+    kind = LspSession if ranks.single else Follower if ranks.rank else Leader
+    return kind(loaded, config, where, seed, ranks)

@@ -7,21 +7,26 @@ once. Each takes the most urgent of what is ready. Schedules:
   first, since the next forward pass needs it first, and before all that came earlier.
 - `zero`: ZeRO-Offload's (Algorithm 1): all updates and answers after the backward pass, in the order of arrival, and no
   forward pass before the last of them.
+
+Of several ranks each updates its shares: gradients are summed on the accelerators before they leave, answers gathered
+when they are needed. Both are asked for by the thread that computes, in the order of the passes, because the threads'
+own order is not the same on every rank.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from ondevice.core.errors import TrainingError
 from ondevice.offload.clipping import Clipping, Step
-from ondevice.offload.ranks import SINGLE
-from ondevice.offload.transfers import Slot, Transfers
+from ondevice.offload.transfers import Slot, Transfers, square
 from ondevice.offload.worker import Pool, Watch, Worker
 from ondevice.runtime_ops.layer_adam import AdamStep, HostState, layer_adam, torch_adam
 
@@ -30,18 +35,20 @@ if TYPE_CHECKING:
     from ondevice.methods.lsp.projected import ProjectedUnit
     from ondevice.offload.device import Device, Event
     from ondevice.offload.host import HostStore
+    from ondevice.offload.ranks import Ranks
     from ondevice.offload.report import Timeline
-    from ondevice.offload.units import Units
+    from ondevice.offload.units import Unit, Units
 
 LATER = 1 << 20
 """Added to the priority of what is served in the order of arrival: all that is urgent goes before it."""
 
 
 class Ticket:
-    """One gradient under way. Once `answered` is set, its answer is in the accelerator's memory."""
+    """One gradient under way, which may leave after `ready`. Once `answered` is set, its answer is in the accelerator's
+    memory; of several ranks, this one's share of it."""
 
-    def __init__(self, now: Step, doing: str) -> None:
-        self.now, self.doing = now, doing
+    def __init__(self, now: Step, ready: Event, doing: str) -> None:
+        self.now, self.ready, self.doing = now, ready, doing
         self.answered = threading.Event()
 
 
@@ -50,28 +57,30 @@ class Updates:
 
     def __init__(
         self, units: Units, parts: list[ProjectedUnit], store: HostStore, config: LspConfig, device: Device,
-        timeline: Timeline, watch: Watch, threads: int,
+        timeline: Timeline, watch: Watch, threads: int, ranks: Ranks,
     ) -> None:  # fmt: skip
         self.units, self.parts, self.store, self.config = units, parts, store, config
         self.device, self.timeline, self.watch, self.threads = device, timeline, watch, threads
-        self.transfers = Transfers(device, timeline, SINGLE)
-        self.clipping = Clipping(config, units, SINGLE)
-        narrow, exact = max(part.narrow for part in parts), max(part.exact.numel for part in parts)
+        self.ranks = ranks
+        self.transfers = Transfers(device, timeline, ranks)
+        self.clipping = Clipping(config, units, ranks)
+        narrow, exact = max(part.own.numel for part in parts), max(part.own_exact.numel for part in parts)
         layers = [part for part in parts if part.unit.kind == "layer"]
-        count, largest = min(config.gradient_buffers, len(layers)), max(part.numel for part in layers)
+        count, largest = min(config.gradient_buffers, len(layers)), max(part.here for part in layers)
         self.buffers = [device.pinned(largest, store.dtype) for _ in range(len(layers) if self.after else count)]
         own = [part for part in parts if part.unit.kind != "layer"]
-        self.own = {part.unit.index: device.pinned(part.numel, store.dtype) for part in own}
+        self.own = {part.unit.index: device.pinned(part.here, store.dtype) for part in own}
         self.pool = Pool(list(self.buffers), watch)
-        self.answers = {part.unit.index: device.pinned(part.narrow, store.dtype) for part in parts}
-        self.arrivals = {part.unit.index: device.empty(part.narrow, store.dtype) for part in parts}
+        self.answers = {part.unit.index: device.pinned(part.own.numel, store.dtype) for part in parts}
+        self.arrivals = {part.unit.index: device.empty(part.start, store.dtype) for part in parts}
         self.steps = torch.zeros(narrow)
         self.scratch = None if store.native else torch.empty(max(narrow, exact))
         self.norms = device.pinned(len(units.all), torch.float32)
         self.tickets: dict[int, Ticket] = {}
         self.waiting: list[tuple[ProjectedUnit, Ticket, Tensor, Tensor]] = []
         self.transition = 0
-        self.offload, self.update, self.upload = (Worker(name, watch) for name in ("offload", "update", "upload"))
+        self.workers = [Worker(name, watch) for name in ("offload", "update", "upload")]
+        self.offload, self.update, self.upload = self.workers
 
     @property
     def bytes(self) -> int:
@@ -91,18 +100,25 @@ class Updates:
         Args:
             slot: its memory on the accelerator, [numel]; `slot.task` is set to when it has left.
             exact: where the answer for the exact parameters goes, flat, in the compute dtype.
-            norm: its squared norm, float32 [1].
+            norm: its squared norm, float32 [1]; None where nothing is clipped, and of several ranks, whose sum has it.
         """
-        unit, computed = part.unit, self.device.record("compute")
-        ticket = self.tickets[unit.index] = Ticket(self.clipping.now, f"the answer for {unit.name}")
+        unit, ready = part.unit, self.device.record("compute")
         host = self.norms[unit.index : unit.index + 1]
+        if self.ranks.single:
+            sources = [slot.memory[: part.numel]]
+        else:
+            sources = [slot.memory[span] for span in self._own(part)]
+            ready = self._sum(part, slot.memory, sources, host, ready)
+        ticket = self.tickets[unit.index] = Ticket(self.clipping.now, ready, f"the answer for {unit.name}")
+        pair = None if norm is None else (norm, host)
 
         def run() -> Event:
-            buffer = self._buffer(part)
-            pair = None if norm is None else (norm, host)
-            event = self.transfers.to_host(unit, buffer[: part.numel], slot.memory[: part.numel], computed, pair)
+            buffer, low, event = self._buffer(part), 0, ready
+            for source in filter(torch.Tensor.numel, sources):
+                target = buffer[low : (low := low + source.numel())]
+                event = self.transfers.to_host(unit, target, source, ready, pair)
             event.wait()
-            if norm is not None:
+            if self.clipping.limit is not None:
                 ticket.now.squares[unit.index] = float(host)
             if self.after:
                 self.waiting.append((part, ticket, buffer, exact))
@@ -111,7 +127,53 @@ class Updates:
             return event
 
         # What is not computed yet would keep the lane from what is.
-        slot.task = self.offload.submit(unit.name, run, self._priority(part), computed.done, computed.wait)
+        slot.task = self.offload.submit(unit.name, run, self._priority(part), ready.done, ready.wait)
+
+    def together(self, unit: Unit, after: Event, run: Callable[[], object]) -> Event:
+        """Do what all ranks do in this order, after `after`, on the thread that computes.
+
+        Raises:
+            TrainingError: another rank is gone; the message names the layer.
+        """
+        try:
+            return self.transfers.together(unit, after, run)
+        except TrainingError as error:
+            message = f"transfer of {unit.name}: {error.message}"
+            raise TrainingError(message, received=error.received, hint=error.hint) from error
+
+    def _own(self, part: ProjectedUnit) -> tuple[slice, slice]:
+        """Elements of the run that this rank updates: of the changes, and of the exact parameters."""
+        low, size = part.start + part.own_exact.low, part.own_exact.numel
+        return slice(part.own.low, part.own.low + part.own.numel), slice(low, low + size)
+
+    def _sum(self, part: ProjectedUnit, memory: Tensor, own: list[Tensor], host: Tensor, computed: Event) -> Event:
+        """Sum a gradient over the ranks; the squared norm of all of it goes to `host` where it is clipped."""
+
+        def run() -> None:
+            for low, unit in ((0, part.subspace), (part.start, part.exact)):
+                if unit.numel:
+                    bounds = self.ranks.bounds(unit)
+                    self.ranks.reduce(memory[low : low + bounds[-1]], bounds)
+            if self.clipping.limit is not None:
+                total = square(own[0]) + square(own[1])
+                self.ranks.all_reduce(total)
+                self.device.copy("comm", host, total)
+
+        return self.together(part.unit, computed, run)
+
+    def gather(self, part: ProjectedUnit, exact: Tensor, after: Event, changes: bool = True) -> None:
+        """Let all ranks have what each has of an answer: of the exact parameters, and of the changes, too. Computations
+        that follow see it."""
+        if self.ranks.single:
+            return
+        runs = [(part.subspace, self.arrivals[part.unit.index])] if changes else []
+
+        def run() -> None:
+            for unit, memory in (*runs, (part.exact, exact)):
+                if unit.numel:
+                    self.ranks.gather(memory, self.ranks.bounds(unit))
+
+        self.device.hold("compute", self.together(part.unit, after, run))
 
     def end_backward(self) -> None:
         """End the backward pass: every gradient of the step was sent."""
@@ -125,12 +187,17 @@ class Updates:
 
         self.offload.submit("the end of the backward pass", run, 2 * LATER)
 
-    def wait(self, part: ProjectedUnit) -> Step | None:
-        """Wait until the answer is on the accelerator; return its step, None where there is none that was not taken."""
+    def wait(self, part: ProjectedUnit, exact: Tensor) -> Step | None:
+        """Wait until the answer is on the accelerator; return its step, None where there is none that was not taken.
+
+        Args:
+            exact: as for `send`.
+        """
         ticket = self.tickets.pop(part.unit.index, None)
         if ticket is None:
             return None
         self.watch.until(ticket.answered.wait, ticket.doing)
+        self.gather(part, exact, ticket.ready)
         return ticket.now
 
     def plan(self, backward_s: float, layer_s: dict[str, float], layers: int) -> None:
@@ -150,7 +217,7 @@ class Updates:
 
     def close(self) -> bool:
         """End the threads; False if one hangs."""
-        return all([worker.close() for worker in (self.offload, self.update, self.upload)])
+        return all([worker.close() for worker in self.workers])
 
     def _priority(self, part: ProjectedUnit) -> int:
         if self.config.schedule == "zero":
@@ -172,9 +239,9 @@ class Updates:
         def upload() -> None:
             copies: list[tuple[Tensor, Tensor]] = []
             if part.narrow:
-                copies.append((self.arrivals[unit.index], self.answers[unit.index]))
+                copies.append((self.arrivals[unit.index][self._own(part)[0]], self.answers[unit.index]))
             if part.exact.numel:
-                copies.append((exact, self.store.outgoing(part.exact, slice(0, part.exact.numel))))
+                copies.append(self.outgoing(part, exact))
             events = [self.transfers.to_device(unit, target, source, None) for target, source in copies]
             if part.exact.numel:
                 self.store.sent(events[-1])
@@ -184,18 +251,23 @@ class Updates:
 
         self.update.submit(unit.name, update, priority)
 
+    def outgoing(self, part: ProjectedUnit, exact: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where this rank's share of the exact parameters goes, and what goes there; call `store.sent` after."""
+        own = part.own_exact
+        return exact[own.low : own.low + own.numel], self.store.outgoing(own, slice(0, own.numel))
+
     def _step(self, part: ProjectedUnit, now: Step, buffer: Tensor) -> None:
         """AdamW: of the changes a step of length one, which the accelerator multiplies by the learning rate. What the
         memory held decays to nothing in it, so it is written once."""
-        adam = self.clipping.apply(now, part.unit)
-        if part.narrow:
+        adam, narrow = self.clipping.apply(now, part.unit), part.own.numel
+        if narrow:
             answer = self.answers[part.unit.index]
             half = answer.dtype != torch.float32
-            steps, high = (self.steps[: part.narrow], answer.view(torch.uint16)) if half else (answer, None)
+            steps, high = (self.steps[:narrow], answer.view(torch.uint16)) if half else (answer, None)
             state = HostState(steps, high, None, part.moments, part.unit.index)
-            self._adam(buffer[: part.narrow], state, replace(adam, learning_rate=1.0, weight_decay=1.0))
+            self._adam(buffer[:narrow], state, replace(adam, learning_rate=1.0, weight_decay=1.0))
         if part.exact.numel:
-            self._adam(buffer[part.narrow : part.numel], self.store.states[part.unit.index], adam)
+            self._adam(buffer[narrow : part.here], self.store.states[part.unit.index], adam)
 
     def _adam(self, gradient: Tensor, state: HostState, adam: AdamStep) -> None:
         if self.scratch is not None:

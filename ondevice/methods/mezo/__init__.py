@@ -12,6 +12,7 @@ METHOD = MethodSpec(
     page="mezo.md",
     trains="all",
     order="zeroth",
+    classifies=True,
     sessions={"torch": ".torch:open_session"},
     packs=("torch",),
     memory=".memory:MEMORY",

@@ -12,6 +12,7 @@ METHOD = MethodSpec(
     page="slideformer.md",
     trains="all",
     order="first",
+    classifies=True,
     sessions={"torch": ".torch:open_session"},
     memory=".memory:MEMORY",
     cost=".cost:step_cost",

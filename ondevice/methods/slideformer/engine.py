@@ -49,9 +49,8 @@ class SlideformerEngine(OffloadEngine):
     config: SlideformerConfig
 
     def __init__(self, family: Family, config: SlideformerConfig, device: str, ranks: Ranks = SINGLE) -> None:
-        self.ranks = ranks
         _check(config, ranks)
-        super().__init__(family, config, device)
+        super().__init__(family, config, device, ranks)
         units = self.units
         self.last: Task | None = None
         self.disk = open_disk(units, config, self.device, self.timeline, ranks)
@@ -107,15 +106,6 @@ class SlideformerEngine(OffloadEngine):
         known.wait()
         return float(self.total) / count
 
-    def evaluate(self, ids: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See `OffloadEngine.evaluate`; each rank computes its rows, and all get the result. Where rows do not divide
-        the first one fills up."""
-        count, world = len(ids), self.ranks.world
-        filled = np.concatenate([np.arange(count), np.zeros(-count % world, dtype=np.int64)])
-        rows = filled[self.ranks.rows(len(filled))]
-        nll = self._row_losses(ids[rows], labels[rows], ids)
-        return self.ranks.collect(nll).T.reshape(-1)[:count].numpy(), self._labels_a_row(labels)
-
     def load(self, arrays: Arrays) -> None:
         """Take back what `arrays` of all ranks' stores and the norms gave; the engine is at rest.
 
@@ -123,6 +113,7 @@ class SlideformerEngine(OffloadEngine):
             CheckpointError: naming the first array that is missing or of another size or type.
         """
         self.store.load(arrays)
+        self.updater.loaded()
         self.updater.clipping.restore(arrays)
 
     def flush(self) -> None:

@@ -2,7 +2,8 @@
 
 Order: the next forward pass begins with the embedding and layer 0, whose gradients arrive last. So the thread takes the
 lowest layer among those that have arrived, and what waits longest in host memory is what is needed last. Of an
-embedding the rows that the next batch reads come first, all others when there is time.
+embedding the rows that the next batch reads come first, all others when there is time. Rows of an untied one that no
+batch has read so far have no moments, so without weight decay AdamW leaves them as they are: they are left out.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 FIRST = -3
 """Priority of the rows that the next batch reads."""
+LOOKED = 4096
+"""Rows whose moments are looked at together."""
 
 
 class Updater:
@@ -67,9 +70,27 @@ class Updater:
         self.kept: dict[str, threading.Event] = {}
         self.waiting: list[tuple[Event, Callable[[], None], Callable[[], None]]] = []
         self.rows: tuple[Tensor, Tensor, Event, Step] | None = None
+        self.width = self.embedded.pieces[0].shape[1]
+        # Int8 moments share a scale in tiles that may cross rows, and a file is read whole: then all rows go together.
+        tiled = config.moments == "int8" and self.width % TILE != 0
+        self.by_rows = store.native and not tiled and not (disk and disk.holds(self.embedded))
+        self.read = torch.ones(self.embedded.pieces[0].shape[0], dtype=torch.bool)
+        self.loaded()
         self.bytes = sum(t.numel() * t.element_size() for t in (*self.buffers, self.rest, self.table))
         self.bytes += 0 if self.scratch is None else self.scratch.numel() * self.scratch.element_size()
         self.bytes += 0 if units.tied else self.embedding.numel() * self.embedding.element_size()
+
+    def loaded(self) -> None:
+        """Find out which rows of the embedding have moments, in the states as they are now."""
+        lazy = self.by_rows and not self.units.tied and self.config.weight_decay == 0
+        if not lazy or self.embedded.index not in self.store.states or not len(self.read):
+            return
+        moments, count = self.store.moments(self.embedded), self.embedded.pieces[0].numel
+        self.read.zero_()
+        for moment in (moments.m, moments.v):
+            table = moment[:count].view(-1, self.width)
+            for low in range(0, len(table), LOOKED):
+                self.read[low : low + LOOKED] |= (table[low : low + LOOKED] != 0).any(1)
 
     def wait(self, unit: Unit) -> None:
         """Wait until the unit's last submitted update is done."""
@@ -145,29 +166,31 @@ class Updater:
             return self.pending.get(self.units.embedding.index)
         waiting, unit = self.rows, self.embedded
         rows, now = waiting[0], waiting[3]
-        merged = self.clipping.exact
-        width = unit.pieces[0].shape[1]
-        tiled = self.config.moments == "int8" and width % TILE != 0
-        # Int8 moments share a scale in tiles that may cross rows, and a file is read whole: then all rows go together.
-        if not self.store.native or tiled or (self.disk and self.disk.holds(unit)):
-            needed = None
+        merged, width = self.clipping.exact, self.width
+        self.read[rows] = True
+        at_once, others = None, None
+        if self.by_rows and needed is not None:
+            first_ones = torch.zeros_like(self.read)
+            first_ones[needed] = True
+            at_once, others = (self.read & first_ones).nonzero()[:, 0], (self.read & ~first_ones).nonzero()[:, 0]
+        elif self.by_rows and not bool(self.read.all()):
+            at_once = self.read.nonzero()[:, 0]
 
         def first() -> None:
             if not merged:
                 self._merge(*waiting)
-            self._update(unit, self.embedding, self.clipping.apply(now, unit), needed, width)
-            if needed is None:
+            self._update(unit, self.embedding, self.clipping.apply(now, unit), at_once, width)
+            if others is None:
                 self._cleared(rows, width)
 
         # The next step begins with these rows, so they come before all layers, and the other rows after them.
         task = self.worker.submit(unit.name, first, FIRST)
         self.pending[unit.index] = task
-        if needed is not None:
-            others = torch.ones(unit.pieces[0].shape[0], dtype=torch.bool)
-            others[needed] = False
+        if others is not None:
+            later = others
 
             def second() -> None:
-                self._update(unit, self.embedding, self.clipping.apply(now, unit), others.nonzero()[:, 0], width)
+                self._update(unit, self.embedding, self.clipping.apply(now, unit), later, width)
                 self._cleared(rows, width)
 
             self.pending[unit.index] = self.worker.submit(

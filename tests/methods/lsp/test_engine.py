@@ -330,7 +330,8 @@ def test_a_gradient_that_is_there_leaves_before_an_urgent_one_that_is_not() -> N
             part = engine.parts[engine.units.layers[i].index]
             queue.send(part, slots[i], engine.exact[part.unit.index], None)
         del queue.device.record
-        queue.wait(engine.parts[engine.units.layers[2].index])
+        part = engine.parts[engine.units.layers[2].index]
+        queue.wait(part, engine.exact[part.unit.index])
         assert left == ["layer 2"]
         computed.set()
         engine.flush()

@@ -75,6 +75,7 @@ def test_a_resume_across_a_refresh_has_the_same_bits(config, tied, opened) -> No
     losses = run(straight, BEFORE, AFTER)
     assert kept.keys() == {name for name in kept if not np.shares_memory(kept[name], kept[name].copy())}
     saved.load_arrays(resumed, kept)
+    resumed.put_exact()
     assert run(resumed, BEFORE, AFTER) == losses
     ours, theirs = state(straight), state(resumed)
     assert ours.keys() == theirs.keys()

@@ -20,7 +20,7 @@ import torch
 
 from ondevice.core.errors import CheckpointError, OndeviceError
 from ondevice.core.registry import method_config
-from ondevice.methods.slideformer import torch as slideformer_torch
+from ondevice.methods import ranked_session
 from ondevice.methods.slideformer.auto import agreed
 from ondevice.methods.slideformer.config import SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
@@ -196,7 +196,7 @@ def killed_in_a_checkpoint(ranks: Ranks, device: str, folder: Path) -> dict[str,
     """Rank 1 is killed in the midst of the second checkpoint."""
     one, store = opened(Follower if ranks.rank else Leader, 2, ranks, device), checkpoints(folder / "killed")
     if isinstance(one, Follower):
-        write = slideformer_torch.write_tensors
+        write = ranked_session.write_tensors
         calls: list[Path] = []
 
         def dies(path: Path, *rest: Any, **options: Any) -> str:
@@ -206,7 +206,7 @@ def killed_in_a_checkpoint(ranks: Ranks, device: str, folder: Path) -> dict[str,
                 os.kill(os.getpid(), signal.SIGKILL)
             return write(path, *rest, **options)
 
-        slideformer_torch.write_tensors = dies
+        ranked_session.write_tensors = dies
         return one.follow()
     message = "no error"
     for step, batch in enumerate(batches(2, rows=ROWS[ranks.world])):

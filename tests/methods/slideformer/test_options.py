@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from ondevice.methods.engine_session import as_numpy  # noqa: E402
 from ondevice.methods.slideformer.updater import Updater  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import (  # noqa: E402
@@ -91,6 +92,33 @@ def test_rows_first_is_the_whole_embedding_at_once(
         other.flush()
     assert again == losses
     assert differing(one.store.masters(), other.store.masters()) == []
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+@needs_compiler
+def test_rows_that_no_batch_has_read_are_left_out_with_the_same_bits(
+    moments: str, monkeypatch: pytest.MonkeyPatch, engine: Any
+) -> None:
+    """Through a checkpoint, too: which rows have moments is seen in them."""
+    seen, update = list[int](), Updater._update
+
+    def counted(self: Any, unit: Any, gradient: Any, adam: Any, only: Any = None, width: int = 0) -> None:
+        if unit.kind == "embedding" and only is not None:
+            seen.append(len(only))
+        update(self, unit, gradient, adam, only, width)
+
+    monkeypatch.setattr(Updater, "_update", counted)
+    data, sizes = batches(STEPS, vocab=40), {"layers": 2, "tied": False, "vocab": 261, "hidden": 128}
+    one, whole, resumed = (engine({"moments": moments}, **sizes) for _ in range(3))
+    losses = run(one, data)
+    assert max(seen) <= 41 and len(seen) == 2 * STEPS - 1
+    whole.updater.by_rows = False  # all rows in every step
+    whole.updater.read.fill_(True)
+    assert run(whole, data) == losses
+    assert differing(one.store.masters(), whole.store.masters()) == []
+    resumed.load({name: as_numpy(tensor) for name, tensor in whole.store.arrays().items()})
+    assert torch.equal(resumed.updater.read, one.updater.read) and 0 < int(resumed.updater.read.sum()) <= 41
+    assert not bool(engine({"weight_decay": 0.1}, **sizes).updater.read.logical_not().any())
 
 
 def test_evaluation_is_cross_entropy_and_changes_nothing(engine: Any) -> None:

@@ -1,0 +1,126 @@
+"""RoBERTa with a classification head: transformers' numbers, and training through the same run file as a decoder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForSequenceClassification, RobertaConfig, RobertaForMaskedLM  # noqa: E402
+
+from ondevice import train  # noqa: E402
+from ondevice.api.chat import open_chat  # noqa: E402
+from ondevice.api.evaluate import evaluate  # noqa: E402
+from ondevice.core.errors import ConfigError, DataError, ModelError  # noqa: E402
+from ondevice.models import load_model, read_dims  # noqa: E402
+from ondevice.models.tiny import tiny_tokenizer  # noqa: E402
+
+SIZES = {
+    "vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+    "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 257,
+}  # fmt: skip
+WORDS = {"good": "yes", "bad": "no", "so-so": "perhaps"}
+STEPS, ROWS = 6, 24
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An encoder that guesses hidden words, as the hub has RoBERTa; its table of positions begins behind token 256."""
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    config = RobertaConfig(**{**SIZES, "max_position_embeddings": 322})
+    RobertaForMaskedLM(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [{"text": f"it was {word} {'indeed ' * (i % 3)}{i}", "label": label}
+            for i in range(8) for word, label in WORDS.items()]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def run(source: Path, data: Path, out: Path, method: str, **settings: Any) -> Any:
+    values = {
+        "model.source": str(source), "model.classes": 3, "data.path": str(data), "data.eval_path": str(data),
+        "train.out": str(out), "train.steps": STEPS, "train.batch_size": ROWS, "train.schedule": "constant",
+        "train.eval_rows": 6, "method.name": method, "method.learning_rate": 1e-3,
+        **{f"method.{name}": value for name, value in settings.items()},
+    }  # fmt: skip
+    return train(values)
+
+
+ENGINE = {"compute": "float32", "optimizer": "torch", "threads": 1, "timeout_s": 30}
+PROJECTED = {"subspace": 24, "nonzeros": 4, "check_every": 3, "threshold": 0.0}
+
+
+def test_methods_that_train_all_parameters_agree(encoder: Path, data: Path, tmp_path: Path) -> None:
+    """Full fine-tuning, SlideFormer, and LSP without projectors are the same AdamW; all take rows of other lengths."""
+    whole = run(encoder, data, tmp_path / "full", "full", weight_decay=0.0)
+    for name, settings in {"slideformer": {"micro_batch_size": 16}, "lsp": {"project": False}}.items():
+        other = run(encoder, data, tmp_path / name, name, **ENGINE, **settings)
+        assert other.result.final_loss == pytest.approx(whole.result.final_loss, rel=1e-3), name
+        assert other.result.evaluation.loss == pytest.approx(whole.result.evaluation.loss, rel=1e-3), name
+    assert whole.result.final_loss < whole.result.first_loss
+    # What is written is transformers' own classifier, with the numbers of the evaluation.
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "slideformer" / "model")
+    assert model.config.num_labels == 3
+    again = evaluate(tmp_path / "slideformer" / "model", data, rows=6)
+    assert again.loss == pytest.approx(other.result.evaluation.loss, rel=1e-2)
+    assert (again.rows, again.tokens) == (6, 6)
+
+
+def test_lsp_and_mezo_train_a_head(encoder: Path, data: Path, tmp_path: Path) -> None:
+    projected = run(encoder, data, tmp_path / "lsp", "lsp", **ENGINE, **PROJECTED)
+    assert projected.result.final_loss < projected.result.first_loss
+    assert run(encoder, data, tmp_path / "mezo", "mezo").result.steps == STEPS
+
+
+def test_it_computes_what_transformers_does(encoder: Path) -> None:
+    """With rows of other lengths in a batch, and any number of classes."""
+    loaded = load_model(str(encoder), classes=3)
+    model, family = loaded.model, loaded.family
+    assert family.dims.classes == 3
+    assert family.dims.parameters == model.num_parameters()
+    ids = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(1))
+    ids[0, 11:], ids[2, 5:] = 256, 256
+    classes = torch.tensor([2, 0, 1])
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=(ids != 256).long()).logits
+        actual = family.logits(family.hidden(ids)[:, 0])
+        nll = family.class_nll(family.hidden(ids)[:, 0], classes)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(nll, torch.nn.functional.cross_entropy(expected, classes, reduction="none"))
+    other = load_model(str(encoder), classes=3)  # a new head is the same every time
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other.model.state_dict()[name]), name
+
+
+def test_what_does_not_fit_is_refused(encoder: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="without a classification head"):
+        load_model(str(encoder))
+    with pytest.raises(ModelError, match="takes no classification head"):
+        load_model("tiny:llama", classes=2)
+    assert read_dims(str(encoder)).classes
+    with pytest.raises(ModelError, match="lora trains no model with a classification head"):
+        run(encoder, data, tmp_path / "lora", "lora")
+    with pytest.raises(DataError, match="the task has 3 labels, and the model's head 2"):
+        train({"model.source": str(encoder), "model.classes": 2, "data.path": str(data), "method.name": "full",
+               "train.out": str(tmp_path / "two")})  # fmt: skip
+    load_model(str(encoder), classes=2).model.save_pretrained(tmp_path / "head")
+    tiny_tokenizer().save_pretrained(tmp_path / "head")
+    with pytest.raises(ModelError, match="has a classification head"):
+        load_model(str(tmp_path / "head"), classes=3)
+    with pytest.raises(ModelError, match="classifies, and writes no text"):
+        open_chat(str(tmp_path / "head"))
+    with pytest.raises(ConfigError, match="one row a sequence"):
+        train({"model.source": str(encoder), "model.classes": 3, "data.path": str(data), "method.name": "full",
+               "data.packing": True, "train.out": str(tmp_path / "packed")})  # fmt: skip
