@@ -143,7 +143,7 @@ def test_a_refresh_begins_again_and_all_before_it_is_in_the_hash() -> None:
 
 
 def test_adam_of_a_fleet_is_adam_of_each_local_steps_estimate() -> None:
-    """Against torch.optim.Adam in float64, which knows nothing of whole numbers; its moments begin anew in a subspace."""
+    """Against torch.optim.Adam in float64, without whole numbers; moments begin anew in a subspace."""
     torch = pytest.importorskip("torch")
     fleet = charter(local_steps=2, server_rate=0.5, decay_rounds=8).model_copy(
         update={"optimizer": "adam", "subspace": "given"}
