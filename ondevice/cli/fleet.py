@@ -68,14 +68,13 @@ def simulate(
     if engine == "flower":
         from ondevice.fleet.engine import simulate_with_flower
 
-        found = simulate_with_flower(run, resume=resume, overwrite=overwrite)
-        print_json(found) if json else table(found)
-        return
-    from ondevice.fleet.simulate import simulate as simulate_fleet
+        result = simulate_with_flower(run, resume=resume, overwrite=overwrite)
+    else:
+        from ondevice.fleet.simulate import simulate as simulate_fleet
 
-    result = simulate_fleet(
-        run, resume=resume, overwrite=overwrite, on_round=lambda done: None if json or quiet else _say(done)
-    )
+        result = simulate_fleet(
+            run, resume=resume, overwrite=overwrite, on_round=lambda done: None if json or quiet else _say(done)
+        )
     values = result.to_dict()
     print_json(values) if json else table({name: value for name, value in values.items() if name != "curve"})
     if result.interrupted:
@@ -108,15 +107,24 @@ def replay(
 
     content = read_file(log)
     state = replay_log(content, rounds=rounds)
+    taken = content.events_until(rounds)
     if content.unfinished:
         err.print(f"warning: the log ends with {content.unfinished} bytes of a round that is not whole", markup=False)
     if target_dir is not None:
+        import tempfile
+
         from ondevice.artifact.adapter import save_adapter
+        from ondevice.fleet.frozen import Space, matched
         from ondevice.fleet.member import load_vector, vector_name
         from ondevice.fleet.open import open_for
 
         session, _ = open_for(content.charter, model)
-        load_vector(session, state.flat(), vector_name(session, content.charter.size))
+        name = vector_name(session, content.charter.session_size)
+        with tempfile.TemporaryDirectory() as folder:
+            if content.charter.subspace == "given":
+                files = matched(taken, list(content.frozen.values()))
+                Space(content.charter, session, name, Path(folder)).enter(taken, files.__getitem__)
+        load_vector(session, state.flat(), name)
         adapter = session.adapter()
         if adapter is not None:
             save_adapter(adapter, target_dir)
@@ -258,6 +266,9 @@ def device(
         Path | None, typer.Option("--artifact", help="An exported program instead of the model.")
     ] = None,
     batch_size: common.BatchSize = None,
+    gives_subspace: Annotated[
+        bool, typer.Option("--gives-subspace", help="This device's gradient may give the fleet's subspaces.")
+    ] = False,
     host: Host = "127.0.0.1",
     port: Port = 9092,
     certificates: Certificates = None,
@@ -278,6 +289,7 @@ def device(
         model=common.model_of(first, model),
         artifact=None if artifact is None else str(artifact.absolute()),
         batch_size=batch_size or 4,
+        gives_subspace=gives_subspace,
     )
     raise typer.Exit(join(settings, Link(host, port, certificates, insecure), key, _line))
 

@@ -1,4 +1,4 @@
-"""Flower's two apps: a server that runs a fleet's rounds over a grid, and a device that answers from its own rows.
+"""Flower's ServerApp: runs a fleet's rounds over a grid. The device's end is `client`.
 
 Flower carries, authenticates and encrypts; what is in a message is the fleet's own (`messages`). A device needs nothing
 from the server but the charter, which comes with the first message.
@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.app import ConfigRecord, Message, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
 from ondevice.core.errors import FleetError
-from ondevice.fleet.averaging.apps import AdapterServer, reply_of, request_of
+from ondevice.fleet.averaging.apps import AdapterServer
 from ondevice.fleet.averaging.store import FILE_NAME as ADAPTERS
 from ondevice.fleet.averaging.store import AdapterStore
-from ondevice.fleet.device import ask
+from ondevice.fleet.client import RECORD
+from ondevice.fleet.frozen import Frozen
+from ondevice.fleet.post import POLL_S, Post
 from ondevice.fleet.rounds import OpenRound, Rounds
 from ondevice.fleet.secure import collect, means_of
 from ondevice.fleet.store import Store
@@ -31,11 +35,11 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 log = logging.getLogger("ondevice.fleet")
-RECORD = "fleet"
-POLL_S = 0.2
+GREET_S = 10.0
+"""A device that could not say how far it is may have found its model by then."""
 EMPTY_ROUNDS = 3
 """A server ends after so many rounds without an answer: more would only make the log longer."""
-server_app, client_app = ServerApp(), ClientApp()
+server_app = ServerApp()
 
 
 @server_app.main()
@@ -50,110 +54,227 @@ def serve(grid: Grid, context: Context) -> None:
         Server(grid, store, settings).run()
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A task that a device has: of which round, and how many events came with it or before."""
+
+    round: int
+    place: int
+
+
+def _messages(contents: dict[int, dict[str, Any]]) -> list[Message]:
+    return [
+        Message(content=RecordDict({RECORD: ConfigRecord(content)}), message_type="train", dst_node_id=node)
+        for node, content in contents.items()
+    ]
+
+
 class Server:
     """A fleet's server over Flower's grid.
 
+    A round ends when each device that it asked has replied, or after `wait_s`. Where the charter allows several at
+    once, the next one begins as soon as most devices of the newest have answered, without those that have not. They
+    end in the order in which they began.
+
     Args:
         grid: reaches the devices.
-        store: the fleet; every round is written before the next begins.
+        store: the fleet; every round is written when it ends.
         settings: `rounds`, `least_devices`, `sample`, `wait_s`.
+        post: over `grid`; a simulation may have its own.
     """
 
-    def __init__(self, grid: Grid, store: Store, settings: dict[str, Any]) -> None:
+    def __init__(self, grid: Grid, store: Store, settings: dict[str, Any], post: Post | None = None) -> None:
         self.grid, self.store, self.settings = grid, store, settings
+        self.post = post or Post(grid, settings["wait_s"])
         self.rounds = Rounds(store.charter, store.state())
         self.places: dict[int, int] = {}
-        self.refused = 0
+        self.asked: dict[int, Asked] = {}
+        self.began: dict[int, float] = {}
+        self.sizes: dict[int, list[int]] = {}
+        self.greeted: dict[int, float] = {}
+        self.givers: set[int] = set()
+        self.refused: Counter[str] = Counter()
 
     def run(self) -> None:
         """Run every round that is missing, then ask each device for its hash."""
-        empty = 0
-        while self.rounds.next < self.settings["rounds"]:
-            empty = 0 if self._round(self._devices()) else empty + 1
+        empty, until = 0, time.monotonic() + self.settings["wait_s"]
+        while self.rounds.open or self.rounds.next < self.settings["rounds"]:
+            self._greet()
+            if devices := self._ready():
+                current = self.rounds.begin(devices)
+                if self.store.charter.fleet.secure:
+                    answers = self._secure_round(current, time.time())
+                else:
+                    self._ask(current)
+                    continue
+            else:
+                self._take()
+                number = min(self.rounds.open, default=-1)
+                if number < 0 or any(asked.round == number for asked in self.asked.values()):
+                    if number < 0 and time.monotonic() > until:
+                        raise self._alone()
+                    time.sleep(POLL_S)
+                    continue
+                answers = self._close(number)
+            until = time.monotonic() + self.settings["wait_s"]
+            empty = 0 if answers else empty + 1
             if empty == EMPTY_ROUNDS:
                 raise FleetError(f"no device has answered in {empty} rounds", hint="a device's own log says why")
+        self._last()
+
+    def _last(self) -> None:
+        """Give each device what it lacks, and ask for its hash."""
         digest = self.rounds.state.digest()
-        self._greet([node for node in self.grid.get_node_ids() if node not in self.places])
-        replies = self._send({node: self._content(node, {}) for node in self.places})
+        charter = self.store.charter.to_bytes()
+        new = [node for node in self.grid.get_node_ids() if node not in self.places]
+        for node, reply in self._exchange({node: {"charter": charter} for node in new}).items():
+            if "place" in reply:
+                self.places[node] = int(reply["place"])
+        replies = self._exchange({node: self._content(node, {}) for node in self.places})
+        self._take()  # answers that came too late are refused, and counted
         equal = {node: reply.get("digest") == digest for node, reply in replies.items()}
+        self.store.set_fact("refused", json.dumps(self.refused))
         self.store.set_fact("devices", json.dumps({str(node): same for node, same in sorted(equal.items())}))
         print(f"fleet: {digest.hex()}, {sum(equal.values())} of {len(equal)} devices have it", flush=True)
 
-    def _devices(self) -> list[int]:
-        """Wait until enough devices are here and say how far they are, and draw those that are asked."""
-        until = time.monotonic() + self.settings["wait_s"]
-        while True:
-            nodes = sorted(self.grid.get_node_ids())
-            self._greet([node for node in nodes if node not in self.places])
-            known = [node for node in nodes if node in self.places]
-            if len(known) >= self.settings["least_devices"]:
-                break
-            if time.monotonic() > until:
-                raise FleetError(
-                    "too few devices take part",
-                    expected=self.settings["least_devices"],
-                    received=f"{len(known)} of {len(nodes)} that are connected",
-                    hint="a device's own log says why it does not",
-                )
-            time.sleep(POLL_S)
-        draw = np.random.default_rng([self.store.charter.seed, 5, self.rounds.next])
-        count = max(1, round(self.settings["sample"] * len(known)))
-        return sorted(known[place] for place in draw.permutation(len(known))[:count])
+    def _alone(self) -> FleetError:
+        nodes = set(self.grid.get_node_ids())
+        if self.store.charter.due(self.rounds.state) and not self.givers & nodes:
+            return FleetError(
+                "a new subspace is due, and no device gives one",
+                expected="a device that computes gradients, of rows whose gradient all may know",
+                hint="ondevice fleet device --gives-subspace",
+            )
+        return FleetError(
+            "too few devices take part",
+            expected=self.settings["least_devices"],
+            received=f"{len(nodes & set(self.places))} of {len(nodes)} that are connected",
+            hint="a device's own log says why it does not",
+        )
 
-    def _greet(self, nodes: list[int]) -> None:
-        """Ask new devices how far they are; they get the charter."""
-        charter = self.store.charter.to_bytes()
-        for node, reply in self._send({node: {"charter": charter} for node in nodes}).items():
-            if "place" in reply:
-                self.places[node] = int(reply["place"])
+    def _greet(self) -> None:
+        """Ask new devices how far they are; they get the charter. One that makes a mistake is asked again later."""
+        now, busy = time.monotonic(), self.post.busy
+        new = [
+            node
+            for node in self.grid.get_node_ids()
+            if node not in self.places and node not in busy and now >= self.greeted.get(node, -math.inf) + GREET_S
+        ]
+        self.greeted.update(dict.fromkeys(new, now))
+        self._send({node: {"charter": self.store.charter.to_bytes()} for node in new})
+
+    def _ready(self) -> list[int]:
+        """Draw the devices of the next round; none where it is not yet time for one."""
+        number, open_rounds = self.rounds.next, self.rounds.open
+        if number >= self.settings["rounds"] or len(open_rounds) >= self.store.charter.fleet.open_rounds:
+            return []
+        if open_rounds:
+            newest = open_rounds[max(open_rounds)]
+            if 2 * len(newest.answers) <= len(newest.tasks):
+                return []
+        known = sorted(set(self.grid.get_node_ids()) & set(self.places))
+        free = set(known) - self.post.busy
+        if len(free) < self.settings["least_devices"]:
+            return []
+        if self.store.charter.due(self.rounds.state) and not self._refresh(free):
+            return []
+        draw = np.random.default_rng([self.store.charter.seed, 5, number])
+        count = max(1, round(self.settings["sample"] * len(known)))
+        drawn = [known[place] for place in draw.permutation(len(known))]
+        return sorted([node for node in drawn if node in free][:count])
+
+    def _refresh(self, free: set[int]) -> bool:
+        """Take a new subspace from a device that gives one, if there is one and no round is open."""
+        givers = sorted(self.givers & free)
+        if not givers or self.rounds.open:
+            return False
+        began = time.time()
+        node = givers[int(np.random.default_rng([self.store.charter.seed, 9, self.rounds.next]).integers(len(givers)))]
+        record = self._exchange({node: self._content(node, {"subspace": True})}).get(node, {})
+        try:
+            file = Frozen.from_bytes(record.get("frozen", b""))
+        except FleetError as error:
+            log.warning("device %s: %s", node, error)
+            self.places.pop(node, None)
+            return False
+        self.places[node] = int(record["place"])
+        sent = len(file.data) * (1 + len(self.places))
+        event = self.rounds.refresh(file.digest)
+        self.store.add(event, self.rounds.state, frozen=file, sent_bytes=sent, time_s=time.time() - began)
+        print(f"fleet: a new subspace of {len(file.data)} bytes before round {event.round + 1}", flush=True)
+        return True
 
     def _content(self, node: int, more: dict[str, Any]) -> dict[str, Any]:
         """What a device gets: the events that it lacks, and a task."""
-        return {"events": self.store.events(self.places[node]), **more}
+        place = self.places[node]
+        files = [file.to_bytes() for file in self.store.files(place)]
+        return {"events": self.store.events(place), **({"frozen": files} if files else {}), **more}
 
-    def _send(self, contents: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Send to devices and return what they reply; those that do not are left out."""
-        messages = [
-            Message(content=RecordDict({RECORD: ConfigRecord(content)}), message_type="train", dst_node_id=node)
-            for node, content in contents.items()
-        ]
-        replies = {}
-        for reply in self.grid.send_and_receive(messages, timeout=self.settings["wait_s"]) if messages else []:
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                log.warning("device %s: %s", node, reply.error.reason)
-                continue
-            record = dict(reply.content[RECORD])
-            if "error" in record:
-                log.warning("device %s: %s", node, record["error"])
-                self.places.pop(node, None)  # it says again how far it is
-            replies[node] = record
-        return replies
+    def _send(self, contents: dict[int, dict[str, Any]]) -> None:
+        self.post.send(_messages(contents))
 
-    def _round(self, devices: list[int]) -> int:
-        """Run one round; returns how many answers it had."""
-        began = time.time()
-        current = self.rounds.begin(devices)
-        if self.store.charter.fleet.secure:
-            return self._secure_round(current, began)
-        contents = {node: self._content(node, {"task": current.tasks[node].to_bytes()}) for node in devices}
-        place, sizes = self.store.count(), {}
-        for node, reply in self._send(contents).items():
-            if "answer" not in reply:
+    def _exchange(self, contents: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Send to devices, wait, and return what they reply; those that do not are left out."""
+        found = {}
+        for node, reply in self.post.exchange(_messages(contents)):
+            record = self._record(node, reply)
+            if record is not None:
+                found[node] = record
+        return found
+
+    def _record(self, node: int, reply: Message | None) -> dict[str, Any] | None:
+        """What a device replied; None where nothing came of it."""
+        if reply is None:
+            return None
+        if reply.has_error():
+            log.warning("device %s: %s", node, reply.error.reason)
+            return None
+        record = dict(reply.content[RECORD])
+        if "error" in record:
+            log.warning("device %s: %s", node, record["error"])
+            self.places.pop(node, None)  # it says again how far it is
+        return record
+
+    def _ask(self, current: OpenRound) -> None:
+        """Send a round's tasks."""
+        self.began[current.number], self.sizes[current.number] = time.time(), []
+        place = self.store.count()
+        tasks = {node: task.to_bytes() for node, task in current.tasks.items()}
+        self._send({node: self._content(node, {"task": task}) for node, task in tasks.items()})
+        self.asked.update({node: Asked(current.number, place) for node, task in tasks.items()})
+
+    def _take(self) -> None:
+        """Take what devices have replied."""
+        for sent, reply in self.post.take():
+            node, late = sent.node, sent.overdue  # of a late reply the wait was over before
+            asked, record = None if late else self.asked.pop(node, None), self._record(node, reply)
+            if record is None:
                 continue
-            self.places[node] = place
+            if "answer" not in record:
+                if "place" in record:
+                    self.places[node] = int(record["place"])
+                if record.get("gives_subspace"):
+                    self.givers.add(node)
+                continue
+            if asked is not None:
+                self.places[node] = asked.place
             try:
-                self.rounds.receive(reply["answer"], node)
-                sizes[node] = len(reply["answer"]) + len(current.tasks[node].to_bytes())
+                answer = self.rounds.receive(record["answer"], node)
+                task = self.rounds.open[answer.round].tasks[node]
+                self.sizes[answer.round].append(len(record["answer"]) + len(task.to_bytes()))
             except FleetError as error:
-                self.refused += 1
+                self.refused[error.message] += 1
                 log.warning("device %s: answer refused: %s", node, error)
+
+    def _close(self, number: int) -> int:
+        """End a round; returns how many answers it had."""
+        current = self.rounds.open[number]
         loss, answers = current.loss, list(current.answers.values())
-        outcome = self.rounds.close(current.number)
-        sent = sum(size + len(outcome.to_bytes()) for size in sizes.values())
+        outcome = self.rounds.close(number)
+        sent = sum(size + len(outcome.to_bytes()) for size in self.sizes.pop(number))
         self.store.add(
-            outcome, self.rounds.state, answers=answers, refused=self.refused, loss=loss, sent_bytes=sent,
-            time_s=time.time() - began,
+            outcome, self.rounds.state, answers=answers, refused=self.refused.total(), loss=loss, sent_bytes=sent,
+            time_s=time.time() - self.began.pop(number),
         )  # fmt: skip
         shown = "no answers" if loss is None else f"loss {loss:.4f}"
         print(
@@ -169,7 +290,7 @@ class Server:
             nonlocal sent
             tasks = {node: {"events": [], "task": current.tasks[node].to_bytes(), **content}
                      for node, content in contents.items()}  # fmt: skip
-            replies = self._send(tasks)
+            replies = self._exchange(tasks)
             for record in (*contents.values(), *replies.values()):
                 sent += sum(len(value) for value in record.values() if isinstance(value, bytes))
             self.places.update({node: place for node, reply in replies.items() if "error" not in reply})
@@ -181,28 +302,15 @@ class Server:
             total, devices = collect(send, first, self.store.charter.numbers + 2)
             means, loss = means_of(total, fleet)
         except FleetError as error:
-            self.refused, devices = self.refused + 1, []
+            devices = []
+            self.refused[error.message] += 1
             log.warning("round %s: %s", current.number, error)
         outcome = self.rounds.close(current.number, means)
         sent += len(devices) * len(outcome.to_bytes())
         self.store.add(
-            outcome, self.rounds.state, summed=len(devices), refused=self.refused, loss=loss, sent_bytes=sent,
+            outcome, self.rounds.state, summed=len(devices), refused=self.refused.total(), loss=loss, sent_bytes=sent,
             time_s=time.time() - began,
         )  # fmt: skip
         shown = "no sum" if loss is None else f"loss {loss:.4f}"
         print(f"fleet: round {outcome.round + 1}/{self.settings['rounds']}  {shown}  sum of {len(devices)}", flush=True)
         return len(devices)
-
-
-@client_app.train()
-def train(message: Message, context: Context) -> Message:
-    """Answer a message of the server, through the process that holds the model (`device.Desk`).
-
-    Flower starts a process for each message; it would load the model each time.
-    """
-    device = Path(str(context.node_config["device"]))
-    if RECORD not in message.content:
-        reply = ask(device, request_of(message.content), context.node_id)
-        return Message(content=reply_of(reply), reply_to=message)
-    reply = ask(device, dict(message.content[RECORD]), context.node_id)
-    return Message(content=RecordDict({RECORD: ConfigRecord(reply)}), reply_to=message)

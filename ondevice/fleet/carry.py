@@ -129,6 +129,11 @@ class Desk:
         self.store = store
         if store.charter.fleet.secure:
             raise FleetError("a secure fleet's rounds need a network: its devices talk four times in each")
+        if store.charter.subspace == "given":
+            raise FleetError(
+                "this fleet's subspaces need a network: each is a file of megabytes",
+                hint="begin with method.subspace=random for rounds as files",
+            )
         self.rounds = Rounds(store.charter, store.state())
         for number, begin, tasks in store.asked():
             answers = {answer.device: answer for answer in store.answers(number)}

@@ -14,7 +14,7 @@ from ondevice.core.errors import ConfigError, FleetError
 from ondevice.fleet.combine import Rule
 from ondevice.fleet.messages import MOST_NUMBERS, VERSION
 from ondevice.fleet.secure import MOST_ROWS
-from ondevice.fleet.state import MOMENTUM_BITS, State
+from ondevice.fleet.state import MOMENTUM_BITS, State, Steps
 
 
 class Agreement(StrictConfig):
@@ -53,6 +53,9 @@ class Agreement(StrictConfig):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Momentum of the outcomes, rounded to a multiple of 1/256."""
 
+    decay_rounds: int | None = Field(default=None, ge=1)
+    """Rounds over which the learning rate falls to zero, on a line; the fleet ends there. None: it stays."""
+
     open_rounds: int = Field(default=1, ge=1, le=64)
     """Rounds under way at once: a slow device may answer to an older one while it is open."""
 
@@ -88,8 +91,10 @@ class Agreement(StrictConfig):
         return self
 
 
-ADDED = ("batch_share", "secure")
+ADDED = ("batch_share", "secure", "decay_rounds")
 """Settings that came after the first charters; left out where they are the default, so a fleet keeps its number."""
+ADDED_HERE = ("optimizer", "subspace", "refresh_steps")
+"""The same of the charter itself."""
 
 
 class FleetConfig(Agreement):
@@ -186,6 +191,15 @@ class Charter(CommonCharter):
     queries: int = Field(ge=1, le=256)
     """Directions a step."""
 
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    """What is done with the combined numbers: plain steps, or Adam over each local step's sum."""
+
+    subspace: Literal["seed", "given"] = "seed"
+    """Where the frozen tensors come from: of the seed, or of a device's gradient, which refreshes bring."""
+
+    refresh_steps: int | None = Field(default=None, ge=1)
+    """Local steps between two refreshes; None keeps the first one's tensors."""
+
     fleet: Agreement
     """What the server makes of answers."""
 
@@ -195,6 +209,15 @@ class Charter(CommonCharter):
             raise ValueError(
                 f"{self.fleet.local_steps} steps of {self.queries} queries are more than {MOST_NUMBERS} numbers"
             )
+        if self.refresh_steps and self.refresh_steps % self.fleet.local_steps:
+            raise ValueError(
+                f"a subspace is taken every {self.refresh_steps} steps, which are no whole rounds of "
+                f"{self.fleet.local_steps} local steps: set method.refresh_every to a multiple of them"
+            )
+        odd = [name for name, value in (("momentum", 0.0), ("open_rounds", 1), ("seeds", "shared"))
+               if getattr(self.fleet, name) != value]  # fmt: skip
+        if self.optimizer == "adam" and odd:
+            raise ValueError(f"{odd[0]} goes with optimizer sgd: Adam takes the local steps one by one, in their order")
         return self
 
     def values(self) -> dict[str, Any]:
@@ -203,6 +226,9 @@ class Charter(CommonCharter):
         for name in ADDED:
             if values["fleet"][name] == Agreement.model_fields[name].default:
                 del values["fleet"][name]
+        for name in ADDED_HERE:
+            if values[name] == Charter.model_fields[name].default:
+                del values[name]
         return values
 
     @property
@@ -212,8 +238,35 @@ class Charter(CommonCharter):
 
     def state(self) -> State:
         """Return the state before the first round."""
-        momentum = round(self.fleet.momentum * (1 << MOMENTUM_BITS))
-        return State(self.size, self.seed, self.noise, self.queries, min(momentum, (1 << MOMENTUM_BITS) - 1))
+        momentum = min(round(self.fleet.momentum * (1 << MOMENTUM_BITS)), (1 << MOMENTUM_BITS) - 1)
+        steps = None
+        if self.optimizer == "adam":
+            rate = self.fleet.server_rate
+            steps = Steps(self.fleet.local_steps, self.learning_rate, lambda number: rate * self.rate(number))
+        return State(self.size, self.seed, self.noise, self.queries, momentum, steps=steps)
+
+    def rate(self, number: int) -> float:
+        """Return the learning rate of a round's local steps."""
+        decay = self.fleet.decay_rounds
+        return self.learning_rate if decay is None else self.learning_rate * max(0.0, 1.0 - number / decay)
+
+    def factor(self, number: int) -> float:
+        """Return what a round's combined numbers are multiplied by; Adam's rate is applied after its moments."""
+        if self.optimizer == "adam":
+            return self.learning_rate / self.queries
+        return self.fleet.server_rate * self.rate(number) / self.queries
+
+    def due(self, state: State) -> bool:
+        """Whether new frozen tensors come before the next round."""
+        if self.subspace == "seed" or state.refreshed == state.round:
+            return False
+        every = self.refresh_steps
+        return state.refreshed < 0 or (every is not None and state.round * self.fleet.local_steps % every == 0)
+
+    @property
+    def session_size(self) -> int:
+        """Elements of the vector in a session's state: Adam's moments are behind it."""
+        return self.size * (3 if self.optimizer == "adam" else 1)
 
     def first_step(self, number: int, lane: int) -> int:
         """Return the generator's step number of a round's first local step.

@@ -74,18 +74,15 @@ def shared_group(first_step: int, values: Sequence[float], factor: float) -> Gro
     return Group(first_step, pack([factor * value for value in values], UNIT, LARGEST_UNIT))
 
 
-def coefficients_of(
-    answers: Sequence[tuple[int, Answer]], config: Agreement, queries: int, learning_rate: float
-) -> tuple[Group, ...]:
+def coefficients_of(answers: Sequence[tuple[int, Answer]], config: Agreement, factor: float) -> tuple[Group, ...]:
     """Return a round's groups: shared directions in one, own directions in one for each device.
 
     Args:
         answers: (first step, answer) of every device that answered, in any order.
-        learning_rate: of the round's local steps; coefficients are it over q times a number, times `server_rate`.
+        factor: `Charter.factor` of the round; coefficients are it times a number.
     """
     if not answers:
         return ()
-    factor = config.server_rate * learning_rate / queries
     ordered = sorted(answers, key=lambda pair: (pair[0], pair[1].device))
     if config.seeds == "shared":
         values = combined([answer for _, answer in ordered], config)

@@ -102,8 +102,21 @@ class FleetRun(RunConfig):
         if not has_noise and given.get("method.noise") is None and hasattr(config.method, "noise"):
             settings = config.method.model_dump(exclude_unset=True) | {"noise": "rademacher"}
             config = config.model_copy(update={"method": method_config(config.method.name, settings)})
+        config = config.decided()
         config.check_method()
         return config
+
+    def decided(self) -> Self:
+        """Return the run file with what is `auto` of a method whose subspaces are given."""
+        if not self.gives_subspaces:
+            return self
+        return self.model_copy(update={"method": spec_of(self.method).for_training(self.method)})
+
+    @property
+    def gives_subspaces(self) -> bool:
+        """Whether the method moves what a gradient gives, rather than what the seed gives: only where it is asked for,
+        because a subspace is megabytes, and a device without PyTorch cannot give one."""
+        return getattr(self.method, "subspace", None) == "gradient"
 
     @property
     def averages(self) -> bool:
@@ -178,64 +191,79 @@ class FleetRun(RunConfig):
         vectors = [value.size for value in session.state().values() if value.dtype == np.float32 and value.ndim == 1]
         if len(vectors) != 1:
             raise ConfigError("the method's state is not one vector", received=f"{len(vectors)} float32 vectors")
-        check_update(session, vectors[0], self.method, self.train.seed)
-        return Charter(
+        optimizer = "adam" if getattr(self.method, "optimizer", None) == "adam" else "sgd"
+        given = self.gives_subspaces
+        if optimizer == "adam" and not given:
+            raise ConfigError(
+                "a fleet has Adam where its subspaces are given: method.optimizer",
+                expected="sgd, or method.subspace gradient",
+                received="adam",
+            )
+        charter = Charter(
             model_source=str(model.source),
             model_sha256=model.sha256,
             method=self.method.model_dump(mode="json"),
             data=self.shared_data(),
             seed=self.train.seed,
-            size=vectors[0],
+            size=vectors[0] // (3 if optimizer == "adam" else 1),
             noise=self.method.noise,
             queries=self.method.queries,
             learning_rate=self.method.learning_rate,
+            optimizer=optimizer,
+            subspace="given" if given else "seed",
+            refresh_steps=self.method.refresh_every if given else None,
             fleet=self.fleet.agreement(),
         )
+        check_update(session, charter)
+        return charter
 
 
 def _default(name: str) -> Any:
     return FleetConfig.model_fields[name].get_default(call_default_factory=True)
 
 
-def check_update(session: Session, size: int, method: Any, seed: int) -> None:
-    """Refuse a method whose update is not minus learning rate over q times the sum of numbers times directions.
+def check_update(session: Session, charter: Charter) -> None:
+    """Refuse a method whose update is another than the fleet's own of the same numbers.
 
-    A fleet applies that sum itself. The session's own update is asked, whatever the method's settings say: an optimizer
-    with moments, or a subspace that is fitted to the rows of one device, would give another adapter.
+    The session is asked, whatever the method's settings say: two steps, and the second knows the first one's moments.
 
     Raises:
         ConfigError: the update is another.
     """
     import numpy as np
 
+    from ondevice.fleet.combine import shared_group
     from ondevice.fleet.member import load_vector, vector_name
-    from ondevice.fleet.noise import STREAM
-    from ondevice.runtime_ops import generator
+    from ondevice.fleet.messages import UNIT, Outcome
 
-    name, before, rate, step = vector_name(session, size), session.state(), 2.0**-10, 3
-    if more := sorted(set(before) - {name, "seed"}):
+    name, before = vector_name(session, charter.session_size), session.state()
+    if charter.subspace == "seed" and (more := sorted(set(before) - {name, "seed"})):
         raise ConfigError(
             "the method keeps more than the vector that a fleet shares",
             expected="plain steps in a space that the seed alone decides",
             received=", ".join(more),
-            hint="leave out settings that add an optimizer's moments or fit a subspace to the rows",
+            hint="leave out settings that fit a subspace to the rows, or name it: method.subspace gradient",
         )
-    numbers = tuple(float(query + 1) for query in range(method.queries))
-    draw = generator.rademacher if method.noise == "rademacher" else generator.normal
-    noise = draw(seed, step, STREAM, method.queries, 0, size)
-    expected = before[name] - rate / method.queries * (np.array(numbers) @ noise)
+    agreed = charter.fleet.model_copy(update={"server_rate": 1.0, "momentum": 0.0, "decay_rounds": None})
+    state = charter.model_copy(update={"fleet": agreed}).state()
+    rate, start = charter.learning_rate, before[name][: charter.size].astype(np.float64)
     try:
         load_vector(session, before[name], name)
-        session.apply_update(numbers, step, rate)
-        alike = np.allclose(session.state()[name], expected, rtol=0, atol=1e-5)
+        for step in range(2):  # the second knows the first one's moments, if there are any
+            given = np.random.default_rng(step).normal(0.0, 1.0, charter.queries).tolist()
+            session.apply_update(tuple(given), step, rate)
+            group = shared_group(step, given, rate / charter.queries)
+            state.apply(Outcome(0, step, bytes(8), bytes(8), (group,)), check=False)
+        moved = session.state()[name][: charter.size] - start
     except OndeviceError as error:
         raise ConfigError("the method's update cannot be shared by a fleet", received=error.message) from None
     session.load_state(before)
-    if not alike:
+    expected = state.vector * 2.0**UNIT
+    if not np.allclose(moved, expected, rtol=0, atol=1e-2 * float(np.abs(expected).max())):
         raise ConfigError(
-            "the method's update is not a sum of random directions times numbers, which is all that a fleet shares",
-            expected="plain steps (no moments) in a space that the seed alone decides",
-            hint="leave out settings that add an optimizer's moments or fit a subspace to the rows",
+            "the method's update is not the one that a fleet makes of its numbers",
+            expected="a sum of random directions times numbers, or Adam of it in a gradient's subspace",
+            hint="leave out settings that add an optimizer's moments",
         )
 
 

@@ -5,7 +5,6 @@ What carries the messages (Flower's process for each, or a file) asks it over a 
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import tempfile
@@ -13,25 +12,28 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Listener
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import FleetError, OndeviceError
+from ondevice.fleet.asking import encoded, received
 from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
 from ondevice.fleet.averaging.charter import AdapterCharter
 from ondevice.fleet.averaging.member import AdapterMember
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.charter import Charter
+from ondevice.fleet.frozen import Frozen, Space, matched
 from ondevice.fleet.member import Member
-from ondevice.fleet.messages import Task, read_event
+from ondevice.fleet.messages import Refresh, Task, read_event
 from ondevice.fleet.secure import Secrets, vector_of
 from ondevice.fleet.store import Store
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
     from ondevice.data import Batches
+    from ondevice.fleet.state import State
 
 log = logging.getLogger("ondevice.fleet")
 SETTINGS_FILE = "device.json"
@@ -50,6 +52,7 @@ class DeviceSettings:
         model: the base model under this device's name for it; the charter's by default.
         artifact: an exported program instead of the model.
         batch_size: rows a step, where the program does not decide it.
+        gives_subspace: this device may be asked for the subspace of its rows' gradient.
     """
 
     folder: str
@@ -59,6 +62,7 @@ class DeviceSettings:
     model: str | None = None
     artifact: str | None = None
     batch_size: int = 4
+    gives_subspace: bool = False
 
 
 class Device:
@@ -99,27 +103,39 @@ class Device:
             return self._average(folder, content)
         if "charter" in content:
             with Store.create(folder, Charter.from_bytes(content["charter"])) as store:
-                return {"place": store.count()}
+                more = {"gives_subspace": True} if self.settings.gives_subspace else {}
+                return {"place": store.count(), **more}
         with Store.open(folder) as store:
-            member = self._member
-            if member is None or member.state.round != self._last_round(store):
-                state = store.state()
-            else:
-                state = member.state
+            state = self._state(store)
             given = content.get("events", [])
             known = set(store.events()) if given else set()
             # A file may be taken twice, and a server may not know what a device has.
-            for event in (read_event(data) for data in given if data not in known):
+            events = [read_event(data) for data in given if data not in known]
+            files = matched(events, [Frozen.from_bytes(data) for data in content.get("frozen", [])])
+            for event in events:
                 state.apply(event)
-                store.add(event, state)
-            if "task" not in content:
+                store.add(event, state, frozen=files[event.digest] if isinstance(event, Refresh) else None)
+            if not {"task", "subspace"} & content.keys():
                 return {"digest": state.digest(), "place": store.count()}
             member = self._open(store.charter, number)
             member.state, member.device = state, number
+            if member.space is not None:
+                member.space.enter([read_event(data) for data in store.events(member.space.place)], store.file_of)
+            if "subspace" in content:
+                if not self.settings.gives_subspace:
+                    raise FleetError("this device gives no subspace", hint="its owner says --gives-subspace")
+                return {"frozen": member.subspace().to_bytes(), "place": store.count()}
             task = Task.from_bytes(content["task"])
             if store.charter.fleet.secure:
                 return self._secure(member, task, content)
             return {"answer": member.answer(task).to_bytes()}
+
+    def _state(self, store: Store) -> State:
+        """Where this device is: what the member has, or else what the file says."""
+        last = store.connection.execute("SELECT event FROM events ORDER BY place DESC LIMIT 1").fetchone()
+        if self._member is not None and last is not None and self._member.state.hash == read_event(last[0]).after:
+            return self._member.state
+        return store.state()
 
     def _secure(self, member: Member, task: Task, content: dict[str, Any]) -> dict[str, Any]:
         """Answer a stage of a secure sum; nothing else leaves a device of such a fleet.
@@ -152,14 +168,12 @@ class Device:
         answer = self._averaging.answer(int(content["round"]), arrays)
         return {"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss}
 
-    @staticmethod
-    def _last_round(store: Store) -> int:
-        row = store.connection.execute("SELECT round FROM events ORDER BY place DESC LIMIT 1").fetchone()
-        return 0 if row is None else row[0] + 1
-
     def _open(self, charter: Charter, number: int) -> Member:
         if self._member is None or self._member.charter != charter:
             self._member = open_member(charter, self.settings, number)
+            if charter.subspace == "given":
+                folder = Path(self.settings.folder) / "subspaces"
+                self._member.space = Space(charter, self._member.session, self._member.name, folder)
         return self._member
 
 
@@ -241,46 +255,11 @@ def _listen(listener: Listener, device: Device) -> None:
     while True:
         try:
             with listener.accept() as connection:
-                number, content = _received(connection)
-                connection.send_bytes(_encoded(number, device.reply(content, number)))
+                number, content = received(connection)
+                connection.send_bytes(encoded(number, device.reply(content, number)))
         except EOFError:
             continue  # the process that asked has ended
         except OSError:
             return  # the listener was closed
         except Exception:
             log.exception("a message could not be answered")
-
-
-def ask(file: Path, content: dict[str, Any], number: int) -> dict[str, Any]:
-    """Ask the device whose `answering` wrote `file`.
-
-    Args:
-        content: a message's, bytes and numbers and lists of bytes.
-        number: the device's, as the transport has it.
-    """
-    try:
-        address = json.loads(file.read_text(encoding="utf-8"))["socket"]
-        with Client(address, family="AF_UNIX") as connection:
-            connection.send_bytes(_encoded(number, content))
-            return _received(connection)[1]
-    except (OSError, EOFError) as error:
-        return {"error": f"the device's process does not answer: {error}"}
-
-
-def _encoded(number: int, content: dict[str, Any]) -> bytes:
-    def plain(value: Any) -> Any:
-        if isinstance(value, bytes):
-            return {"bytes": base64.b64encode(value).decode()}
-        return [plain(item) for item in value] if isinstance(value, list) else value
-
-    return json.dumps({"number": number, "content": {key: plain(value) for key, value in content.items()}}).encode()
-
-
-def _received(connection: Connection) -> tuple[int, dict[str, Any]]:
-    def restored(value: Any) -> Any:
-        if isinstance(value, dict):
-            return base64.b64decode(value["bytes"])
-        return [restored(item) for item in value] if isinstance(value, list) else value
-
-    message = json.loads(connection.recv_bytes())
-    return message["number"], {key: restored(value) for key, value in message["content"].items()}

@@ -14,13 +14,17 @@ import json
 import logging
 import shutil
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ConfigError, FleetError, MissingPackageError
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.member import Member
-from ondevice.fleet.status import status
+from ondevice.fleet.messages import Answer, Task
+from ondevice.fleet.post import Post, Sent
+from ondevice.fleet.simulate import Simulated, lie, make_room
 from ondevice.fleet.store import FILE_NAME, Store
 
 if TYPE_CHECKING:
@@ -29,27 +33,55 @@ if TYPE_CHECKING:
     from ondevice.fleet.config import FleetRun
 
 log = logging.getLogger("ondevice.fleet")
-IGNORED = ("late", "hostile", "weak", "eval_every")
-"""Settings of `simulation` that the engine has nothing for."""
+
+
+class SlowPost(Post):
+    """A post in whose fleet some replies are late: the wait for them is over, and they come with the next message.
+
+    Nobody waits in truth, so that a simulated round with slow devices is as short as one without.
+    """
+
+    def __init__(self, grid: Any, wait_s: float) -> None:
+        super().__init__(grid, wait_s)
+        self.held: dict[int, tuple[Sent, Message]] = {}
+        self.released: list[tuple[Sent, Message | None]] = []
+
+    def send(self, messages: Iterable[Message]) -> None:
+        given = list(messages)
+        for message in given:
+            if message.metadata.dst_node_id in self.held:
+                self.released.append(self.held.pop(message.metadata.dst_node_id))
+        super().send(given)
+
+    def take(self, numbers: Iterable[str] | None = None) -> list[tuple[Sent, Message | None]]:
+        came: list[tuple[Sent, Message | None]] = []
+        if numbers is None:
+            came, self.released = self.released, []
+        for sent, reply in super().take(numbers):
+            if reply is not None and not reply.has_error() and "late" in reply.content["fleet"]:
+                self.held[sent.node] = (replace(sent, overdue=True), reply)
+                came.append((sent, None))
+            else:
+                came.append((sent, reply))
+        return came
 
 
 def simulate_with_flower(
     config: FleetRun, *, resume: bool = False, overwrite: bool = False, processors: float = 1.0
-) -> dict[str, Any]:
+) -> Simulated:
     """Run a fleet of numbers in Flower's engine; its folder is `config.train.out`.
 
     Args:
         processors: of an actor, as Ray counts them.
 
     Returns:
-        what `ondevice fleet status` says, and `final_hash`.
+        what `simulate` gives; `hashes_equal` is of what the devices themselves said.
 
     Raises:
         MissingPackageError: Flower or Ray is not installed.
         ConfigError: a setting that only `simulate` has.
         FleetError: the folder holds a fleet and neither flag is set, or Flower ended with an error.
     """
-    from ondevice.fleet.simulate import make_room
     from ondevice.training.checkpoint import RunLock
 
     if importlib.util.find_spec("flwr") is None or importlib.util.find_spec("ray") is None:
@@ -62,11 +94,8 @@ def simulate_with_flower(
         )
     if config.averages:
         raise ConfigError("Flower's engine runs fleets of numbers", expected="--engine own", received="--engine flower")
-    odd = [name for name in IGNORED if getattr(config.simulation, name)]
     if config.fleet.secure:
         raise ConfigError("a device of Flower's engine keeps no secret between messages", expected="--engine own")
-    if odd:
-        raise ConfigError(f"simulation.{odd[0]} needs the own engine", expected="--engine own", received=", ".join(odd))
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
@@ -89,7 +118,7 @@ def simulate_with_flower(
                         "wait_s": fleet.wait_s}  # fmt: skip
             try:
                 with Store.open(out) as store:
-                    Server(grid, store, settings).run()
+                    Server(grid, store, settings, SlowPost(grid, fleet.wait_s)).run()
             except Exception as error:
                 errors.append(error)
                 raise
@@ -115,9 +144,11 @@ def simulate_with_flower(
                     ) from None
     if errors:
         raise errors[0] if isinstance(errors[0], FleetError) else FleetError("Flower's engine failed", received=errors)
-    found = status(out)
-    shown = {key: value for key, value in found.items() if key not in ("charter", "rounds_table")}
-    return {**shown, "final_hash": found["hash"]}
+    with Store.open(out) as store:
+        said = json.loads(store.fact("devices") or "{}")
+        refused = json.loads(store.fact("refused") or "{}")
+    done = world.run(True, False, lambda done: None)  # no round is missing: what is left is to evaluate
+    return replace(done, hashes_equal=bool(said) and all(said.values()), devices=len(said), refused=refused)
 
 
 def _client_app(given: str, out: str) -> Any:
@@ -149,17 +180,19 @@ def _world(given: str) -> Any:
 
 
 def reply(given: str, out: str, number: int, content: dict[str, Any], context: Context) -> dict[str, Any]:
-    """Answer a message as device `number`; a share of the devices, drawn anew for each round, does not."""
-    import numpy as np
-
-    from ondevice.fleet.messages import Task
-
+    """Answer a message as device `number`: where the run file says so, not at all, late, or with a lie."""
     world = _world(given)
     own: Member = world.members[number]
-    if "task" in content:
-        draw = np.random.default_rng([world.config.train.seed, 7, Task.from_bytes(content["task"]).round, number])
-        if draw.random() < world.config.simulation.dropout:
-            return {"error": "this device dropped out of the round"}
-    device = Device(DeviceSettings(folder=str(Path(out) / f"device-{number}"), data=""))
+    folder = str(Path(out) / f"device-{number}")
+    device = Device(DeviceSettings(folder=folder, data="", gives_subspace=number == world.giver))
     device._member = own
-    return device.reply(content, context.node_id)
+    if "task" not in content:
+        return device.reply(content, context.node_id)
+    fate = world.fate(Task.from_bytes(content["task"]).round, number)
+    if fate.away:
+        return {"away": True}
+    record = device.reply(content, context.node_id)
+    if "answer" in record and number in world.hostile:
+        attack = world.config.simulation.attack
+        record["answer"] = lie(Answer.from_bytes(record["answer"]), attack, fate.draw).to_bytes()
+    return record | ({"late": True} if fate.late else {})

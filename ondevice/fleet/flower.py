@@ -1,7 +1,7 @@
 """Starts Flower for a fleet: SuperLink and `flwr run` for the server, a SuperNode for a device.
 
-The app that is submitted is three lines that name `ondevice.fleet.apps`; it names no dependencies, so Flower runs it in
-the environment that it was started from.
+The app that is submitted is two lines that name `ondevice.fleet.apps` and `client`; it names no dependencies, so
+Flower runs it in the environment that it was started from.
 """
 
 from __future__ import annotations
@@ -46,13 +46,17 @@ packages = ["."]
 publisher = "ondevice"
 
 [tool.flwr.app.components]
-serverapp = "fleetapp:server_app"
-clientapp = "fleetapp:client_app"
+serverapp = "fleetapp.server:server_app"
+clientapp = "fleetapp.client:client_app"
 
 [tool.flwr.app.config]
 settings = ""
 """
-MODULE = 'from ondevice.fleet.apps import client_app, server_app\n\n__all__ = ["client_app", "server_app"]\n'
+MODULES = {
+    "__init__.py": "",
+    "server.py": 'from ondevice.fleet.apps import server_app\n\n__all__ = ["server_app"]\n',
+    "client.py": 'from ondevice.fleet.client import client_app\n\n__all__ = ["client_app"]\n',
+}
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,8 @@ def write_app(folder: Path, settings: dict[str, Any]) -> None:
     text = APP.replace('settings = ""', f"settings = {json.dumps(json.dumps(settings))}")
     (folder / "pyproject.toml").write_text(text, encoding="utf-8")
     (folder / "fleetapp").mkdir()
-    (folder / "fleetapp" / "__init__.py").write_text(MODULE, encoding="utf-8")
+    for name, module in MODULES.items():
+        (folder / "fleetapp" / name).write_text(module, encoding="utf-8")
 
 
 def join(

@@ -1,7 +1,7 @@
 """A fleet's log: its charter and every outcome. It is the whole run; an adapter is rebuilt from it without a model.
 
     "ODFLEET1"  u32 bytes of the charter, the charter (JSON), its CRC-32
-    then for each event: u16 its bytes, the event, its CRC-32
+    then for each event: u32 its bytes, the event, its CRC-32; before a refresh, in the same way, the file that it names
 
 A last event that is cut off is a server that was killed while it wrote: it is left out, and said.
 """
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import FleetError
 from ondevice.fleet.charter import Charter
-from ondevice.fleet.messages import Event, read_event
+from ondevice.fleet.frozen import MAGIC as FROZEN
+from ondevice.fleet.frozen import Frozen
+from ondevice.fleet.messages import Event, Outcome, Refresh, read_event
 from ondevice.fleet.state import State
 
 MAGIC = b"ODFLEET1"
@@ -36,25 +38,45 @@ class FleetLog:
         charter: its head.
         events: outcomes and refreshes, in the order in which they are applied.
         unfinished: bytes of a last event that is not whole.
+        frozen: files that refreshes name, by digest.
     """
 
     charter: Charter
     events: tuple[Event, ...]
     unfinished: int = 0
+    frozen: dict[bytes, Frozen] = field(default_factory=dict)
+
+    def events_until(self, rounds: int | None = None) -> tuple[Event, ...]:
+        """Return the events of the first so many rounds; None for all.
+
+        Raises:
+            FleetError: there are not so many.
+        """
+        outcomes = [place for place, event in enumerate(self.events, 1) if isinstance(event, Outcome)]
+        count = len(outcomes) if rounds is None else rounds
+        if not 0 <= count <= len(outcomes):
+            raise FleetError(f"the log has no {count} rounds", expected=f"0 to {len(outcomes)}", received=count)
+        return self.events if rounds is None else self.events[: outcomes[count - 1] if count else 0]
 
 
-def log_bytes(charter: Charter, events: Sequence[bytes]) -> bytes:
-    """Return a log of events that are encoded already."""
+def log_bytes(charter: Charter, events: Sequence[bytes], frozen: Mapping[bytes, Frozen] | None = None) -> bytes:
+    """Return a log of events that are encoded already, and of the files that refreshes among them name."""
+    files = [] if not frozen else [read_event(event) for event in events]
+    before = {place: frozen[event.digest].to_bytes() for place, event in enumerate(files)
+              if frozen and isinstance(event, Refresh)}  # fmt: skip
     head = charter.to_bytes()
     parts = [MAGIC, _HEAD.pack(len(head)), head, _CRC.pack(zlib.crc32(head))]
-    for event in events:
-        parts += [_LENGTH.pack(len(event)), event, _CRC.pack(zlib.crc32(event))]
+    for place, event in enumerate(events):
+        for entry in (*([before[place]] if place in before else []), event):
+            parts += [_LENGTH.pack(len(entry)), entry, _CRC.pack(zlib.crc32(entry))]
     return b"".join(parts)
 
 
-def write_log(path: Path, charter: Charter, events: Sequence[bytes]) -> None:
+def write_log(
+    path: Path, charter: Charter, events: Sequence[bytes], frozen: Mapping[bytes, Frozen] | None = None
+) -> None:
     """Write a log, all at once."""
-    atomic_write(path, log_bytes(charter, events))
+    atomic_write(path, log_bytes(charter, events, frozen))
 
 
 def read_log(data: bytes, name: str = "the log") -> FleetLog:
@@ -77,18 +99,22 @@ def read_log(data: bytes, name: str = "the log") -> FleetLog:
     if zlib.crc32(head) != _CRC.unpack_from(data, at)[0]:
         raise FleetError(f"{name}: the charter is damaged", hint="copy the log again")
     at += _CRC.size
-    charter, events = Charter.from_bytes(head), []
+    charter, events, frozen = Charter.from_bytes(head), [], {}
     while at < len(data):
         rest = len(data) - at
         size = _LENGTH.unpack_from(data, at)[0] if rest >= _LENGTH.size else 0
         if rest < _LENGTH.size + size + _CRC.size:
-            return FleetLog(charter, tuple(events), rest)
+            return FleetLog(charter, tuple(events), rest, frozen)
         event = data[at + _LENGTH.size : at + _LENGTH.size + size]
         if zlib.crc32(event) != _CRC.unpack_from(data, at + _LENGTH.size + size)[0]:
             raise FleetError(f"{name}: event {len(events)} is damaged", hint="copy the log again")
-        events.append(checked(read_event(event), charter))
+        if event.startswith(FROZEN):
+            file = Frozen.from_bytes(event)
+            frozen[file.digest] = file
+        else:
+            events.append(checked(read_event(event), charter))
         at += _LENGTH.size + size + _CRC.size
-    return FleetLog(charter, tuple(events))
+    return FleetLog(charter, tuple(events), frozen=frozen)
 
 
 def checked(event: Event, charter: Charter) -> Event:
@@ -112,12 +138,9 @@ def replay(log: FleetLog, *, rounds: int | None = None, on_round: Callable[[int]
     Raises:
         FleetError: the log has not so many, or a state differs from what the server had.
     """
-    count = len(log.events) if rounds is None else rounds
-    if not 0 <= count <= len(log.events):
-        raise FleetError(f"the log has no {count} rounds", expected=f"0 to {len(log.events)}", received=count)
-    state = log.charter.state()
-    for place, event in enumerate(log.events[:count], 1):
-        state.apply(event, check=place % CHECK_EVERY == 0 or place == count)
+    state, events = log.charter.state(), log.events_until(rounds)
+    for place, event in enumerate(events, 1):
+        state.apply(event, check=place % CHECK_EVERY == 0 or place == len(events))
         on_round(place)
     return state
 

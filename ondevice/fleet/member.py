@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ondevice.core.session import Session
     from ondevice.data import Batches
     from ondevice.fleet.charter import Agreement, Charter
+    from ondevice.fleet.frozen import Frozen, Space
     from ondevice.fleet.state import State
 
 
@@ -64,6 +65,7 @@ class Member:
         device: the device's number.
         state: where it is in the log; the beginning by default.
         noise: draws the privacy noise; the operating system's entropy by default.
+        space: of the session, where the fleet's subspaces are given; members of one session have one.
 
     Raises:
         ArtifactError: the session trains another vector, or was made with another seed.
@@ -77,11 +79,13 @@ class Member:
         device: int,
         state: State | None = None,
         noise: np.random.Generator | None = None,
+        space: Space | None = None,
     ) -> None:
         self.charter, self.session, self.batches, self.device = charter, session, batches, device
         self.state = charter.state() if state is None else state
         self.noise = noise or np.random.default_rng(int.from_bytes(os.urandom(16), "little"))
-        self.name = vector_name(session, charter.size)
+        self.name = vector_name(session, charter.session_size)
+        self.space = space
         seed = session.state().get("seed")
         if seed is None or int(np.asarray(seed).reshape(-1)[0]) != charter.seed:
             raise ArtifactError(
@@ -99,7 +103,7 @@ class Member:
             if checked(event, self.charter).before == self.state.hash:
                 self.state.apply(event)
                 applied.append(event)
-            elif event.round >= self.state.round:
+            elif event.round >= self.state.round and event.after != self.state.hash:
                 self.state.apply(event)  # says what is missing
         return applied
 
@@ -123,6 +127,8 @@ class Member:
             )
         if task.local_steps != self.charter.fleet.local_steps:
             raise FleetError("the task has other local steps than the charter", received=task.local_steps)
+        if self.space is not None and self.space.state.frozen != self.state.frozen:
+            raise FleetError("the session is in another subspace than the task")
         load_vector(self.session, self.state.flat(), self.name)
         numbers: list[float] = []
         losses = []
@@ -157,6 +163,16 @@ class Member:
             return pack(sent)
         exponent = exponent_of(fleet, len(sent))
         return pack(sent, exponent, exponent)
+
+    def subspace(self) -> Frozen:
+        """Return a subspace of an exact gradient of this device's rows.
+
+        Raises:
+            FleetError: the fleet has none, or the session is in another than the state.
+        """
+        if self.space is None or self.space.state.frozen != self.state.frozen:
+            raise FleetError("this fleet's directions come of its seed", expected="a charter with subspace: given")
+        return self.space.measure(self.batches.at)
 
     def adapter(self) -> Any:
         """Return the adapter of the state, as the session writes it."""

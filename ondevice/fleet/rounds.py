@@ -50,8 +50,16 @@ class Rounds:
         """Open the next round for `devices`, each of which gets a task.
 
         Raises:
-            FleetError: as many rounds as the charter allows are open.
+            FleetError: as many rounds as the charter allows are open, its learning rate is zero by now, or new frozen
+                tensors are due.
         """
+        if not self.charter.rate(self.next) > 0:
+            raise FleetError(
+                f"the learning rate has fallen to zero in round {self.next}",
+                hint=f"a fleet of {self.charter.fleet.decay_rounds} rounds has ended; begin another from its adapter",
+            )
+        if self.charter.due(self.state):
+            raise FleetError(f"round {self.next} needs new frozen tensors first")
         if len(self.open) >= self.charter.fleet.open_rounds:
             raise FleetError("too many rounds are open", expected=f"{self.charter.fleet.open_rounds} at most")
         number = self.next
@@ -65,7 +73,8 @@ class Rounds:
         """Ask one more device in an open round; its lane is the next one."""
         current, charter = self.open[number], self.charter
         first_step = charter.first_step(number, len(current.tasks))
-        task = Task(charter.id, number, current.begin, first_step, charter.fleet.local_steps, charter.learning_rate)
+        rate = charter.rate(number)
+        task = Task(charter.id, number, current.begin, first_step, charter.fleet.local_steps, rate)
         current.tasks[device] = task
         return task
 
@@ -125,10 +134,9 @@ class Rounds:
         current = self.open.pop(number)
         answers = [(current.tasks[device].first_step, answer) for device, answer in current.answers.items()]
         charter = self.charter
-        groups = coefficients_of(answers, charter.fleet, charter.queries, charter.learning_rate)
+        groups = coefficients_of(answers, charter.fleet, charter.factor(number))
         if means is not None:
-            factor = charter.fleet.server_rate * charter.learning_rate / charter.queries
-            groups = (shared_group(charter.first_step(number, 0), means, factor),)
+            groups = (shared_group(charter.first_step(number, 0), means, charter.factor(number)),)
         before = self.state.hash
         outcome = Outcome(self.charter.id, number, before, bytes(8), groups)
         self.state.apply(outcome, check=False)
@@ -144,5 +152,4 @@ class Rounds:
             raise FleetError("frozen tensors change between rounds", received=f"open rounds {list(self.open)}")
         event = Refresh(self.charter.id, self.next, self.state.hash, bytes(8), digest)
         self.state.apply(event, check=False)
-        self.next += 1
         return replace(event, after=self.state.hash)

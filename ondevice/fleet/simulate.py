@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ondevice.core.errors import FleetError
+from ondevice.fleet.curve import Curve
+from ondevice.fleet.frozen import Space
 from ondevice.fleet.log import SUFFIX, write_log
-from ondevice.fleet.member import Member, load_vector
-from ondevice.fleet.messages import Answer, Outcome
+from ondevice.fleet.member import Member, load_vector, vector_name
+from ondevice.fleet.messages import Answer, Event, Outcome
 from ondevice.fleet.numbers import LIMIT, Numbers, pack
 from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.split import split
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from ondevice.core.session import Session
     from ondevice.fleet.config import Attack, FleetRun
+    from ondevice.fleet.state import State
     from ondevice.training.fit import RunRows
 
 
@@ -36,6 +38,15 @@ class Round:
     loss: float | None
     answers: int
     refused: int
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What goes wrong with a device in a round: it is away, or late; `draw` is for what a hostile one says."""
+
+    away: bool
+    late: bool
+    draw: np.random.Generator
 
 
 @dataclass(frozen=True)
@@ -126,6 +137,9 @@ class Simulation:
         sizes = [
             session.batch_size or self.charter.fleet.batch_rows(len(part), config.train.batch_size) for part in parts
         ]
+        self.name = vector_name(session, self.charter.session_size)
+        given = self.charter.subspace == "given"
+        self.space = Space(self.charter, session, self.name, config.train.out / "subspaces") if given else None
         self.members = [
             Member(
                 self.charter,
@@ -133,9 +147,11 @@ class Simulation:
                 Batches(part, sizes[device], session.lengths_tokens, seed, rows.pad),
                 device,
                 noise=np.random.default_rng([seed, 4, device]),
+                space=self.space,
             )
             for device, part in enumerate(parts)
         ]
+        self.giver = int(np.argmax(self.row_counts))
         hostile = round(simulated.hostile * simulated.devices)
         order = np.random.default_rng([seed, 3]).permutation(simulated.devices)
         self.hostile = {int(device) for device in order[:hostile]}
@@ -152,20 +168,21 @@ class Simulation:
         with RunLock(out), StopRequest() as stop:
             make_room(out, FILE_NAME, resume, overwrite)
             with Store.create(out, self.charter) as store:
-                state = store.state()
+                server = Rounds(self.charter, store.state())
                 curve = Curve(store, self.config.simulation.eval_every)
-                first = curve.add(0, self._evaluate(None))
-                server = Rounds(self.charter, state)
+                events = store.log().events
                 for member in self.members:  # what a device that was away does: it takes the log
-                    member.follow(store.log().events)
+                    member.follow(events)
+                first = self._catch_up(store, events, curve)
                 while server.next < rounds and not stop:
                     self._round(server, store, on_round)
-                    if curve.due(store.count(), rounds):
-                        curve.add(store.count(), self._evaluate(server.state.flat()))
+                    if curve.due(server.state.round, rounds):
+                        curve.add(server.state.round, self._evaluate(server.state))
                 equal = all(member.state.digest() == server.state.digest() for member in self.members)
-                last = curve.add(store.count(), self._evaluate(server.state.flat()))
+                last = curve.add(server.state.round, self._evaluate(server.state))
                 log = out / f"fleet{SUFFIX}"
-                write_log(log, self.charter, store.events())
+                content = store.log()
+                write_log(log, self.charter, store.events(), content.frozen)
                 table = store.table()
             adapter = self.session.adapter()
             if adapter is not None:
@@ -175,7 +192,7 @@ class Simulation:
             equal,
             server.state.digest().hex(),
             sum(row["bytes"] for row in table) / answered if answered else 0.0,
-            len(table),
+            server.state.round,
             first.loss,
             last.loss,
             first.accuracy,
@@ -189,10 +206,30 @@ class Simulation:
             curve=curve.points,
         )
 
+    def _catch_up(self, store: Store, events: Sequence[Event], curve: Curve) -> Any:
+        """Evaluate the beginning, and what another engine left out, or a run with another `eval_every`."""
+        state = self.charter.state()
+        first = curve.add(0, self._evaluate(state))
+        for event in events:
+            if self.space is not None:
+                self.space.enter([event], store.file_of)
+            state.apply(event, check=False)
+            if isinstance(event, Outcome) and curve.due(state.round, events[-1].round + 1):
+                curve.add(state.round, self._evaluate(state))
+        return first
+
+    def fate(self, number: int, device: int) -> Fate:
+        """Draw what goes wrong with a device in a round."""
+        draw = np.random.default_rng([self.config.train.seed, 7, number, device])
+        away, late = (float(value) for value in draw.random(2))
+        return Fate(away < self.config.simulation.dropout, late < self.config.simulation.late, draw)
+
     def _round(self, server: Rounds, store: Store, on_round: Callable[[Round], None]) -> None:
         """Open rounds as the charter allows, answer and close the oldest; every device follows."""
         began = time.time()
         config = self.config.fleet
+        if self.charter.due(server.state):
+            self._refresh(server, store)
         while len(server.open) < config.open_rounds and server.next < config.rounds:
             number = server.next
             draw = np.random.default_rng([self.config.train.seed, 5, number])
@@ -200,13 +237,13 @@ class Simulation:
             asked = sorted(int(device) for device in draw.permutation(len(self.members))[:count])
             current = server.begin(asked)
             for device in asked:
-                if draw.random() < self.config.simulation.dropout:
+                fate = self.fate(number, device)
+                if fate.away:
                     continue
-                late = draw.random() < self.config.simulation.late
                 answer = self.members[device].answer(current.tasks[device])
                 if device in self.hostile:
-                    answer = lie(answer, self.config.simulation.attack, draw)
-                if late:
+                    answer = lie(answer, self.config.simulation.attack, fate.draw)
+                if fate.late:
                     self._late.append(answer)
                 else:
                     self._give(server, answer)
@@ -219,9 +256,24 @@ class Simulation:
         self._give_late(server)
         store.add(outcome, server.state, answers=answers, refused=sum(self.refused.values()), loss=loss,
                   sent_bytes=sent, time_s=time.time() - began)  # fmt: skip
+        event = Outcome.from_bytes(outcome.to_bytes())
+        if self.space is not None:
+            self.space.enter([event], store.file_of)
         for member in self.members:
-            member.follow([Outcome.from_bytes(outcome.to_bytes())])
+            member.follow([event])
         on_round(Round(number, config.rounds, loss, len(answers), sum(self.refused.values())))
+
+    def _refresh(self, server: Rounds, store: Store) -> None:
+        """Take a new subspace from the device with the most rows; every device follows."""
+        assert self.space is not None  # noqa: S101  of every charter that has refreshes
+        began = time.time()
+        file = self.members[self.giver].subspace()
+        event = server.refresh(file.digest)
+        sent = len(file.data) * (1 + len(self.members))
+        store.add(event, server.state, frozen=file, sent_bytes=sent, time_s=time.time() - began)
+        self.space.enter([event], store.file_of)
+        for member in self.members:
+            member.follow([event])
 
     def _give(self, server: Rounds, answer: Answer) -> None:
         try:
@@ -234,12 +286,11 @@ class Simulation:
         for answer in late:
             self._give(server, answer)
 
-    def _evaluate(self, flat: np.ndarray | None) -> Any:
-        """Evaluate an adapter; None is the one that all begin from."""
+    def _evaluate(self, state: State) -> Any:
+        """Evaluate an adapter, whose subspace the session is in."""
         from ondevice.training.evaluate import evaluate_dataset
 
-        first = self.charter.state().flat() if flat is None else flat
-        load_vector(self.session, first, self.members[0].name)
+        load_vector(self.session, state.flat(), self.name)
         dataset = self.rows.evaluation or self.rows.train
         return evaluate_dataset(self.session, dataset, self.rows.pad, rows=self.config.train.eval_rows)
 
@@ -258,32 +309,6 @@ def make_room(out: Path, name: str, resume: bool, overwrite: bool) -> None:
         )
     for file in (name, f"{name}-wal", f"{name}-shm"):
         (out / file).unlink(missing_ok=True)
-
-
-class Curve:
-    """Evaluations by round and by bytes, kept in a fleet's folder.
-
-    Args:
-        store: with `fact`, `set_fact` and `table`.
-        every: rounds between two evaluations; None for the first and the last alone.
-    """
-
-    def __init__(self, store: Any, every: int | None) -> None:
-        self.store, self.every = store, every
-        self.points: list[dict[str, Any]] = json.loads(store.fact("curve") or "[]")
-
-    def due(self, done: int, rounds: int) -> bool:
-        """Whether a round is evaluated, beside the first and the last."""
-        return bool(self.every) and done % (self.every or 1) == 0 and done < rounds
-
-    def add(self, done: int, found: Any) -> Any:
-        """Add the evaluation after `done` rounds, and return it."""
-        table = self.store.table()[:done]
-        spent = sum(row["bytes"] / row["answers"] for row in table if row["answers"])
-        point = {"round": done, "bytes": round(spent), "loss": found.loss, "accuracy": found.accuracy}
-        self.points = [*(known for known in self.points if known["round"] < done), point]
-        self.store.set_fact("curve", json.dumps(self.points))
-        return found
 
 
 def lie(answer: Answer, attack: Attack, draw: np.random.Generator) -> Answer:

@@ -9,12 +9,12 @@ import sqlite3
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
+from ondevice.core.errors import FleetError
 from ondevice.fleet.charter import Charter
 from ondevice.fleet.file import FleetFile, storage_error
+from ondevice.fleet.frozen import Frozen
 from ondevice.fleet.log import FleetLog, checked
-from ondevice.fleet.messages import Answer, Event, Task, read_event
+from ondevice.fleet.messages import Answer, Event, Refresh, Task, read_event
 from ondevice.fleet.state import State
 
 FILE_NAME = "fleet.db"
@@ -34,6 +34,7 @@ CREATE TABLE asked (
     round INTEGER NOT NULL, device INTEGER NOT NULL, begin BLOB NOT NULL, task BLOB NOT NULL, place INTEGER NOT NULL,
     PRIMARY KEY (round, device)
 ) WITHOUT ROWID;
+CREATE TABLE frozen (digest BLOB PRIMARY KEY, file BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE snapshot (
     id INTEGER PRIMARY KEY CHECK (id = 0), place INTEGER NOT NULL, round INTEGER NOT NULL,
     vector BLOB NOT NULL, velocity BLOB NOT NULL, frozen BLOB NOT NULL
@@ -68,11 +69,13 @@ class Store(FleetFile):
         loss: float | None = None,
         sent_bytes: int = 0,
         time_s: float = 0.0,
+        frozen: Frozen | None = None,
     ) -> None:
         """Add the event that gave `state`, with the answers it was made of, in one transaction.
 
         Args:
             summed: how many answers there were, where only their sum is known.
+            frozen: the file that a refresh names.
         """
         given = answers or []
         try:
@@ -87,6 +90,10 @@ class Store(FleetFile):
                     "INSERT OR REPLACE INTO answers VALUES (?, ?, ?)",
                     [(answer.round, _signed(answer.device), answer.to_bytes()) for answer in given],
                 )
+                if frozen is not None:
+                    self.connection.execute(
+                        "INSERT OR REPLACE INTO frozen VALUES (?, ?)", (frozen.digest, frozen.to_bytes())
+                    )
                 self.connection.execute("DELETE FROM asked WHERE round = ?", (event.round,))
                 if (place + 1) % SNAPSHOT_EVERY == 0:
                     self._snapshot(place + 1, state)
@@ -94,10 +101,9 @@ class Store(FleetFile):
             raise storage_error(self.folder, error) from None
 
     def _snapshot(self, place: int, state: State) -> None:
-        vector, velocity = (values.astype("<i8").tobytes() for values in (state.vector, state.velocity))
         self.connection.execute(
             "INSERT OR REPLACE INTO snapshot VALUES (0, ?, ?, ?, ?, ?)",
-            (place, state.round, vector, velocity, state.frozen),
+            (place, state.round, state.vector.astype("<i8").tobytes(), state.slots(), state.frozen),
         )
 
     def count(self) -> int:
@@ -154,18 +160,39 @@ class Store(FleetFile):
         query = "SELECT MAX(n) FROM (SELECT COUNT(*) AS n FROM answers GROUP BY device)"
         return self.connection.execute(query).fetchone()[0] or 0
 
+    def file_of(self, digest: bytes) -> Frozen:
+        """Return the frozen tensors that a refresh names.
+
+        Raises:
+            FleetError: they are not here.
+        """
+        row = self.connection.execute("SELECT file FROM frozen WHERE digest = ?", (digest,)).fetchone()
+        if row is None:
+            raise FleetError("frozen tensors of this fleet are missing", expected=digest.hex())
+        return Frozen.from_bytes(row[0])
+
+    def refreshes(self, first: int = 0) -> list[Refresh]:
+        """Return the refreshes from place `first` on."""
+        events = map(read_event, self.events(first)) if self.charter.subspace == "given" else ()
+        return [event for event in events if isinstance(event, Refresh)]
+
+    def files(self, first: int = 0) -> list[Frozen]:
+        """Return the files that refreshes from place `first` on name."""
+        return [self.file_of(event.digest) for event in self.refreshes(first)]
+
     def log(self) -> FleetLog:
         """Return the whole log."""
-        return FleetLog(self.charter, tuple(checked(read_event(event), self.charter) for event in self.events()))
+        events = tuple(checked(read_event(event), self.charter) for event in self.events())
+        return FleetLog(self.charter, events, frozen={file.digest: file for file in self.files()})
 
     def state(self) -> State:
         """Return the state after the last event: the snapshot, and what came after it."""
         state, place = self.charter.state(), 0
         row = self.connection.execute("SELECT place, round, vector, velocity, frozen FROM snapshot").fetchone()
         if row is not None:
-            place, state.round, vector, velocity, state.frozen = row
-            state.vector = np.frombuffer(vector, "<i8").astype(np.int64)
-            state.velocity = np.frombuffer(velocity, "<i8").astype(np.int64)
+            place, state.round, vector, slots, state.frozen = row
+            state.restore(vector, slots)
+            state.refreshed = max((event.round for event in self.refreshes() if event.round <= state.round), default=-1)
         rest = self.events(place)
         for number, event in enumerate(rest, 1):
             state.apply(read_event(event), check=number == len(rest))

@@ -16,6 +16,7 @@ from ondevice.fleet.averaging.rules import Arrays, Combiner, Rule, check_alike
 from ondevice.fleet.averaging.store import AdapterStore
 from ondevice.fleet.config import FleetRun
 from tests.cli.command import CommandLine
+from tests.fleet.grids import LocalGrid, name_the_run
 from tests.fleet.test_simulate import rows
 
 TINY = ("--model", "tiny:llama", "--batch-size", 2, "--set", "method.rank=2", "--seed", 3)
@@ -136,14 +137,12 @@ def test_mistakes_are_said(ondevice: CommandLine, tmp_path: Path) -> None:
 def test_the_server_over_flower_gives_the_simulations_adapter(tmp_path: Path, monkeypatch: Any) -> None:
     """A grid in this process, whose nodes are the simulation's members."""
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
-    from flwr.supercore.task_identity import TaskIdentity
-
-    from ondevice.fleet.averaging.apps import CONFIG, AdapterServer, reply_of, request_of
+    from ondevice.fleet.averaging.apps import AdapterServer
+    from ondevice.fleet.averaging.records import CONFIG, reply_of, request_of
     from ondevice.fleet.averaging.simulate import AveragingSimulation
     from ondevice.fleet.open import open_run
 
-    for name in ("_run_id", "_node_id", "_task_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
+    name_the_run(monkeypatch)
     values = {
         "model": {"source": "tiny:llama"}, "method": {"name": "lora", "rank": 2, "learning_rate": 1e-2},
         "data": {"path": rows(tmp_path / "rows.jsonl"), "task": "sst2", "max_length_tokens": 64},
@@ -154,29 +153,19 @@ def test_the_server_over_flower_gives_the_simulations_adapter(tmp_path: Path, mo
     simulation = AveragingSimulation(config, session, read, source)
     expected = simulation.run(False, False, lambda done: None).final_hash
 
-    class Grid:
-        def get_node_ids(self) -> list[int]:
-            return [2, 0, 1]
-
-        def send_and_receive(self, messages: Any, timeout: float) -> list[Any]:
-            replies = []
-            for message in messages:
-                node, asked = message.metadata.dst_node_id, request_of(message.content)
-                arrays = from_bytes(asked["adapter"])
-                if asked["last"]:
-                    content = {CONFIG: {"digest": digest(arrays)}}
-                else:
-                    answer = simulation.members[node].answer(asked["round"], arrays)
-                    reply = {"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss}
-                    content = reply_of(reply)
-                metadata = SimpleNamespace(src_node_id=node)
-                replies.append(SimpleNamespace(metadata=metadata, has_error=lambda: False, content=content))
-            return replies
+    class Grid(LocalGrid):
+        def reply(self, node: int, content: Any) -> Any:
+            asked = request_of(content)
+            arrays = from_bytes(asked["adapter"])
+            if asked["last"]:
+                return {CONFIG: {"digest": digest(arrays)}}
+            answer = simulation.members[node].answer(asked["round"], arrays)
+            return reply_of({"adapter": to_bytes(answer.arrays), "rows": answer.rows, "loss": answer.loss})
 
     for rounds in (2, 3):  # a server that is started again goes on with its moments
         with AdapterStore.create(tmp_path / "served", simulation.charter, simulation.first) as store:
             settings = {"rounds": rounds, "least_devices": 3, "sample": 1.0, "wait_s": 1.0}
-            AdapterServer(Grid(), store, settings).run()  # type: ignore[arg-type]
+            AdapterServer(Grid([2, 0, 1]), store, settings).run()  # type: ignore[arg-type]
             assert store.count() == rounds
             assert (digest(store.tensors()) == expected) is (rounds == 3)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,12 @@ from ondevice.fleet.carry import Desk
 from ondevice.fleet.charter import Agreement, Charter
 from ondevice.fleet.device import Device, DeviceSettings
 from ondevice.fleet.member import Member
-from ondevice.fleet.messages import read_event
+from ondevice.fleet.messages import Task, read_event
 from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.secure import Secrets, collect, exponent_of
 from ondevice.fleet.store import Store
 from tests.fleet.fleets import charter
+from tests.fleet.grids import LocalGrid, name_the_run
 from tests.fleet.quadratic import Quadratic, QuadraticRows
 
 ROUNDS = 4
@@ -53,35 +53,26 @@ def plain(fleet: Charter, taking: list[list[int]]) -> Rounds:
     return server
 
 
-class Grid:
+class Grid(LocalGrid):
     """Flower's grid, and devices of this project behind it."""
 
     def __init__(self, fleet: Charter, folder: Path) -> None:
+        super().__init__(NUMBERS)
         self.devices, self.seen = {}, b""
         for number in NUMBERS:
             device = Device(DeviceSettings(folder=str(folder / f"device {number}"), data=""))
             device._member = member(fleet, number)
             self.devices[number] = device
 
-    def get_node_ids(self) -> list[int]:
-        return list(self.devices)
-
-    def send_and_receive(self, messages: Any, timeout: float) -> list[Any]:
-        from ondevice.fleet.apps import RECORD
-        from ondevice.fleet.messages import Task
-
-        replies = []
-        for message in messages:
-            number, content = message.metadata.dst_node_id, dict(message.content[RECORD])
-            if "secure" in content:
-                stage = json.loads(content["secure"])["stage"]
-                if (stage, number) in AWAY.get(Task.from_bytes(content["task"]).round, ()):
-                    continue
-            reply = self.devices[number].reply(content, number)
-            self.seen += repr(reply).encode()
-            meta = SimpleNamespace(src_node_id=number)
-            replies.append(SimpleNamespace(metadata=meta, has_error=lambda: False, content={RECORD: reply}))
-        return replies
+    def reply(self, node: int, content: Any) -> dict[str, Any] | None:
+        asked = dict(content["fleet"])
+        if "secure" in asked:
+            stage = json.loads(asked["secure"])["stage"]
+            if (stage, node) in AWAY.get(Task.from_bytes(asked["task"]).round, ()):
+                return None
+        reply = self.devices[node].reply(asked, node)
+        self.seen += repr(reply).encode()
+        return {"fleet": reply}
 
 
 @pytest.mark.flower
@@ -89,12 +80,9 @@ def test_a_secure_fleet_has_the_hash_of_plain_answers_whoever_goes_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("flwr", reason="Flower is not installed; try: make fleet-test")
-    from flwr.supercore.task_identity import TaskIdentity
-
     from ondevice.fleet import apps
 
-    for name in ("_run_id", "_node_id", "_task_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1, raising=False)
+    name_the_run(monkeypatch)
     fleet = secure()
     grid, store = Grid(fleet, tmp_path), Store.create(tmp_path / "server", fleet)
     settings = {"rounds": ROUNDS, "least_devices": 5, "sample": 1.0, "wait_s": 0.5}

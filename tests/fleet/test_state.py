@@ -9,12 +9,14 @@ import pytest
 
 from ondevice.core.errors import FleetError
 from ondevice.fleet import noise
+from ondevice.fleet.charter import Charter
 from ondevice.fleet.messages import Group, Outcome, Refresh
 from ondevice.fleet.noise import STREAM, gaussians, weighted_sum, whole_gaussians
 from ondevice.fleet.numbers import Numbers, pack
+from ondevice.fleet.rounds import Rounds
 from ondevice.fleet.state import to_units
 from ondevice.runtime_ops import generator
-from tests.fleet.fleets import charter, drawn
+from tests.fleet.fleets import answer, charter, drawn
 
 
 @pytest.mark.parametrize("directions", [1, 8, 9, 16, 19])
@@ -127,15 +129,50 @@ def test_momentum_is_a_velocity_in_whole_numbers() -> None:
     assert moved.digest() != fleet.state().digest(), "the velocity is part of the state"
 
 
-def test_a_refresh_begins_again_and_is_in_the_hash() -> None:
+def test_a_refresh_begins_again_and_all_before_it_is_in_the_hash() -> None:
     fleet = charter()
-    state = fleet.state()
+    states = [fleet.state(), fleet.state()]
     for outcome in outcomes(fleet, 1):
-        state.apply(outcome)
-    state.apply(Refresh(fleet.id, 1, state.hash, bytes(8), b"\1" * 32), check=False)
-    assert not state.vector.any()
-    assert state.hash != fleet.state().hash
-    assert state.round == 2
+        states[0].apply(outcome)
+    states[1].round = 1
+    for state in states:
+        state.apply(Refresh(fleet.id, 1, state.hash, bytes(8), b"\1" * 32), check=False)
+        assert not state.vector.any()
+        assert (state.round, state.refreshed) == (1, 1)
+    assert len({states[0].hash, states[1].hash, fleet.state().hash}) == 3
+
+
+def test_adam_of_a_fleet_is_adam_of_each_local_steps_estimate() -> None:
+    """Against torch.optim.Adam in float64, without whole numbers; moments begin anew in a subspace."""
+    torch = pytest.importorskip("torch")
+    fleet = charter(local_steps=2, server_rate=0.5, decay_rounds=8).model_copy(
+        update={"optimizer": "adam", "subspace": "given"}
+    )
+    fleet = Charter.from_bytes(fleet.to_bytes())
+    state, plain = fleet.state(), fleet.state()
+    for start in (0, 2):
+        state.apply(Refresh(fleet.id, start, state.hash, bytes(8), b"\1" * 32), check=False)
+        weight = torch.zeros(fleet.size, dtype=torch.float64, requires_grad=True)
+        adam = torch.optim.Adam([weight], lr=1.0)
+        for number in (start, start + 1):
+            server = Rounds(fleet, state)
+            current = server.begin([3])
+            server.receive(answer(current.tasks[3], 3, drawn(4, number)))
+            outcome = server.close(number)
+            (group,) = outcome.groups
+            for step in range(2):
+                numbers = group.coefficients
+                own = Numbers(numbers.mantissas[2 * step : 2 * step + 2], numbers.exponent)
+                part = replace(outcome, groups=(Group(group.first_step + step, own),))
+                weight.grad = torch.from_numpy(plain.change(part) * 2.0**-32 / fleet.learning_rate)
+                adam.param_groups[0]["lr"] = 0.5 * fleet.learning_rate * (1 - number / 8)
+                adam.step()
+            assert np.allclose(state.vector * 2.0**-32, weight.detach().numpy(), rtol=0, atol=1e-9)
+    assert np.abs(state.vector).max() > 1 << 20
+    again = fleet.state()
+    again.restore(state.vector.astype("<i8").tobytes(), state.slots())
+    again.frozen = state.frozen
+    assert again.digest() == state.digest()
 
 
 def test_an_adapter_that_a_fleet_cannot_hold_is_refused() -> None:

@@ -8,21 +8,21 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import strategy as flower
 
 from ondevice.core.errors import FleetError
-from ondevice.fleet.averaging.arrays import digest, from_bytes, to_bytes
+from ondevice.fleet.averaging.arrays import digest, to_bytes
 from ondevice.fleet.averaging.charter import Averaging
+from ondevice.fleet.averaging.records import ARRAYS, CONFIG, arrays_of, record_of
 from ondevice.fleet.averaging.rules import ADAPTIVE, Arrays, check_alike
 from ondevice.fleet.averaging.store import AdapterStore
+from ondevice.fleet.post import POLL_S, Post
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 log = logging.getLogger("ondevice.fleet")
-ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
-POLL_S = 0.2
 EMPTY_ROUNDS = 3
 """A server ends after so many rounds without an answer."""
 
@@ -58,6 +58,7 @@ class AdapterServer:
 
     def __init__(self, grid: Grid, store: AdapterStore, settings: dict[str, Any]) -> None:
         self.grid, self.store, self.settings = grid, store, settings
+        self.post = Post(grid, settings["wait_s"])
         averaging = store.charter.averaging
         self.strategy = strategy_of(averaging, settings["sample"], settings["least_devices"])
         if averaging.strategy in ADAPTIVE:
@@ -75,11 +76,11 @@ class AdapterServer:
             if empty == EMPTY_ROUNDS:
                 raise FleetError(f"no device has answered in {empty} rounds", hint="a device's own log says why")
         expected, equal = digest(arrays), {}
-        content = RecordDict({ARRAYS: _record(arrays), CONFIG: self._config(last=True)})
+        content = RecordDict({ARRAYS: record_of(arrays), CONFIG: self._config(last=True)})
         messages = [Message(content=content, message_type="train", dst_node_id=node) for node in self._nodes()]
-        for reply in self.grid.send_and_receive(messages, timeout=self.settings["wait_s"]) if messages else []:
+        for node, reply in self.post.exchange(messages):
             said = {} if reply.has_error() else dict(reply.content.get(CONFIG, {}))
-            equal[str(reply.metadata.src_node_id)] = said.get("digest") == expected
+            equal[str(node)] = said.get("digest") == expected
         self.store.set_fact("devices", json.dumps(dict(sorted(equal.items()))))
         print(f"fleet: {expected}, {sum(equal.values())} of {len(equal)} devices have it", flush=True)
 
@@ -101,17 +102,16 @@ class AdapterServer:
     def _round(self, number: int, arrays: Arrays) -> tuple[Arrays, int]:
         """Run one round; returns the adapter after it and how many answers it had."""
         began = time.time()
-        messages = list(self.strategy.configure_train(number + 1, _record(arrays), self._config(), self.grid))
+        messages = list(self.strategy.configure_train(number + 1, record_of(arrays), self._config(), self.grid))
         down = len(to_bytes(arrays))
         replies, sent = [], 0
-        for reply in self.grid.send_and_receive(messages, timeout=self.settings["wait_s"]):
-            node = reply.metadata.src_node_id
+        for node, reply in self.post.exchange(messages):
             if reply.has_error() or ARRAYS not in reply.content:
                 why = reply.error.reason if reply.has_error() else dict(reply.content.get(CONFIG, {})).get("error")
                 log.warning("device %s: %s", node, why)
                 continue
             try:
-                given = _arrays(reply.content[ARRAYS])
+                given = arrays_of(reply.content[ARRAYS])
                 check_alike(given, {name: arrays[name] for name in given if name in arrays})
             except FleetError as error:
                 self.refused += 1
@@ -126,7 +126,7 @@ class AdapterServer:
             if self.store.charter.averaging.strategy in ADAPTIVE:
                 self.strategy.current_arrays = {name: arrays[name] for name in sorted(names)}
             found, metrics = self.strategy.aggregate_train(number + 1, replies)
-            arrays = arrays | {name: value.astype(np.float32) for name, value in _arrays(found).items()}
+            arrays = arrays | {name: value.astype(np.float32) for name, value in arrays_of(found).items()}
             loss = float(metrics["loss"])
         moments = (getattr(self.strategy, "m_t", None) or {}, getattr(self.strategy, "v_t", None) or {})
         self.store.add(number, arrays, moments, loss=loss, answers=len(replies), refused=self.refused,
@@ -134,28 +134,3 @@ class AdapterServer:
         shown = "no answers" if loss is None else f"loss {loss:.4f}"
         print(f"fleet: round {number + 1}/{self.settings['rounds']}  {shown}  {len(replies)} answers", flush=True)
         return arrays, len(replies)
-
-
-def request_of(content: RecordDict) -> dict[str, Any]:
-    """Return what a device's process is asked (`device.Device`) for a message of this server."""
-    config = dict(content[CONFIG])
-    return {
-        "charter": config["charter"], "adapter": to_bytes(_arrays(content[ARRAYS])), "last": config["last"],
-        "round": int(config.get("server-round", 1)) - 1,
-    }  # fmt: skip
-
-
-def reply_of(reply: dict[str, Any]) -> RecordDict:
-    """Return a device's answer as Flower's strategies read it; a mistake, or a hash, has no arrays."""
-    if "adapter" not in reply:
-        return RecordDict({CONFIG: ConfigRecord(reply)})
-    metrics = MetricRecord({"num-examples": int(reply["rows"]), "loss": float(reply["loss"])})
-    return RecordDict({ARRAYS: _record(from_bytes(reply["adapter"])), METRICS: metrics})
-
-
-def _record(arrays: Arrays) -> ArrayRecord:
-    return ArrayRecord({name: Array(value) for name, value in sorted(arrays.items())})
-
-
-def _arrays(record: Any) -> Arrays:
-    return {name: value.numpy() for name, value in record.items()}

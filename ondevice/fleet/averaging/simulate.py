@@ -13,7 +13,8 @@ from ondevice.fleet.averaging.arrays import arrays_of, digest, put, to_bytes
 from ondevice.fleet.averaging.member import AdapterAnswer, AdapterMember, NumberMember
 from ondevice.fleet.averaging.rules import Arrays, Combiner, check_alike
 from ondevice.fleet.averaging.store import FILE_NAME, AdapterStore
-from ondevice.fleet.simulate import Curve, Round, Simulated, make_room
+from ondevice.fleet.curve import Curve
+from ondevice.fleet.simulate import Round, Simulated, make_room
 from ondevice.fleet.split import split
 
 if TYPE_CHECKING:

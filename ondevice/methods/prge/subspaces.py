@@ -134,6 +134,8 @@ class Subspaces:
         if (at := int(state[AT][0])) >= 0:
             own = {name.partition("/")[2]: value for name, value in state.items() if name.startswith("subspace/")}
             self._set(from_arrays(own, self.program.linears, self.program.device), at)
+        else:
+            self.factors, self.at = {}, -1
         for entry, linear in self.program.linears.items():
             pair = [state.get(f"past/{entry.layer}.{entry.target}.{name}") for name in "ab"]
             linear.past = None

@@ -23,6 +23,9 @@ class FleetCharter(val bytes: ByteArray) {
         fleet = fields["fleet"] as? Map<*, *> ?: throw fleetError("this is no charter of a fleet")
         if (long("version") != FleetReader.VERSION.toLong()) throw fleetError("the fleet is of another version", "version ${FleetReader.VERSION}", fields["version"])
         if (fleet["secure"] == true) throw fleetError("a secure fleet's rounds need a network: its devices talk four times in each")
+        if (fields["subspace"] != null || fields["optimizer"] != null) {
+            throw fleetError("this fleet trains in a gradient's subspace, a file of megabytes", "subspace: seed, optimizer: sgd", hint = "begin the fleet with method.subspace=random")
+        }
         if (fields["noise"] != "rademacher") throw fleetError("this device knows random signs alone", "noise: rademacher", fields["noise"])
     }
 

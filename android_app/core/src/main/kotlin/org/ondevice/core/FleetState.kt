@@ -42,7 +42,7 @@ class FleetState(val size: Int, private val seed: Long, private val queries: Int
     /** Take an outcome or a refresh; false if it has been taken before. Nothing changes where it does not fit. */
     fun apply(event: FleetEvent): Boolean {
         if (!event.before.contentEquals(hash)) {
-            if (event.round < round) return false
+            if (event.round < round || event.after.contentEquals(hash)) return false
             throw fleetError(
                 "round ${event.round} does not follow on this state", "state ${Storage.hex(event.before)}", "state ${Storage.hex(hash)}",
                 "take the rounds before it first",
@@ -50,7 +50,7 @@ class FleetState(val size: Int, private val seed: Long, private val queries: Int
         }
         val kept = listOf(vector, velocity) to Pair(frozen, round)
         if (event.groups == null) {
-            frozen = MessageDigest.getInstance("SHA-256").digest(frozen + event.digest!!)
+            frozen = MessageDigest.getInstance("SHA-256").digest(digest() + event.digest!!)
             vector = LongArray(size)
             velocity = LongArray(velocity.size)
         } else {
@@ -61,7 +61,7 @@ class FleetState(val size: Int, private val seed: Long, private val queries: Int
             }
             vector = LongArray(size) { vector[it] - change[it] }
         }
-        round = event.round + 1
+        round = event.round + (if (event.groups == null) 0 else 1) // a refresh comes before the round whose number it has
         if (!event.after.contentEquals(hash)) {
             val received = Storage.hex(hash)
             vector = kept.first[0]
