@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ondevice.models import save_tiny
+from tests.warm import Warm
 
 COUNT = """
 import json, sys, threading
@@ -42,10 +42,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def executed(root: Path, folder: Path, run: str) -> list[str]:
+def executed(warm: Warm, root: Path, folder: Path, run: str) -> list[str]:
     """Return our files of which `run` calls a function, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", COUNT.format(run=run), str(root)],
+        [str(warm.python), "-c", COUNT.format(run=run), str(root)],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
@@ -57,15 +57,15 @@ def executed(root: Path, folder: Path, run: str) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_run_of_mesp_in_mlx_calls_forty_files(root: Path, folder: Path) -> None:
+def test_a_run_of_mesp_in_mlx_calls_forty_files(warm: Warm, root: Path, folder: Path) -> None:
     pytest.importorskip("mlx.core")
     words = "train --model model --method mesp --backend mlx --data rows.jsonl --steps 2 --max-length 16 --out run"
-    files = executed(root, folder, f"from ondevice.cli.app import run; run({words.split()!r})")
+    files = executed(warm, root, folder, f"from ondevice.cli.app import run; run({words.split()!r})")
     assert "ondevice/methods/mesp/mlx/stages.py" in files and "ondevice/cli/app.py" in files
     assert len(files) <= 40, "\n".join(files)
 
 
-def test_the_worker_of_a_job_calls_seventy_files(root: Path, folder: Path) -> None:
+def test_the_worker_of_a_job_calls_seventy_files(warm: Warm, root: Path, folder: Path) -> None:
     """In its own process; the daemon's part of a job is before and after."""
     pytest.importorskip("mlx.core")
     (folder / "job").mkdir()
@@ -78,6 +78,6 @@ def test_the_worker_of_a_job_calls_seventy_files(root: Path, folder: Path) -> No
     job = {"config": config, "adapter": None, "attempt": 1, "artifact": None, "force": True}
     (folder / "job" / "job.json").write_text(json.dumps(job))
     run = "from pathlib import Path; from ondevice.server.worker import run; assert run(Path('job')) == 0"
-    files = executed(root, folder, run)
+    files = executed(warm, root, folder, run)
     assert "ondevice/server/worker.py" in files and "ondevice/training/loop.py" in files
     assert len(files) <= 70, "\n".join(files)

@@ -28,7 +28,16 @@ import types
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("torch", "transformers", "transformers.models.llama.modeling_llama", "safetensors.torch", "tokenizers")
+PRELOADED = (
+    "torch",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "safetensors.torch",
+    "tokenizers",
+    "pydantic",
+    "typer",
+    "rich.console",
+)
 AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "ONEDNN_", "CUDA_", "LD_", "USE_", "PYTHON")
 """Beginnings of the names of variables that an import reads; PYTHONPATH is followed."""
 LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_")

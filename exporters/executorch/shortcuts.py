@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch._export.utils as export_utils
 from executorch.backends.xnnpack import _passes as xnnpack_passes
 from executorch.exir.lowered_backend_module import LoweredBackendModule
+from executorch.exir.pass_base import ExportPass, PassResult
 from executorch.exir.program import _program as edge
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
@@ -32,6 +33,11 @@ VISION = (
     "ChannelsLastTaggedReshapePass",
 )
 """XNNPACK's passes for operations that no program here has. Two of them also export sample networks to compare with."""
+TRACING = (
+    "call_operator", "call_getitem", "call_delegate", "call_sym", "call_cond", "call_map", "call_scan", "call_while",
+    "call_submodule", "placeholder", "get_attr", "output", "inputs",
+)  # fmt: skip
+"""Methods by which a pass changes a graph while it is traced."""
 COLLECT_AFTER = 100_000
 """New objects between two collections; a graph is made of so many that the default of 700 looks at it all day."""
 
@@ -47,6 +53,7 @@ def shortcuts() -> Iterator[None]:
     - A program is made functional once: with its decompositions, not in a tracing of its own before them.
     - A graph is checked where its edge program is finished, not after each of the passes before.
     - Code of a graph is written when the graph is called: passes interpret it.
+    - A pass that edits a graph traces it again in the end; where it has edited nothing, that is left out.
     - The garbage collector looks less often, and not at what was there before.
     """
     transform, materialize = xnnpack_passes._transform, export_utils._materialize_cpp_cia_ops
@@ -68,6 +75,7 @@ def shortcuts() -> Iterator[None]:
         with (
             _functional_and_valid_once(),
             _code_when_called(),
+            _traced_when_edited(),
             patch.object(NodeSource, "__deepcopy__", lambda self, memo: self, create=True),
             patch.object(LoweredBackendModule, "__deepcopy__", lambda self, memo: self),
             patch.object(xnnpack_passes, "_transform", transform_unless_vision),
@@ -128,3 +136,30 @@ def _code_when_called() -> Iterator[None]:
         patch.object(GraphModule, "__str__", object.__repr__),  # ExecuTorch writes graphs into logs that nobody reads
     ):
         yield
+
+
+@contextmanager
+def _traced_when_edited() -> Iterator[None]:
+    trace = ExportPass.call
+
+    def trace_if_edited(step: Any, module: Any) -> Any:
+        kind, before = type(step), getattr(module.graph, "traced", None)
+        edits = all(getattr(kind, name, None) is getattr(ExportPass, name, None) for name in TRACING)
+        if edits and before is not None and before == _content(module):
+            return PassResult(module, True)
+        result = trace(step, module)
+        result.graph_module.graph.traced = _content(result.graph_module)
+        return result
+
+    with patch.object(ExportPass, "call", trace_if_edited):
+        yield
+
+
+def _content(module: Any) -> list[tuple[Any, ...]] | None:
+    """Return what a tracing reads of a graph; None of one that holds others."""
+    if any(isinstance(inner, GraphModule) for inner in module.children()):
+        return None
+    return [
+        (node, node.op, node.target, node.args, node.kwargs, node.op == "placeholder" and id(node.meta.get("val")))
+        for node in module.graph.nodes
+    ]

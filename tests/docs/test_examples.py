@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ def test_sdk(root: Path, tmp_path: Path, warm: Warm) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_mac_finetune(root: Path, tmp_path: Path) -> None:
+def test_mac_finetune(root: Path, tmp_path: Path, warm: Warm) -> None:
     """On the CPU, with a tiny model; the second call finds the run finished and only talks."""
     pytest.importorskip("mlx_lm")
     from ondevice.models import save_tiny
@@ -42,7 +41,7 @@ def test_mac_finetune(root: Path, tmp_path: Path) -> None:
     environment = os.environ | {"ONDEVICE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, str(root / "examples/mac_finetune.py"), *words],
+            [str(warm.python), str(root / "examples/mac_finetune.py"), *words],
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr[-3000:]
@@ -51,7 +50,7 @@ def test_mac_finetune(root: Path, tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).is_file()
     assert (tmp_path / "cache/models/mlx").is_dir()
     done = subprocess.run(
-        [sys.executable, str(root / "examples/mac_finetune.py"), "--model", str(tmp_path / "nothing")],
+        [str(warm.python), str(root / "examples/mac_finetune.py"), "--model", str(tmp_path / "nothing")],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 4 and "does not exist" in done.stderr and "Traceback" not in done.stderr
