@@ -87,7 +87,7 @@ def main() -> None:
         if args.scratch:
             args.scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=args.scratch) as scratch:
-            rows += measure(names, model, layers, args.tokens, Path(scratch), args.repeats)
+            rows += measure(names, model, layers, args.tokens, Path(scratch), args.repeats, 0 if args.untimed else 1)
     if args.untimed:
         rows = [row | {"lowering_s": None, "step_s": None} for row in rows]
     notes = [
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def measure(
-    names: list[str], model: str, layers: int, tokens: int, scratch: Path, repeats: int
+    names: list[str], model: str, layers: int, tokens: int, scratch: Path, repeats: int, warm_ups: int
 ) -> list[dict[str, Any]]:
     """Rows of the table for one model."""
     rows, served = [], {}
@@ -116,7 +116,7 @@ def measure(
         rows.append({"model": model, "program": PROGRAMS[name], "layers": layers, **json.loads(_last(done.stdout))})
         print(rows[-1], flush=True)
         served[name] = Served(words)
-    for turn in range(-1, repeats):
+    for turn in range(-warm_ups, repeats):
         for name in names if turn % 2 else reversed(names):
             served[name].step(counts=turn >= 0)
     for name, row in zip(names, rows):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from benchmarks.common import machine_info
+from benchmarks.mesp import arm
 from benchmarks.mesp.arm import difference, instructions
 from benchmarks.mesp.arm_userland import Userland
 from ondevice.core.errors import MissingPackageError
@@ -65,3 +68,19 @@ def test_a_number_that_is_not_finite_is_no_agreement(tmp_path: Path) -> None:
 def test_a_folder_without_a_userland_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(MissingPackageError, match=r"python -m benchmarks\.mesp\.arm_userland"):
         Userland(tmp_path)
+
+
+def test_rows_that_are_not_taken_again_are_kept_with_their_commit(tmp_path: Path, monkeypatch) -> None:
+    row = {"model": "llama", "form": "none", "loss": 1.0}
+    recorded = {"date": "2026-11-23", "versions": {"commit": "abc"}, "rows": [row, row | {"model": "qwen2"}]}
+    monkeypatch.setattr(arm, "RESULTS", tmp_path)
+    file = tmp_path / arm.NAME / f"{machine_info()['name']}.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(recorded))
+    rows, earlier = arm.with_earlier([row | {"loss": 2.0}, row | {"form": "int8"}])
+    assert [(one["model"], one["form"], one["loss"]) for one in rows] == [
+        ("llama", "none", 2.0), ("llama", "int8", 1.0), ("qwen2", "none", 1.0),
+    ]  # fmt: skip
+    assert earlier == {("2026-11-23", "abc"): ["qwen2 none"]} and rows[2]["taken"] == ["2026-11-23", "abc"]
+    file.write_text(json.dumps(recorded | {"date": "later", "rows": rows}))
+    assert arm.with_earlier([])[1][("2026-11-23", "abc")] == ["qwen2 none"], "a row keeps its own date"
