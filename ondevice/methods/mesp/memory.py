@@ -10,8 +10,11 @@ from ondevice.methods.step_model import INPUTS_ON_THE_WAY, backward_bytes
 from ondevice.models.moe import MoeDims
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.models import ModelDims
+    from ondevice.models.base import Linear
 
 WINDOW = 2
 """Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is being read."""
@@ -49,6 +52,8 @@ def memory(
     kept = INPUTS_ON_THE_WAY if host_memory(dims, config, batch_size, length_tokens) else dims.layers
     if dims.whole:  # its block is differentiated by itself
         block = backward_bytes(dims, rows, length_tokens, activation_bytes) // dims.layers
+        sums = [one.experts * one.inputs * one.outputs for one in dims.adapted(config) if one.experts > 1]
+        block += 3 * sum(sums) // dims.layers * activation_bytes  # W + B A of all experts, what it is added to, its g
     else:
         block = stage_bytes(dims, config, rows, length_tokens, activation_bytes)
     head = head_bytes(dims, config, tokens, activation_bytes)
@@ -120,22 +125,41 @@ def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: i
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     traits, inner = dims.traits, dims.intermediate * (5 if dims.traits.fused else 3)
     ends = 2 * dims.hidden if "after_mlp" in dict(traits.norms) else 0
-    inner = inner if not isinstance(dims, MoeDims) else experts_numbers(dims)
-    mlp = tokens * (2 * dims.hidden + 2 * queries + 2 * keys) + chunk * (inner + 2 * dims.hidden + ends)
+    pairs = [linear for linear in dims.adapted(config) if linear.experts > 1 and not dims.whole]
+    inner = inner if not isinstance(dims, MoeDims) else experts_numbers(dims, {linear.target for linear in pairs})
+    waits = tokens * (2 * dims.hidden + 2 * queries + 2 * keys)
+    mlp = waits + chunk * (inner + 2 * dims.hidden + ends)
     attention = tokens * (dims.hidden + 3 * queries + 4 * keys)
     queries_at_once = min(length_tokens, max(CHUNK_QUERIES, CHUNK_SCORES // (rows * dims.heads * length_tokens)))
     scores = 2 * rows * dims.heads * queries_at_once * length_tokens * 4 + 2 * tokens * keys * 4
     project = tokens * (5 * dims.hidden + (queries + 2 * keys) * (2 if traits.fused else 1))
-    return max(mlp * activation_bytes, attention * activation_bytes + scores, project * activation_bytes)
+    attended = max(attention * activation_bytes + scores, project * activation_bytes)
+    during, after = _pairs_bytes(dims, config, pairs, tokens / chunk)
+    return max(mlp * activation_bytes + during, waits * activation_bytes + after, attended)
 
 
-def experts_numbers(dims: MoeDims) -> int:
+def _pairs_bytes(dims: ModelDims, config: MespConfig, pairs: list[Linear], chunks: float) -> tuple[int, int]:
+    """What pairs beside a layer's experts take while a chunk of tokens is differentiated, and at its end.
+
+    B is there in the order of the experts too. Then half of the gradients are, at the end all of them, those of B in
+    PEFT's order as well; and the sums of the chunks before, which a whole chunk meets from the second one on.
+    """
+    each = 4 * config.rank / dims.layers
+    b = int(each * sum(one.experts * one.outputs for one in pairs))
+    both = b + int(each * sum(one.experts * one.inputs for one in pairs))
+    return b + both // 2 + both * (chunks >= 2), 2 * b + both * (1 + (chunks > 1))
+
+
+def experts_numbers(dims: MoeDims, adapted: Collection[str] = ()) -> int:
     """Return numbers of a token that autograd keeps in a mixture of experts, and the gradients that meet them.
 
     Each expert of a token has gate, up and the activated gate (frozen matrices keep no input), its result, and the
-    gradient of that before and after the rows are sorted; an expert for all has its gradient in place of these.
+    gradient of that before and after the rows are sorted; an expert for all has its gradient in place of these. A pair
+    beside a matrix keeps what goes into it.
     """
     each = 3 * dims.hidden + 3 * dims.expert_intermediate
+    into = {"experts.gate_up_proj": dims.hidden, "experts.down_proj": dims.expert_intermediate}
+    each += sum(into[target] for target in adapted)
     shared = 4 * dims.shared_intermediate + 2 * dims.hidden * bool(dims.shared_intermediate)
     return dims.active_experts * each + shared + 3 * dims.experts
 

@@ -100,7 +100,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
         opened(folder, target_modules=["q_proj", "experts.down_proj"])
     assert "--backend torch" in str(caught.value)
     with pytest.raises(ConfigError, match=r"experts\.down_proj cannot be kept in 4 bits"):
-        opened(save_tiny(tmp_path / "odd", "qwen3_moe", hidden=64, moe_intermediate_size=24), bits=4)
+        opened(save_tiny(tmp_path / "odd", "qwen2_moe", **{**SIZES, "moe_intermediate_size": 24}), bits=4)
     mixed = save_tiny(tmp_path / "mixed", "qwen3_moe", mlp_only_layers=[1])
     with pytest.raises(ModelError, match="by one list of stages") as refused:
         opened(mixed)
