@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -98,16 +99,26 @@ def test_a_bare_wheel_names_the_extra(command: str, bare: Bare, tmp_path: Path) 
     assert re.search(r"pip install 'ondevice-train\[(torch|executorch)\]'", done.stderr)
 
 
-def test_a_bare_wheel_names_the_extra_of_a_replay(bare: Bare, tmp_path: Path) -> None:
+def test_a_bare_wheel_names_the_extra_of_what_follows_a_run(bare: Bare, tmp_path: Path) -> None:
+    """Of a replay, and of the demo's commands over an exported program."""
     import ondevice
 
     rows = [{"text": "a", "label": "no"}, {"text": "b", "label": "yes"}]
     method = {"method.name": "prge", "method.subspace": "random", "method.queries": 1}
     settings = {"model.source": "tiny:llama", **method, "train.steps": 1, "train.out": str(tmp_path / "run")}
     ondevice.train(settings, rows=rows)
-    done = bare("replay", tmp_path / "run", "--out", tmp_path / "again", cwd=tmp_path)
-    assert done.returncode == 10 and "Traceback" not in done.stderr, done.stderr
-    assert "pip install 'ondevice-train[torch]'" in done.stderr
+    program, adapter = tmp_path / "a program", tmp_path / "run" / "adapter"
+    values = {"model.source": "tiny:llama", **method, "export.target": "cuda-server", "export.lengths_tokens": [16]}
+    ondevice.export(ondevice.RunConfig.load(None, values), program)
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data, out = ("--data", "rows.jsonl"), ("--out", tmp_path / "again")
+    for command in (("replay", tmp_path / "run", *out), ("verify", program), ("run", program, *data, *out),
+                    ("eval", program, *data, "--adapter", adapter), ("fuse", "tiny:llama", adapter, *out),
+                    ("convert", adapter, "--to", "safetensors", *out)):  # fmt: skip
+        done = bare(*command, cwd=tmp_path)
+        assert done.returncode == 10 and "Traceback" not in done.stderr, (command, done.stderr)
+        assert re.search(r"pip install 'ondevice-train\[(torch|cuda)\]'", done.stderr), done.stderr
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(
@@ -125,6 +136,12 @@ def test_a_bare_wheel_does_what_needs_no_framework(command: str, words: str, bar
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "no"}\n{"text": "b", "label": "yes"}\n')
     done = bare(*command.split(), cwd=tmp_path)
     assert done.returncode == 0 and words in done.stdout, done.stderr
+
+
+def test_a_bare_wheel_s_doctor_fails_as_nothing_can_train(bare: Bare, tmp_path: Path) -> None:
+    done = bare("doctor", "--json", cwd=tmp_path)
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert done.returncode == 10 and not checks["training"]["ok"] and "[torch]" in checks["training"]["fix"]
 
 
 def test_files_on_the_path_that_are_not_installed_are_told_apart(bare: Bare, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ def chat(
     source = common.model_of(first, model)
     if source is None:
         raise ConfigError("no model is given", expected="--model, or a model as the first word")
+    if not Path(source).is_dir():  # which may be an artifact
+        common.check_model(source, revision)
     talk = open_chat(source, adapter, **({} if dtype is None else {"dtype": dtype}), revision=revision)
     if system is not None and not talk.templated:
         raise ConfigError("--system needs a chat template", received=f"{source}, which has none")

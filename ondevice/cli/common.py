@@ -280,6 +280,13 @@ def both_of(words: Sequence[str | None], model: str | None, adapter: Path | None
     return model, adapter
 
 
+def check_model(source: str, revision: str | None) -> None:
+    """Say what is wrong with a model before a framework is imported for it, which takes seconds."""
+    from ondevice.models.load import check_model
+
+    check_model(source, revision)
+
+
 def columns_of(pairs: list[str] | None) -> dict[str, str] | None:
     """Collect `--column field=column`; None where none is given."""
     if not pairs:

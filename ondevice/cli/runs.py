@@ -36,6 +36,7 @@ def train(
     flags = overrides(settings, model__source=common.model_of(first, model)) | method_options | run_options
     run_config = RunConfig.load(config, flags)
     run_config.check_data()  # before the frameworks, which take seconds to import
+    common.check_model(run_config.model.source, run_config.model.revision)
     from ondevice.api.train import train as train_run
     from ondevice.planning.devices import place
 
@@ -156,6 +157,8 @@ def evaluate(
         check_source(data)
         if task is not None:
             named_task(task, data)
+    if not Path(source).is_dir():  # which may be an artifact, or a network of a method's own
+        common.check_model(source, revision)
     from ondevice.api.evaluate import evaluate as evaluate_rows
 
     flags = {"--shots": shots, "--max-new-tokens": max_new_tokens, "--out": target_dir, "--overwrite": overwrite}

@@ -222,6 +222,19 @@ def read_dims(source: str, revision: str | None = None) -> ModelDims:
     return _dims(source, revision)[0]
 
 
+def check_model(source: str, revision: str | None = None) -> None:
+    """Check that a model is there and of a type that is known, importing no framework for one whose family is.
+
+    Raises:
+        ModelError: as `read_dims`.
+    """
+    if source.endswith(".gguf"):
+        read_gguf_dims(Path(source).expanduser())
+    elif not source.startswith(TINY_PREFIX):
+        config, where = sources.config_of(source, revision)
+        family_for(config.get("model_type"), where)
+
+
 def save_tokenizer(loaded: LoadedModel, folder: Path) -> None:
     """Write the tokenizer's files to `folder`: byte for byte the model's own, where it has some."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -159,3 +160,30 @@ def test_a_missing_file_is_told_before_a_framework_is_loaded(verb, tmp_path) -> 
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == f"{DATA} []", done.stderr
     assert "no such data file: none.jsonl" in done.stderr and time.perf_counter() - began < 10
+
+
+@pytest.mark.parametrize("verb", ["train", "eval", "chat"])
+@pytest.mark.parametrize("model", ["other.gguf", "nobody/none"])
+def test_a_model_that_cannot_be_had_is_told_before_a_framework_is_loaded(verb, model, tmp_path) -> None:
+    """An unsupported GGUF file, and a hub that takes no connection: asked once, then what is cached."""
+    gguf = pytest.importorskip("gguf")
+    data = write_rows(tmp_path / "rows.jsonl", [{"text": "a", "label": "b"}, {"text": "c", "label": "d"}])
+    writer = gguf.GGUFWriter(str(tmp_path / "other.gguf"), "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    words = [verb, model, *(["--prompt", "a"] if verb == "chat" else ["--data", str(data)])]
+    program = (
+        "import sys\nfrom ondevice.cli.app import run\n"
+        f"try:\n    run({words!r})\nexcept SystemExit as ended:\n    code = ended.code\n"
+        "print(code, [name for name in ('torch', 'transformers', 'mlx') if name in sys.modules])"
+    )
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+                          env={**os.environ, **hub})  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "4 []", done.stderr
+    said = (
+        "GGUF files of architecture 'mamba' are not supported" if model.endswith("f") else "the hub cannot be reached"
+    )
+    assert said in done.stderr and "Traceback" not in done.stderr
