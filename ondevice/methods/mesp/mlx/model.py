@@ -133,8 +133,9 @@ class ModelStages(Stages):
         }
 
     def loss_tile(self, a: Arrays) -> Arrays:
-        """Return the running maximum, and the sum of exponentials below it, after the tile's V logits."""
-        logits = self.product(a["hn"], a, "head").astype(self.sums)
+        """Return the running maximum, and the sum of exponentials below it, after the tile's V logits, which are float32
+        sums: rounded to half precision they would all but hide what a step changes."""
+        logits = self.product(a["hn"].astype(self.sums), a, "head")
         larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
         total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(mx.exp(logits - larger[:, None]), axis=-1)
         return {"maximum": larger, "total": total}
@@ -150,7 +151,7 @@ class ModelStages(Stages):
 
     def loss_tile_backward(self, a: Arrays) -> Arrays:
         """Compute gh with the tile's part: weight softmax(logits) W."""
-        logits = self.product(a["hn"], a, "head").astype(self.sums)
+        logits = self.product(a["hn"].astype(self.sums), a, "head")
         share = mx.exp(logits - a["logsumexp"][:, None]) * a["weight"][:, None]
         gh = self.product_backward(share.astype(self.dtype), a, "head")
         return {"gh": a["gh"] + gh.astype(self.sums)}

@@ -46,17 +46,18 @@ class Stages:
     # Linear layers: y = x W^T + b + s (x A^T) B^T, appendix A.1.
 
     def product(self, x: Any, a: Arrays, name: str) -> Any:
-        """Compute x W^T for a dense or packed W [outputs, inputs]."""
-        weight, settings = a[f"{name}.weight"], self.settings
-        if f"{name}.scales" not in a:
-            return x @ weight.astype(x.dtype).T
-        if settings.product == "quantized":
+        """Compute x W^T for a dense or packed W [outputs, inputs], in the precision of x."""
+        weight, settings, packed = a[f"{name}.weight"], self.settings, f"{name}.scales" in a
+        if not packed and weight.dtype == x.dtype:
+            return x @ weight.T
+        if packed and settings.product == "quantized":
             return self._packed(x, a, name, True)
         tiles: list[Any] = []
         for low, high in _row_tiles(weight):
             # Each tile waits for the one before it: MLX would else make all of them dense at once.
             after = mx.depends([x], tiles[-1:])[0] if tiles else x
-            tiles.append(after @ self._dense(a, name, x.dtype, low, high).T)
+            part = self._dense(a, name, x.dtype, low, high) if packed else weight[low:high].astype(x.dtype)
+            tiles.append(after @ part.T)
         return mx.concatenate(tiles, axis=-1) if len(tiles) > 1 else tiles[0]
 
     def product_backward(self, g: Any, a: Arrays, name: str) -> Any:

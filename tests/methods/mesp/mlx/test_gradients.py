@@ -163,6 +163,21 @@ def test_half_precision_is_near_and_sums_in_float32(dtype) -> None:
     assert max(error(actual[name], expected[name]) for name in expected) <= 0.05
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_losses_of_half_precision_are_float32(dtype) -> None:
+    """Of the same rounded hidden states and head: no logit is rounded to half precision on the way."""
+    stages, count = random_model(dims(hidden=128), dtype=dtype).interpreter.functions, 6
+    random = np.random.default_rng(0)
+    values = (2 * random.standard_normal(shape) for shape in ((count, 128), (50, 128)))
+    hn, head = (mx.array(value).astype(getattr(mx, dtype)) for value in values)
+    labels = random.integers(0, 50, count)
+    begun = stages.loss_begin({"hn": hn, "rows.weight": head[mx.array(labels)]})
+    got = stages.loss_end(begun | stages.loss_tile({"hn": hn, "head.weight": head, **begun}))["nll"]
+    logits = np.array(hn.astype(mx.float32), np.float64) @ np.array(head.astype(mx.float32), np.float64).T
+    expected = np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
+    np.testing.assert_allclose(np.array(got), expected - logits[np.arange(count), labels], rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
