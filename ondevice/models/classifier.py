@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-TYPES = ("roberta", "xlm-roberta", "camembert")
 HEAD = "classifier."
 """How names of the head's weights begin; a model that was trained to guess hidden words has none of them."""
 
@@ -208,11 +207,6 @@ def _spread(values: Tensor, at: Tensor, count: int) -> Tensor:
 
 def _refuse(target: str) -> NoReturn:
     raise ModelError("an encoder's layers take no adapter here", received=f"linear layer {target}")
-
-
-def is_classifier(config: dict[str, Any]) -> bool:
-    """Return True for the configuration of an encoder that a classification head goes on."""
-    return config.get("model_type") in TYPES and not config.get("is_decoder")
 
 
 def has_head(config: dict[str, Any]) -> bool:

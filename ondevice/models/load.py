@@ -17,9 +17,8 @@ from ondevice.models import source as sources
 from ondevice.models.any_decoder import AnyDecoder, AnyDims
 from ondevice.models.base import Family, ModelDims, UnknownTrait
 from ondevice.models.cache import missing
-from ondevice.models.classifier import HEAD, TYPES, Classifier, has_head, is_classifier
 from ondevice.models.gguf import read_gguf_dims
-from ondevice.models.registry import family_for
+from ondevice.models.registry import ENCODERS, classifier_for, family_for
 from ondevice.models.source import TINY_PREFIX, SourceInfo
 
 if TYPE_CHECKING:
@@ -275,7 +274,7 @@ def _dims(source: str, revision: str | None) -> tuple[ModelDims, type[Family]]:
     if source.endswith(".gguf"):
         return read_gguf_dims(Path(source).expanduser())
     config, where = sources.config_of(source, revision)
-    family = Classifier if is_classifier(config) else family_for(config.get("model_type"), where)
+    family = classifier_for(config) or family_for(config.get("model_type"), where)
     try:
         return family.dims_from_config(config, where), family
     except UnknownTrait as reason:
@@ -287,11 +286,13 @@ def _check_head(source: str, config: dict[str, Any], dims: ModelDims, classes: i
     if not dims.classes:
         if classes is not None:
             raise ModelError(
-                f"{source} takes no classification head", expected=f"an encoder: {', '.join(TYPES)}",
+                f"{source} takes no classification head", expected=f"an encoder: {', '.join(ENCODERS)}",
                 received=f"model_type {dims.family!r}",
                 hint="leave --classes out: a decoder learns labels as words",
             )  # fmt: skip
         return False
+    from ondevice.models.classifier import has_head
+
     if has_head(config):
         if classes not in (None, dims.classes):
             raise ModelError(f"{source} has a classification head", expected=dims.classes, received=classes)
@@ -376,8 +377,12 @@ def _load_weights(
         name, stored, wanted = mismatched[0]
         message = f"{folder}: tensor '{name}' does not fit config.json"
         raise ModelError(message, expected=tuple(wanted), received=tuple(stored), hint="copy the model again")
-    absent = [name for name in report["missing_keys"] if not (new_head and name.startswith(HEAD))]
-    if missing_names := sorted(absent):
+    absent = sorted(report["missing_keys"])
+    if new_head:
+        from ondevice.models.classifier import HEAD
+
+        absent = [name for name in absent if not name.startswith(HEAD)]
+    if missing_names := absent:
         received = f"{missing_names[0]} and {len(missing_names) - 1} more"
         raise ModelError(f"{folder}: the weights lack a tensor", received=received, hint="copy the model again")
     return model

@@ -6,11 +6,15 @@ import importlib
 import importlib.util
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_names
 from ondevice.models.any_decoder import AnyDecoder, is_decoder, known_types
 from ondevice.models.base import Family
+
+ENCODERS = ("roberta", "xlm-roberta", "camembert")
+"""Types of `ondevice.models.classifier`, unless they are configured as decoders."""
 
 
 @cache
@@ -60,6 +64,15 @@ def family_for(model_type: object, where: str) -> type[Family]:
             hint=_what_to_do(model_type),
         )
     return family
+
+
+def classifier_for(config: dict[str, Any]) -> type[Family] | None:
+    """Return the family of an encoder that a classification head goes on, by its `config.json`; None for others."""
+    if config.get("model_type") not in ENCODERS or config.get("is_decoder"):
+        return None
+    from ondevice.models.classifier import Classifier
+
+    return Classifier
 
 
 def family_for_gguf(architecture: str, where: str) -> type[Family]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -18,9 +18,10 @@ from ondevice.api.chat import open_chat  # noqa: E402
 from ondevice.api.evaluate import evaluate  # noqa: E402
 from ondevice.core.errors import ConfigError, DataError, ModelError  # noqa: E402
 from ondevice.models import load_model, read_dims  # noqa: E402
+from ondevice.models.classifier import Classifier  # noqa: E402
 from ondevice.models.tiny import tiny_tokenizer  # noqa: E402
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
     "max_position_embeddings": 66, "type_vocab_size": 1, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 257,
 }  # fmt: skip
@@ -87,7 +88,7 @@ def test_lsp_and_mezo_train_a_head(encoder: Path, data: Path, tmp_path: Path) ->
 def test_it_computes_what_transformers_does(encoder: Path) -> None:
     """With rows of other lengths in a batch, and any number of classes."""
     loaded = load_model(str(encoder), classes=3)
-    model, family = loaded.model, loaded.family
+    model, family = loaded.model, cast("Classifier", loaded.family)
     assert family.dims.classes == 3
     assert family.dims.parameters == model.num_parameters()
     ids = torch.randint(0, 256, (3, 16), generator=torch.Generator().manual_seed(1))
