@@ -92,6 +92,7 @@ class Server:
         self.began: dict[int, float] = {}
         self.sizes: dict[int, list[int]] = {}
         self.greeted: dict[int, float] = {}
+        self.new: set[int] = set()
         self.givers: set[int] = set()
         self.refused: Counter[str] = Counter()
 
@@ -153,7 +154,8 @@ class Server:
         )
 
     def _greet(self) -> None:
-        """Ask new devices how far they are; they get the charter. One that makes a mistake is asked again later."""
+        """Ask new devices how far they are; they get the charter, which before the first round comes with their task.
+        One that makes a mistake is asked again later."""
         now, busy = time.monotonic(), self.post.busy
         new = [
             node
@@ -161,6 +163,10 @@ class Server:
             if node not in self.places and node not in busy and now >= self.greeted.get(node, -math.inf) + GREET_S
         ]
         self.greeted.update(dict.fromkeys(new, now))
+        if not self.store.count() and self.store.charter.subspace == "seed":  # there is nothing that they could lack
+            self.places.update(dict.fromkeys(new, 0))
+            self.new.update(new)
+            return
         self._send({node: {"charter": self.store.charter.to_bytes()} for node in new})
 
     def _ready(self) -> list[int]:
@@ -208,7 +214,8 @@ class Server:
         """What a device gets: the events that it lacks, and a task."""
         place = self.places[node]
         files = [file.to_bytes() for file in self.store.files(place)]
-        return {"events": self.store.events(place), **({"frozen": files} if files else {}), **more}
+        first = {"charter": self.store.charter.to_bytes()} if node in self.new else {}
+        return {**first, "events": self.store.events(place), **({"frozen": files} if files else {}), **more}
 
     def _send(self, contents: dict[int, dict[str, Any]]) -> None:
         self.post.send(_messages(contents))
@@ -233,6 +240,8 @@ class Server:
         if "error" in record:
             log.warning("device %s: %s", node, record["error"])
             self.places.pop(node, None)  # it says again how far it is
+        elif record.keys() & {"answer", "place", "secure", "digest"}:
+            self.new.discard(node)
         return record
 
     def _ask(self, current: OpenRound) -> None:
@@ -298,7 +307,7 @@ class Server:
 
         means, loss, devices = None, None, []
         try:
-            first = {node: {"events": self.store.events(self.places[node])} for node in current.tasks}
+            first = {node: self._content(node, {}) for node in current.tasks}
             total, devices = collect(send, first, self.store.charter.numbers + 2)
             means, loss = means_of(total, fleet)
         except FleetError as error:

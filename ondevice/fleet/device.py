@@ -103,8 +103,9 @@ class Device:
             return self._average(folder, content)
         if "charter" in content:
             with Store.create(folder, Charter.from_bytes(content["charter"])) as store:
-                more = {"gives_subspace": True} if self.settings.gives_subspace else {}
-                return {"place": store.count(), **more}
+                if "events" not in content:
+                    more = {"gives_subspace": True} if self.settings.gives_subspace else {}
+                    return {"place": store.count(), **more}
         with Store.open(folder) as store:
             state = self._state(store)
             given = content.get("events", [])

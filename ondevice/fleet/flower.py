@@ -28,6 +28,7 @@ from ondevice.fleet.device import DeviceSettings, answering
 
 STOP_S = 15.0
 RETRY_S = 3.0
+POLL_S = 0.5
 APP = """[build-system]
 requires = ["hatchling"]
 build-backend = "hatchling.build"
@@ -57,6 +58,16 @@ MODULES = {
     "server.py": 'from ondevice.fleet.apps import server_app\n\n__all__ = ["server_app"]\n',
     "client.py": 'from ondevice.fleet.client import client_app\n\n__all__ = ["client_app"]\n',
 }
+
+
+REGISTER = """
+import sys
+from pathlib import Path
+from flwr.cli.app import app
+for key in sys.argv[1:]:
+    app(["supernode", "register", key, "fleet", "--name", Path(key).stem], standalone_mode=False)
+"""
+"""`flwr supernode register` of each key, in one process: it takes a second to start."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +126,8 @@ def environment(home: Path) -> dict[str, str]:
     telemetry."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, "PATH": path, "FLWR_HOME": str(home), **quiet}
+    soon = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2"}  # of a second, where it looks for a message each second
+    return {**soon, **os.environ, "PATH": path, "FLWR_HOME": str(home), **quiet}
 
 
 @contextmanager
@@ -225,13 +237,12 @@ def _admit(link: Link, home: Path) -> None:
         raise ConfigError(
             f"{link.certificates} has no device's public key", expected=f"{DEVICES}/NAME.pub for each device"
         )
-    for key in keys:
-        done = subprocess.run(
-            [command("flwr"), "supernode", "register", str(key.absolute()), "fleet", "--name", key.stem],
-            env=environment(home), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise FleetError(f"{key} cannot be admitted", received=(done.stdout + done.stderr).strip()[-500:])
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTER, *(str(key.absolute()) for key in keys)],
+        env=environment(home), capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise FleetError("a device's key cannot be admitted", received=(done.stdout + done.stderr).strip()[-500:])
 
 
 def write_app(folder: Path, settings: dict[str, Any]) -> None:
@@ -270,6 +281,8 @@ def join(
         # A SuperNode ends where no server admits it, which may not have begun: a device waits for its server.
         with stoppable():
             while True:
+                while not _listens(link):  # a SuperNode takes seconds to find that out
+                    time.sleep(POLL_S)
                 with running(arguments, folder / "flower", folder / "supernode.log") as supernode:
                     if not supernode.wait():
                         return 0
@@ -284,15 +297,22 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _wait_for(link: Link, process: subprocess.Popen[bytes], log: Path, seconds: float = 60.0) -> None:
+def _listens(link: Link) -> bool:
+    """Whether somebody listens where the SuperLink is."""
     host = "127.0.0.1" if link.host in ("0.0.0.0", "::") else link.host
+    try:
+        socket.create_connection((host, link.port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _wait_for(link: Link, process: subprocess.Popen[bytes], log: Path, seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if process.poll() is not None:
             raise FleetError("the SuperLink ended at once", received=log.read_text(errors="replace")[-500:])
-        try:
-            socket.create_connection((host, link.port), 1).close()
+        if _listens(link):
             return
-        except OSError:
-            time.sleep(0.1)
+        time.sleep(0.1)
     raise FleetError(f"the SuperLink does not listen at {link.address}", hint=f"see {log}")

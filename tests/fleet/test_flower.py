@@ -11,11 +11,15 @@ import json
 import math
 import os
 import shutil
+import signal
 import stat
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +31,7 @@ from ondevice.fleet.flower import APP, Link, free_port
 from ondevice.fleet.messages import Answer
 from ondevice.fleet.privacy import epsilon
 from ondevice.fleet.rounds import Rounds
+from tests.cli.command import CommandLine
 from tests.fleet.fleets import charter
 from tests.fleet.test_mixed import fleet_of
 from tests.fleet.test_simulate import rows
@@ -41,43 +46,64 @@ def python() -> Path:
     return Path(sys.executable)
 
 
+MORE = {"plain": "", "secure": "--set fleet.clip_norm=50 --set fleet.secure=true"}
+
+
+@dataclass
+class Walk:
+    """examples/fleet.sh, on its way."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def result(self) -> dict[str, Any]:
+        """Wait for its end, and return what the server said."""
+        code = self.process.wait(timeout=280)
+        logs = {log.name: log.read_text(errors="replace")[-1500:] for log in self.folder.parent.rglob("*.log")}
+        assert code == 0, logs
+        return json.loads((self.folder / "result.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def walks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Walk]]:
+    """Both walks at once: each waits for most of its time. TLS, a key for each device, a folder with a space."""
+    root, path = Path(__file__).parents[2], os.pathsep.join([str(python().parent), os.environ["PATH"]])
+    found = {}
+    for name, more in MORE.items():
+        home = tmp_path_factory.mktemp(name)
+        environment = {
+            **os.environ, "PATH": path, "PYTHONPATH": str(root), "OUT": str(home / "a fleet"),
+            "PORT": str(free_port()), "ROUNDS": "2", "MORE": more,
+        }  # fmt: skip
+        with open(home / "walk.log", "wb") as log:
+            process = subprocess.Popen(
+                ["bash", str(root / "examples/fleet.sh")], env=environment, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        found[name] = Walk(home / "a fleet", process)
+    yield found
+    for walk in found.values():
+        if walk.process.poll() is None:
+            os.killpg(walk.process.pid, signal.SIGTERM)
+            walk.process.wait(timeout=60)
+
+
 @pytest.mark.flower
 @pytest.mark.slow
 @pytest.mark.timeout(320)
-@pytest.mark.parametrize("more", ["", "--set fleet.clip_norm=50 --set fleet.secure=true"], ids=["plain", "secure"])
-def test_three_devices_on_one_machine_end_with_one_adapter(root: Path, tmp_path: Path, more: str) -> None:
-    """TLS, a key for each device, and a folder with a space."""
-    folder = tmp_path / "a fleet"
-    path = os.pathsep.join([str(python().parent), os.environ["PATH"]])
-    environment = {
-        **os.environ,
-        "PATH": path,
-        "OUT": str(folder),
-        "PORT": str(free_port()),
-        "ROUNDS": "2",
-        "MORE": more,
-    }
-    done = subprocess.run(
-        ["bash", str(root / "examples/fleet.sh")],
-        env={**environment, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    logs = {log.name: log.read_text(errors="replace")[-1500:] for log in folder.rglob("*.log")}
-    assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:], logs)
-    result = json.loads((folder / "result.json").read_text())
+@pytest.mark.parametrize("kind", MORE)
+def test_three_devices_on_one_machine_end_with_one_adapter(walks: dict[str, Walk], kind: str) -> None:
+    result = walks[kind].result()
     assert result["hashes_equal"] is True
     assert result["devices"] == 3
     assert result["rounds"] == 2
-    assert result["bytes_per_device_round"] <= (12_000 if more else 256)
+    assert result["bytes_per_device_round"] <= (12_000 if kind == "secure" else 256)
 
 
 @pytest.mark.flower
 @pytest.mark.slow
 @pytest.mark.timeout(320)
-def test_flowers_engine_gives_the_hash_of_our_own(tmp_path: Path) -> None:
+def test_flowers_engine_gives_the_hash_of_our_own(ondevice: CommandLine, tmp_path: Path) -> None:
     """Devices in Ray's actors, and in this project's one process: the same of them are away, late or lie, so the
     adapter, what was refused and the curve are the same."""
     python()
@@ -85,21 +111,23 @@ def test_flowers_engine_gives_the_hash_of_our_own(tmp_path: Path) -> None:
         pytest.skip("Ray is not installed; try: make fleet-test")
     if " " in sys.executable:
         pytest.skip("Ray cannot start a Python whose path has a space")
-    found = {}
-    for engine in ("own", "flower"):
-        command = [sys.executable, "-m", "ondevice", "fleet", "simulate", "--engine", engine, "--model", "tiny:llama",
-                   "--data", str(rows(tmp_path / "r.jsonl")), "--task", "sst2", "--devices", "5", "--rounds", "3",
-                   "--batch-size", "2", "--queries", "2", "--dirichlet", "0.5", "--out", str(tmp_path / engine),
-                   *(f"--set=simulation.{name}" for name in ("dropout=0.2", "late=0.3", "hostile=0.2", "eval_every=1")),
-                   "--json"]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-        assert done.returncode == 0, done.stderr[-2000:]
-        found[engine] = json.loads(done.stdout)
-    assert found["own"]["refused"], "nobody was late"
-    for result in found.values():  # paths
+    wrong = [f"--set=simulation.{name}" for name in ("dropout=0.2", "late=0.3", "hostile=0.2", "eval_every=1")]
+    data = str(rows(tmp_path / "r.jsonl"))
+    command = ["fleet", "simulate", "--model", "tiny:llama", "--data", data, "--task", "sst2",
+               "--devices", "5", "--rounds", "3", "--batch-size", "2", "--queries", "2", "--dirichlet", "0.5",
+               *wrong, "--json", "--out"]  # fmt: skip
+    own = ondevice(*command, tmp_path / "own").json
+    done = subprocess.run(
+        [sys.executable, "-m", "ondevice", *command, str(tmp_path / "flower"), "--engine", "flower"],
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    flower = json.loads(done.stdout)
+    assert own["refused"], "nobody was late"
+    for result in (own, flower):  # paths
         del result["log"], result["adapter"]
-    assert found["flower"] == found["own"]
-    assert found["own"]["hashes_equal"] is True
+    assert flower == own
+    assert own["hashes_equal"] is True
 
 
 @pytest.mark.flower
