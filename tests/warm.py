@@ -40,8 +40,10 @@ PRELOADED = (
 )
 AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "ONEDNN_", "CUDA_", "LD_", "USE_", "PYTHON")
 """Beginnings of the names of variables that an import reads; PYTHONPATH is followed."""
-LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_")
-"""Beginnings of those that are read later: `torchrun` sets them for each of its processes."""
+QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
+"""What `ondevice` sets before it imports a framework, and so its children have."""
+LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", *QUIET)
+"""Beginnings of those that are read later, as what `torchrun` sets for each of its processes."""
 CLONE_NEWNET = 0x40000000
 HEADER_BYTES = 8
 CLIENT = """import json, os, signal, socket, sys
@@ -59,6 +61,8 @@ network = os.open("/proc/self/ns/net", os.O_RDONLY)
 socket.send_fds(link, [len(text).to_bytes({header}, "little")], [0, 1, 2, network])
 link.sendall(text)
 answer = link.recv(16)
+if answer == b"cold":
+    os.execv({python!r}, [{python!r}, *words])
 status = int(answer) if answer else -signal.SIGKILL
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
@@ -95,7 +99,7 @@ class Warm:
             self.process.communicate()
 
 
-def serve(address: str) -> dict[str, Any] | None:
+def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
     """Fork for each request until standard input ends: None then, and in each fork what it is to do."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -126,12 +130,18 @@ def serve(address: str) -> dict[str, Any] | None:
                 text = b""
                 while len(text) < int.from_bytes(head, "little"):
                     text += link.recv(1 << 16)
+                task = json.loads(text)
+                if not fits(task, started_with):
+                    link.sendall(b"cold")
+                    for file in (*files, link.detach()):
+                        os.close(file)
+                    continue
                 if not (process := os.fork()):
                     signal.set_wakeup_fd(-1)
                     for end in (listener, woken, waker, link, *links.values()):
                         end.close()
                     selector.close()
-                    return {**json.loads(text), "files": files}
+                    return {**task, "files": files}
                 for file in files:
                     os.close(file)
                 links[process] = link
@@ -164,7 +174,14 @@ def _reap(links: dict[int, socket.socket], selector: selectors.BaseSelector) -> 
         link.close()
 
 
-def become(task: dict[str, Any], started_with: dict[str, str], paths: list[str]) -> None:
+def fits(task: dict[str, Any], started_with: dict[str, str]) -> bool:
+    """Return True if a fork can give what is asked for."""
+    words = task["words"][task["words"][0] == "-P" :]
+    known = words[0] in ("-m", "-c") or not words[0].startswith("-")
+    return known and _read_by_imports(task["environment"]) == _read_by_imports(started_with)
+
+
+def become(task: dict[str, Any], paths: list[str]) -> None:
     """Make this fork the process that was asked for, and run it."""
     for number in (signal.SIGCHLD, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.default_int_handler)
@@ -182,9 +199,6 @@ def become(task: dict[str, Any], started_with: dict[str, str], paths: list[str])
     words, environment = task["words"], task["environment"]
     safe_path = words[0] == "-P"
     words = words[safe_path:]
-    unknown = words[0].startswith("-") and words[0] not in ("-m", "-c")
-    if unknown or _read_by_imports(environment) != _read_by_imports(started_with):
-        os.execve(sys.executable, [sys.executable, *task["words"]], environment)
     os.environ.clear()
     os.environ.update(environment)
     more = [os.path.abspath(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -229,13 +243,14 @@ def _main() -> None:
     own = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     paths = [path for path in sys.path if path not in own]
     sys.path[:] = paths
+    os.environ |= {QUIET[0]: "1", QUIET[1]: "error"}
     for name in PRELOADED:
         __import__(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot fork safely"
     gc.freeze()
-    if (task := serve(sys.argv[1])) is not None:
+    if (task := serve(sys.argv[1], started_with)) is not None:
         try:
-            become(task, started_with, paths)
+            become(task, paths)
         except KeyboardInterrupt:  # as the interpreter ends
             traceback.print_exc()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
