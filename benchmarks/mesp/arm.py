@@ -249,7 +249,7 @@ def main() -> None:
         print(json.dumps(rows[-len(artifacts) :]), flush=True)
     emulator = subprocess.run([EMULATOR, "--version"], capture_output=True, text=True, check=True).stdout.split()[2]
     met = "; ".join(f"{name}: " + ", ".join(f"{k} {n}" for k, n in counts.items()) for name, counts in ran.items())
-    rows, earlier = with_earlier(rows) if args.record else (rows, {})
+    rows, notes = with_earlier(rows) if args.record else (rows, [])
     finish(
         NAME,
         rows,
@@ -263,24 +263,28 @@ def main() -> None:
             f"processor that differs most. Other last bits: the first adapter changed by {LAST_BITS:g} at random; the "
             f"largest of {AGAIN} runs ({SMOLLM}: {SMOLLM_AGAIN}).",
             f"Instructions met in the runtime's library, with all forms of the first model: {met}.",
-            *(f"Of {date}, commit {commit}: {', '.join(names)}." for (date, commit), names in earlier.items()),
+            *notes,
         ],
     )
 
 
-def with_earlier(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[tuple[str, str], list[str]]]:
+def with_earlier(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows in the order of models and forms with those that were recorded on this machine and not taken now, each with
-    its `taken`; and the names of these by date and commit."""
+    its `taken`; and notes that name these with their date and commit, and what instructions were met then."""
     path = RESULTS / NAME / f"{machine_info()['name']}.json"
     recorded = json.loads(path.read_text()) if path.is_file() else {"rows": []}
-    found, earlier = {(row["model"], row["form"]): row for row in rows}, {}
+    found: dict[tuple[str, str], dict[str, Any]] = {(row["model"], row["form"]): row for row in rows}
+    earlier: dict[tuple[str, str], list[str]] = {}
     for row in recorded["rows"]:
         if (key := (row["model"], row["form"])) not in found:
             taken = row.get("taken") or [recorded["date"], recorded["versions"].get("commit", "")]
             found[key] = row | {"taken": taken}
             earlier.setdefault(tuple(taken), []).append(" ".join(key))
     order = [(model, form) for model in MODELS for form in FORMS]
-    return [found[key] for key in order if key in found], earlier
+    notes = [f"Of {date}, commit {commit}: {', '.join(names)}." for (date, commit), names in earlier.items()]
+    met = [note for note in recorded.get("notes", []) if note.startswith(("Instructions met", "Then: "))]
+    notes += [f"Then: {note.removeprefix('Then: ')}" for note in met[-1:] if earlier]
+    return [found[key] for key in order if key in found], notes
 
 
 def row(model: str, form: str, folder: Path, spec: ProgramSpec, steps: int) -> dict[str, Any]:

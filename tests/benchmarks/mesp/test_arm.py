@@ -73,14 +73,17 @@ def test_a_folder_without_a_userland_says_how_to_make_one(tmp_path: Path) -> Non
 def test_rows_that_are_not_taken_again_are_kept_with_their_commit(tmp_path: Path, monkeypatch) -> None:
     row = {"model": "llama", "form": "none", "loss": 1.0}
     recorded = {"date": "2026-11-23", "versions": {"commit": "abc"}, "rows": [row, row | {"model": "qwen2"}]}
+    recorded["notes"] = ["ARM: QEMU 7", "Instructions met: sdot 480."]
     monkeypatch.setattr(arm, "RESULTS", tmp_path)
     file = tmp_path / arm.NAME / f"{machine_info()['name']}.json"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(recorded))
-    rows, earlier = arm.with_earlier([row | {"loss": 2.0}, row | {"form": "int8"}])
+    rows, notes = arm.with_earlier([row | {"loss": 2.0}, row | {"form": "int8"}])
     assert [(one["model"], one["form"], one["loss"]) for one in rows] == [
         ("llama", "none", 2.0), ("llama", "int8", 1.0), ("qwen2", "none", 1.0),
     ]  # fmt: skip
-    assert earlier == {("2026-11-23", "abc"): ["qwen2 none"]} and rows[2]["taken"] == ["2026-11-23", "abc"]
-    file.write_text(json.dumps(recorded | {"date": "later", "rows": rows}))
-    assert arm.with_earlier([])[1][("2026-11-23", "abc")] == ["qwen2 none"], "a row keeps its own date"
+    assert notes == ["Of 2026-11-23, commit abc: qwen2 none.", "Then: Instructions met: sdot 480."]
+    file.write_text(
+        json.dumps(recorded | {"date": "later", "rows": rows, "notes": ["Instructions met: fmla 1.", *notes]})
+    )
+    assert arm.with_earlier(rows[:2])[1] == notes, "a row keeps its own date"

@@ -179,9 +179,12 @@ internal class Staging {
     private fun frozen(tensor: Tensor, bytes: ByteBuffer): org.pytorch.executorch.Tensor = when (tensor.dtype) {
         DType.FLOAT32 -> org.pytorch.executorch.Tensor.fromBlob(bytes.asFloatBuffer(), tensor.shape)
         DType.FLOAT16 -> org.pytorch.executorch.Tensor.fromBlob(bytes.asShortBuffer(), tensor.shape)
-        DType.INT8 -> org.pytorch.executorch.Tensor.fromBlob(bytes.slice(), tensor.shape)
-        else -> org.pytorch.executorch.Tensor.fromBlobUnsigned(bytes.slice(), tensor.shape)
+        DType.INT8 -> org.pytorch.executorch.Tensor.fromBlob(native(bytes), tensor.shape)
+        else -> org.pytorch.executorch.Tensor.fromBlobUnsigned(native(bytes), tensor.shape)
     }
+
+    /** The same bytes in the machine's order, which the runtime asks for and a slice does not keep. */
+    private fun native(bytes: ByteBuffer): ByteBuffer = bytes.slice().order(ByteOrder.nativeOrder())
 
     /** Exactly so many bytes: the runtime holds a buffer's capacity against the shape. */
     private fun memory(place: Int, bytes: Int): ByteBuffer {
