@@ -2,7 +2,7 @@
 
     python -m benchmarks.models.real --record                       Gemma 3 270M, 100 rows, 20 steps
     python -m benchmarks.models.real --device cuda --steps 200 --record
-    python -m benchmarks.models.real --parts loss,curve             without the memory
+    python -m benchmarks.models.real --parts curve --tokens 8 --steps 200 --batch 1 --record    the curve alone
 
 The loss is the session's own (in tiles of the vocabulary) beside the logits of transformers' forward pass, row by
 row. For the curve both methods begin with the same adapter, take the same rows and update with AdamW. Memory on a CPU
@@ -54,15 +54,20 @@ def main() -> None:
     if "memory" in parts:  # first: on a CPU it is a process of its own, and wants the machine
         results.append(memory(args))
         print(results[-1], flush=True)
-    if "loss" in parts or "curve" in parts:
-        texts = rows_of(args)
-        for part, measure in (("loss", loss), ("curve", curve)):
-            if part in parts:
-                results.append(measure(args, texts))
-                print(results[-1], flush=True)
+    if "loss" in parts:
+        results.append(loss(args, rows_of(args)))
+        print(results[-1], flush=True)
+    if results:
+        end("models/real", results, args, "Gemma 3 270M against transformers, and its plan")
+    if "curve" in parts:
+        end("models/curve", [curve(args, rows_of(args))], args, "Gemma 3 270M: MeSP's steps and LoRA's")
+
+
+def end(name: str, results: list[dict[str, Any]], args: Any, title: str) -> None:
+    """Print and record rows, under the columns that they have."""
     notes = [f"{args.model}, float32, on {args.device}. Text: wikitext-2's validation paragraphs."]
     columns = [column for column in COLUMNS if any(column["key"] in row for row in results)]
-    finish("models/real", results, args, columns, title="Gemma 3 270M against transformers", notes=notes)
+    finish(name, results, args, columns, title=title, notes=notes)
 
 
 def rows_of(args: Any) -> list[list[int]]:

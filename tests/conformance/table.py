@@ -195,7 +195,8 @@ MLX = (
     Row("mesp", "mlx-cpu", IN_MLX, family="gemma3_text", sizes={"layers": 3}, loss_error=1e-5, adapter_error=2e-4),
     Row("mesp", "mlx-cpu", IN_MLX, family="phi3", adapter_error=2e-4),
     Row("mesp", "mlx-cpu", IN_MLX, family="qwen3", adapter_error=2e-4),
-    Row("mesp", "mlx-cpu", IN_MLX, family="qwen3_moe", adapter_error=2e-4),
+    # With more layers two experts come within 1e-7 of each other, and either may be a token's.
+    Row("mesp", "mlx-cpu", IN_MLX, family="qwen3_moe", sizes={"layers": 1}, adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
 )

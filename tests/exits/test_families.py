@@ -36,7 +36,9 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, 3.2's rotary embedding": ("llama", {"rope_parameters": LLAMA3}),
     "olmo2": ("olmo2", {"tied": False}),
     "phi3": ("phi3", {"tied": False}),
-    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "max_positions": 600}),
+    "phi3, longrope": (
+        "phi3", {"rope_parameters": LONGROPE, "max_positions": 600, "original_max_position_embeddings": 300},
+    ),
     "qwen3": ("qwen3", {"rope_parameters": YARN, "head_dim": 128}),
     "qwen3_moe": ("qwen3_moe", {"tied": False, "moe_intermediate_size": 768}),
     "smollm3": ("smollm3", {"layers": 4, "no_rope_layer_interval": 4}),

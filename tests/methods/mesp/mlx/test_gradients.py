@@ -227,8 +227,8 @@ FAMILIES = {
     "smollm3, yarn": {"rope_parameters": YARN, "layers": 4},
     "qwen2_moe": {"norm_topk_prob": True},
     "qwen3_moe": {"norm_topk_prob": False, "kv_heads": 1, "num_experts_per_tok": 3},
-    "phi3, longrope, short": {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}},
-    "phi3, longrope, long": {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 10}},
+    "phi3, longrope, short": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
+    "phi3, longrope, long": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 10},
 }  # fmt: skip
 
 
