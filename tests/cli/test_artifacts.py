@@ -133,6 +133,9 @@ def test_verify_prints_one_object_and_its_exit_code_says_whether_it_holds(ondevi
 def test_export_checks_before_it_loads(ondevice, tmp_path) -> None:
     export = ("export", "--model", model("two layers"), "--out", tmp_path / "a")
     assert ondevice(*export, "--length", 16, "--dry-run").code == 0
+    assert "positions" in ondevice(*export, "--max-length", 100_000, "--dry-run").err  # the name of every other verb
+    missing = ondevice(*export, "--length", 16, "--data", "/no/rows.jsonl", "--dry-run")
+    assert missing.code == 3 and "/no/rows.jsonl" in missing.err
     for options, words in (
         (["--quantize", "torchao"], "'none', 'int8', 'q4', '8da4w', '8da8w', 'w8' or 'nf4'"),
         (["--target", "ios"], "android-cpu"),
