@@ -103,6 +103,15 @@ def test_the_adapter_of_a_run_works_everywhere(ondevice, tmp_path) -> None:
     assert other.code == ARTIFACT and "adapter" in other.err
 
 
+def test_a_dry_run_reads_the_rows_and_plans_and_writes_nothing(ondevice, tmp_path) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+    run = ("run", program("functional"), "--out", tmp_path / "run", "--dry-run", "--json")
+    done = ondevice(*run, "--data", data)
+    assert done.code == 0 and done.json["plan"]["fits"], done.err
+    assert ondevice(*run, "--data", write_rows(tmp_path / "bad.jsonl", [{"text": 3, "label": 4}])).code == 3
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_the_artifact_fixes_cannot_be_set(ondevice, tmp_path) -> None:
     data = classes(tmp_path / "rows.jsonl")
     for setting in ("method.queries=8", "train.seed=1", "model.source=tiny:llama", "train.batch_size=4"):
