@@ -61,6 +61,7 @@ def run(
     settings: common.Settings = None,
     resume: common.Resume = False,
     overwrite: common.Overwrite = False,
+    dry_run: common.DryRun = False,
     quiet: common.Quiet = False,
     json: common.Json = False,
     *,
@@ -71,6 +72,14 @@ def run(
 
     run_config = resolve(artifact, config, overrides(settings) | run_options)
     run_config.check_data()
+    if dry_run:
+        from ondevice.artifact.manifest import read_manifest
+        from ondevice.planning.artifacts import plan_artifact
+
+        manifest = read_manifest(artifact)
+        _read_rows(run_config, manifest.task)
+        _print_plan(run_config, plan_artifact(artifact, manifest, run_config.train.memory_limit_bytes), (), json)
+        return
     from ondevice.api.train import run_artifact
 
     with _progress(json or quiet) as sink:
@@ -223,21 +232,30 @@ def _progress(silent: bool) -> Any:
     return ProgressSink(silent=silent)
 
 
-def _dry_run(config: Any, placement: Any, json: bool) -> None:
+def _read_rows(config: Any, task: str | None = None) -> Any:
+    """Read the rows of a dry run, where bad ones are found now and not after loading; return those to train on."""
     from ondevice.data import read_rows
-    from ondevice.planning.estimate import plan_run
-    from ondevice.planning.render import render
-    from ondevice.training.length import with_length
 
-    # Bad rows are found now, not after loading.
     rows, *_ = [
-        read_rows(path, task=config.data.task, columns=config.data.columns)
+        read_rows(path, task=config.data.task or task, columns=config.data.columns)
         for path in filter(None, (config.data.path, config.data.eval_path))
     ]
-    config, notes = with_length(config, rows)
+    return rows
+
+
+def _dry_run(config: Any, placement: Any, json: bool) -> None:
+    from ondevice.planning.estimate import plan_run
+    from ondevice.training.length import with_length
+
+    config, notes = with_length(config, _read_rows(config))
     if config.chosen:
         notes = (config.chosen, *notes)
-    estimate = plan_run(config, placement)
+    _print_plan(config, plan_run(config, placement), notes, json)
+
+
+def _print_plan(config: Any, estimate: Any, notes: tuple[str, ...], json: bool) -> None:
+    from ondevice.planning.render import render
+
     if json:
         print_json({"config": config.model_dump(mode="json"), "plan": estimate.to_dict()})
     else:

@@ -248,7 +248,9 @@ def check_text(value: Any, name: str, *, empty: bool = False) -> str:
     if "\0" in value:
         raise BadRow(name, "contains a NUL character")
     if any("\ud800" <= character <= "\udfff" for character in value):
-        raise BadRow(name, "is not UTF-8: save the file as UTF-8 (Excel's 'CSV UTF-8')")
+        if any("\udc80" <= character <= "\udcff" for character in value):  # a byte of the file, kept as it was
+            raise BadRow(name, "is not UTF-8: save the file as UTF-8 (Excel's 'CSV UTF-8')")
+        raise BadRow(name, "is not valid UTF-8 (half a surrogate pair)")
     return value
 
 

@@ -103,6 +103,15 @@ def test_the_adapter_of_a_run_works_everywhere(ondevice, tmp_path) -> None:
     assert other.code == ARTIFACT and "adapter" in other.err
 
 
+def test_a_dry_run_reads_the_rows_and_plans_and_writes_nothing(ondevice, tmp_path) -> None:
+    data = classes(tmp_path / "rows.jsonl")
+    run = ("run", program("functional"), "--out", tmp_path / "run", "--dry-run", "--json")
+    done = ondevice(*run, "--data", data)
+    assert done.code == 0 and done.json["plan"]["fits"], done.err
+    assert ondevice(*run, "--data", write_rows(tmp_path / "bad.jsonl", [{"text": 3, "label": 4}])).code == 3
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_the_artifact_fixes_cannot_be_set(ondevice, tmp_path) -> None:
     data = classes(tmp_path / "rows.jsonl")
     for setting in ("method.queries=8", "train.seed=1", "model.source=tiny:llama", "train.batch_size=4"):
@@ -133,6 +142,9 @@ def test_verify_prints_one_object_and_its_exit_code_says_whether_it_holds(ondevi
 def test_export_checks_before_it_loads(ondevice, tmp_path) -> None:
     export = ("export", "--model", model("two layers"), "--out", tmp_path / "a")
     assert ondevice(*export, "--length", 16, "--dry-run").code == 0
+    assert "positions" in ondevice(*export, "--max-length", 100_000, "--dry-run").err  # the name of every other verb
+    missing = ondevice(*export, "--length", 16, "--data", "/no/rows.jsonl", "--dry-run")
+    assert missing.code == 3 and "/no/rows.jsonl" in missing.err
     for options, words in (
         (["--quantize", "torchao"], "'none', 'int8', 'q4', '8da4w', '8da8w', 'w8' or 'nf4'"),
         (["--target", "ios"], "android-cpu"),

@@ -60,5 +60,7 @@ def test_only_runs_that_nobody_holds_are_removed(ondevice, folder) -> None:
         with pytest.raises(BusyError):
             remove_run(folder / "a")
     assert ondevice("runs", "remove", folder / "a").code == 2  # nobody can be asked
+    tried = ondevice("runs", "remove", folder / "a", "--dry-run", "--json").json
+    assert tried == {"removed": [str(folder / "a")], "dry_run": True} and (folder / "a").is_dir()
     assert ondevice("runs", "remove", folder / "a", "--yes", "--json").json == {"removed": [str(folder / "a")]}
     assert not (folder / "a").exists()

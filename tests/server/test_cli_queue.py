@@ -7,7 +7,7 @@ import pytest
 from tests.cli.command import CommandLine
 from tests.server.running import rows
 
-TINY = ("--model", "tiny:llama", "--method", "prge", "--set", "method.rank=2", "--batch-size", 2, "--max-length", 32)
+TINY = ("tiny:llama", "--method", "prge", "--set", "method.rank=2", "--batch-size", 2, "--max-length", 32)
 
 
 @pytest.fixture

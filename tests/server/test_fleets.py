@@ -101,9 +101,12 @@ def test_the_owner_adds_a_seat_by_command_and_mistakes_are_said(ondevice: Comman
     seat = ("serve", "fleet", "home", "--store", tmp_path / "store", "--data", data)
     assert "encrypted" in ondevice(*seat, "--json").json["message"]
     assert ondevice(*seat, "--insecure", "--window", "25:00-6", "--json").code != 0
-    done = ondevice(*seat, "--insecure", "--window", "22:00-06:00", "--memory-limit", 10**9, "--json").json
+    flags = ("--window", "22:00-06:00", "--memory-limit", "1.5GiB", "--task", "sst2", "--column", "text=Body")
+    done = ondevice(*seat, "--insecure", *flags, "--json").json
     written = json.loads(Path(done["file"]).read_text())
-    assert written["window"] == {"start": "22:00", "end": "06:00"}
+    assert written["window"] == {"start": "22:00", "end": "06:00"} and written["memory_bytes"] == 3 << 29
+    asked = Seat.parse(written).arguments(tmp_path)
+    assert asked[asked.index("--task") + 1] == "sst2" and asked[asked.index("--column") + 1] == "text=Body"
     assert written["data"] == str(data)
     assert ondevice("serve", "fleet", "home", "--store", tmp_path / "store", "--remove").code == 0
     assert "no fleet home" in ondevice("serve", "fleet", "home", "--store", tmp_path / "store", "--remove",
