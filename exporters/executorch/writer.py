@@ -112,16 +112,17 @@ def check_room(ids: Sequence[int], read: int, context_tokens: int) -> None:
         )
 
 
-def check_tokens(vocab: int, context_tokens: int, chunk_tokens: int) -> tuple[list[int], int]:
-    """Draw what a check reads: a prompt of more than one chunk, where the context has room, and two tokens behind it.
+def check_tokens(loaded: LoadedModel, context_tokens: int, chunk_tokens: int) -> tuple[list[int], int]:
+    """Return what a check reads: a prompt of more than one chunk, where the context has room, and two tokens behind it.
+
+    It is a text, because rounding moves the logits of a trained model less there than on tokens that were drawn.
 
     Returns:
-        All of them, and the length of the prompt.
+        All ids, and the length of the prompt.
     """
-    import torch
-
     length = min(context_tokens - 2, chunk_tokens + 5)
-    return torch.randint(0, vocab, (length + 2,), generator=torch.Generator().manual_seed(0)).tolist(), length
+    ids = list(loaded.tokenizer(CHECK_TEXT, add_special_tokens=False)["input_ids"])
+    return (ids * (1 + (length + 2) // len(ids)))[: length + 2], length
 
 
 def check_writer(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0) -> float:
@@ -140,7 +141,7 @@ def check_writer(session: BlocksSession, loaded: LoadedModel, limit: float = 0.0
     import torch
 
     writer, adapter, limit = Writer(session), session.adapter(), limit or LOGIT_ERROR
-    ids, length = check_tokens(loaded.dims.vocab, writer.context_tokens, writer.chunk)
+    ids, length = check_tokens(loaded, writer.context_tokens, writer.chunk)
     with beside(loaded, adapter), torch.no_grad():
         expected = loaded.model(torch.tensor([ids])).logits[0, length - 1 :].numpy()
     found = np.stack([writer.feed(ids[:length]), *(writer.feed([token]) for token in ids[length:])])
@@ -172,6 +173,13 @@ def beside(loaded: LoadedModel, adapter: Adapter) -> Iterator[None]:
 
 
 LOGIT_ERROR = 1e-4
+CHECK_TEXT = """A river begins as rain on a hill. The water runs down between stones, meets other water, and cuts a
+bed of its own. For the first few miles it is loud and fast; in spring it carries gravel, branches, sometimes a whole
+tree. Lower down, where the land is flat, it slows and drops what it has brought, and bends from one side of the
+valley to the other. People have always lived beside rivers. They drink from them, fish in them, build mills and
+bridges, and draw borders along them. When a river floods, it leaves fine mud on the fields, which farmers along the
+Nile waited for every year. At the end it reaches the sea, and nobody can say exactly where one stops and the other
+begins."""
 KEPT = ("keys", "values")
 
 

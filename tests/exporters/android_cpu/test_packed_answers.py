@@ -17,7 +17,7 @@ from ondevice.core.errors import ArtifactError, ConfigError, VerificationError
 from ondevice.models import load_model
 from ondevice.models.generate import generate
 from ondevice.training.fuse import adapted
-from tests.programs import program
+from tests.programs import model, program
 
 pytest.importorskip("executorch.exir")
 from ondevice.exporters.executorch import answers
@@ -116,3 +116,48 @@ def test_a_wrong_program_is_found(adapter, monkeypatch) -> None:
     monkeypatch.setattr(PackedWriter, "feed", late)
     with pytest.raises(VerificationError, match="does not answer as eager"):
         answers.check_answers(folder, model, described, loaded, adapter)
+
+
+def late(writer: PackedWriter, ids: Any) -> Any:
+    """Every position is one later than it is."""
+    writer.read = writer.read or 1
+    return FEED(writer, ids)
+
+
+def forgetful(writer: PackedWriter, ids: Any) -> Any:
+    """Tokens behind the prompt are read as if there were none before."""
+    writer.read = 0
+    return FEED(writer, ids)
+
+
+FEED = PackedWriter.feed
+WRONG: dict[str, tuple[str, Any]] = {
+    "positions": ("feed", late),
+    "cache": ("feed", forgetful),
+    "no adapter": ("use", lambda writer, adapter: USE(writer, None)),
+    "half the adapter": (
+        "use",
+        lambda writer, adapter: USE(writer, adapter and replace(adapter, alpha=adapter.alpha / 2)),
+    ),
+}
+USE = PackedWriter.use
+
+
+@pytest.mark.parametrize("form", ["8da8w", "8da4w"])
+def test_rounded_weights_answer_as_their_own_eager_does_and_a_wrong_program_does_not(
+    form: str, tmp_path: Path, monkeypatch
+) -> None:
+    loaded = load_model(str(model("one layer")))
+    linears = [loaded.family.linear_name(0, target) for target in ("q_proj", "v_proj", "down_proj")]
+    lowered, described = answers.write_answers(tmp_path, loaded, form, 140, linears, 4)
+    check = (tmp_path, lowered, described, loaded, answers.trial_adapter(described))
+    values = answers.check_answers(*check)
+    assert values["rel_logit_error"] < 0.03 and 1e-3 < values["max_rel_logit_error_float32"] < 0.5
+    for name, wrong in WRONG.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(PackedWriter, name, wrong)
+            with pytest.raises(VerificationError, match="does not answer as eager"):
+                answers.check_answers(*check)
+    lowered.blocks[0].turn.neg_()  # the other way round: the program is right, and what it is held against turns back
+    with pytest.raises(VerificationError, match="does not answer as eager"):
+        answers.check_answers(*check)

@@ -171,21 +171,19 @@ class TryScreen(host: MainActivity) : Screen(host) {
             val adapters = app.store.adapters(artifact)
             val vector = adapters.load(adapter)
             val left = other?.let(adapters::load) ?: artifact.first(artifact.manifest.spec.adapter).floats()
-            val packed = if (task == null && artifact.answers != null) PackedAnswers(artifact, app.openAnswers(artifact)) else null
-            packed.use {
-                app.openProgram(artifact).use { program ->
-                    val trial = Trial(Session(artifact, program), artifact.tokenizer(), packed)
-                    if (trial.canGenerate && task == null) {
-                        trial.generate(prompt, vector, left, asChat, sampling(), shouldStop = { stopping }) { soFar ->
-                            app.jobs.onMain {
-                                keep(soFar)
-                                written()
-                            }
+            val packs = task == null && artifact.answers != null
+            (if (packs) app.openAnswers(artifact) else app.openProgram(artifact)).use { program ->
+                val trial = Trial(Session(artifact, program), artifact.tokenizer(), if (packs) PackedAnswers(artifact, program) else null)
+                if (trial.canGenerate && task == null) {
+                    trial.generate(prompt, vector, left, asChat, sampling(), shouldStop = { stopping }) { soFar ->
+                        app.jobs.onMain {
+                            keep(soFar)
+                            written()
                         }
-                    } else {
-                        val (text, answers) = task?.let { trial.ofTask(mapOf(it.columns.values.first()[0] to prompt)) } ?: (prompt to answers(prompt))
-                        trial.judge(text, answers, vector, left)
                     }
+                } else {
+                    val (text, answers) = task?.let { trial.ofTask(mapOf(it.columns.values.first()[0] to prompt)) } ?: (prompt to answers(prompt))
+                    trial.judge(text, answers, vector, left)
                 }
             }
         }) { keep(it) }

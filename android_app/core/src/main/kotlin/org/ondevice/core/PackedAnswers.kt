@@ -1,6 +1,5 @@
 package org.ondevice.core
 
-import java.io.Closeable
 import java.io.File
 
 /** Where one linear layer's adapter lies in the vector that the program takes: Aᵀ [inputs, rank] at [a], and Bᵀ times alpha / rank, [rank, outputs], at [b]. */
@@ -49,14 +48,12 @@ class AnswersInfo internal constructor(
  *
  * @param program opened on [AnswersInfo.PROGRAM_NAME].
  */
-class PackedAnswers(private val artifact: Artifact, private val program: Program) : Closeable {
+class PackedAnswers(private val artifact: Artifact, private val program: Program) {
     private val info = artifact.answers ?: throw artifactError("the artifact holds no program that answers", AnswersInfo.FILE_NAME, "no such file", "export it with export.answers=packed")
     private var latest: TokenReader? = null
 
     /** A text that begins now, read with the adapter [flat]. */
     fun reader(flat: FloatArray): TokenReader = Reader(vector(adapter(flat))).also { latest = it }
-
-    override fun close() = program.close()
 
     private fun adapter(flat: FloatArray): FloatArray {
         val (spec, tensors) = artifact.manifest.spec to PeftAdapter(artifact).tensors(flat)

@@ -18,7 +18,7 @@ class TrialResult(val before: TrialSide, val after: TrialSide?)
  * A program with a method `next_token` writes an answer, and so does one with a cache. One exported without can judge: it
  * scores the candidates that are given, such as the task's labels.
  *
- * @param answers what writes in place of [session]'s program, where there is one.
+ * @param answers what writes in place of [session]'s program, where there is one; of that program nothing is called then.
  */
 class Trial(private val session: Session, private val tokenizer: Tokenizer, private val answers: PackedAnswers? = null) {
     /** The adapter that a run starts from: it changes nothing of the base model. */
