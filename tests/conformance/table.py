@@ -130,7 +130,9 @@ CUDA = tuple(
     )
 )
 # Not claimed before it has passed on a GPU; the pair is, by the row of the paper's settings.
-CUDA += (Row("prge", "torch-cuda", "", SUBSPACE, loss_error=1e-5, gradient_error=2e-2, adapter_error=1e-4, claimed=False),)
+CUDA += (
+    Row("prge", "torch-cuda", "", SUBSPACE, loss_error=1e-5, gradient_error=2e-2, adapter_error=1e-4, claimed=False),
+)
 BLOCK_FORMS = (
     "float32, 8-bit and 4-bit weights, exact gradients; 8-bit weights and activations, gradients near those (`8da8w`)"
 )
