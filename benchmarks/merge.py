@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def merged(old: Document, new: Document, key: tuple[str, ...]) -> Document:
 def in_order(rows: list[dict[str, Any]], by: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the rows sorted by these keys, the last first where a key begins with '-'."""
     for part in reversed(by):
-        rows = sorted(rows, key=lambda row, name=part.lstrip("-"): row[name], reverse=part.startswith("-"))
+        rows = sorted(rows, key=itemgetter(part.removeprefix("-")), reverse=part.startswith("-"))
     return rows
 
 

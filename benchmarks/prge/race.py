@@ -5,7 +5,7 @@ Each variant is written in words, behind '@' its rates: 'xs q4 r16 adam refresh5
 small R of C R A from one exact gradient, `diag` its diagonal alone, `rand` the whole between random C and A), `q4`,
 `r16`, `b4` (rows a step), `onesided`, `fo` (backpropagation), a rule (`sgd`, `momentum`, `adam`, `sign`, `muon`,
 `norm`, `norm-momentum`), `vocab` (the loss over all tokens instead of the answers), `refresh500` (a new exact gradient
-every so many steps), `cal256` (of so many rows, 64 otherwise), `exact5` (each exact gradient is a step of five
+every so many steps), `cal256` (of so many rows, 64 otherwise), `exact0.2` (each exact gradient is a step of that many
 rates, too), `power0.5` (A's columns by their singular values), `cone0.5` (so much of a direction's squared length lies
 along the mean of earlier estimates, ConMeZO), `pool6` (one direction made of so many, by their losses, MeZO-GV),
 `grow500` (one query before that step, `q` after it), `top5` (exact gradients in so many layers at the top, as Addax and

@@ -130,7 +130,9 @@ CUDA = tuple(
     )
 )
 # Not claimed before it has passed on a GPU; the pair is, by the row of the paper's settings.
-CUDA += (Row("prge", "torch-cuda", "", SUBSPACE, loss_error=1e-5, gradient_error=2e-2, adapter_error=1e-4, claimed=False),)
+CUDA += (
+    Row("prge", "torch-cuda", "", SUBSPACE, loss_error=1e-5, gradient_error=2e-2, adapter_error=1e-4, claimed=False),
+)
 EXACT = "float32 weights, exact gradients; functions of one block, and a whole step"
 ROUNDED = "{} weights (`{}`), exact gradients over them; functions of one block"
 NEAR = "8-bit weights and activations (`8da8w`), gradients near those over the weights; functions of one block"

@@ -55,8 +55,8 @@ def problems(config: PrgeConfig, export: ExportConfig, dims: ModelDims) -> list[
         problems.append("an exported step is one forward pass: leave batch_signs and batch_queries on")
     if config.subspace == "gradient" and config.factors is None:
         problems.append(
-            "method.subspace is gradient: a program computes none; leave subspace out and give rows of the task (--data), "
-            "or method.factors, a subspace-*.safetensors that a run in PyTorch wrote"
+            "method.subspace is gradient: a program computes none; leave subspace out and give rows of the task "
+            "(--data), or method.factors, a subspace-*.safetensors that a run in PyTorch wrote"
         )
     if config.factors is not None and not config.factors.is_file():
         problems.append(f"method.factors: there is no file {config.factors}")

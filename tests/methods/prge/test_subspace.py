@@ -144,7 +144,9 @@ def test_adam_in_a_random_subspace_is_torch_s_in_a_session_and_in_a_program() ->
         reference.grad = numbers @ z / 2
         adam.step()
         with torch.no_grad():
-            losses = program.stepped(*map(torch.from_numpy, (ids, labels)), state, seed, torch.tensor([step]), torch.zeros(1))[0]
+            losses = program.stepped(
+                *map(torch.from_numpy, (ids, labels)), state, seed, torch.tensor([step]), torch.zeros(1)
+            )[0]
             state = program.update(state, numbers, seed, torch.tensor([step]), torch.tensor([1e-2]))
         np.testing.assert_allclose(result.losses, losses.numpy(), rtol=1e-5)
         for flat in (session.flat()[:size], state[0].numpy()):

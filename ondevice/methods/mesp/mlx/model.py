@@ -133,8 +133,8 @@ class ModelStages(Stages):
         }
 
     def loss_tile(self, a: Arrays) -> Arrays:
-        """Return the running maximum, and the sum of exponentials below it, after the tile's V logits, which are float32
-        sums: rounded to half precision they would all but hide what a step changes."""
+        """Return the running maximum, and the sum of exponentials below it, after the tile's V logits: float32 sums, as
+        logits of half precision would all but hide what a step changes."""
         logits = self.product(a["hn"].astype(self.sums), a, "head")
         larger = mx.maximum(a["maximum"], mx.max(logits, axis=-1))
         total = a["total"] * mx.exp(a["maximum"] - larger) + mx.sum(mx.exp(logits - larger[:, None]), axis=-1)
