@@ -77,7 +77,7 @@ def test_two_ranks_are_one_process(name: str, ranks: list[dict[str, Any]]) -> No
         if exact:
             assert difference.max() <= 1e-2 * moved.max(), key
         else:  # a flipped rounding shows; the gradient of the keys' bias is nothing else
-            assert key.endswith("k_proj.bias") or difference.mean() <= 0.3 * moved.mean(), key
+            assert key.endswith("k_proj.bias") or difference.mean() <= 0.5 * moved.mean(), key
 
 
 def test_ranks_go_on_from_their_own_checkpoint_and_from_one_process_s(
