@@ -47,7 +47,7 @@ def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, 
     losses = [engine.step(*batch, step, 1e-3) for step, batch in enumerate(data())]
     engine.flush()
     nll, _ = engine.evaluate(*batches(1, rows=5, seed=7)[0])
-    found = {"losses": losses, "weights": engine.weights(), "nll": torch.from_numpy(nll)}
+    found = {"losses": losses, "weights": engine.weights(engine.dtype), "nll": torch.from_numpy(nll)}
     found["bytes"] = engine.store.bytes + sum(part.moments.nbytes for part in engine.parts)
     found["checks"] = {name: (check.before, check.after) for name, check in engine.bias_checks.items()}
     engine.close()
