@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 import torch
 
-from benchmarks.common import finish, median, parse_args
+from benchmarks.common import finish, median, parse_args, write_result
 from benchmarks.offload import model as om
 from benchmarks.offload import peers
 from benchmarks.offload.live import Peak, other, reason, short
@@ -91,6 +91,8 @@ class Bench:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
+        if self.args.out:  # what is ended, or hangs in a peer, keeps what it has
+            write_result("slideformer/auto", self.rows, self.args.out, COLUMNS)
         self.say({key: short(value) for key, value in row.items() if value is not None})
 
     def updates(self) -> dict[str, float]:

@@ -211,6 +211,22 @@ def test_few_bytes_cross_the_bus() -> None:
     assert crossed() < 0.35 * crossed(project=False, activations="device")
 
 
+def test_sliding_weights_come_once_up_and_once_down_but_for_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    sliding = settings(weight_placement="host", window=2)
+    engine = LspEngine(tiny_model("llama", layers=6).family, sliding, "cpu")
+    fetched, copy, size = list[str](), engine.device.copy, engine.units.layers[0].numel
+
+    def counted(lane: Any, target: Any, source: Any) -> None:
+        if source.numel() == size:
+            fetched.append(lane)
+        copy(lane, target, source)
+
+    monkeypatch.setattr(engine.device, "copy", counted)
+    engine.step(*batches(1)[0], 1, RATE)
+    assert fetched == ["h2d"] * (2 * 6 - 2)
+    engine.close()
+
+
 def test_the_transition_layer_is_the_paper_s() -> None:
     engine = LspEngine(tiny_model("llama", layers=3).family, settings(), "cpu")
     engine.updates.plan(0.030, {"offload": 0.002, "upload": 0.003, "update": 0.001}, 12)

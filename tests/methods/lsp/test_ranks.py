@@ -73,11 +73,12 @@ def test_two_ranks_are_one_process(name: str, ranks: list[dict[str, Any]]) -> No
     start = {key: value.detach() for key, value in tiny_model(RUNS[name][1], **RUNS[name][2]).model.named_parameters()}
     assert first["weights"].keys() == expected["weights"].keys()
     for key, value in expected["weights"].items():
-        difference, moved = (first["weights"][key] - value).abs(), (value - start[key]).abs()
+        difference = (first["weights"][key].float() - value.float()).abs()
+        moved = (value.float() - start[key]).abs()
         if exact:
             assert difference.max() <= 1e-2 * moved.max(), key
-        else:  # a flipped rounding shows; the gradient of the keys' bias is nothing else
-            assert key.endswith("k_proj.bias") or difference.mean() <= 0.3 * moved.mean(), key
+        else:  # flipped roundings show; the gradient of the keys' bias is nothing else
+            assert key.endswith("k_proj.bias") or difference.mean() <= 0.5 * moved.mean(), key
 
 
 def test_ranks_go_on_from_their_own_checkpoint_and_from_one_process_s(
