@@ -53,7 +53,10 @@ def test_one_device_ends_where_training_without_a_fleet_does(tmp_path: Path) -> 
         session.before_replay(step, taken)  # the second gradient's weakest directions are those of rounding errors
         batch = batches.at(step)
         session.step(batch.ids, batch.labels, step, config.method.learning_rate)
-    alone, fleet = session.adapter().tensors, load_adapter(done.adapter).tensors
+    own_adapter = session.adapter()
+    assert own_adapter is not None
+    assert done.adapter is not None
+    alone, fleet = own_adapter.tensors, load_adapter(done.adapter).tensors
     for name, value in alone.items():
         assert np.linalg.norm(fleet[name] - value) < 1e-3 * np.linalg.norm(value), name
 
@@ -65,6 +68,7 @@ def test_devices_that_follow_the_log_have_its_subspaces(ondevice: CommandLine, t
     log = read_file(Path(done.log))
     assert [event.round for event in log.events if isinstance(event, Refresh)] == [0, 2]
     assert done.bytes_per_device_round > 1e4, "the subspaces count"
+    assert done.adapter is not None
     again = ondevice("fleet", "replay", done.log, "--out", tmp_path / "again", "--json").json
     assert again["final_hash"] == done.final_hash
     first, second = load_adapter(done.adapter).tensors, load_adapter(tmp_path / "again").tensors

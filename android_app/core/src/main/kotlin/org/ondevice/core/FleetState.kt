@@ -18,7 +18,7 @@ class FleetState(val size: Int, private val seed: Long, private val queries: Int
     var frozen = ByteArray(32)
         private set
 
-    /** Outcomes and refreshes that have been applied, as the log counts them. */
+    /** The next round, where rounds are taken in their order. */
     var round = 0
         private set
 
