@@ -221,8 +221,9 @@ CUDA_ARTIFACTS = tuple(
         ("lora", {}, {}),
         ("lora-fa", {}, {}),
     )
-) + (Row("mesp", "jetson", PACKED["jetson"], family="qwen2_moe", adapter_error=2e-4),)
-TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS, *CUDA_ARTIFACTS)
+)
+MIXTURES = (Row("mesp", "jetson", PACKED["jetson"], family="qwen2_moe", adapter_error=2e-4),)
+TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS, *CUDA_ARTIFACTS, *MIXTURES)
 
 WHERE = {
     "torch-cpu": "PyTorch on the CPU",
