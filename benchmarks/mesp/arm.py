@@ -272,7 +272,7 @@ def with_earlier(rows: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list
     """Rows in the order of models and forms with those that were recorded on this machine and not taken now, each with
     its `taken`; and notes that name these with their date and commit, and what instructions were met then."""
     path = RESULTS / NAME / f"{machine_info()['name']}.json"
-    recorded = json.loads(path.read_text()) if path.is_file() else {"rows": []}
+    recorded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"rows": []}
     found: dict[tuple[str, str], dict[str, Any]] = {(row["model"], row["form"]): row for row in rows}
     earlier: dict[tuple[str, str], list[str]] = {}
     for row in recorded["rows"]:
