@@ -196,24 +196,27 @@ MLX = (
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
 )
 PACKED = {"jetson": "NF4 and INT8 weights; on the CPU here", "cuda-server": "NF4 and float32 weights; on the CPU here"}
-CUDA_ARTIFACTS = tuple(
-    Row(
-        method,
-        target,
-        PACKED[target],
-        settings,
-        quantize=quantize,
-        adapter_error=2e-6 if method == "prge" else 2e-4,
-        **more,
-    )
-    for target, quantize in (("jetson", "nf4"), ("jetson", "int8"), ("cuda-server", "nf4"), ("cuda-server", "none"))
-    for method, settings, more in (
-        ("prge", {"queries": 2, "noise": "rademacher"} if quantize == "int8" else {}, {}),
-        ("mesp", {}, BIAS if quantize == "int8" else {}),
-        ("lora", {}, {}),
-        ("lora-fa", {}, {}),
-    )
-) + (Row("mesp", "jetson", PACKED["jetson"], family="qwen2_moe", adapter_error=2e-4),)
+CUDA_ARTIFACTS = (
+    *(
+        Row(
+            method,
+            target,
+            PACKED[target],
+            settings,
+            quantize=quantize,
+            adapter_error=2e-6 if method == "prge" else 2e-4,
+            **more,
+        )
+        for target, quantize in (("jetson", "nf4"), ("jetson", "int8"), ("cuda-server", "nf4"), ("cuda-server", "none"))
+        for method, settings, more in (
+            ("prge", {"queries": 2, "noise": "rademacher"} if quantize == "int8" else {}, {}),
+            ("mesp", {}, BIAS if quantize == "int8" else {}),
+            ("lora", {}, {}),
+            ("lora-fa", {}, {}),
+        )
+    ),
+    Row("mesp", "jetson", PACKED["jetson"], family="qwen2_moe", adapter_error=2e-4),
+)
 TABLE: tuple[Row, ...] = (*EAGER, *MLX, *CUDA, *PROGRAMS, *CUDA_ARTIFACTS)
 
 WHERE = {
