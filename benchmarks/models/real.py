@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import finish, parse_args
+from benchmarks.common import command_of, finish, parse_args
 from benchmarks.models.sst2 import ADAPTER, GEMMA
 
 NEEDS = ("cuda",)
@@ -31,6 +32,7 @@ COLUMNS = [
     {"key": "ours", "title": "Here", "digits": 5},
     {"key": "theirs", "title": "Against", "digits": 5},
     {"key": "difference", "title": "Largest difference", "digits": 7},
+    {"key": "median", "title": "Median difference", "digits": 7},
     {"key": "ratio", "title": "Planned / measured", "digits": 2},
 ]
 SETTINGS = {key.removeprefix("method."): value for key, value in ADAPTER.items()}
@@ -67,7 +69,7 @@ def end(name: str, results: list[dict[str, Any]], args: Any, title: str) -> None
     """Print and record rows, under the columns that they have."""
     notes = [f"{args.model}, float32, on {args.device}. Text: wikitext-2's validation paragraphs."]
     columns = [column for column in COLUMNS if any(column["key"] in row for row in results)]
-    finish(name, results, args, columns, title=title, notes=notes)
+    finish(name, results, args, columns, title=title, notes=notes, command=command_of("models/real"))
 
 
 def rows_of(args: Any) -> list[list[int]]:
@@ -135,7 +137,8 @@ def curve(args: Any, texts: list[list[int]]) -> dict[str, Any]:
     differences = [abs(a - b) for a, b in zip(losses["mesp"], losses["lora"])]
     return {"what": "loss after the last step: MeSP, LoRA", "rows": args.batch, "tokens": args.tokens,
             "steps": args.steps, "ours": losses["mesp"][-1], "theirs": losses["lora"][-1],
-            "difference": max(differences), "mesp_curve": losses["mesp"], "lora_curve": losses["lora"]}  # fmt: skip
+            "difference": max(differences), "median": statistics.median(differences),
+            "mesp_curve": losses["mesp"], "lora_curve": losses["lora"]}  # fmt: skip
 
 
 def memory(args: Any) -> dict[str, Any]:

@@ -201,6 +201,14 @@ MLX = (
     Row("mesp", "mlx-cpu", IN_MLX, family="qwen3_moe", sizes={"layers": 1}, adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", adapter_error=2e-4),
     Row("mesp", "apple-mlx", "float32 on the CPU; not run on Metal", {"store_h": True}, adapter_error=2e-4, **BIAS),
+    Row(
+        "mesp",
+        "apple-mlx",
+        "float32 on the CPU; not run on Metal",
+        family="qwen3_moe",
+        sizes={"layers": 1},
+        adapter_error=2e-4,
+    ),
 )
 PACKED = {"jetson": "NF4 and INT8 weights; on the CPU here", "cuda-server": "NF4 and float32 weights; on the CPU here"}
 CUDA_ARTIFACTS = tuple(

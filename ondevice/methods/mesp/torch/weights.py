@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.methods.mesp.torch.attention import wide
+from ondevice.models.moe import MoeFamily
 from ondevice.nn.packed import Nf4Matrix, PackedLinear
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Resident:
         weights = {place: layer.get_submodule(name).weight for place, name in self.dims.traits.norms}
         norms = {place: factor(self.dims, w.detach().to(device)) for place, w in weights.items()}
         mlp = None
-        if self.dims.experts:
+        if isinstance(family, MoeFamily):
             layer.mlp.to(device)
             mlp = partial(family.mlp_of, i)
         return Frozen(norms, linears, mlp)
