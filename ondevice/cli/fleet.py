@@ -214,9 +214,9 @@ def begin(
         from ondevice.fleet.averaging.arrays import arrays_of
         from ondevice.fleet.averaging.store import AdapterStore
 
-        charter, first = run.adapter_charter(source), arrays_of(session)
-        AdapterStore.create(run.train.out, charter, first).close()
-        elements = sum(value.size for value in first.values())
+        charter, arrays = run.adapter_charter(source), arrays_of(session)
+        AdapterStore.create(run.train.out, charter, arrays).close()
+        elements = sum(value.size for value in arrays.values())
     else:
         charter = run.charter(session, source)
         Store.create(run.train.out, charter).close()

@@ -479,10 +479,10 @@ def is_decoder(model_type: object) -> bool:
 def known_types() -> frozenset[str]:
     """Return the types that the installed transformers knows, encoders and others too; none without transformers."""
     try:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+        from transformers import CONFIG_MAPPING
     except ImportError:
         return frozenset()
-    return frozenset(CONFIG_MAPPING_NAMES)
+    return frozenset(CONFIG_MAPPING.keys())  # the names alone: a value would import its module
 
 
 @lru_cache(maxsize=1)
