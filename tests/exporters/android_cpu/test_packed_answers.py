@@ -118,12 +118,6 @@ def test_a_wrong_program_is_found(adapter, monkeypatch) -> None:
         answers.check_answers(folder, model, described, loaded, adapter)
 
 
-def late(writer: PackedWriter, ids: Any) -> Any:
-    """Every position is one later than it is."""
-    writer.read = writer.read or 1
-    return FEED(writer, ids)
-
-
 def forgetful(writer: PackedWriter, ids: Any) -> Any:
     """Tokens behind the prompt are read as if there were none before."""
     writer.read = 0
@@ -132,7 +126,6 @@ def forgetful(writer: PackedWriter, ids: Any) -> Any:
 
 FEED = PackedWriter.feed
 WRONG: dict[str, tuple[str, Any]] = {
-    "positions": ("feed", late),
     "cache": ("feed", forgetful),
     "no adapter": ("use", lambda writer, adapter: USE(writer, None)),
     "half the adapter": (
