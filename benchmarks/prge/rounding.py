@@ -102,9 +102,10 @@ class Slopes:
         session, found = self.session, []
         for step in range(steps):
             batch = self.batches.at(step)
-            tokens = [torch.from_numpy(value).to(session.device) for value in (batch.ids, batch.labels)]
+            ids, labels = (torch.from_numpy(value).to(session.device) for value in (batch.ids, batch.labels))
             number = torch.tensor([step], device=session.device)
-            losses = session.program.losses(*tokens, session.program.perturbed(self.at, session.seed, number, scale))
+            copies = session.program.perturbed(self.at, session.seed, number, scale)
+            losses = session.program.losses(ids, labels, copies)
             found.append((losses[:4] - losses[4:]).double().cpu().numpy())
         return np.concatenate(found)
 

@@ -62,7 +62,7 @@ class Variant:
         first = fields.get("first_order", False)
         if fields.get("exact") and fields.get("space", "xs") not in ("xs", "diag"):
             raise ValueError(f"{text!r}: exact steps are of a small R of a gradient's subspace")
-        if fields.get("pool") and (fields.get("pool") < 2 or fields.get("one_sided") or fields.get("grow")):
+        if fields.get("pool") and (fields["pool"] < 2 or fields.get("one_sided") or fields.get("grow")):
             raise ValueError(f"{text!r}: a pool has two directions or more, and no other queries")
         if fields.get("cone", 0.0) >= 1.0:
             raise ValueError(f"{text!r}: a cone's share of the axis is below 1")
