@@ -265,7 +265,8 @@ class LspEngine(OffloadEngine):
         for moment, memory in zip(here, whole, strict=True):
             memory[own].copy_(moment)
             self._together(part.unit, memory, lambda shared: self.ranks.gather(shared, bounds))
-        moved = carried(*(memory.view(matrix.sizes) for memory in whole), check)
+        mean, square = (memory.view(matrix.sizes) for memory in whole)
+        moved = carried(mean, square, check)
         for moment, value in zip(here, moved, strict=True):
             moment.copy_(value.reshape(-1)[own])
 

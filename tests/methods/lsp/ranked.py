@@ -44,7 +44,7 @@ def compute(name: str, ranks: Ranks = SINGLE, device: str = "cpu") -> dict[str, 
     if ranks.single and "micro_batch_size" in settings:  # a check looks at the first micro-batch of all ranks
         settings = {**settings, "micro_batch_size": 2 * settings["micro_batch_size"]}
     engine = LspEngine(tiny_model(family, **sizes).family, LspConfig(**settings), device, 3, ranks)
-    losses = [engine.step(*batch, step, 1e-3) for step, batch in enumerate(data())]
+    losses = [engine.step(ids, labels, step, 1e-3) for step, (ids, labels) in enumerate(data())]
     engine.flush()
     nll, _ = engine.evaluate(*batches(1, rows=5, seed=7)[0])
     found = {"losses": losses, "weights": engine.weights(engine.dtype), "nll": torch.from_numpy(nll)}
@@ -85,7 +85,7 @@ def session(ranks: Ranks, device: str, folder: Path) -> Any:
 
 
 def go_on(one: LspSession, folder: Path) -> list[float]:
-    losses = [one.step(*batch, 5 + step, 1e-3).loss for step, batch in enumerate(data(8)[5:])]
+    losses = [one.step(ids, labels, 5 + step, 1e-3).loss for step, (ids, labels) in enumerate(data(8)[5:])]
     one.save_model(folder)
     one.finish("done")
     return losses
