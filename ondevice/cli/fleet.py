@@ -154,7 +154,10 @@ def status(
     table({name: value for name, value in values.items() if name not in ("rounds_table", "charter")})
     for row in values["rounds_table"][-10:]:
         loss = "no answers" if row["loss"] is None else f"loss {row['loss']:.4f}"
-        out.print(f"round {row['round']}: {loss}, {row['answers']} answers, {row['bytes']} bytes", markup=False)
+        if row["bytes"] and not row["answers"]:
+            out.print(f"before round {row['round']}: a new subspace, {row['bytes']} bytes", markup=False)
+        else:
+            out.print(f"round {row['round']}: {loss}, {row['answers']} answers, {row['bytes']} bytes", markup=False)
 
 
 @app.command()
