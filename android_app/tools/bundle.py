@@ -14,7 +14,7 @@ from tools.steps import BUILD, digest, is_fresh, run, tool, write_atomically
 DATE = (1981, 1, 1, 0, 0, 0)
 PAGE_BYTES = "16384"
 KEYSTORE = BUILD / "debug.keystore"
-PASSWORD = "android"
+PASSWORD = "android"  # noqa: S105  the debug key's customary password; it protects nothing
 
 
 def keystore() -> Path:
