@@ -29,13 +29,13 @@ import java.nio.ByteOrder
  */
 class ModuleProgram(private val artifact: Artifact, private val file: File = artifact.programFile) : Program {
     private val spec = artifact.manifest.spec
-    private val keepsLayers = artifact.manifest.soc != null
+    private val soc = artifact.manifest.soc.takeIf { file == artifact.programFile } // what answers is for the CPU
     private var module: Module? = null
     private var kind = ""
     private val ofLayers = HashMap<File, Module>()
     private val staging = Staging()
 
-    override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> = refusing("running $method", artifact) {
+    override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> = refusing("running $method", soc) {
         val values = Array(inputs.size) { EValue.from(staging.toRuntime(it, inputs[it])) }
         if (spec.methods[method]?.program == null) run(open(method), method, values) else runLayer(artifact.programFile(method, layer), method, values)
     }
@@ -50,7 +50,7 @@ class ModuleProgram(private val artifact: Artifact, private val file: File = art
     }
 
     private fun runLayer(file: File, method: String, values: Array<EValue>): List<Tensor> {
-        if (keepsLayers) return run(ofLayers.getOrPut(file) { load(file) }, method, values)
+        if (soc != null) return run(ofLayers.getOrPut(file) { load(file) }, method, values)
         val once = load(file)
         try {
             return run(once, method, values)
@@ -81,7 +81,7 @@ class ModuleProgram(private val artifact: Artifact, private val file: File = art
          * Hold a program's kernels and backends against those of the runtime in this app, by name; ExecuTorch alone
          * would say error 0x14 at the first step.
          */
-        fun check(artifact: Artifact) = refusing("starting ExecuTorch", artifact) {
+        fun check(artifact: Artifact) = refusing("starting ExecuTorch", artifact.manifest.soc) {
             ExecuTorchRuntime.getRuntime()
             missing(
                 artifact.manifest.spec.methods.values.flatMapTo(sortedSetOf()) { it.ops },
@@ -92,7 +92,7 @@ class ModuleProgram(private val artifact: Artifact, private val file: File = art
         }
 
         /** The same for the program that answers. */
-        fun check(answers: AnswersInfo) = refusing("starting ExecuTorch") {
+        fun check(answers: AnswersInfo) = refusing("starting ExecuTorch", null) {
             ExecuTorchRuntime.getRuntime()
             val (ops, backends) = ExecuTorchRuntime.getRegisteredOps().toSet() to ExecuTorchRuntime.getRegisteredBackends().toSet()
             missing(answers.ops.toSet(), ops, setOf(XNNPACK), backends)?.let { throw it }
@@ -130,14 +130,14 @@ class ModuleProgram(private val artifact: Artifact, private val file: File = art
         private val CPU = setOf("cpu", "portable", "kernels")
 
         /** Whatever the runtime throws, as an error with its own words in it. */
-        private fun <T> refusing(what: String, artifact: Artifact, body: () -> T): T = try {
+        private fun <T> refusing(what: String, soc: String?, body: () -> T): T = try {
             body()
         } catch (error: OndeviceException) {
             throw error
         } catch (error: RuntimeException) {
-            throw refused(what, artifact.manifest.soc, error)
+            throw refused(what, soc, error)
         } catch (error: LinkageError) { // the library is not there for this processor
-            throw refused(what, artifact.manifest.soc, error)
+            throw refused(what, soc, error)
         }
 
         /** The runtime's own words; of a program for an NPU, that and which chip it was compiled for. */
