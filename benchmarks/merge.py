@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, concise, write
+from benchmarks.committed import RESULTS, concise, write
 
 Document = dict[str, Any]
 

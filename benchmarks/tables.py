@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.committed import write
+
 ROOT = Path(__file__).resolve().parents[1]
 MOVED = {
     "prge_step --skip forms,programs": "prge.options",
@@ -176,8 +178,6 @@ def main(arguments: list[str]) -> int:
         print(f"tables: expected --check, result files or nothing, received {' '.join(arguments)}", file=sys.stderr)
         return 2
     for file in files:
-        from benchmarks.common import write
-
         print(f"{write(json.loads(file.read_text())).relative_to(ROOT)}: written")
     status = 0
     for path in documents(ROOT):

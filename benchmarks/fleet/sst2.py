@@ -40,7 +40,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import RESULTS, concise, finish, parse_args, write
+from benchmarks.committed import RESULTS, concise, write
+from benchmarks.common import finish, parse_args
 from benchmarks.fleet.devices import FirstOrder, Mixed, Setting, ZerothOrder
 from benchmarks.prge.race import MAX_TOKENS, read_log, read_sets
 

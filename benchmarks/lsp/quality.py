@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import finish, parse_args, write, write_result
+from benchmarks.committed import write
+from benchmarks.common import finish, parse_args, write_result
 from benchmarks.lsp.report import COLUMNS, merged, plot, ranking, rows_of
 from benchmarks.lsp.runs import Job, Runner, load
 from benchmarks.tasks import MAX_TOKENS, Task

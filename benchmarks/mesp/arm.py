@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.common import RESULTS, ROOT, finish, machine_info, parse_args
+from benchmarks.committed import RESULTS
+from benchmarks.common import ROOT, finish, machine_info, parse_args
 from benchmarks.mesp.arm_steps import LAST_BITS
 from benchmarks.mesp.arm_userland import EMULATOR, PROCESSORS, Userland, make
 

@@ -19,7 +19,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, finish, interleaved, machine_info, median, parse_args, write_result
+from benchmarks.committed import RESULTS
+from benchmarks.common import finish, interleaved, machine_info, median, parse_args, write_result
 from benchmarks.prge.programs import Q4, Program, Spec, add_programs, child, ensure, folder_of, program_memory, wanted
 
 NEEDS = ("executorch",)

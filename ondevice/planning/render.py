@@ -21,6 +21,7 @@ MEANING = {
     "packed weights": "the backend's own copies of the linear layers",
     "dense matrix": "the largest packed matrix, dense for its product",
     "adapter": "trained tensors, their copies and gradients",
+    "subspace": "of a gradient: its frozen factors, and a refresh's gradients",
     "noise": "random directions that exist at once",
     "activations": "of a block, or all that backward needs",
     "logits": "of one tile of the vocabulary, and the loss",

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks import common, tables
+from benchmarks import committed, common, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = json.loads((ROOT / "benchmarks/results/schema.json").read_text())
@@ -106,10 +106,10 @@ def test_what_is_committed_keeps_every_table_and_not_every_row() -> None:
         {"name": "b", "step_s": [0.5, 0.1, 1 / 3, 0.2, 0.3], "seeds": [0, 1, 2, 3, 4], "diverged_at": [None, 7]},
     ]
     document = common.result("room/name", rows, columns)
-    actual = common.concise(document)
+    actual = committed.concise(document)
     assert tables.render(actual) == tables.render(document)
     assert actual["rows"][0] == {
         "name": "a", "step_s": [0.1, 0.25, 0.4], "parts": {"b": 1}, "twice": [0.1, 0.2], "repeats": 4,
     }  # fmt: skip
     assert actual["rows"][1] == rows[1] | {"step_s": [0.5, 0.1, 0.3333333333, 0.2, 0.3]}
-    assert common.concise(actual) == actual
+    assert committed.concise(actual) == actual

@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from benchmarks import common, tables
+from benchmarks import committed, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -43,7 +43,7 @@ def test_committed_results_are_valid(path: Path) -> None:
     document = json.loads(path.read_text())
     jsonschema.validate(document, SCHEMA)
     assert path.parent.relative_to(RESULTS).as_posix() == document["benchmark"]
-    assert common.concise(document) == document
+    assert committed.concise(document) == document
     named = re.findall(r"-m benchmarks\.([\w.]+)", tables.render(document))
     assert named and all((ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file() for name in named)
     keys = {key for row in document["rows"] for key in row}
@@ -108,7 +108,7 @@ def test_a_marker_without_result_is_an_error(tmp_path: Path) -> None:
 
 def test_a_result_of_another_machine_goes_into_the_documentation(document: dict, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "benchmarks" / "results")
+    monkeypatch.setattr(committed, "RESULTS", tmp_path / "benchmarks" / "results")
     (tmp_path / "README.md").write_text("<!-- results: prge/inner_loop -->\n<!-- /results -->\n")
     (tmp_path / "measured elsewhere.json").write_text(json.dumps(document))
     assert tables.main([str(tmp_path / "measured elsewhere.json")]) == 0

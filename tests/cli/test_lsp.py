@@ -128,11 +128,6 @@ def test_settings_that_cannot_be_met_say_so(ondevice, tmp_path, monkeypatch) -> 
         patch.setattr(builtins, "__import__", without)
         missing = refused("g", weight_dtype="nf4")
     assert missing.code == 10 and "bitsandbytes" in missing.err and "ondevice-train[cuda]" in missing.err
-    with monkeypatch.context() as patch:
-        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-            patch.setenv(name, value)
-        ranks = refused("h")
-    assert ranks.code == 2 and "method lsp trains in one process" in ranks.err and "without torchrun" in ranks.err
 
 
 def test_an_accelerator_that_is_too_small_is_no_traceback(ondevice, tmp_path, monkeypatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from benchmarks.common import concise  # noqa: E402
+from benchmarks.committed import concise  # noqa: E402
 from benchmarks.lsp import quality  # noqa: E402
 from benchmarks.lsp.methods import LENGTHS, METHODS, Lsp, Trained, gradient_bytes, nbytes, open_method  # noqa: E402
 from benchmarks.lsp.report import BASE, mark, merged  # noqa: E402

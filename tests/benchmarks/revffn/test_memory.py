@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common import concise, peak_bytes
+from benchmarks.committed import concise
+from benchmarks.common import peak_bytes
 from benchmarks.revffn import memory, quality
 from benchmarks.revffn.peers import ORDINARY, make, open_way
 from tests.cli.command import write_rows
