@@ -94,8 +94,17 @@ def save_adapter(adapter: Adapter, folder: str | Path) -> None:
     config = json.dumps(peft_config(adapter), indent=2, sort_keys=True) + "\n"
     # With a marker: an adapter is replaced, a folder of other files never.
     with atomic_directory(folder, marker=CONFIG_NAME) as partial:
-        (partial / WEIGHTS_NAME).write_bytes(data)
+        (partial / WEIGHTS_NAME).write_bytes(_sorted_metadata(data))
         (partial / CONFIG_NAME).write_text(config, encoding="utf-8")
+
+
+def _sorted_metadata(data: bytes) -> bytes:
+    # safetensors writes metadata in the order of a hash map, another in each call: one adapter shall be one file.
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(length)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def peft_config(adapter: Adapter) -> dict[str, Any]:

@@ -104,6 +104,16 @@ def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
     assert adapter.linears[0] == "model.layers.0.self_attn.q_proj" and len(adapter.linears) == 6
 
 
+def test_an_adapter_is_the_same_file_whenever_it_is_saved(adapter: Adapter, tmp_path: Path) -> None:
+    files = set()
+    for _ in range(20):
+        save_adapter(adapter, tmp_path / "adapter")
+        files.add((tmp_path / "adapter" / "adapter_model.safetensors").read_bytes())
+    (data,) = files
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert list(header["__metadata__"]) == ["format", "ondevice.tensors_sha256"]
+
+
 def test_layers_are_in_numeric_order() -> None:
     assert [name.split(".")[2] for name in make(layers=(2, 10, 9)).linears] == [
         "2",
