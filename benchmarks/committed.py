@@ -11,9 +11,14 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
+def place_of(document: dict[str, Any]) -> Path:
+    """Return where a result of this benchmark on this machine is committed."""
+    return RESULTS / document["benchmark"] / f"{document['machine']['name']}.json"
+
+
 def write(document: dict[str, Any], path: Path | str | None = None) -> Path:
     """Write a result object atomically: whole to `path`, or `concise` to its place under benchmarks/results."""
-    target = Path(path) if path else RESULTS / document["benchmark"] / f"{document['machine']['name']}.json"
+    target = Path(path) if path else place_of(document)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(target.name + ".part")
     beside.write_text(_dump(document if path else concise(document)))

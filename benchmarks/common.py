@@ -38,7 +38,7 @@ PACKAGES = (
     "liger-kernel", "triton", "deepspeed", "mlx", "mlx-lm", "onnxruntime-qnn", "numpy",
 )  # fmt: skip
 
-PLACES = ("--out", "--programs", "--note", "--data", "--log", "--budget-s")
+PLACES = ("--out", "--programs", "--note", "--data", "--log", "--budget-s", "--scratch")
 """Arguments with a value that changes no measurement."""
 
 median = statistics.median

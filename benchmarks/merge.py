@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.committed import RESULTS, concise, write
+from benchmarks.committed import concise, place_of, write
 
 Document = dict[str, Any]
 
@@ -53,11 +53,11 @@ def main() -> None:
     key, by = (tuple(filter(None, text.split(","))) for text in (args.key, args.sort))
     for path in args.files:
         new = json.loads(path.read_text())
-        place = RESULTS / new["benchmark"] / f"{new['machine']['name']}.json"
+        place = place_of(new)
         old = json.loads(place.read_text()) if place.is_file() else new | {"rows": []}
         document = merged(old, new, key)
         document["rows"] = in_order(document["rows"], by)
-        write(concise(document), place)
+        write(document)
         print(f"{place}: {len(old['rows'])} rows, now {len(document['rows'])}")
 
 

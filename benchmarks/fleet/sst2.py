@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.committed import RESULTS, concise, write
+from benchmarks.committed import concise, write
 from benchmarks.common import finish, parse_args
 from benchmarks.fleet.devices import FirstOrder, Mixed, Setting, ZerothOrder
 from benchmarks.prge.race import MAX_TOKENS, read_log, read_sets
@@ -308,7 +308,7 @@ def main() -> None:
         document = json.loads(args.from_result.read_text())
         rows = summarize(read_log(args.log), DEFAULT.split(","))
         document |= {"rows": rows, "columns": COLUMNS, "notes": [note_of(args)]}
-        print(write(concise(document), args.out or RESULTS / "fleet/sst2" / f"{document['machine']['name']}.json"))
+        print(write(concise(document), args.out))
         return
     torch.set_float32_matmul_precision("high")
     torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention is faster on short rows

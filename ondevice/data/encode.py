@@ -315,8 +315,9 @@ def read_dataset(
     else:
         rows = read_rows(path, task=task, columns=columns)
     refuse_preferences(rows)
-    options: dict[str, Any] = {"max_length_tokens": max_length_tokens, "train_on_prompt": train_on_prompt}
-    return encode(rows, tokenizer, classes=classes, **options)
+    return encode(
+        rows, tokenizer, max_length_tokens=max_length_tokens, train_on_prompt=train_on_prompt, classes=classes
+    )
 
 
 def refuse_preferences(rows: Rows) -> None:

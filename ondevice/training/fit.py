@@ -251,11 +251,16 @@ def _open_stream(config: RunConfig, tokenizer: Any, max_length_tokens: int, task
 
     data = config.data
     assert data.path is not None  # noqa: S101  checked by `check_data`
-    settings: dict[str, Any] = {"max_length_tokens": max_length_tokens, "train_on_prompt": data.train_on_prompt}
-    settings["classes"] = classes
     return Stream(
         data.path,
-        lambda rows: encode(rows, tokenizer, allow_empty=True, **settings),
+        lambda rows: encode(
+            rows,
+            tokenizer,
+            max_length_tokens=max_length_tokens,
+            train_on_prompt=data.train_on_prompt,
+            allow_empty=True,
+            classes=classes,
+        ),
         task=data.task or task,
         columns=data.columns,
         window_records=data.shuffle_records,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import merge
+from benchmarks import committed, merge
 
 
 def test_rows_are_added_and_those_with_more_seeds_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_rows_are_added_and_those_with_more_seeds_stay(tmp_path: Path, monkeypat
     def row(variant: str, seeds: int, mean: float) -> dict:
         return {"task": "t", "variant": variant, "seeds": seeds, "mean": mean, "curve": [1]}
 
-    monkeypatch.setattr(merge, "RESULTS", tmp_path)
+    monkeypatch.setattr(committed, "RESULTS", tmp_path)
     new = tmp_path / "new.json"
     place = tmp_path / "prge" / "race" / "gpu.json"
 
