@@ -6,24 +6,28 @@ import json
 import subprocess
 import time
 import zipfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from ondevice.artifact.adapter import load_adapter
+from ondevice.server.adapters import copy_adapter, insert_adapter
 from ondevice.server.client import RefusedError
+from ondevice.server.conversions import KEPT_S, Conversions
+from ondevice.server.convert import convert
 from tests.server.running import wait_for
 
 MODEL = "tiny:llama"
 
 
 def test_a_conversion_is_what_the_command_line_writes(served, tmp_path, warm) -> None:
-    """One file and a zip of a folder; stages are told, the store keeps it until it is forgotten."""
+    """One file and a zip of a folder; the store keeps it until it is forgotten."""
     client, adapter, store = served.client, served.job["id"], served.daemon.store
-    stages: list[str] = []
     begun = client.convert(adapter, "gguf-lora")
     assert begun["state"] in ("waiting", "running") and begun["model"] == MODEL
-    done = client.wait_for_conversion(begun["id"], stages.append)
-    assert f"loading {MODEL}" in stages and done["report"]["max_abs_difference_from_base"] > 0
+    done = client.wait_for_conversion(begun["id"])
+    assert done["report"]["max_abs_difference_from_base"] > 0
     file = client.download_conversion(done["id"], tmp_path / "a b" / done["file"])
     own = tmp_path / "own.gguf"
     command = ["convert", str(store / "adapters" / adapter), "--to", "gguf-lora", "--model", MODEL, "--out", str(own)]
@@ -43,6 +47,33 @@ def test_a_conversion_is_what_the_command_line_writes(served, tmp_path, warm) ->
     assert not client.conversions() and not list((store / "exits").iterdir())
 
 
+def test_each_stage_is_in_the_row_while_it_lasts(served, store, monkeypatch) -> None:
+    copy_adapter(store, served.daemon.store / "adapters" / served.job["id"], "job-1")
+    insert_adapter(store, "job-1", "first", None)
+    values = ("exit-1", "job-1", "gguf-lora", MODEL, "waiting", time.time())
+    store.connection.execute(
+        "INSERT INTO conversions (id, adapter, form, model, state, created_s) VALUES (?, ?, ?, ?, ?, ?)", values
+    )
+    conversions, seen = Conversions(store, lambda: None), []
+
+    def stages(verb: str, **arguments: Any) -> Iterator[dict[str, str]]:
+        parts = convert(**arguments)
+        while True:
+            try:
+                stage = next(parts)
+            except StopIteration as end:
+                return end.value
+            yield stage
+            seen.append(conversions.get("exit-1")["stage"])
+
+    monkeypatch.setattr(conversions.helper, "stream", stages)
+    conversions._convert(dict(store.row("SELECT * FROM conversions")))
+    conversions.helper.close()
+    # Over the API a client that asks now and then misses short ones.
+    assert seen == ["writing job-1-gguf-lora.gguf for llama.cpp", f"loading {MODEL}", "comparing its answers"]
+    assert conversions.get("exit-1")["state"] == "done"
+
+
 def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) -> None:
     client, adapter, store = served.client, served.job["id"], served.daemon.store
     with pytest.raises(RefusedError, match="unknown form"):
@@ -55,7 +86,7 @@ def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) ->
     with pytest.raises(RefusedError, match="is not of tiny:qwen3") as caught:
         client.wait_for_conversion(other["id"])
     assert caught.value.expected and str(store) not in str(caught.value)
-    assert not list((store / "exits").iterdir())  # at once, before the daemon tidies up
+    assert not (store / "exits" / other["id"]).exists()  # at once, before the daemon tidies up
     with pytest.raises(RefusedError, match="is failed"):
         client.download_conversion(other["id"], tmp_path / "none")
     running = client.convert(adapter, "safetensors")
@@ -63,15 +94,13 @@ def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) ->
     began = time.monotonic()
     client.delete_conversion(running["id"])
     assert client.health()["status"] == "ok" and time.monotonic() - began < 5
-    wait_for(lambda: not list((store / "exits").iterdir()), "its folder's end")
+    wait_for(lambda: not (store / "exits" / running["id"]).exists(), "its folder's end")
     assert [row["id"] for row in client.conversions()] == [other["id"]]
     client.delete_conversion(other["id"])
 
 
 def test_a_daemon_that_ended_leaves_no_folder(store, tmp_path) -> None:
     """What ran is noted as failed, what is done stays for a day."""
-    from ondevice.server.conversions import KEPT_S, Conversions
-
     now = time.time()
     for name, state, created in (("exit-1", "running", now), ("exit-2", "done", now), ("exit-3", "done", now - KEPT_S)):
         store.connection.execute(
@@ -94,7 +123,6 @@ def test_beside_a_job_it_must_fit(tmp_path, monkeypatch) -> None:
 
     from ondevice.core.errors import BusyError
     from ondevice.planning.devices import find_device
-    from ondevice.server.convert import convert
 
     small = replace(find_device("this-cpu"), usable_bytes=3 << 20)
     monkeypatch.setattr("ondevice.planning.devices.find_device", lambda name: small)
