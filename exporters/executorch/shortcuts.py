@@ -17,7 +17,7 @@ from executorch.backends.xnnpack import _passes as xnnpack_passes
 from executorch.exir.lowered_backend_module import LoweredBackendModule
 from executorch.exir.pass_base import ExportPass, PassResult
 from executorch.exir.program import _program as edge
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, exported_program
 from torch.fx import GraphModule
 from torch.fx.graph import _PyTreeCodeGen
 from torch.fx.traceback import NodeSource
@@ -38,6 +38,8 @@ TRACING = (
     "call_submodule", "placeholder", "get_attr", "output", "inputs",
 )  # fmt: skip
 """Methods by which a pass changes a graph while it is traced."""
+VIEWS = ("NormalizeTransposePass", "ReplaceBrokenOpsWithFunctionalOpsPass")
+"""Passes that make copies of views, and do nothing in a graph without any; each would trace the whole graph."""
 COLLECT_AFTER = 100_000
 """New objects between two collections; a graph is made of so many that the default of 700 looks at it all day."""
 
@@ -50,10 +52,13 @@ def shortcuts() -> Iterator[None]:
       torch.fx copies both, deeply, in every pass (measured: the provenance alone is a fifth of the time).
     - PyTorch's composite operators are listed once, not at every decomposition.
     - XNNPACK's passes for other kinds of networks are left out.
-    - A program is made functional once: with its decompositions, not in a tracing of its own before them.
+    - A program is made functional once: with its decompositions, not in a tracing of its own before them; and it is not
+      decomposed a second time where nothing is left to decompose.
+    - Of PyTorch's composite operators only those of the program are told how to decompose; there are some 550.
     - A graph is checked where its edge program is finished, not after each of the passes before.
     - Code of a graph is written when the graph is called: passes interpret it.
-    - A pass that edits a graph traces it again in the end; where it has edited nothing, that is left out.
+    - A pass that edits a graph traces it again in the end; where it has edited nothing, that is left out. So are passes that
+      replace views in a graph that has none, and symbolic numbers: shapes are fixed here.
     - The garbage collector looks less often, and not at what was there before.
     """
     transform, materialize = xnnpack_passes._transform, export_utils._materialize_cpp_cia_ops
@@ -89,20 +94,35 @@ def shortcuts() -> Iterator[None]:
 
 @contextmanager
 def _functional_and_valid_once() -> Iterator[None]:
-    build, decompose, validate = (
+    build, decompose, validate, trace = (
         edge._gen_edge_manager_for_partitioners,
         ExportedProgram.run_decompositions,
         ExportedProgram._validate,
+        exported_program._decompose_and_get_gm_with_new_signature_constants,
     )
 
     def decompose_if_any(program: Any, table: Any = None, *more: Any, **options: Any) -> Any:
         # A table of PyTorch's own equals {} until it is first read.
-        return program if type(table) is dict and not table else decompose(program, table, *more, **options)
+        if type(table) is dict and not table:
+            return program
+        decomposed = getattr(program, "decomposed", False)  # then a tracing changes what is in the table, and no more
+        if decomposed and not any(node.target in table for node in program.graph.nodes):
+            return program
+        result = decompose(program, table, *more, **options)
+        result.decomposed = True
+        return result
+
+    def trace_own(program: Any, *, cia_to_decomp: dict[Any, Any], **options: Any) -> Any:
+        own = {node.target for node in program.graph.nodes}
+        kept = exported_program._special_op_to_preserve_cia
+        few = {op: call for op, call in cia_to_decomp.items() if op in own or call is kept}
+        return trace(program, cia_to_decomp=few, **options)
 
     def build_and_validate(*arguments: Any, **options: Any) -> Any:
         with (
             patch.object(ExportedProgram, "run_decompositions", decompose_if_any),
             patch.object(ExportedProgram, "_validate", lambda self: None),
+            patch.object(exported_program, "_decompose_and_get_gm_with_new_signature_constants", trace_own),
         ):
             manager = build(*arguments, **options)
         for program in manager._edge_programs.values():
@@ -144,6 +164,8 @@ def _traced_when_edited() -> Iterator[None]:
 
     def trace_if_edited(step: Any, module: Any) -> Any:
         kind, before = type(step), getattr(module.graph, "traced", None)
+        if kind.__name__ == "SymToTensorPass" or (kind.__name__ in VIEWS and not _has_views(module)):
+            return PassResult(module, False)
         edits = all(getattr(kind, name, None) is getattr(ExportPass, name, None) for name in TRACING)
         if edits and before is not None and before == _content(module):
             return PassResult(module, True)
@@ -153,6 +175,12 @@ def _traced_when_edited() -> Iterator[None]:
 
     with patch.object(ExportPass, "call", trace_if_edited):
         yield
+
+
+def _has_views(module: Any) -> bool:
+    return any(getattr(node.target, "is_view", False) for node in module.graph.nodes) or any(
+        _has_views(inner) for inner in module.children() if isinstance(inner, GraphModule)
+    )
 
 
 def _content(module: Any) -> list[tuple[Any, ...]] | None:
