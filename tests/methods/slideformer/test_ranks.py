@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from ondevice.training.checkpoint import read_state  # noqa: E402
 from tests.cli.command import classes, tiny  # noqa: E402
 from tests.methods.slideformer.ranked import LIMIT_S, ROWS, RUNS, THREE, compute, opened, save_again  # noqa: E402
 from tests.methods.slideformer.reference import batches  # noqa: E402
+from tests.ports import free_port  # noqa: E402
 from tests.warm import Warm  # noqa: E402
 
 DEVICE = os.environ.get("ONDEVICE_RANKS_DEVICE", "cpu")
@@ -43,12 +43,6 @@ pytestmark = needs_gloo
 def environment(**values: object) -> dict[str, str]:
     paths = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **{k: str(v) for k, v in values.items()}}
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def start(warm: Warm, case: str, folder: Path, world: int = WORLD) -> list[subprocess.Popen[str]]:
@@ -250,10 +244,10 @@ def test_a_rank_that_dies_or_hangs_ends_the_others(tmp_path: Path, warm: Warm) -
                 process.kill()
                 process.communicate()
     for one in (*loaded["dies"], *loaded["hangs"]):
-        assert "transfer of " in one["message"] and one["seconds"] < 2 * LIMIT_S
+        assert "transfer of " in one["message"] and one["seconds"] < 10 * LIMIT_S
     for one in (*loaded["dies"], *loaded["hangs"], *loaded["silent"]):
         assert "checkpoint is intact" in one["message"]
-    assert LIMIT_S / 2 < loaded["silent"][0]["seconds"] < 4 * LIMIT_S
+    assert LIMIT_S / 2 < loaded["silent"][0]["seconds"] < 10 * LIMIT_S
     (killed,) = loaded["killed"]
     assert killed == {"message": "another rank has ended or does not answer", "newest": 0, "left": 1}
 
