@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError
 from ondevice.models import source as sources
-from ondevice.models.any_decoder import AnyDecoder, AnyDims
+from ondevice.models.any_decoder import AnyDecoder
+from ondevice.models.any_dims import AnyDims
 from ondevice.models.base import Family, ModelDims, UnknownTrait
 from ondevice.models.cache import missing
 from ondevice.models.gguf import read_gguf_dims
