@@ -206,7 +206,7 @@ def run_artifact(
 
 def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: Options) -> Trained:
     """Run `run_artifact`'s program, once the plan is known to fit."""
-    from ondevice.models.load import artifact_tokenizer
+    from ondevice.models.open import artifact_tokenizer
 
     session = target(manifest.target).open(folder, manifest)
     tokenizer = artifact_tokenizer(folder)

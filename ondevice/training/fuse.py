@@ -17,7 +17,8 @@ from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, StorageError, VerificationError
 from ondevice.models import LoadedModel, load_model, save_tokenizer
-from ondevice.models.load import DTYPES, quiet_transformers
+from ondevice.models.load import quiet_transformers
+from ondevice.models.open import DTYPES
 from ondevice.models.source import TINY_PREFIX, config_of
 
 if TYPE_CHECKING:
