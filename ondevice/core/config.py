@@ -157,7 +157,7 @@ def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:
 
 
 class AnswerLossConfig(StrictConfig):
-    """What a method's loss is over, for methods that can leave most of the vocabulary out."""
+    """The tokens that a method's loss is over, for methods that can leave most of the vocabulary out."""
 
     loss: Literal["auto", "answers", "vocabulary"] = "vocabulary"
     """`vocabulary`: the likelihood of the answer among all tokens. `answers`: among the answers of a task whose rows
@@ -274,8 +274,8 @@ class TrainConfig(StrictConfig):
     """Rows of data a step. P-RGE runs each row 2q times, so its effective batch is 2q times this."""
 
     objective: Literal["loss", "accuracy", "f1", "command"] = "loss"
-    """What training makes better. Zeroth-order methods can train on a score that has no gradient: `accuracy` of rows
-    with candidates, `f1` of generated answers, or what `objective_command` prints."""
+    """The quantity that training improves. Zeroth-order methods can train on a score that has no gradient: `accuracy`
+    of rows with candidates, `f1` of generated answers, or what `objective_command` prints."""
 
     objective_command: str | None = None
     """A program, with its arguments, for `objective: command`: it reads one JSON object a line (`prompt`, the generated
@@ -375,10 +375,10 @@ class ExportConfig(StrictConfig):
     """Let the artifact answer with a key-value cache, in conversations of so many tokens: `ondevice chat ARTIFACT`."""
 
     answers: Literal["shared", "packed"] = "shared"
-    """What answers, with `context_tokens`. `shared`: functions of one block over the weights that are trained on, which
-    take no room; block programs only, not `8da8w`. `packed`: a program of its own in `answers/`, with weights that
-    XNNPACK packs when it is loaded: many times as fast, and a second copy of the model. Its weights are float32, 8 bits
-    for `int8` and `8da8w`, and 4 bits for `q4` and `8da4w`."""
+    """The program that answers, with `context_tokens`. `shared`: functions of one block over the weights that are
+    trained on, which take no room; block programs only, not `8da8w`. `packed`: a program of its own in `answers/`, with
+    weights that XNNPACK packs when it is loaded: many times as fast, and a second copy of the model. Its weights are
+    float32, 8 bits for `int8` and `8da8w`, and 4 bits for `q4` and `8da4w`."""
 
     check_steps: int = Field(default=3, ge=1)
     """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written, and what reading it back found.
+    """The written form, and the result of reading it back.
 
     Attributes:
         out: the file or folder; `bytes` of all its files, 0 for a dry run.

@@ -105,7 +105,7 @@ class Request:
     world: int = 1
     """Processes that train together."""
     why: str = ""
-    """What was decided for `method`, in a sentence."""
+    """The decision on `method`, in a sentence."""
 
 
 @dataclass(frozen=True)

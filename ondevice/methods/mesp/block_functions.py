@@ -102,7 +102,7 @@ class BlockFunctions:
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """What a block's functions hold: the markers, and what goes with them for every layer alike."""
+        """Tensors that a block's functions hold: the markers, and those that go with them for every layer alike."""
         rows = {len(marker) for marker in self.markers.values()}
         return self.markers | {name: value for count in sorted(rows) for name, value in unit_scales(count).items()}
 

@@ -84,7 +84,7 @@ class NpuKernels(GraphKernels):
 
 
 class _Body(nn.Module):
-    """What is compiled of one layer's function: hidden states and A, B of every adapter go in, in the order of
+    """The compiled part of one layer's function: hidden states and A, B of every adapter go in, in the order of
     `BlockFunctions.entries`."""
 
     cos: Tensor

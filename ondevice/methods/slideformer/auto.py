@@ -1,4 +1,4 @@
-"""What `auto` means: how many layers and whether the tables stay on the accelerator, how wide the window is, and how
+"""The values of `auto`: how many layers and whether the tables stay on the accelerator, how wide the window is, and how
 many gradients may wait, by the memory of both sides and the rates of the machine. Of several processes each decides by
 its own memory, as if all shared one host, and all take the least of what any of them chose (`agreed`).
 
@@ -34,7 +34,7 @@ SLACK = 1.25
 HIDDEN = 0.7
 """Of the computation is the backward pass, under which an update hides without more buffers."""
 FITTED_MATRIX = 0.75
-"""What a model's layers reach of the rate of large matrix products."""
+"""The share of the rate of large matrix products that a model's layers reach."""
 
 
 @dataclass(frozen=True)

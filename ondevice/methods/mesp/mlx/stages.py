@@ -173,7 +173,7 @@ class Stages:
         return out
 
     def _named_heads(self, target: str, y: Any) -> Arrays:
-        """What a linear layer gives of q, k and v, [B, T, heads h] each."""
+        """Split a linear layer's output into q, k and v, [B, T, heads h] each."""
         if not self.traits.fused:
             return {target[0]: y}
         q, kv = self.dims.heads * self.dims.head_dim, self.dims.kv_heads * self.dims.head_dim

@@ -63,7 +63,7 @@ def differentiated_parameters(loaded: LoadedModel, config: MespConfig) -> tuple[
 
 
 class Call:
-    """What a block was called with, by reference; the hidden state is apart.
+    """The arguments of a block's call, by reference; the hidden state is apart.
 
     Attributes:
         stores: by place, what was in dictionaries that blocks hand on to each other (keys and values that later blocks
@@ -198,7 +198,7 @@ class DifferentiatedModel:
         return total
 
     def _forward(self, ids_BT: Tensor) -> tuple[list[Call], Tensor]:
-        """What each block was called with, and the last block's output."""
+        """Return the arguments of each block's call, and the last block's output."""
         calls: list[Call] = []
         outputs: list[Tensor] = []
 
