@@ -268,12 +268,12 @@ def plan_run(
     )
 
 
-def settled(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
-    """Return the method's settings with `auto` decided for the request's device, and why; see `MethodSpec.settle`."""
+def resolved(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
+    """Return the method's settings with `auto` decided for the request's device, and why; see `MethodSpec.resolve`."""
     spec = spec_of(request.method)
-    if spec.settle is None or request.runtime != "torch":
+    if spec.resolve is None or request.runtime != "torch":
         return request.method, ""
-    return spec.load(spec.settle)(request, rates, _host_bytes(request.device))
+    return spec.load(spec.resolve)(request, rates, _host_bytes(request.device))
 
 
 def _host_bytes(device: Device) -> int | None:
@@ -283,7 +283,7 @@ def _host_bytes(device: Device) -> int | None:
 
 def plan_request(name: str, request: Request, rates: Rates | None = None) -> Plan:
     """Estimate memory and time of `request`; `name` is the model's."""
-    method, why = settled(request, rates)
+    method, why = resolved(request, rates)
     request = replace(request, method=method, why=why or request.why)
     dims, method, device, export = request.dims, request.method, request.device, request.export
     spec, rows, length = spec_of(method), request.batch_size, request.length_tokens

@@ -130,8 +130,8 @@ class Options:
         notes: to be said of the rows, beside what reading them says.
         rows, eval_rows: rows that Python holds, in place of `data.path` and `data.eval_path`.
         loaded: a model that is loaded already, in place of `model.source`'s.
-        settled: the method's settings with what was left to this machine decided, for the session alone; None: those of
-            the run.
+        resolved: the method's settings with what was left to this machine decided, for the session alone; None: those
+            of the run.
     """
 
     resume: bool = False
@@ -144,7 +144,7 @@ class Options:
     rows: Given | None = None
     eval_rows: Given | None = None
     loaded: LoadedModel | None = None
-    settled: Any = None
+    resolved: Any = None
 
 
 def train_model(config: RunConfig, placement: Placement, options: Options) -> Trained:
@@ -168,7 +168,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
         return spec.open_session(loaded, method, config.train.seed, placement.device, placement.backend)
 
     if placement.rank:
-        session = open_session(options.settled or config.method)
+        session = open_session(options.resolved or config.method)
         with StopRequest():  # a signal is for rank 0, which ends the running step and saves
             return session.follow()
     # The rows come before the session: a mistake in them is reported before memory is taken.
@@ -178,7 +178,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     config = config.model_copy(update={"method": config.method.with_answers(lambda: _answers(rows))})
     if rows.stream is not None:
         rows.stream.answers = frozenset(getattr(config.method, "answers", ()))
-    session = open_session(options.settled or config.method)
+    session = open_session(options.resolved or config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
     trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
     if placement.world > 1:
