@@ -18,8 +18,8 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.mesp import baselines_mlx as baselines
-from ondevice.methods.mesp.mlx.instructions import Rope, Settings
 from ondevice.methods.mesp.mlx.model import Model
+from ondevice.methods.mesp.mlx.settings import Rope, Settings
 from ondevice.methods.mesp.mlx.weights import FINAL, TABLE, ResidentBlock, Weights, block_file
 from ondevice.models import ModelDims
 from ondevice.training.metrics import AnonymousPeak, anonymous_bytes

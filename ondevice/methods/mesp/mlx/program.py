@@ -19,10 +19,12 @@ from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mesp.lora import IN_MLX, LoraParameters, check_family, initial_tensors, lora_parameters
 from ondevice.methods.mesp.mlx import functions as recorded
 from ondevice.methods.mesp.mlx import instructions
-from ondevice.methods.mesp.mlx.instructions import Instruction, Rope, Settings, matrix_parts
+from ondevice.methods.mesp.mlx.instructions import Instruction
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.session import MlxSession, check_config, settings_of
-from ondevice.methods.mesp.mlx.weights import Source, Weights, write_weights
+from ondevice.methods.mesp.mlx.settings import Rope, Settings, matrix_parts
+from ondevice.methods.mesp.mlx.source import Source, write_weights
+from ondevice.methods.mesp.mlx.weights import Weights
 from ondevice.models import ModelDims, ModelFiles, families
 
 if TYPE_CHECKING:

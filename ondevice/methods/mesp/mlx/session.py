@@ -26,9 +26,10 @@ from ondevice.methods.mesp.lora import (
     initial_tensors,
     lora_parameters,
 )
-from ondevice.methods.mesp.mlx.instructions import Rope, Settings
 from ondevice.methods.mesp.mlx.model import Model
-from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights, write_weights
+from ondevice.methods.mesp.mlx.settings import Rope, Settings
+from ondevice.methods.mesp.mlx.source import Source, read_weights, write_weights
+from ondevice.methods.mesp.mlx.weights import Weights
 from ondevice.models import cache
 from ondevice.models.moe import MoeDims
 from ondevice.models.source import read_config
