@@ -583,10 +583,3 @@ class Family:
         if target not in self.linear_parents:
             raise ModelError("unknown linear layer", expected=", ".join(self.linear_targets), received=target)
         return self.linear_parents[target]
-
-
-def forward_hidden(
-    family: Family, ids: Tensor, mask: Tensor | None = None, position_ids: Tensor | None = None
-) -> Tensor:
-    """Compute embedding, all blocks and the final norm: int64 [B, T] -> [B, T, hidden]; logits are this @ head^T."""
-    return family.hidden(ids, mask, position_ids)
