@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ondevice.artifact.adapter import EXPERT_PARAMETERS, is_expert_parameter
 from ondevice.core.errors import ModelError
-from ondevice.models.base import Linear, ModelDims
+from ondevice.models.dims import Linear, ModelDims
 
 ATTENTION = (
     "q_proj", "v_proj", "kv_proj", "q_b_proj", "kv_b_proj", "query_key_value", "qkv_proj", "Wqkv", "c_attn",

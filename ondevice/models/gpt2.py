@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import methods
-from ondevice.models.base import Family, ModelDims, UnknownTrait, read_size, refuse_quantised
+from ondevice.models.base import Family, UnknownTrait, read_size, refuse_quantised
+from ondevice.models.dims import ModelDims
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.base import Family, ModelDims, decoder_dims
+from ondevice.models.base import Family, decoder_dims
+from ondevice.models.dims import ModelDims
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.models.base import Family, ModelDims, UnknownTrait, decoder_dims
+from ondevice.models.base import Family, UnknownTrait, decoder_dims
+from ondevice.models.dims import ModelDims
 
 
 class Qwen2(Family):
