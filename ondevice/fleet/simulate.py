@@ -161,8 +161,8 @@ class Simulation:
     def run(self, resume: bool, overwrite: bool, on_round: Callable[[Round], None]) -> Simulated:
         """Run every round that is missing, and compare all devices."""
         from ondevice.artifact.adapter import save_adapter
-        from ondevice.training.callbacks import StopRequest
         from ondevice.training.checkpoint import RunLock
+        from ondevice.training.loop import StopRequest
 
         out, rounds = self.config.train.out, self.config.fleet.rounds
         with RunLock(out), StopRequest() as stop:

@@ -23,12 +23,11 @@ from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.errors import ConfigError, TrainingError
 from ondevice.models.source import PACKAGE_PREFIX
 from ondevice.training import events
-from ondevice.training.callbacks import Callback, StopRequest
+from ondevice.training.callbacks import Callback
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.loggers import open_reports
-from ondevice.training.loop import run_loop
-from ondevice.training.metrics import RunResult
+from ondevice.training.loop import RunResult, StopRequest, run_loop
 from ondevice.training.objective import Objective
 from ondevice.training.rows import RunRows, answers_of_run, batches_of, read_rows_of
 from ondevice.training.schedule import WarmupDecay

@@ -3,28 +3,74 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from ondevice.artifact.files import sha256_file
-from ondevice.core.errors import CheckpointError, OndeviceError, StorageError
+from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.training import events
-from ondevice.training.callbacks import Callback, Callbacks, StopRequest
+from ondevice.training.callbacks import Callback, Callbacks
 from ondevice.training.checkpoint import CheckpointStore, RunLock, check_identity
 from ondevice.training.events import FILE_NAME, EventLog, LogContent, Sink, cut_log, read_log
 from ondevice.training.metrics import History, PeakMemory, RunResult
-from ondevice.training.saving import Saver, not_finite
 from ondevice.training.schedule import constant
 
 if TYPE_CHECKING:
     from ondevice.core.session import Session
     from ondevice.data import Batch
-    from ondevice.training.checkpoint import Loaded
     from ondevice.training.evaluate import EvalResult
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+class StopRequest:
+    """A request to stop the run, by a signal or by `request`; True once there is one. A context manager.
+
+    Signals are taken only in the main thread, only while open, and not those that the process was started to
+    ignore (`nohup`). The second signal raises KeyboardInterrupt where the program is.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._before: dict[int, Any] = {}
+
+    def request(self, reason: str = "request") -> None:
+        """Stop after the running step; another thread may call this."""
+        self.reason = self.reason or reason
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    def __call__(self) -> bool:
+        """True once the run shall stop; for `should_stop` callbacks."""
+        return bool(self.reason)
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if self.reason:
+            raise KeyboardInterrupt
+        self.request(signal.Signals(number).name)
+
 
 EvaluateFn = Callable[[Callable[[], bool]], "EvalResult | None"]
 """Takes `should_stop`; returns the figures, or None if the evaluation was abandoned."""
@@ -36,6 +82,17 @@ class BatchSource(Protocol):
     def at(self, step: int) -> Batch:
         """Return the batch of step `step`: `ids` and `labels`, int64 [batch_size, length_tokens]."""
         ...
+
+
+@dataclass
+class Saving:
+    """A checkpoint that is being written; seconds of `time.perf_counter`."""
+
+    step: int
+    began_s: float
+    end_s: float = 0.0
+    path: Path = Path()
+    error: BaseException | None = None
 
 
 @dataclass
@@ -60,13 +117,14 @@ class Run:
         self.memory = PeakMemory()
         self.history = History()
         self.done = 0
+        self.saved: Path | None = None
+        self.saving: tuple[threading.Thread, Saving] | None = None
         self.evaluation: EvalResult | None = None
         self.best_evaluation: EvalResult | None = None
         self.evaluated: set[int] = set()
         self.without_better = 0  # evaluations since the best one
         self.changed: dict[str, Any] = {}
         self.log: EventLog
-        self.saver: Saver
 
     def open(self, resume: bool, overwrite: bool, sinks: Iterable[Sink]) -> int:
         """Begin in an empty folder, or restore the run that is in it; return the first step to run."""
@@ -77,14 +135,13 @@ class Run:
                 hint="`--resume` goes on with it, `--overwrite` deletes it, `train.out` names another folder",
             )
         warnings: list[str] = []
-        content, loaded = LogContent(), None
+        content, name = LogContent(), ""
         if resume and not overwrite:
-            content, loaded = self._restore(path, warnings)
+            content, name = self._restore(path, warnings)
         else:
             self.store.clear()
             path.unlink(missing_ok=True)
         self.log = EventLog(path, sinks)
-        self.saver = Saver(self.session, self.store, self.log, self.callbacks, loaded.path if loaded else None)
         if content.start is None:
             self.log.write(self.start)
         else:
@@ -93,7 +150,7 @@ class Run:
                     step=self.done,
                     steps=self.steps,
                     backend=self.session.backend,
-                    checkpoint=loaded.path.name if loaded else "",
+                    checkpoint=name,
                     changed=self.changed,
                 )
             )
@@ -101,7 +158,7 @@ class Run:
             self.log.write(events.Warning(message=message, step=self.done))
         return self.done
 
-    def _restore(self, path: Path, warnings: list[str]) -> tuple[LogContent, Loaded | None]:
+    def _restore(self, path: Path, warnings: list[str]) -> tuple[LogContent, str]:
         """Take the newest checkpoint into the session and cut the log back to it."""
         self.store.remove_leftovers()
         head = read_log(path).start
@@ -117,7 +174,7 @@ class Run:
             )
         if loaded is not None:
             self.session.load_state(loaded.state)
-            self.done = loaded.meta.step
+            self.done, self.saved = loaded.meta.step, loaded.path
             if loaded.meta.backend != self.session.backend:
                 warnings.append(
                     f"the checkpoint is of {loaded.meta.backend}, this is {self.session.backend}: "
@@ -135,7 +192,7 @@ class Run:
             if isinstance(event, events.Evaluate):
                 self.evaluated.add(event.step)
                 self.without_better = 0 if event.best else self.without_better + 1
-        return content, loaded
+        return content, loaded.path.name if loaded else ""
 
     def train(self, batches: BatchSource, rate_at: Callable[[int], float], first: int) -> RunResult:
         """Run steps `first` to `self.steps - 1`, and return the result of the whole run."""
@@ -148,17 +205,16 @@ class Run:
             if prepared is not None:
                 self.log.write(events.Prepare(step=step, path=prepared.name, sha256=sha256_file(prepared)))
             self._step(step, batches.at(step), rate_at(step))
-            self.saver.collect(wait=False)
+            self._collect_save(wait=False)
             last = self.done == self.steps
             self._evaluate_and_save(save=last or self.done % self.checkpoint_every == 0)
-        self.saver.collect()
+        self._collect_save()
         early = self.done < self.steps and self._hopeless()
         if self.stop:
             # Save where the run stands, unless the last checkpoint is of this very step.
-            saved = self.saver.saved
-            if self.done and (saved is None or not saved.name.endswith(f"-{self.done:08d}")):
-                self.saver.save(self.done, None)
-                self.saver.collect()
+            if self.done and (self.saved is None or not self.saved.name.endswith(f"-{self.done:08d}")):
+                self._save(None)
+                self._collect_save()
             self.log.write(events.Interrupt(step=self.done, signal=self.stop.reason))
         else:
             why = f"stopped early: {self.without_better} evaluations without a better one" if early else ""
@@ -174,7 +230,7 @@ class Run:
             best_evaluation=self.best_evaluation,
             best_score=best[0] if best else None,
             best_checkpoint=best[1] if best else None,
-            checkpoint=self.saver.saved,
+            checkpoint=self.saved,
             interrupted=bool(self.stop),
             signal=self.stop.reason,
             stopped_early=early and not self.stop,
@@ -233,12 +289,30 @@ class Run:
     def _check_finite(self, named: tuple[str, float], step: int, learning_rate: float) -> None:
         name, value = named
         if not math.isfinite(value):
-            raise not_finite(
+            raise self._not_finite(
                 f"the {name} of step {step} is {value}",
                 "a finite number",
                 f"{value} at learning rate {learning_rate:g}",
-                self.saver.saved,
             )
+
+    def _check_state(self, state: dict[str, np.ndarray]) -> None:
+        """Refuse to save parameters that the last step made infinite or not a number.
+
+        The loss is of the parameters before the step, so it does not show them; a checkpoint of them would replace
+        the last good one.
+        """
+        for name, value in state.items():
+            if value.dtype.kind == "f" and not np.isfinite(value).all():
+                raise self._not_finite(
+                    f"step {self.done - 1} left values in '{name}' that are no numbers",
+                    "finite parameters",
+                    "inf or nan",
+                )
+
+    def _not_finite(self, message: str, expected: str, received: str) -> TrainingError:
+        kept = f"the last checkpoint is {self.saved}" if self.saved else "there is no checkpoint yet"
+        hint = "a lower learning rate; for a zeroth-order method also a smaller perturbation scale"
+        return TrainingError(f"{message}; {kept}", expected=expected, received=received, hint=hint)
 
     def _due(self) -> bool:
         """True if an evaluation is due after the last step and was not done before a resume."""
@@ -266,7 +340,70 @@ class Run:
                 self.callbacks.call("on_evaluate", event)
         # The last state of a run that stops early is saved like that of any other end.
         if save or best or (result is not None and self._hopeless()):
-            self.saver.save(self.done, result)
+            self._save(result)
+
+    def _save(self, evaluation: EvalResult | None) -> None:
+        """Save a checkpoint: in a thread beside the next steps, where the session holds unwritten arrays as they are.
+
+        A session that does not (`saves_beside`) is saved at once.
+        """
+        self._collect_save()  # one at a time: two would compete for the disk, and for the arrays that are held
+        self.log.sync()  # first the log: a checkpoint must not be of a step that the log has lost
+        state = self.session.state()
+        saving = Saving(self.done, time.perf_counter())
+        beside = self.session.saves_beside
+        if beside:
+            self.session.hold()
+
+        def save() -> None:
+            try:
+                self._check_state(state)
+                saving.path = self.store.save(
+                    saving.step,
+                    state,
+                    evaluation=None if evaluation is None else events.plain(evaluation.figures()),
+                    score=None if evaluation is None else evaluation.score,
+                    written=self.session.written if beside else None,
+                    beside=self.session.save_beside,
+                )
+            except BaseException as error:  # raised by `_saved` in the thread that trains
+                saving.error = error
+            if beside:
+                self.session.written(None)  # also after an error: the next step waits for it
+            saving.end_s = time.perf_counter()
+
+        if not beside:
+            save()
+            self._saved(saving)
+            return
+        thread = threading.Thread(target=save, name="ondevice-checkpoint")
+        thread.start()
+        self.saving = (thread, saving)
+
+    def end_saving(self) -> None:
+        """Wait for a checkpoint that is being written, whatever happened since."""
+        if self.saving is not None:
+            self.saving[0].join()
+
+    def _collect_save(self, wait: bool = True) -> None:
+        """Log the checkpoint that a thread has written, and raise its error; with `wait`, join a running thread."""
+        if self.saving is None or not (wait or not self.saving[0].is_alive()):
+            return
+        (thread, saving), self.saving = self.saving, None
+        thread.join()
+        self._saved(saving)
+
+    def _saved(self, saving: Saving) -> None:
+        if saving.error is not None:
+            raise saving.error
+        self.saved = saving.path
+        size = sum(file.stat().st_size for file in saving.path.rglob("*") if file.is_file())
+        event = events.Checkpoint(
+            step=saving.step, path=saving.path.name, size_bytes=size, seconds_s=saving.end_s - saving.began_s
+        )
+        self.log.write(event)
+        if self.callbacks is not None:
+            self.callbacks.call("on_checkpoint", event)
 
 
 def _identity(start: events.Start) -> dict[str, Any]:
@@ -296,6 +433,9 @@ def _changed(logged: list[events.Event], start: events.Start) -> dict[str, Any]:
             before |= {key: values[1] for key, values in event.changed.items()}
     now = settings(start.config)
     return {key: [before[key], now[key]] for key in CHANGEABLE if before[key] != now[key]}
+
+
+__all__ = ["BatchSource", "EvaluateFn", "RunResult", "StopRequest", "run_loop"]
 
 
 def run_loop(
@@ -360,4 +500,4 @@ def run_loop(
                 run.failed(error)
                 raise
             finally:
-                run.saver.end()
+                run.end_saving()

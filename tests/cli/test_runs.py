@@ -7,8 +7,8 @@ import json
 import pytest
 
 from ondevice.core.errors import BusyError
-from ondevice.training.callbacks import StopRequest
 from ondevice.training.checkpoint import RunLock
+from ondevice.training.loop import StopRequest
 from ondevice.training.runs import remove_run
 from tests.training.bigram import BigramSession, train
 

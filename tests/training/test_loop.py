@@ -14,9 +14,9 @@ import pytest
 
 from ondevice.core.errors import CheckpointError, StorageError, TrainingError
 from ondevice.training import events
-from ondevice.training.callbacks import StopRequest
 from ondevice.training.checkpoint import STATE_FILE
 from ondevice.training.evaluate import EvalResult
+from ondevice.training.loop import StopRequest
 from tests.training.bigram import BigramSession, Cycles, head, logged, scalars, train
 
 
