@@ -13,8 +13,7 @@ from ondevice.core.registry import methods, target
 from ondevice.models import read_dims
 from ondevice.planning.devices import place
 from ondevice.training.callbacks import Callback
-from ondevice.training.fit import Options, Sink, Trained, fit, train_model
-from ondevice.training.rows import read_rows_of
+from ondevice.training.fit import Options, Sink, Trained, fit, read_rows_of, train_model
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ArtifactError, FleetError
 from ondevice.data.answers import answers_of_rows, answers_of_task
-from ondevice.training.rows import RunRows, read_rows_of
+from ondevice.training.fit import RunRows, read_rows_of
 
 if TYPE_CHECKING:
     from ondevice.core.method import Placement

@@ -21,6 +21,7 @@ from ondevice.artifact.adapter import (
 )
 from ondevice.artifact.files import atomic_directory, sha256_file
 from ondevice.core.errors import ConfigError, TrainingError
+from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
 from ondevice.models.source import PACKAGE_PREFIX
 from ondevice.training import events
 from ondevice.training.callbacks import Callback
@@ -29,15 +30,15 @@ from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.loggers import open_reports
 from ondevice.training.loop import RunResult, StopRequest, run_loop
 from ondevice.training.objective import Objective
-from ondevice.training.rows import RunRows, answers_of_run, batches_of, read_rows_of
 from ondevice.training.schedule import WarmupDecay
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
     from ondevice.core.method import Placement
     from ondevice.core.session import Session
-    from ondevice.data import Batches, Dataset
+    from ondevice.data import Dataset
     from ondevice.data.objects import Given
+    from ondevice.data.stream import Stream, StreamBatches
     from ondevice.models import LoadedModel
 
 Sink = Callable[[events.Event], None]
@@ -173,10 +174,8 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     # The rows come before the session: a mistake in them is reported before memory is taken.
     assert config.data.max_length_tokens is not None  # noqa: S101  `api.train` has taken it from the data
     length, classes = config.data.max_length_tokens, loaded.dims.classes
-    rows = read_rows_of(
-        config, loaded.tokenizer, length, given=options.rows, given_eval=options.eval_rows, classes=classes
-    )
-    config = config.model_copy(update={"method": config.method.with_answers(lambda: answers_of_run(rows))})
+    rows = read_rows_of(config, loaded.tokenizer, length, options=options, classes=classes)
+    config = config.model_copy(update={"method": config.method.with_answers(lambda: _answers(rows))})
     if rows.stream is not None:
         rows.stream.answers = frozenset(getattr(config.method, "answers", ()))
     session = open_session(options.resolved or config.method)
@@ -185,6 +184,98 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     if placement.world > 1:
         session.finish(trained)
     return trained
+
+
+def _answers(rows: RunRows) -> tuple[tuple[int, ...], str]:
+    from ondevice.data.answers import answers_of_rows
+
+    answers, reason = answers_of_rows(rows.train)
+    if rows.stream is not None and len(answers) == 1:
+        return (), "the first window has one label alone"
+    return answers, reason
+
+
+@dataclass(frozen=True)
+class RunRows:
+    """The rows of a run, encoded: those to train on, those to evaluate on (or None), and the padding token.
+
+    Where the file is streamed, `train` is its first window and `stream` all of it.
+    """
+
+    train: Dataset
+    evaluation: Dataset | None
+    pad: int
+    stream: Stream | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """Return what is known of the rows to train on."""
+        return self.train.figures() if self.stream is None else self.stream.figures()
+
+
+def read_rows_of(
+    config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None = None, options: Options | None = None,
+    classes: int = 0,
+) -> RunRows:  # fmt: skip
+    """Read and encode the rows that a run file names, or that the options hold; for `classes` see `encode`.
+
+    Raises:
+        DataError: a file has no row that can be used.
+    """
+    data, options = config.data, options or Options()
+    path, eval_path = options.rows or data.path, options.eval_rows or data.eval_path
+    assert path is not None  # noqa: S101  the callers refuse a run without rows before anything is loaded
+
+    def read(path: Path | Given) -> Dataset:
+        return read_dataset(
+            path,
+            tokenizer,
+            task=data.task or task,
+            columns=data.columns,
+            max_length_tokens=max_length_tokens,
+            train_on_prompt=data.train_on_prompt,
+            classes=classes,
+        )
+
+    if data.streaming and not options.rows:
+        stream = _open_stream(config, tokenizer, max_length_tokens, task, classes)
+        return RunRows(stream.first, read(eval_path) if eval_path else None, pad_id_of(tokenizer), stream)
+    train = read(path)
+    if data.validation_split:
+        return RunRows(*split_rows(train, data.validation_split, config.train.seed), pad_id_of(tokenizer))
+    return RunRows(train, read(eval_path) if eval_path else None, pad_id_of(tokenizer))
+
+
+def _open_stream(config: RunConfig, tokenizer: Any, max_length_tokens: int, task: str | None, classes: int) -> Stream:
+    from ondevice.data.encode import encode
+    from ondevice.data.stream import Stream
+
+    data = config.data
+    assert data.path is not None  # noqa: S101  checked by `check_data`
+    return Stream(
+        data.path,
+        lambda rows: encode(
+            rows,
+            tokenizer,
+            max_length_tokens=max_length_tokens,
+            train_on_prompt=data.train_on_prompt,
+            allow_empty=True,
+            classes=classes,
+        ),
+        task=data.task or task,
+        columns=data.columns,
+        window_records=data.shuffle_records,
+        seed=config.train.seed,
+    )
+
+
+def _batches(session: Session, rows: RunRows, config: RunConfig) -> Batches | StreamBatches:
+    # An exported program fixes the rows of a step; any other session takes what the run file says.
+    size, packing = session.batch_size or config.train.batch_size, config.data.packing
+    if rows.stream is None:
+        return Batches(rows.train, size, session.lengths_tokens, config.train.seed, rows.pad, packing=packing)
+    from ondevice.data.stream import StreamBatches
+
+    return StreamBatches(rows.stream, size, session.lengths_tokens, rows.pad, packing=packing)
 
 
 def fit(
@@ -206,7 +297,7 @@ def fit(
         seed: of the log's head; the run file's unless given.
         saves_model: a model was loaded whole, so a method that trains all of it can write it.
     """
-    batches = batches_of(session, rows, config)
+    batches = _batches(session, rows, config)
     config = in_steps(config, batches.steps_per_epoch)
     settings = config.train
     if settings.objective != "loss":
@@ -258,7 +349,7 @@ def fit(
         sinks=[*options.sinks, *(() if reports is None else (reports,))],
         patience=settings.patience,
         callbacks=options.callbacks,
-        score=None if objective is None else lambda step: objective(cast("Batches", batches).rows_at(step)),
+        score=None if objective is None else lambda step: objective(cast(Batches, batches).rows_at(step)),
     )
     if rows.stream is not None:
         figures["train"] = rows.figures()

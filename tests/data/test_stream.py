@@ -15,7 +15,7 @@ from ondevice.core.errors import DataError
 from ondevice.data import Batches, read_dataset
 from ondevice.data.encode import IGNORE, encode
 from ondevice.data.stream import Stream, StreamBatches, first_rows
-from ondevice.training.rows import RunRows, answers_of_run
+from ondevice.training.fit import RunRows, _answers
 
 LENGTH = 48
 
@@ -163,7 +163,7 @@ def test_a_loss_over_answers_takes_the_labels_of_the_first_window(tokenizer, tmp
     labels = ["foo", "bar", "foo", "bar", "foo", "new", "bar"]
     path = lines(tmp_path / "rows.jsonl", [{"text": f"{n} foo", "label": label} for n, label in enumerate(labels)])
     opened = stream(path, tokenizer, window=4)
-    answers, why = answers_of_run(RunRows(opened.first, None, 0, opened))
+    answers, why = _answers(RunRows(opened.first, None, 0, opened))
     assert len(answers) == 2, why
     opened.answers = frozenset(answers)
     for place in range(12):
@@ -171,7 +171,7 @@ def test_a_loss_over_answers_takes_the_labels_of_the_first_window(tokenizer, tmp
     (reason,) = opened.figures()["left_out"].items()
     assert reason[0].startswith("label: is not among the labels of the first window") and reason[1] == 1
     sorted_ = stream(path, tokenizer, window=1)
-    assert answers_of_run(RunRows(sorted_.first, None, 0, sorted_)) == ((), "the first window has one label alone")
+    assert _answers(RunRows(sorted_.first, None, 0, sorted_)) == ((), "the first window has one label alone")
 
 
 def test_a_file_that_changes_under_a_run_ends_it(tokenizer, tmp_path) -> None:

@@ -20,7 +20,7 @@ from ondevice.fleet.split import split
 if TYPE_CHECKING:
     from ondevice.core.session import Session
     from ondevice.fleet.config import Attack, FleetRun
-    from ondevice.training.rows import RunRows
+    from ondevice.training.fit import RunRows
 
 
 class AveragingSimulation:
