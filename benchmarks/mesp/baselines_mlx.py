@@ -13,8 +13,8 @@ import numpy as np
 
 from ondevice.methods.mesp.mlx import instructions
 from ondevice.methods.mesp.mlx.instructions import Instruction, Operand
-from ondevice.methods.mesp.mlx.layers import Arrays
 from ondevice.methods.mesp.mlx.model import Interpreter, Model, ModelStages, OnGradient, targets
+from ondevice.methods.mesp.mlx.stages import Arrays
 from ondevice.runtime_ops import mlx_ops
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from ondevice.methods.mesp.mlx.layers import Arrays
 from ondevice.methods.mesp.mlx.model import ModelStages
-from ondevice.methods.mesp.mlx.stages import joined
+from ondevice.methods.mesp.mlx.stages import Arrays, joined
 
 
 class MixtureStages(ModelStages):

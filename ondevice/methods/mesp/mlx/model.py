@@ -11,9 +11,8 @@ import numpy as np
 
 from ondevice.methods.mesp.mlx import instructions
 from ondevice.methods.mesp.mlx.instructions import Instruction, Operand
-from ondevice.methods.mesp.mlx.layers import Arrays
 from ondevice.methods.mesp.mlx.settings import Settings, bounds
-from ondevice.methods.mesp.mlx.stages import Stages
+from ondevice.methods.mesp.mlx.stages import Arrays, Stages
 from ondevice.methods.mesp.mlx.weights import Weights, select
 
 Update = Callable[[str, Any, Any], None]
