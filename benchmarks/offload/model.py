@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from benchmarks.common import median
-from ondevice.models.base import Family
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import Family, ModelDims
 from ondevice.models.registry import family_for
 from ondevice.offload.drive import buffer
 from ondevice.offload.host import moments_bytes, moments_in

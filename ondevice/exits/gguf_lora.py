@@ -18,8 +18,7 @@ from ondevice.exits.check import check_adapter
 from ondevice.exits.gguf_file import write_gguf
 from ondevice.exits.gguf_names import architecture_of, to_gguf
 from ondevice.models import read_dims
-from ondevice.models.base import Family
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import Family, ModelDims
 from ondevice.models.gguf_names import gguf_names
 from ondevice.models.registry import family_for
 

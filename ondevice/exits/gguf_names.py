@@ -14,8 +14,7 @@ import numpy as np
 from ondevice.core.errors import ModelError
 
 if TYPE_CHECKING:
-    from ondevice.models.base import Family
-    from ondevice.models.dims import ModelDims
+    from ondevice.models.base import Family, ModelDims
 
 
 def architecture_of(family: type[Family], dims: ModelDims) -> str:

@@ -1,7 +1,6 @@
 """Loading models, and one file for each family; importing it loads neither torch nor transformers."""
 
-from ondevice.models.base import Family
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import Family, ModelDims
 from ondevice.models.load import LoadedModel, load_model
 from ondevice.models.open import ModelFiles, load_tokenizer, open_model, read_dims, save_tokenizer
 from ondevice.models.registry import families, families_with

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
 from ondevice.models.any_dims import AnyDims, dims_of_config, dims_of_model, find_blocks
-from ondevice.models.base import Family, refuse_quantised
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import Family, ModelDims, refuse_quantised
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
-from ondevice.models.base import UnknownTrait, decoder_dims, read_size
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import ModelDims, UnknownTrait, decoder_dims, read_size
 from ondevice.models.traited import TraitFamily, sliding_windows
 from ondevice.models.traits import BlockTraits
 

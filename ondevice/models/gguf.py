@@ -15,9 +15,8 @@ import numpy as np
 
 from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import ModelError
-from ondevice.models.base import Family
+from ondevice.models.base import Family, ModelDims
 from ondevice.models.cache import missing, progress
-from ondevice.models.dims import ModelDims
 from ondevice.models.gguf_config import TOKEN_IDS, Metadata, read_config
 from ondevice.models.gguf_names import gguf_parts
 from ondevice.models.registry import family_for_gguf

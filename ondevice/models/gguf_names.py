@@ -8,8 +8,7 @@ from ondevice.core.errors import ModelError
 from ondevice.models.cache import missing
 
 if TYPE_CHECKING:
-    from ondevice.models.base import Family
-    from ondevice.models.dims import ModelDims
+    from ondevice.models.base import Family, ModelDims
 
 _WHOLE, _HALVES = "experts.gate_up_proj", ("experts.gate_proj", "experts.up_proj")
 """transformers keeps the experts' gate and up matrices as one tensor, GGUF as two."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.base import Family, decoder_dims
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import Family, ModelDims, decoder_dims
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,9 +12,8 @@ from ondevice.core.errors import ModelError
 from ondevice.models import source as sources
 from ondevice.models.any_decoder import AnyDecoder
 from ondevice.models.any_dims import AnyDims
-from ondevice.models.base import Family, UnknownTrait
+from ondevice.models.base import Family, ModelDims, UnknownTrait
 from ondevice.models.cache import missing
-from ondevice.models.dims import ModelDims
 from ondevice.models.open import DTYPES, dims_and_family, folder_of, read_tokenizer, trait_sentence
 from ondevice.models.registry import ENCODERS
 from ondevice.models.source import TINY_PREFIX, SourceInfo

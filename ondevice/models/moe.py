@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import methods
-from ondevice.models.base import Family, UnknownTrait, read_size
-from ondevice.models.dims import Linear, ModelDims
+from ondevice.models.base import Family, Linear, ModelDims, UnknownTrait, read_size
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,9 +14,8 @@ from ondevice.artifact.files import storage_errors
 from ondevice.core.errors import ModelError
 from ondevice.models import source as sources
 from ondevice.models.any_decoder import AnyDecoder
-from ondevice.models.base import Family, UnknownTrait
+from ondevice.models.base import Family, ModelDims, UnknownTrait
 from ondevice.models.cache import missing
-from ondevice.models.dims import ModelDims
 from ondevice.models.gguf import read_gguf_dims
 from ondevice.models.registry import classifier_for, family_for
 from ondevice.models.source import TINY_PREFIX, SourceInfo

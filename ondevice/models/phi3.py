@@ -7,8 +7,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ondevice.models.base import ROPE_TYPES, decoder_dims, read_size
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import ROPE_TYPES, ModelDims, decoder_dims, read_size
 from ondevice.models.traited import TraitFamily
 from ondevice.models.traits import BlockTraits
 

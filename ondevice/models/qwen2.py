@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.models.base import Family, UnknownTrait, decoder_dims
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import Family, ModelDims, UnknownTrait, decoder_dims
 
 
 class Qwen2(Family):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ondevice.models.base import decoder_dims, read_size
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import ModelDims, decoder_dims, read_size
 from ondevice.models.traited import TraitFamily, sliding_windows
 from ondevice.models.traits import LLAMA_NORMS, BlockTraits
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ondevice.core.errors import ModelError
-from ondevice.models.base import decoder_dims, read_size
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import ModelDims, decoder_dims, read_size
 from ondevice.models.llama import Llama
 from ondevice.models.traited import TraitFamily, sliding_windows
 from ondevice.models.traits import BlockTraits

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.files import atomic_directory
 from ondevice.core.errors import ModelError
-from ondevice.models.base import Family
+from ondevice.models.base import Family, ModelDims
 from ondevice.models.cache import missing
-from ondevice.models.dims import ModelDims
 from ondevice.models.registry import families
 from ondevice.models.source import TINY_PREFIX, SourceInfo
 

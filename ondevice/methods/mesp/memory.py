@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.models import ModelDims
-    from ondevice.models.dims import Linear
+    from ondevice.models.base import Linear
 
 WINDOW = 2
 """Streamed blocks, or tiles of the head, in memory: the one that computes, and the one that is being read."""

@@ -10,7 +10,7 @@ from ondevice.methods.slideformer.auto import HOST_SHARE, SHARE, Room, resolve
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
 from ondevice.methods.slideformer.memory import MEMORY
 from ondevice.methods.slideformer.planner import Work
-from ondevice.models.dims import ModelDims
+from ondevice.models.base import ModelDims
 from ondevice.offload.rates import Rates
 
 DIMS = ModelDims(
