@@ -59,15 +59,8 @@ class Transport:
         """
         return json.loads(self._send(method, path, body, query, headers))
 
-    def _send(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        query: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> bytes:
-        with self._answer(method, path, body, query, headers) as response:
+    def _send(self, *request: Any) -> bytes:
+        with self._answer(*request) as response:
             return response.read()
 
     def _server_sent(self, path: str, query: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
