@@ -250,7 +250,7 @@ def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
 
 def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
     """List the parameters [experts, outputs, inputs] of modules called `experts`; or say why they take no pairs."""
-    found, refused = [], ""
+    linears, refused = [], ""
     for name, module in blocks.named_modules():
         held = {key: p for key, p in module.named_parameters(recurse=False) if key in EXPERT_PARAMETERS and p.ndim == 3}
         if not held or not name.endswith(".experts"):
@@ -264,8 +264,8 @@ def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
             continue
         layer, _, path = name.partition(".")
         for key, p in held.items():
-            found.append(Linear(int(layer), f"{path}.{key}", p.shape[2], p.shape[1], p.shape[0]))
-    return tuple(found), refused
+            linears.append(Linear(int(layer), f"{path}.{key}", p.shape[2], p.shape[1], p.shape[0]))
+    return tuple(linears), refused
 
 
 def _number(config: Any, field: str) -> int:

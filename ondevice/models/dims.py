@@ -272,17 +272,17 @@ class ModelDims:
             ModelError: as `resolve_targets`; or the layers from `first_layer` on have none of them.
         """
         targets = self.resolve_targets(config)
-        found = {
+        adapted = {
             (linear.layer, linear.target): linear
             for layer in range(first_layer, self.layers)
             for target in targets
             for linear in self._by_layer.get(layer, ())
             if (named if linear.experts == 1 else names_experts)(linear.target, target)
         }
-        if not found:
+        if not adapted:
             message = f"layers {first_layer} to {self.layers - 1} have no linear layer that is to be adapted"
             raise ModelError(message, expected=", ".join(targets), hint="raise method.top_layers")
-        return tuple(found.values())
+        return tuple(adapted.values())
 
     @cached_property
     def _by_layer(self) -> dict[int, list[Linear]]:

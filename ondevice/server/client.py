@@ -306,10 +306,10 @@ class Client(Transport):
 
     def _all(self, path: str, query: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Return a whole list, page by page."""
-        found: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         while True:
-            after = found[-1]["id"] if found else None
+            after = entries[-1]["id"] if entries else None
             part = self.ask("GET", path, query={**(query or {}), "limit": PAGE, "after": after})
-            found += part
+            entries += part
             if len(part) < PAGE:
-                return found
+                return entries

@@ -116,14 +116,14 @@ class BlockFunctions:
         """Return the kind of each layer's block, from 0 in the order of the layers: they differ by window, by whether q
         and k are rotated, and by what table. Windows that a row of `longest_tokens` does not reach the end of are none.
         """
-        traits, family, found = self.dims.traits, self.loaded.family, {}
+        traits, family, kinds = self.dims.traits, self.loaded.family, {}
         tables = family.positions(1, "cpu", torch.float32)
         for layer in range(self.dims.layers):
             window = traits.window(layer)
             table = id(family.layer_position(layer, tables)[0]) if traits.rotated(layer) else None
-            found[layer] = (table, window if window < longest_tokens else 0)
-        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(found.values()))}
-        return tuple(numbers[kind] for kind in found.values())
+            kinds[layer] = (table, window if window < longest_tokens else 0)
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds.values()))}
+        return tuple(numbers[kind] for kind in kinds.values())
 
     def block(self, adapter: Tensor, frozen: tuple[Tensor, ...], constants: dict[str, Tensor]) -> Block:
         """Take the block's tensors from a function's arguments and what it holds."""
