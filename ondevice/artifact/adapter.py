@@ -59,14 +59,19 @@ class Adapter:
         """Those of `linears` that are parameters with a matrix for each expert."""
         return tuple(filter(is_expert_parameter, self.linears))
 
+    @property
+    def changes_nothing(self) -> bool:
+        """True when every product B A is zero because A or B is."""
+        pairs = (self.pair(name) for name in self.linears)
+        return not any(a.any() and b.any() for a, b in pairs)
+
     def check_changes(self, folder: str | Path) -> None:
         """Refuse an adapter that changes nothing, as one that was never trained; `folder` names it.
 
         Raises:
-            VerificationError: every product B A is zero, because A or B is.
+            VerificationError: it `changes_nothing`.
         """
-        pairs = (self.pair(name) for name in self.linears)
-        if not any(a.any() and b.any() for a, b in pairs):
+        if self.changes_nothing:
             raise VerificationError(
                 f"the adapter in {folder} changes nothing: every product B A is zero",
                 expected="at least one A and B that are both not zero",
