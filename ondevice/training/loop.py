@@ -51,7 +51,7 @@ class StopRequest:
         return bool(self.reason)
 
     def __call__(self) -> bool:
-        """True once the run shall stop; for `should_stop` callbacks."""
+        """Return True once the run shall stop; for `should_stop` callbacks."""
         return bool(self.reason)
 
     def __enter__(self) -> StopRequest:
@@ -204,7 +204,7 @@ class Run:
         )
 
     def _hopeless(self) -> bool:
-        """True if the last evaluations were no better than the best, as often as the run's patience allows."""
+        """Return True if the last evaluations were no better than the best, as often as the run's patience allows."""
         return self.patience is not None and self.without_better >= self.patience
 
     def failed(self, error: Exception) -> None:
@@ -281,7 +281,7 @@ class Run:
         return TrainingError(f"{message}; {kept}", expected=expected, received=received, hint=hint)
 
     def _due(self) -> bool:
-        """True if an evaluation is due after the last step and was not done before a resume."""
+        """Return True if an evaluation is due after the last step and was not done before a resume."""
         if self.evaluate_fn is None or self.done in self.evaluated:
             return False
         return self.done == self.steps or (self.eval_every > 0 and self.done % self.eval_every == 0)

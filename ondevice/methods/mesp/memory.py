@@ -231,7 +231,8 @@ def blocks_memory(
 
 
 def block_stages(dims: ModelDims, tokens: int, length_tokens: int) -> tuple[int, int]:
-    """Arenas of one block's forward and backward function, without vectors of the adapter and dense weights."""
+    """Return bytes of the arenas of one block's forward and backward function, without the adapter's vectors and dense
+    weights."""
     width, inner, mask = dims.hidden, dims.intermediate, length_tokens * length_tokens
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     forward = max(tokens * (2 * width + 3 * inner), tokens * (width + 3 * queries + 3 * keys))
