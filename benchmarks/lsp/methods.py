@@ -21,7 +21,7 @@ from ondevice.methods.lsp.config import ProjectorConfig
 from ondevice.methods.lsp.fit import relative_bias
 from ondevice.methods.lsp.linear import is_linear
 from ondevice.methods.lsp.matrix import Matrix
-from ondevice.models import LoadedModel, forward_hidden
+from ondevice.models import LoadedModel
 
 ALPHAS = {"galore": 0.25, "galore-4": 4.0}
 """Of GaLore's projected update: what its paper pre-trains with, and what it fine-tunes on GLUE with."""
@@ -65,7 +65,7 @@ class Trained:
             torch.from_numpy(array).to(self.device) for array in (ids, flat, labels[rows, places + 1])
         )
         with self._autocast():
-            hidden = forward_hidden(self.family, tokens)
+            hidden = self.family.hidden(tokens)
             logits = self.model.lm_head(hidden.flatten(0, 1).index_select(0, chosen))
         return cross_entropy(logits.float(), targets, reduction="none"), rows
 

@@ -98,7 +98,7 @@ def round_weights(loaded: Any, form: str) -> Any:
     """Round a model's matrices as a form does; return kernels that multiply integers, if its products are of them."""
     import torch
 
-    from ondevice.methods.mesp.blocks import LINEAR_FORMS, TABLE_FORMS
+    from ondevice.methods.mesp.block_functions import LINEAR_FORMS, TABLE_FORMS
     from ondevice.methods.mesp.torch.kernels import TorchKernels
 
     with torch.no_grad():

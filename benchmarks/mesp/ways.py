@@ -18,9 +18,10 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.mesp import baselines_mlx as baselines
-from ondevice.methods.mesp.mlx.instructions import Rope, Settings
 from ondevice.methods.mesp.mlx.model import Model
-from ondevice.methods.mesp.mlx.weights import FINAL, TABLE, ResidentBlock, Weights, block_file
+from ondevice.methods.mesp.mlx.settings import Rope, Settings
+from ondevice.methods.mesp.mlx.weight_files import FINAL, TABLE, block_file, open_weights
+from ondevice.methods.mesp.mlx.weights import ResidentBlock, Weights
 from ondevice.models import ModelDims
 from ondevice.training.metrics import AnonymousPeak, anonymous_bytes
 
@@ -97,7 +98,7 @@ def weights(spec: Spec) -> Weights:
             folder.mkdir(parents=True, exist_ok=True)
             for name, actual in arrays(sizes):
                 mx.save_safetensors(str(folder / name), actual)
-        return Weights.in_files(folder, sizes.layers, **given)
+        return open_weights(folder, sizes.layers, **given)
     blocks = []
     for _, actual in arrays(sizes):
         mx.eval(actual)

@@ -145,7 +145,8 @@ def method_of(spec: Spec, program: Any) -> Any:
 
     from ondevice.artifact.manifest import port, token_ports
     from ondevice.core.program import ProgramModule
-    from ondevice.methods.prge.program import TrainStep, ports
+    from ondevice.methods.prge.modules import TrainStep
+    from ondevice.methods.prge.program import ports
 
     class Losses(torch.nn.Module):
         def __init__(self) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.common import ROOT, finish, parse_args
 from ondevice.methods.revffn.config import RevffnConfig
 from ondevice.methods.revffn.reversible import Reversible
-from ondevice.models import LoadedModel, forward_hidden, load_model
+from ondevice.models import LoadedModel, load_model
 from ondevice.nn.cross_entropy import shift, token_nll
 
 NEEDS = ("torch",)
@@ -57,7 +57,7 @@ class Trial:
     def __init__(self, name: str, loaded: LoadedModel, rows: Rows) -> None:
         self.name, self.family, self.blocks, (self.ids, self.labels) = name, loaded.family, loaded.dims.layers, rows
         self.position = self.family.positions(self.ids.shape[1], "cpu", torch.float32)
-        self.base = self.loss(self.family.final_norm, forward_hidden(self.family, self.ids), normed=True)
+        self.base = self.loss(self.family.final_norm, self.family.hidden(self.ids), normed=True)
 
     def loss(self, norm: Callable[[Tensor], Tensor], hidden: Tensor, normed: bool = False) -> float:
         """Mean over all labelled tokens."""

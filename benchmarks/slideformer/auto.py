@@ -29,7 +29,7 @@ from benchmarks.common import finish, median, parse_args, write_result
 from benchmarks.offload import model as om
 from benchmarks.offload import peers
 from benchmarks.offload.live import Peak, other, reason, short
-from ondevice.methods.slideformer.auto import Room, settle
+from ondevice.methods.slideformer.auto import Room, resolve
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
 from ondevice.methods.slideformer.engine import SlideformerEngine
 from ondevice.methods.slideformer.planner import Work
@@ -160,7 +160,7 @@ class Bench:
             self.measure("fixed", batches, lambda: self._engine(shape, fixed), _words(fixed))
         choices: dict[str, tuple[SlideformerConfig, list[int]]] = {}
         for rows in batches if "auto" in names else ():
-            chosen, why = settle(config, om.shape_dims(shape)[0], Work(rows, self.args.length), self.room(), rates)
+            chosen, why = resolve(config, om.shape_dims(shape)[0], Work(rows, self.args.length), self.room(), rates)
             self.say(f"{self.name}, batch {rows}: {why}")
             choices.setdefault(_words(chosen), (chosen, []))[1].append(rows)
         for words, (chosen, rows) in choices.items():

@@ -139,7 +139,7 @@ class _ProgramChat(Chat):
     """A program that keeps keys and values; what a prompt begins with and was read already is not read again."""
 
     def __init__(self, folder: Path) -> None:
-        from ondevice.models.load import artifact_tokenizer
+        from ondevice.models.open import artifact_tokenizer
 
         self.where, self.known = str(folder), list[int]()
         self.session, self.writer = _writer(folder)

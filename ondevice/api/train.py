@@ -102,9 +102,9 @@ def train(
         config, notes = _with_length(config, kept, loaded)
     options = Options(resume, overwrite, adapter, sinks, callbacks, notes, tuple(said), kept, evaluated, loaded)
     with plan_within(config, placement, force, loaded.dims if loaded else None) as plan:
-        if placement.spec.settle is not None:
+        if placement.spec.resolve is not None:
             why = (plan.request.why,) if plan.request.why else ()
-            options = replace(options, settled=plan.request.method, said=(*options.said, *why))
+            options = replace(options, resolved=plan.request.method, said=(*options.said, *why))
         return train_model(config, placement, options)
 
 
@@ -206,7 +206,7 @@ def run_artifact(
 
 def _run_manifest(folder: Path, manifest: Manifest, config: RunConfig, options: Options) -> Trained:
     """Run `run_artifact`'s program, once the plan is known to fit."""
-    from ondevice.models.load import artifact_tokenizer
+    from ondevice.models.open import artifact_tokenizer
 
     session = target(manifest.target).open(folder, manifest)
     tokenizer = artifact_tokenizer(folder)

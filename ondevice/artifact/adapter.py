@@ -19,7 +19,7 @@ import numpy as np
 
 from ondevice.artifact.files import atomic_directory
 from ondevice.core.config import path_of
-from ondevice.core.errors import ArtifactError
+from ondevice.core.errors import ArtifactError, VerificationError
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of the experts' parameters, in the order of transformers' modules, in which PEFT nests its wrappers."""
@@ -64,6 +64,20 @@ class Adapter:
         """True when every product B A is zero because A or B is."""
         pairs = (self.pair(name) for name in self.linears)
         return not any(a.any() and b.any() for a, b in pairs)
+
+    def check_changes(self, folder: str | Path) -> None:
+        """Refuse an adapter that changes nothing, as one that was never trained; `folder` names it.
+
+        Raises:
+            VerificationError: it `changes_nothing`.
+        """
+        if self.changes_nothing:
+            raise VerificationError(
+                f"the adapter in {folder} changes nothing: every product B A is zero",
+                expected="at least one A and B that are both not zero",
+                received=f"{len(self.linears)} pairs, each with a zero side",
+                hint="train it for at least one step, or use the base model",
+            )
 
     def pair(self, linear: str) -> tuple[np.ndarray, np.ndarray]:
         """Return A float32 [rank, inputs] and B float32 [outputs, rank] of one linear layer."""

@@ -282,7 +282,7 @@ def both_of(words: Sequence[str | None], model: str | None, adapter: Path | None
 
 def check_model(source: str, revision: str | None) -> None:
     """Say what is wrong with a model before a framework is imported for it, which takes seconds."""
-    from ondevice.models.load import check_model
+    from ondevice.models.open import check_model
 
     check_model(source, revision)
 

@@ -30,8 +30,8 @@ def models(
         return
     from ondevice.core.registry import methods
     from ondevice.models import families
-    from ondevice.models.any_decoder import decoder_types
     from ondevice.models.cache import cache_root
+    from ondevice.models.registry import decoder_types
 
     own, others, stored = families(), [name for name in decoder_types() if name not in families()], stored_models()
     every = [spec.name for spec in methods() if spec.any_decoder]

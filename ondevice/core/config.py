@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from ondevice.core.config_errors import explain
 from ondevice.core.errors import ConfigError
-from ondevice.core.near import nearest
 
 FindAnswers = Callable[[], tuple[tuple[int, ...], str]]
 """Gives the answers' tokens of a run's rows, or none and why."""
@@ -51,7 +51,7 @@ class StrictConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _explain(error, type(self), type(self).__name__, None, SCHEMA_HINT) from None
+            raise explain(error, type(self), type(self).__name__, None, SCHEMA_HINT) from None
 
     def with_answers(self, find: FindAnswers) -> Self:
         """Return a method's settings with the answers that its loss is over; see `AnswerLossConfig`."""
@@ -81,83 +81,11 @@ class StrictConfig(BaseModel):
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise _explain(error, cls, where, elsewhere, hint) from None
-
-
-def _explain(
-    error: ValidationError, model: type[BaseModel], where: str, elsewhere: Callable[[], dict[str, set[str]]] | None,
-    hint: str,
-) -> ConfigError:  # fmt: skip
-    problems, first = [], error.errors()[0]
-    for item in error.errors():
-        path = ".".join(str(part) for part in item["loc"])
-        if old := _old_key(model, item["loc"], item["input"]):
-            problems.append(f"{where}: {old}")
-        elif item["type"] == "extra_forbidden":
-            # A key that another method has is not misspelt: guessing a near one would send the user the wrong way.
-            keys, key = _all_keys(model), str(item["loc"][-1])
-            for name, owners in (elsewhere() if elsewhere else {}).items():
-                keys.setdefault(name, set()).update(owners)
-            near = nearest(key, sorted(keys))
-            guess = f", did you mean '{near}'?" if near else ""
-            owners = ", ".join(sorted(keys.get(key, ()))) or "other sections"
-            problems.append(f"{where}: unknown key '{path}'" + (f"; it is a key of {owners}" if key in keys else guess))
-        else:
-            problems.append(f"{where}: '{path}': {item['msg']} (received {item['input']!r})")
-    return ConfigError("; ".join(problems), received=repr(first["input"]), hint=hint)
-
-
-def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> str | None:
-    """Say what became of the key or value at `loc`, a place in pydantic's words; None where nothing is known of it."""
-    place = _section(model, loc[:-1]) if loc else None
-    if place is None:
-        return None
-    section, path = place
-    key = str(loc[-1])
-    if key in section.REMOVED:
-        return f"'{'.'.join([*path, key])}' is no longer a setting: {section.REMOVED[key]}"
-    for old in (f"{key}={value}", key):  # one key may have become two, by its value
-        if old in section.RENAMED:
-            new = section.RENAMED[old]
-            elsewhere = "." in new.partition("=")[0]
-            return f"'{'.'.join([*path, old])}' is now '{new if elsewhere else '.'.join([*path, new])}'"
-    return None
-
-
-def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[StrictConfig], list[str]] | None:
-    """The configuration at `loc`, and its path in a run file."""
-    path: list[str] = []
-    parts = iter(loc)
-    for part in parts:
-        field = model.model_fields.get(str(part))
-        if field is None:
-            return None
-        path.append(str(part))
-        types: list[Any] = [field.annotation, *get_args(field.annotation)]
-        members = [member for member in types if isinstance(member, type) and issubclass(member, BaseModel)]
-        if len(members) > 1:  # pydantic puts the tag of the member that it took behind a union's key
-            tag, key = next(parts, None), str(field.discriminator)
-            members = [member for member in members if member.model_fields[key].default == tag]
-        if len(members) != 1:
-            return None
-        model = members[0]
-    return (model, path) if issubclass(model, StrictConfig) else None
-
-
-def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:
-    """Every key of `model` and of the sections below it, with the sections and the methods that have it."""
-    schema = model.model_json_schema()
-    keys: dict[str, set[str]] = {}
-    sections = {str(part.get("$ref", "")).rpartition("/")[2]: name for name, part in schema["properties"].items()}
-    for title, definition in (("", schema), *schema.get("$defs", {}).items()):
-        name = definition.get("properties", {}).get("name", {}).get("const") or sections.get(title)
-        for key in definition.get("properties", {}):
-            keys.setdefault(key, set()).update({name} if name else ())
-    return keys
+            raise explain(error, cls, where, elsewhere, hint) from None
 
 
 class AnswerLossConfig(StrictConfig):
-    """What a method's loss is over, for methods that can leave most of the vocabulary out."""
+    """The tokens that a method's loss is over, for methods that can leave most of the vocabulary out."""
 
     loss: Literal["auto", "answers", "vocabulary"] = "vocabulary"
     """`vocabulary`: the likelihood of the answer among all tokens. `answers`: among the answers of a task whose rows
@@ -274,8 +202,8 @@ class TrainConfig(StrictConfig):
     """Rows of data a step. P-RGE runs each row 2q times, so its effective batch is 2q times this."""
 
     objective: Literal["loss", "accuracy", "f1", "command"] = "loss"
-    """What training makes better. Zeroth-order methods can train on a score that has no gradient: `accuracy` of rows
-    with candidates, `f1` of generated answers, or what `objective_command` prints."""
+    """The quantity that training improves. Zeroth-order methods can train on a score that has no gradient: `accuracy`
+    of rows with candidates, `f1` of generated answers, or what `objective_command` prints."""
 
     objective_command: str | None = None
     """A program, with its arguments, for `objective: command`: it reads one JSON object a line (`prompt`, the generated
@@ -375,10 +303,10 @@ class ExportConfig(StrictConfig):
     """Let the artifact answer with a key-value cache, in conversations of so many tokens: `ondevice chat ARTIFACT`."""
 
     answers: Literal["shared", "packed"] = "shared"
-    """What answers, with `context_tokens`. `shared`: functions of one block over the weights that are trained on, which
-    take no room; block programs only, not `8da8w`. `packed`: a program of its own in `answers/`, with weights that
-    XNNPACK packs when it is loaded: many times as fast, and a second copy of the model. Its weights are float32, 8 bits
-    for `int8` and `8da8w`, and 4 bits for `q4` and `8da4w`."""
+    """The program that answers, with `context_tokens`. `shared`: functions of one block over the weights that are
+    trained on, which take no room; block programs only, not `8da8w`. `packed`: a program of its own in `answers/`, with
+    weights that XNNPACK packs when it is loaded: many times as fast, and a second copy of the model. Its weights are
+    float32, 8 bits for `int8` and `8da8w`, and 4 bits for `q4` and `8da4w`."""
 
     check_steps: int = Field(default=3, ge=1)
     """Training steps of the program that are held against eager PyTorch before anything is written; in the NPU's

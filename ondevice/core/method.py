@@ -150,9 +150,9 @@ class MethodSpec:
         advise: place of (plan, rates, plan_of) to what to set on a device; see `planning.advice`.
         lanes: place of (request, rates, rows, flops) to seconds by lane of a step, for methods that offload; `request`
             and `rates` are those of `planning.advice`.
-        settle: place of (request, rates or None, usable bytes of the host or None) to the method's settings with `auto`
-            decided by the memory and the rates of the request's device, and why in a sentence; `rates` are measured
-            ones. Results do not depend on what it decides.
+        resolve: place of (request, rates or None, usable bytes of the host or None) to the method's settings with
+            `auto` decided by the memory and the rates of the request's device, and why in a sentence; `rates` are
+            measured ones. Results do not depend on what it decides.
     """
 
     name: str
@@ -185,7 +185,7 @@ class MethodSpec:
     network: str | None = None
     advise: str | None = None
     lanes: str | None = None
-    settle: str | None = None
+    resolve: str | None = None
 
     def load(self, place: str) -> Any:
         """Import the object at `place`, `module:name`."""

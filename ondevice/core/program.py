@@ -148,7 +148,7 @@ class BuiltProgram:
 
 
 class Preparing(Protocol):
-    """What `Session.before_step` and `Session.before_replay` do for a program."""
+    """`Session.before_step` and `Session.before_replay` of a program."""
 
     def before_step(self, step: int, batch_at: Callable[[int], Any], folder: Path) -> Path | None: ...
 

@@ -76,7 +76,7 @@ def methods() -> tuple[MethodSpec, ...]:
 
 @cache
 def _target_places() -> dict[str, TargetSpec | EntryPoint]:
-    """Every target's name, and its spec or where that is; ours win over a foreign one of the same name.
+    """Map every target's name to its spec, or to where that is; ours win over a foreign one of the same name.
 
     A folder may hold several targets, so our packages are imported for their names; they import nothing themselves.
     """
@@ -115,7 +115,7 @@ def targets() -> tuple[TargetSpec, ...]:
 
 
 def _foreign(place: EntryPoint, kind: type) -> Any:
-    """The spec at another package's entry point."""
+    """Load the spec at another package's entry point, and check it."""
     what = "method" if kind is MethodSpec else "target"
     try:
         spec = place.load()
@@ -135,7 +135,7 @@ def _foreign(place: EntryPoint, kind: type) -> Any:
 
 
 def _all(find: Any, names: Iterable[str], ours: set[str]) -> Iterator[Any]:
-    """Every spec that can be imported; ours must be."""
+    """Yield every spec that can be imported; ours must be."""
     for name in names:
         try:
             yield find(name)
@@ -178,7 +178,7 @@ def method_config(name: str, values: dict[str, Any] | None = None) -> Any:
 
 
 def _keys_elsewhere() -> dict[str, set[str]]:
-    """Settings that any method has, with the methods' names."""
+    """Map every setting of any method to the names of the methods that have it."""
     keys: dict[str, set[str]] = {}
     for spec in methods():
         for key in spec.config.model_fields:

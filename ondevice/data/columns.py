@@ -18,7 +18,7 @@ FIELDS = (
     "messages", "conversations", "tools", "prompt", "completion", "instruction", "input", "context", "output",
     "response", "text", "sentence", "label", "question", "choices", "answer", "chosen", "rejected", "thumbs", "liked",
 )  # fmt: skip
-"""What formats call their columns."""
+"""Names that formats have for their columns."""
 
 
 def parse_columns(pairs: Iterable[str]) -> dict[str, str]:

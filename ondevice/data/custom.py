@@ -42,7 +42,7 @@ class Template(StrictConfig):
     """The text before the answer; `{name}` stands for a field, and a list in it becomes lines A., B., ..."""
 
     name: str | None = None
-    """What messages call it; the file's name unless given."""
+    """Its name in messages; the file's unless given."""
 
     fields: dict[str, tuple[str, ...]] = {}
     """Columns of a placeholder, the first that is there is taken; dots step into objects. A placeholder that is not
@@ -59,7 +59,7 @@ class Template(StrictConfig):
     """The column with the names of the candidates, where rows bring their own (ARC's choices.label)."""
 
     metric: Literal["accuracy", "macro_f1", "matthews", "pearson", "spearman", "f1", "exact_match"] | None = None
-    """What an evaluation reports: `accuracy`, `macro_f1`, `matthews` of candidates; `pearson` or `spearman` of labels
+    """The figure of an evaluation: `accuracy`, `macro_f1`, `matthews` of candidates; `pearson` or `spearman` of labels
     that are numbers; `f1` or `exact_match` of generated answers. The accuracy, or the loss of free answers, unless
     given."""
 

@@ -19,7 +19,7 @@ from ondevice.data.rows import BadRow, RowProblem, Rows
 from ondevice.data.templates import find_task
 
 NAME = "rows"
-"""What messages call rows that are in no file."""
+"""The name in messages of rows that are in no file."""
 
 
 @dataclass(frozen=True)

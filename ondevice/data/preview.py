@@ -68,7 +68,7 @@ class Preview:
     examples: tuple[tuple[Segment, ...], ...]
     problems: tuple[RowProblem, ...]
     example_names: tuple[str, ...] = ()
-    """What each example is, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
+    """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: tuple[str, ...] = ()
     """How the file was understood, where that is not plain: a separator, a sheet, columns, the length."""

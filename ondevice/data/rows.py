@@ -1,4 +1,4 @@
-"""What a file's records become: rows that can be encoded, and the problems of those that cannot."""
+"""A file's records as rows that can be encoded, and the problems of those that cannot."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Rows:
     """How the file was understood, where that is not plain: a separator, a sheet, columns."""
 
     metric: str = ""
-    """What a template of one's own is judged by; empty for the format's usual figures."""
+    """The metric of a template of one's own; empty for the format's usual figures."""
 
     values: tuple[float, ...] = ()
     """The number that each candidate of a regression stands for."""
@@ -123,7 +123,7 @@ class Rows:
 
 _RECEIVED = re.compile(r"[;,] received |: byte ")
 _PLACES = re.compile(r"\d+(?= tokens)|(?<=column )\d+|(?<=\.)\d+(?=[.:])")
-"""What differs from row to row in the reason of a row that is left out, and behind it."""
+"""The part of a left-out row's reason that differs from row to row, and all behind it."""
 
 
 MOST_REASONS = 20

@@ -1,4 +1,4 @@
-"""What a form is, what it is asked to write, and what its check found; the forms by name. It loads no framework."""
+"""The interface of a form: its request, and the result of its check; the forms by name. It loads no framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be written.
+    """A request to write a form.
 
     Attributes:
         adapter: as it was trained; it changes something.
@@ -37,7 +37,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Checked:
-    """What reading it back found. Differences are the largest absolute ones of the logits on `fuse.PROMPTS`.
+    """The result of reading a form back. Differences are the largest absolute ones of the logits on `fuse.PROMPTS`.
 
     Attributes:
         from_base: what the exit changes; never 0. None where no model was given, and only the numbers were compared.

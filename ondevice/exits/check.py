@@ -30,7 +30,7 @@ SCALE_ERROR = 1e-6
 LOGIT_ERROR = {"float32": 1e-5, "float16": 1e-2}
 """Largest difference of the logits, as a part of the largest, where every weight is rounded by itself."""
 KEPT = (0.5, 1.5)
-"""What rounding may leave of the adapter's change of the weights, as a share of it."""
+"""The range of the adapter's change of the weights that rounding may leave, as a share of it."""
 
 
 def check_adapter(request: Request, written: Adapter) -> Checked:

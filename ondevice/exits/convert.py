@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ondevice.artifact.adapter import CONFIG_NAME, load_adapter
 from ondevice.artifact.files import atomic_directory, atomic_file
 from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
-from ondevice.core.errors import ArtifactError, ConfigError, StorageError, VerificationError
+from ondevice.core.errors import ArtifactError, ConfigError, StorageError
 from ondevice.exits.base import Form, Request, form_names, form_of
 from ondevice.training.fit import ADAPTER, BEST_ADAPTER
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What was written, and what reading it back found.
+    """The written form, and the result of reading it back.
 
     Attributes:
         out: the file or folder; `bytes` of all its files, 0 for a dry run.
@@ -181,13 +181,7 @@ def check_model(adapter: Adapter, model: str, revision: str | None = None) -> No
 
 
 def _check_adapter(form: Form, adapter: Adapter, folder: Path) -> None:
-    if adapter.changes_nothing:
-        raise VerificationError(
-            f"the adapter in {folder} changes nothing: every product B A is zero",
-            expected="at least one A and B that are both not zero",
-            received=f"{len(adapter.linears)} pairs, each with a zero side",
-            hint="train it for at least one step, or use the base model",
-        )
+    adapter.check_changes(folder)
     if adapter.expert_parameters and not form.experts:
         able = [name for name in form_names() if form_of(name).experts]
         raise ConfigError(

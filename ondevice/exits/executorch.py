@@ -26,7 +26,7 @@ def write(request: Request, folder: Path) -> Checked:
     from ondevice.exporters.executorch.answers import check_answers, write_answers
     from ondevice.exporters.executorch.packed import PackedWriter
     from ondevice.models import read_dims
-    from ondevice.models.load import save_tokenizer
+    from ondevice.models.open import save_tokenizer
     from ondevice.training.fuse import PROMPTS, distance
 
     assert request.model is not None  # noqa: S101 - `convert` refuses

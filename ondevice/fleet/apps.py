@@ -211,7 +211,7 @@ class Server:
         return True
 
     def _content(self, node: int, more: dict[str, Any]) -> dict[str, Any]:
-        """What a device gets: the events that it lacks, and a task."""
+        """Return a device's message: the events that it lacks, and a task."""
         place = self.places[node]
         files = [file.to_bytes() for file in self.store.files(place)]
         first = {"charter": self.store.charter.to_bytes()} if node in self.new else {}
@@ -230,7 +230,7 @@ class Server:
         return found
 
     def _record(self, node: int, reply: Message | None) -> dict[str, Any] | None:
-        """What a device replied; None where nothing came of it."""
+        """Return a device's reply; None where nothing came of it."""
         if reply is None:
             return None
         if reply.has_error():

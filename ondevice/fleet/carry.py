@@ -28,7 +28,7 @@ _ENTRY, _CRC = struct.Struct("<cH"), struct.Struct("<I")
 
 @dataclass
 class Parcel:
-    """What a file carries; see `ondevice.fleet.device.Device`."""
+    """The content of a file; see `ondevice.fleet.device.Device`."""
 
     charter: bytes | None = None
     device: int | None = None

@@ -15,7 +15,7 @@ from ondevice.artifact.files import atomic_write
 from ondevice.core.errors import ConfigError, MissingPackageError
 
 CERTIFICATES = ("ca.crt", "server.pem", "server.key")
-"""What a folder of certificates has; a device needs the first alone."""
+"""Files of a folder of certificates; a device needs the first alone."""
 DEVICES = "devices"
 """Folder of the devices' keys beside them: NAME.key stays with its device, NAME.pub is what the server admits."""
 DAYS = 825

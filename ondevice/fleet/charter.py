@@ -1,4 +1,4 @@
-"""What a fleet agrees on: the settings of a fleet, and the charter that heads its log and that every device checks."""
+"""The settings of a fleet, and the charter that heads its log and that every device checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ondevice.fleet.state import MOMENTUM_BITS, State, Steps
 
 
 class Agreement(StrictConfig):
-    """What a server makes of answers: part of the charter, so it stays as it was begun."""
+    """The settings by which a server combines answers: part of the charter, so they stay as they were begun."""
 
     local_steps: int = Field(default=1, ge=1, le=65535)
     """Steps of a device before it answers."""
@@ -118,7 +118,7 @@ class FleetConfig(Agreement):
 
 
 class CommonCharter(StrictConfig):
-    """What devices of any fleet have in common. Two fleets with one charter are one fleet."""
+    """The fields of every fleet's charter. Two fleets with one charter are one fleet."""
 
     kind_of_fleet: ClassVar[str]
     """For errors."""
@@ -192,7 +192,7 @@ class Charter(CommonCharter):
     """Directions a step."""
 
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """What is done with the combined numbers: plain steps, or Adam over each local step's sum."""
+    """The optimizer that takes the combined numbers: plain steps, or Adam over each local step's sum."""
 
     subspace: Literal["seed", "given"] = "seed"
     """Where the frozen tensors come from: of the seed, or of a device's gradient, which refreshes bring."""
@@ -201,7 +201,7 @@ class Charter(CommonCharter):
     """Local steps between two refreshes; None keeps the first one's tensors."""
 
     fleet: Agreement
-    """What the server makes of answers."""
+    """The settings by which the server combines answers."""
 
     @model_validator(mode="after")
     def _sizes(self) -> Charter:
@@ -257,7 +257,7 @@ class Charter(CommonCharter):
         return self.fleet.server_rate * self.rate(number) / self.queries
 
     def due(self, state: State) -> bool:
-        """Whether new frozen tensors come before the next round."""
+        """Return True if new frozen tensors come before the next round."""
         if self.subspace == "seed" or state.refreshed == state.round:
             return False
         every = self.refresh_steps

@@ -1,4 +1,4 @@
-"""What a server makes of a round's answers: a pure function of their set, the same in every order.
+"""Combine a round's answers: a pure function of their set, the same in every order.
 
 Sums are rounded once (`math.fsum`), so the order of the answers does not matter, nor does the machine.
 """

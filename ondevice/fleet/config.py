@@ -41,7 +41,7 @@ class SimulationConfig(StrictConfig):
     """Share of the devices that lie: the same ones in every round."""
 
     attack: Attack = "flip"
-    """What hostile devices answer: their numbers negated and ten times as large, noise, or numbers and rows as large
+    """The answers of hostile devices: their numbers negated and ten times as large, noise, or numbers and rows as large
     as a message holds."""
 
     weak: float = Field(default=0.0, ge=0, lt=1)
@@ -114,13 +114,13 @@ class FleetRun(RunConfig):
 
     @property
     def gives_subspaces(self) -> bool:
-        """Whether the method moves what a gradient gives, rather than what the seed gives: only where it is asked for,
+        """True where the method moves what a gradient gives, rather than what the seed gives: only if it is asked for,
         because a subspace is megabytes, and a device without PyTorch cannot give one."""
         return getattr(self.method, "subspace", None) == "gradient"
 
     @property
     def averages(self) -> bool:
-        """Whether devices answer with adapters, which the server averages, rather than with numbers."""
+        """True where devices answer with adapters, which the server averages, rather than with numbers."""
         return spec_of(self.method).order == "first"
 
     def check_method(self) -> None:

@@ -19,7 +19,7 @@ class Curve:
         self.points: list[dict[str, Any]] = json.loads(store.fact("curve") or "[]")
 
     def due(self, done: int, rounds: int) -> bool:
-        """Whether a round is still to be evaluated, beside the first and the last."""
+        """Return True if a round is still to be evaluated, beside the first and the last."""
         known = any(point["round"] == done for point in self.points)
         return bool(self.every) and done % (self.every or 1) == 0 and done < rounds and not known
 

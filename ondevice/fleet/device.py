@@ -43,7 +43,7 @@ TRAFFIC = "bytes.txt"
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """What a device is told by its owner, and by nobody else.
+    """The settings of a device, which its owner gives and nobody else.
 
     Attributes:
         folder: of its own copy of the fleet.

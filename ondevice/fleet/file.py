@@ -25,7 +25,7 @@ class FleetFile:
     version: ClassVar[int]
     charter_type: ClassVar[Any]
     none_here: ClassVar[str]
-    """What a folder without the file holds: 'no fleet'."""
+    """The content of a folder without the file, in a word: 'no fleet'."""
 
     def __init__(self, folder: Path, connection: sqlite3.Connection, charter: Any) -> None:
         self.folder, self.connection, self.charter = folder, connection, charter

@@ -300,7 +300,7 @@ def free_port() -> int:
 
 
 def _listens(link: Link) -> bool:
-    """Whether somebody listens where the SuperLink is."""
+    """Return True if somebody listens where the SuperLink is."""
     host = "127.0.0.1" if link.host in ("0.0.0.0", "::") else link.host
     try:
         socket.create_connection((host, link.port), 1).close()

@@ -73,7 +73,7 @@ def _read_numbers(reader: Reader, lowest: int, highest: int) -> Numbers:
 
 @dataclass(frozen=True)
 class Message:
-    """What every message names.
+    """The fields of every message.
 
     Attributes:
         fleet: first four bytes of the charter's hash.
@@ -107,7 +107,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Task(Message):
-    """What a server asks of one device in one round.
+    """A server's request to one device in one round.
 
     Attributes:
         begin: hash of the state to begin from.
@@ -149,7 +149,7 @@ class Task(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """What a device says of its local steps: one number a query and step, whatever the estimator.
+    """A device's answer on its local steps: one number a query and step, whatever the estimator.
 
     Attributes:
         begin: hash of the state that it began from.
@@ -282,7 +282,7 @@ class Refresh(Message):
 
 
 Event = Outcome | Refresh
-"""What a log has after its head."""
+"""A record of a log after its head."""
 
 
 def read_event(data: bytes) -> Event:

@@ -90,7 +90,7 @@ def open_for(
     if artifact is not None:
         from ondevice.artifact.manifest import read_manifest
         from ondevice.core.registry import target
-        from ondevice.models.load import artifact_tokenizer
+        from ondevice.models.open import artifact_tokenizer
 
         manifest = read_manifest(artifact)
         if manifest.model.sha256 != charter.model_sha256:

@@ -33,7 +33,7 @@ class Sent:
 
 
 class Post:
-    """What was sent and not answered; a device has one message at a time.
+    """Messages that were sent and not answered; a device has one message at a time.
 
     Args:
         grid: Flower's.

@@ -1,4 +1,4 @@
-"""What a device's noisy answers cost in privacy, by a kept accountant (Google's dp-accounting)."""
+"""The privacy cost of a device's noisy answers, by a kept accountant (Google's dp-accounting)."""
 
 from __future__ import annotations
 

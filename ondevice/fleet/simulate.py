@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round came to, for progress."""
+    """The result of a round, for progress."""
 
     number: int
     rounds: int
@@ -42,7 +42,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Fate:
-    """What goes wrong with a device in a round: it is away, or late; `draw` is for what a hostile one says."""
+    """The faults of a device in a round: it is away, or late; `draw` is for what a hostile one says."""
 
     away: bool
     late: bool

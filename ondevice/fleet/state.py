@@ -22,7 +22,7 @@ DOMAIN = b"ondevice-fleet-state-1\0"
 MOMENTUM_BITS = 8
 """Momentum is a whole number of 1/256."""
 KEPT = ("vector", "velocity", "moments", "frozen", "round", "refreshed", "_digest")
-"""What an event changes."""
+"""Attributes that an event changes."""
 ADAM = 1 << MOMENTUM_BITS
 """Stands in the hash in the place of a momentum."""
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ondevice.core.errors import CheckpointError
 from ondevice.core.session import IGNORE
-from ondevice.models import forward_hidden
 from ondevice.models.load import quiet_transformers
 from ondevice.models.save import save_loaded
 from ondevice.nn.answer_loss import answer_labels
@@ -63,7 +62,7 @@ def evaluate_hidden(
 ) -> tuple[Tensor, Tensor]:
     """Return `row_nll` with any loss of hidden states and labels, such as one of fixed shapes."""
     rows = ids_RT.shape[0]
-    hidden_ND, labels_N = shift(forward_hidden(family, ids_RT, position_ids=position_ids_RT), labels_RT)
+    hidden_ND, labels_N = shift(family.hidden(ids_RT, position_ids=position_ids_RT), labels_RT)
     nll = token_loss(hidden_ND, labels_N).reshape(rows, -1).sum(1)
     return nll, (labels_N >= 0).reshape(rows, -1).to(torch.float32).sum(1)
 

@@ -44,7 +44,7 @@ class Leader(RankedSession):
     """Rank 0's session: every call is made on all ranks, with the same arguments."""
 
     waiting: Literal["nobody", "folder", "files"] = "nobody"
-    """What the others' threads wait for, or this one for theirs."""
+    """The message of a checkpoint that is still due: its folder, to the others, or their files, to this rank."""
 
     def step(self, ids: np.ndarray, labels: np.ndarray, step: int, learning_rate: float) -> StepResult:
         """Run one AdamW step on the rows of all ranks."""

@@ -1,15 +1,8 @@
 """Loading models, and one file for each family; importing it loads neither torch nor transformers."""
 
-from ondevice.models.base import Family, ModelDims, forward_hidden
-from ondevice.models.load import (
-    LoadedModel,
-    ModelFiles,
-    load_model,
-    load_tokenizer,
-    open_model,
-    read_dims,
-    save_tokenizer,
-)
+from ondevice.models.base import Family, ModelDims
+from ondevice.models.load import LoadedModel, load_model
+from ondevice.models.open import ModelFiles, load_tokenizer, open_model, read_dims, save_tokenizer
 from ondevice.models.registry import families, families_with
 from ondevice.models.source import SourceInfo, find_cached
 from ondevice.models.tiny import save_tiny, tiny_model
@@ -23,7 +16,6 @@ __all__ = [
     "families",
     "families_with",
     "find_cached",
-    "forward_hidden",
     "load_model",
     "load_tokenizer",
     "open_model",

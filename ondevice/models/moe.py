@@ -124,7 +124,7 @@ class MoeFamily(Family):
     linear_targets = ATTENTION
     linear_parents: ClassVar[dict[str, str]] = {**Family.linear_parents, **dict.fromkeys(EXPERTS, "mlp")}
     llama_cpp_normalises: ClassVar[bool]
-    """Whether llama.cpp makes the weights of a token's experts add up to 1; no key says it."""
+    """True where llama.cpp makes the weights of a token's experts add up to 1; no key says it."""
     dims: MoeDims
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ondevice.artifact.adapter import is_expert_parameter
 from ondevice.core.errors import ArtifactError
-from ondevice.models.load import DTYPES, LoadedModel, quiet_transformers, wrap
+from ondevice.models.load import LoadedModel, quiet_transformers, wrap
+from ondevice.models.open import DTYPES
 from ondevice.models.registry import family_for
 from ondevice.models.save import FILE_NAME
 

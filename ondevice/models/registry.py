@@ -10,7 +10,7 @@ from typing import Any
 
 from ondevice.core.errors import ModelError
 from ondevice.core.registry import method_names
-from ondevice.models.any_decoder import AnyDecoder, is_decoder, known_types
+from ondevice.models.any_decoder import AnyDecoder
 from ondevice.models.base import Family
 
 ENCODERS = ("roberta", "xlm-roberta", "camembert")
@@ -54,7 +54,7 @@ def family_for(model_type: object, where: str) -> type[Family]:
         ModelError: there is none; the error says what to do.
     """
     family = _family(model_type) if isinstance(model_type, str) else None
-    if family is None and is_decoder(model_type):
+    if family is None and model_type in decoder_types():
         return AnyDecoder
     if family is None:
         raise ModelError(
@@ -88,13 +88,32 @@ def family_for_gguf(architecture: str, where: str) -> type[Family]:
     return by_name[architecture]
 
 
+def _known_types() -> frozenset[str]:
+    """Return the types that the installed transformers knows, encoders and others too; none without transformers."""
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return frozenset()
+    return frozenset(CONFIG_MAPPING.keys())  # the names alone: a value would import its module
+
+
+@cache
+def decoder_types() -> tuple[str, ...]:
+    """List the types that the installed transformers builds as causal language models; none without transformers."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        return ()
+    return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+
+
 def _what_to_do(model_type: object) -> str:
     if model_type in method_names():
         return f"{model_type} trained this network: `ondevice eval` takes it; train on from model-ordinary beside it"
     listed = "`ondevice models --types` lists the types that can be trained"
     if not isinstance(model_type, str):
         return f"is this a folder that transformers saved? Its config.json names a model_type; {listed}"
-    known = known_types()
+    known = _known_types()
     if not known:
         return "transformers is not installed, which builds most types: pip install 'ondevice-train[torch]'"
     if model_type in known:

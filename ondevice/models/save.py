@@ -32,7 +32,7 @@ def save_weights(folder: Path, weights: dict[str, Tensor], loaded: Any) -> None:
 
 def save_description(folder: Path, dtype: Any, loaded: Any) -> None:
     """Write configuration and tokenizer of a model whose weights are of `dtype`."""
-    from ondevice.models.load import save_tokenizer
+    from ondevice.models.open import save_tokenizer
 
     config = loaded.model.config
     config.dtype = dtype
@@ -45,7 +45,7 @@ def save_description(folder: Path, dtype: Any, loaded: Any) -> None:
 
 def save_loaded(loaded: Any, folder: Path) -> None:
     """Write a model that is whole in memory as it is, with its tokenizer, into `folder`."""
-    from ondevice.models.load import save_tokenizer
+    from ondevice.models.open import save_tokenizer
 
     loaded.model.save_pretrained(folder)
     save_tokenizer(loaded, folder)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ondevice.models.sample import Token
 
 HALF = "\ufffd"
-"""What a tokenizer gives for bytes that are no character yet."""
+"""The text that a tokenizer gives for bytes that are no character yet."""
 
 
 class Text:

@@ -1,4 +1,4 @@
-"""What a block of a decoder does, trait by trait: the one description that methods which own blocks read.
+"""The traits of a decoder's block: the one description that methods which own blocks read.
 
 A family fills it in from `config.json`. A method that computes blocks itself names the traits it knows, and a block
 that has another is refused by the trait's name.

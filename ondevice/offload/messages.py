@@ -1,4 +1,4 @@
-"""What ranks say to each other beside their steps: objects, arrays of a checkpoint, and that they still live.
+"""Messages of ranks to each other beside their steps: objects, arrays of a checkpoint, and that they still live.
 
 Rank 0 may read data, write a checkpoint, or evaluate for any time, and the others wait for its next word. So before a
 message all meet at a counter in `torchrun`'s store, which they look at again and again; and a thread of each gives a

@@ -124,7 +124,7 @@ class Passes:
         self.kept_positions: dict[int, tuple[Tensor, Tensor]] = {}
         self.entering: Slot | None = None
         self.masks: list[tuple[Tensor, ...]] = []
-        """What hides each micro-batch's padding; nothing where the causal mask does."""
+        """Masks of each micro-batch's padding; empty where the causal mask hides it."""
         self.sums, self.rest_sums = (Accumulator(device, self.dtype) for _ in range(2))
 
     @torch.no_grad()
@@ -199,7 +199,7 @@ class Passes:
         return gradients, total
 
     def _classify(self, h: list[Tensor], labels: list[np.ndarray], scale: float) -> tuple[list[Tensor], Tensor]:
-        """What `head` does, of a classification head, which is among the rest; the embedding gets no gradient here."""
+        """Do as `head` does, for a classification head, one of the rest; the embedding gets no gradient here."""
         gradients, total = list[Tensor](), torch.zeros((), device=self.where)
         self._gate()
         self.rest_sums.begin(len(h))

@@ -30,7 +30,7 @@ class Piece:
 
     @property
     def values(self) -> Tensor:
-        """What the parameter holds of it, flat."""
+        """Its elements of the parameter, flat."""
         return self.parameter.detach().reshape(-1)[self.start : self.start + self.numel]
 
 

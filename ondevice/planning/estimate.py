@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,10 @@ from ondevice.planning.devices import Device, find_device
 
 if TYPE_CHECKING:
     from ondevice.api.runfile import RunConfig
-    from ondevice.core.method import Placement, StepCost
+    from ondevice.core.method import Placement
     from ondevice.models import ModelDims
     from ondevice.offload.rates import Rates
+    from ondevice.planning.step_time import StepTime
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 Q4_BITS = 5.0
@@ -105,7 +107,7 @@ class Request:
     world: int = 1
     """Processes that train together."""
     why: str = ""
-    """What was decided for `method`, in a sentence."""
+    """The decision on `method`, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,7 @@ class Plan:
         host_parts: the same of host memory, where a method keeps the model there beside an accelerator;
             `host_usable_bytes` is None where the host is not this machine.
         file_bytes: of the program on disk, 0 for eager PyTorch; its pages can be dropped and read again.
-        step_s: estimated seconds a step, None where the device's rates are not known; `step_basis` says how.
-        flops: floating-point operations a step.
+        weight_bytes: that one pass over the model reads.
     """
 
     model: str
@@ -127,9 +128,7 @@ class Plan:
     total_bytes: int
     usable_bytes: int
     file_bytes: int
-    flops: float
-    step_s: float | None
-    step_basis: str
+    weight_bytes: int
     notes: tuple[str, ...]
     request: Request = field(repr=False)
     host_parts: dict[str, int] = field(default_factory=dict)
@@ -139,6 +138,28 @@ class Plan:
     def fits(self) -> bool:
         host = self.host_usable_bytes is None or self.host_total_bytes <= self.host_usable_bytes
         return host and self.total_bytes <= self.usable_bytes
+
+    @cached_property
+    def _time(self) -> StepTime:
+        # Counted when it is asked for: a run needs its memory alone.
+        from ondevice.planning.step_time import step_time
+
+        return step_time(self.request, self.weight_bytes)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of a step."""
+        return self._time.flops
+
+    @property
+    def step_s(self) -> float | None:
+        """Estimated seconds of a step; None where the device's rates are not known."""
+        return self._time.seconds
+
+    @property
+    def step_basis(self) -> str:
+        """The basis of `step_s`, in words."""
+        return self._time.basis
 
     @property
     def host_total_bytes(self) -> int:
@@ -268,12 +289,12 @@ def plan_run(
     )
 
 
-def settled(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
-    """Return the method's settings with `auto` decided for the request's device, and why; see `MethodSpec.settle`."""
+def resolved(request: Request, rates: Rates | None = None) -> tuple[Any, str]:
+    """Return the method's settings with `auto` decided for the request's device, and why; see `MethodSpec.resolve`."""
     spec = spec_of(request.method)
-    if spec.settle is None or request.runtime != "torch":
+    if spec.resolve is None or request.runtime != "torch":
         return request.method, ""
-    return spec.load(spec.settle)(request, rates, _host_bytes(request.device))
+    return spec.load(spec.resolve)(request, rates, _host_bytes(request.device))
 
 
 def _host_bytes(device: Device) -> int | None:
@@ -283,7 +304,7 @@ def _host_bytes(device: Device) -> int | None:
 
 def plan_request(name: str, request: Request, rates: Rates | None = None) -> Plan:
     """Estimate memory and time of `request`; `name` is the model's."""
-    method, why = settled(request, rates)
+    method, why = resolved(request, rates)
     request = replace(request, method=method, why=why or request.why)
     dims, method, device, export = request.dims, request.method, request.device, request.export
     spec, rows, length = spec_of(method), request.batch_size, request.length_tokens
@@ -332,18 +353,13 @@ def plan_request(name: str, request: Request, rates: Rates | None = None) -> Pla
         "runtime": baseline,
     }
     parts = {part: size for part, size in parts.items() if size}
-    # The time of a step, from the work that the method counts and the device's rates.
-    cost = spec.step_cost(dims, method, rows, length, sum(weights))
-    seconds, basis = step_seconds(cost, device, cost.dtype if cost.dtype in device.flops_s else request.dtype)
     return Plan(
         model=name,
         parts=parts,
         total_bytes=sum(parts.values()),
         usable_bytes=device.usable_bytes,
         file_bytes=place.file,
-        flops=cost.flops,
-        step_s=seconds,
-        step_basis=basis,
+        weight_bytes=sum(weights),
         notes=tuple(notes),
         request=request,
         host_parts=host,
@@ -386,19 +402,3 @@ def _retained(request: Request, working: dict[str, int]) -> int:
     if request.runtime != "torch":
         return 0
     return min(RETAINED_BYTES, sum(working.get(part, 0) for part in ("noise", "activations", "logits")))
-
-
-def step_seconds(cost: StepCost, device: Device, dtype: str) -> tuple[float | None, str]:
-    """Estimate a step's seconds, with the basis of the estimate; None where the device's rates are not known.
-
-    Compute and memory are taken to overlap, so the longer of the two counts.
-    """
-    flops_s = device.flops_s.get(dtype)
-    compute = None if flops_s is None else cost.flops / flops_s
-    memory = None if device.bandwidth_bytes_s is None else cost.moved_bytes / device.bandwidth_bytes_s
-    if compute is None:
-        # Bandwidth alone is a bound, not an estimate.
-        return None, "no rate of matrix products is known for this device and dtype"
-    if memory is not None and memory > compute:
-        return memory, "estimate: bound by memory bandwidth"
-    return compute, "estimate: bound by matrix products"

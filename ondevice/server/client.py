@@ -11,40 +11,29 @@ client.download_adapter(job["id"], "adapter")
 
 from __future__ import annotations
 
-import http.client
 import io
 import json
-import os
 import secrets
 import shutil
-import ssl
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlencode, urlsplit
+from urllib.parse import quote
 
 from ondevice.artifact.files import atomic_directory, atomic_file, atomic_write, sha256_file
-from ondevice.core import errors
-from ondevice.core.errors import BusyError, ConfigError, DeviceError, OndeviceError
+from ondevice.core.errors import BusyError, ConfigError, DeviceError
+from ondevice.server.transport import RefusedError, Transport, refusal
 
-DEFAULT_URL = "http://127.0.0.1:8765"
+__all__ = ["Client", "RefusedError"]
 PART_BYTES = 4 << 20
 PAGE = 1000
 """Entries of a list that are asked for at once."""
-TIMEOUT_S = 330.0
 ENDED = ("done", "failed", "cancelled")
 
 
-class RefusedError(OndeviceError):
-    """The daemon refused a request; `status` is HTTP's, `problems` lists bad rows."""
-
-    status = 0
-    problems: tuple[dict[str, Any], ...] = ()
-
-
-class Client:
+class Client(Transport):
     """A daemon, by its address.
 
     Args:
@@ -53,19 +42,6 @@ class Client:
         ca: a PEM file with the certificate to trust, for one of your own.
         timeout_s: of one request; of a stream, how long it may be silent (the daemon says something every 15 s).
     """
-
-    def __init__(
-        self, url: str | None = None, token: str | None = None, *, ca: str | Path | None = None,
-        timeout_s: float = TIMEOUT_S,
-    ) -> None:  # fmt: skip
-        self.url = url or os.environ.get("ONDEVICE_URL") or DEFAULT_URL
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("the daemon's address cannot be read", expected=DEFAULT_URL, received=self.url)
-        self._host, self._port, self._tls = parts.hostname, parts.port, parts.scheme == "https"
-        self._token = token or os.environ.get("ONDEVICE_TOKEN") or ""
-        self._context = ssl.create_default_context(cafile=None if ca is None else str(ca)) if self._tls else None
-        self.timeout_s = timeout_s
 
     def health(self) -> dict[str, Any]:
         """Ask if the daemon works, for its version, and if it needs a token."""
@@ -191,15 +167,15 @@ class Client:
         Args:
             follow: wait for more until the job has ended.
         """
-        failures = 0
+        failures, query = 0, {"follow": str(follow).lower()}
         while True:
             try:
-                for number, event in self._stream(job, after, follow):
+                for number, event in self._server_sent(f"/v1/jobs/{quote(job)}/events", query | {"after": after}):
                     after, failures = number, 0
                     yield {"id": number, **event}
                 if not follow or self.job(job)["state"] in ENDED:
                     return
-            except (OSError, http.client.HTTPException, DeviceError):
+            except DeviceError:
                 failures += 1
                 if failures > 10:
                     raise DeviceError(
@@ -268,17 +244,11 @@ class Client:
 
     def download_conversion(self, conversion: str, path: str | Path) -> Path:
         """Write what a conversion made: one file, or a zip of the folder; nothing is left if it breaks off."""
-        connection = self._connect()
-        try:
-            response = self._request(connection, "GET", f"/v1/conversions/{quote(conversion)}/download", None, None)
+        with self._answer("GET", f"/v1/conversions/{quote(conversion)}/download") as response:
             with atomic_file(path) as partial, open(partial, "wb") as file:
                 shutil.copyfileobj(response, file, 1 << 20)
                 if response.length:  # a body that was cut off reads as its end
                     raise OSError(f"{response.length} bytes are missing")
-        except (OSError, http.client.HTTPException) as error:
-            raise self._silent(error) from None
-        finally:
-            connection.close()
         return Path(path)
 
     def delete_conversion(self, conversion: str) -> None:
@@ -323,104 +293,6 @@ class Client:
         """Forget a judgement."""
         self.ask("DELETE", f"/v1/thumbs/{quote(thumb)}")
 
-    def _all(self, path: str, query: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Return a whole list, page by page."""
-        found: list[dict[str, Any]] = []
-        while True:
-            after = found[-1]["id"] if found else None
-            part = self.ask("GET", path, query={**(query or {}), "limit": PAGE, "after": after})
-            found += part
-            if len(part) < PAGE:
-                return found
-
-    def ask(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        *,
-        query: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> Any:
-        """Send one request; `body` is sent as JSON, or as it is if it is bytes. Return the JSON that comes back.
-
-        Raises:
-            RefusedError: the daemon refuses it.
-            DeviceError: the daemon does not answer.
-        """
-        return json.loads(self._send(method, path, body, query, headers))
-
-    def _send(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        query: dict[str, Any] | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> bytes:
-        connection = self._connect()
-        try:
-            response = self._request(connection, method, path, body, query, headers)
-            return response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise self._silent(error) from None
-        finally:
-            connection.close()
-
-    def _stream(self, job: str, after: int, follow: bool) -> Iterator[tuple[int, dict[str, Any]]]:
-        connection = self._connect()
-        try:
-            query = {"after": after, "follow": str(follow).lower()}
-            response = self._request(connection, "GET", f"/v1/jobs/{quote(job)}/events", None, query)
-            number, data = 0, ""
-            for line in response:
-                text = line.decode().rstrip("\n")
-                if text.startswith("id: "):
-                    number = int(text[4:])
-                elif text.startswith("data: "):
-                    data = text[6:]
-                elif not text and data:
-                    yield number, json.loads(data)
-                    data = ""
-        finally:
-            connection.close()
-
-    def _connect(self) -> http.client.HTTPConnection:
-        if self._context is not None:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=self.timeout_s, context=self._context)
-        return http.client.HTTPConnection(self._host, self._port, timeout=self.timeout_s)
-
-    def _request(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: Any,
-        query: dict[str, Any] | None,
-        more: dict[str, str] | None = None,
-    ) -> http.client.HTTPResponse:
-        headers = {**(more or {}), **({"Authorization": f"Bearer {self._token}"} if self._token else {})}
-        if isinstance(body, bytes):
-            headers["Content-Type"] = "application/octet-stream"
-        elif body is not None:
-            headers["Content-Type"], body = "application/json", json.dumps(body).encode()
-        parameters = {key: value for key, value in (query or {}).items() if value is not None}
-        connection.request(
-            method, path + (f"?{urlencode(parameters, doseq=True)}" if parameters else ""), body, headers
-        )
-        response = connection.getresponse()
-        if response.status >= 400:
-            raise refusal(response.status, response.read())
-        return response
-
-    def _silent(self, error: Exception) -> DeviceError:
-        return DeviceError(
-            f"the daemon at {self.url} does not answer",
-            expected="a daemon",
-            received=str(error) or type(error).__name__,
-            hint="start it with `ondevice serve`, or name another with --url",
-        )
-
     def _upload_folder(self, kind: str, folder: Path, name: str, options: dict[str, Any]) -> dict[str, Any]:
         import tempfile
 
@@ -432,19 +304,12 @@ class Client:
                         archive.write(path, path.relative_to(folder).as_posix())
             return self.upload(kind, packed, name, **options)
 
-
-def refusal(status: int, content: bytes) -> RefusedError:
-    """Rebuild the error in an answer; its exit code is that of the same error on the command line."""
-    values: dict[str, Any]
-    try:
-        values = json.loads(content)
-        values["message"]
-    except (ValueError, KeyError, TypeError):
-        values = {"message": f"the daemon answered with {status}", "received": content[:200].decode(errors="replace")}
-    error = RefusedError(
-        values["message"], expected=values.get("expected"), received=values.get("received"), hint=values.get("hint")
-    )
-    kind = getattr(errors, str(values.get("error")), ConfigError)
-    error.exit_code = kind.exit_code if isinstance(kind, type) and issubclass(kind, OndeviceError) else 2
-    error.status, error.problems = status, tuple(values.get("problems") or ())
-    return error
+    def _all(self, path: str, query: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return a whole list, page by page."""
+        entries: list[dict[str, Any]] = []
+        while True:
+            after = entries[-1]["id"] if entries else None
+            part = self.ask("GET", path, query={**(query or {}), "limit": PAGE, "after": after})
+            entries += part
+            if len(part) < PAGE:
+                return entries

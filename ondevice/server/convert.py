@@ -14,7 +14,7 @@ from typing import Any
 from ondevice.core.errors import OndeviceError, StorageError
 
 SPARE_BYTES = 256 << 20
-"""What a conversion leaves free on the disk: jobs and the database must be able to go on."""
+"""Bytes that a conversion leaves free on the disk: jobs and the database must be able to go on."""
 _BYTES = {"float32": 4.0, "q8_0": 34 / 32, "q4_0": 18 / 32}
 """Bytes of an element; every other type has two."""
 

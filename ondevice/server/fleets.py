@@ -39,7 +39,7 @@ LOG_BYTES = 1 << 20
 
 
 class Seat(StrictConfig):
-    """What a daemon needs to be a device of a fleet."""
+    """The settings of a daemon as a device of a fleet."""
 
     data: str
     """Its rows; they stay here."""

@@ -124,7 +124,7 @@ def _open_artifact(folder: Path, tokens: int, job: dict[str, Any] | None, device
     from ondevice.artifact.manifest import read_manifest
     from ondevice.core.registry import target, targets
     from ondevice.models import ModelDims, SourceInfo
-    from ondevice.models.load import artifact_tokenizer
+    from ondevice.models.open import artifact_tokenizer
     from ondevice.models.packed import load_packed
     from ondevice.models.save import FILE_NAME
 

@@ -258,7 +258,7 @@ def preview(
     from ondevice.data import preview as preview_rows
     from ondevice.data.columns import parse_columns
     from ondevice.models import load_tokenizer
-    from ondevice.models.load import artifact_tokenizer
+    from ondevice.models.open import artifact_tokenizer
 
     tokenizer = load_tokenizer(str(model)) if artifact is None else artifact_tokenizer(Path(artifact))
     shown = preview_rows(
@@ -275,13 +275,12 @@ def preview(
 
 def check_model(folder: str) -> dict[str, Any]:
     """Read a model's sizes, its tokenizer and the shapes of its weights; raise ModelError if one cannot be."""
-    from ondevice.models import load_tokenizer, read_dims
-    from ondevice.models.load import _dims
+    from ondevice.models.open import dims_and_family, load_tokenizer
     from ondevice.models.source import check_folder, check_weights
 
-    dims = read_dims(folder)
+    dims, family = dims_and_family(folder, None)
     check_folder(Path(folder))
-    check_weights(Path(folder), _dims(folder, None)[1].weight_shapes(dims))
+    check_weights(Path(folder), family.weight_shapes(dims))
     load_tokenizer(folder)
     return {"layers": dims.layers, "hidden": dims.hidden, "vocab": dims.vocab}
 

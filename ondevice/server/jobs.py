@@ -25,7 +25,7 @@ _SECTIONS = ("method", "train", "data", "model")
 _OURS = {"model": ("source",), "data": ("path", "eval_path"), "train": ("out", "memory_limit_bytes")}
 """Keys of a run file that the store fills in: a job that could set a path would read and write anywhere."""
 TASK_NAME = r"^[\w -]*$"
-"""What a task is called here: a path of a template would be one of the server's files."""
+"""The name of a task: a path of a template would be one of the server's files."""
 
 _DEEPEST = 20
 

@@ -35,13 +35,13 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class StreamOptions(BaseModel):
-    """What a streamed answer has besides its text."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
 
 
 class Question(BaseModel):
-    """What both kinds of request have."""
+    """The fields of both kinds of request."""
 
     model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
 

@@ -190,7 +190,7 @@ class PreviewAnswer(Answer):
     examples: list[list[Segment]]
     problems: list[RowProblem]
     example_names: list[str]
-    """What each example is, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
+    """The role of each example, where rows are preferences: chosen, rejected, thumbs up, thumbs down."""
 
     notes: list[str]
     """How the file was understood: a separator, a sheet, columns, the length."""
@@ -343,7 +343,7 @@ class ThumbRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     prompt: str | list[Message] = Field(min_length=1, max_length=100_000)
-    """What was asked: a text that was continued, or a conversation up to its last question."""
+    """The prompt: a text that was continued, or a conversation up to its last question."""
     answer: str = Field(min_length=1, max_length=100_000)
     liked: bool
     """True is thumbs up."""
@@ -377,7 +377,7 @@ class ExitForm(Answer):
     """The whole model leaves, not the adapter alone."""
     needs_model: bool
     folder: bool
-    """What is downloaded is a zip."""
+    """True where a folder was made, which is downloaded as a zip."""
 
 
 class Conversion(Answer):
@@ -391,11 +391,11 @@ class Conversion(Answer):
     dtype: str | None
     state: Literal["waiting", "running", "done", "failed"]
     stage: str
-    """What it is doing, while it runs."""
+    """The stage that runs."""
     error: ErrorAnswer | None
     """Why it failed."""
     report: dict[str, Any] | None
-    """What reading it back found, as `ondevice convert --json` prints it, without paths."""
+    """The figures of reading it back, as `ondevice convert --json` prints it, without paths."""
     file: str | None
     """The name of what can be downloaded, once it is done."""
     bytes: int | None

@@ -60,9 +60,10 @@ class Start(Event):
     steps: int = 0
     """Steps asked for."""
     said: list[str] = field(default_factory=list)
-    """What was chosen for the run, in sentences: the method, where none was named, and the precision."""
+    """The choices for the run, in sentences: the method, where none was named, and the precision."""
     data: dict[str, Any] = field(default_factory=dict)
-    """What was read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut, notes."""
+    """The rows that were read, `train` and maybe `evaluation`: sequences, rows left out by reason, rows and tokens cut,
+    notes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ class Evaluate(Event):
     majority_share: float | None = None
     metric: str | None = None
     metric_value: float | None = None
-    """What a template of one's own is judged by: `macro_f1`, `matthews`, `pearson` or `spearman`."""
+    """The metric of a template of one's own: `macro_f1`, `matthews`, `pearson` or `spearman`."""
     rows: int = 0
     seconds_s: float = 0.0
     best: bool = False

@@ -20,7 +20,7 @@ from ondevice.artifact.adapter import (
     save_adapter,
 )
 from ondevice.artifact.files import atomic_directory, sha256_file
-from ondevice.core.errors import ConfigError, TrainingError
+from ondevice.core.errors import ConfigError
 from ondevice.data import Batches, pad_id_of, read_dataset, split_rows
 from ondevice.models.source import PACKAGE_PREFIX
 from ondevice.training import events
@@ -28,7 +28,8 @@ from ondevice.training.callbacks import Callback
 from ondevice.training.checkpoint import read_state
 from ondevice.training.evaluate import EvalResult, evaluate_dataset
 from ondevice.training.loggers import open_reports
-from ondevice.training.loop import RunResult, StopRequest, run_loop
+from ondevice.training.loop import StopRequest, run_loop
+from ondevice.training.metrics import RunResult
 from ondevice.training.objective import Objective
 from ondevice.training.schedule import WarmupDecay
 
@@ -40,42 +41,13 @@ if TYPE_CHECKING:
     from ondevice.data.objects import Given
     from ondevice.data.stream import Stream, StreamBatches
     from ondevice.models import LoadedModel
+    from ondevice.training.ordinary import Ordinary
 
 Sink = Callable[[events.Event], None]
 ADAPTER, BEST_ADAPTER, MODEL, ORDINARY = "adapter", "adapter-best", "model", "model-ordinary"
 """Folders of a run for what it trained."""
 WINDOWS_FILE = "stream.json"
 """File of a run for the counts of a streamed file's windows."""
-ORDINARY_ROWS = 64
-"""Rows on which a network and its conversion to the ordinary architecture are compared."""
-
-
-@dataclass(frozen=True)
-class Ordinary:
-    """Trained weights in the ordinary architecture, for a method that trains another one.
-
-    Attributes:
-        path: a folder that transformers loads without a modelling file.
-        trained_loss: of the network that was trained, nats a token; `loss` of the ordinary one on the same rows.
-        rows: how many.
-    """
-
-    path: Path
-    trained_loss: float
-    loss: float
-    rows: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what `--json` prints, in `Trained.to_dict`."""
-        return {
-            "ordinary_model": str(self.path),
-            "reversible_loss": self.trained_loss,
-            "ordinary_loss": self.loss,
-            "ordinary_loss_difference": self.loss - self.trained_loss,
-            "ordinary_rows": self.rows,
-        }
-
-
 FIGURES = (
     "steps", "first_loss", "final_loss", "step_time_s", "tokens_per_s", "peak_memory_bytes", "peak_device_bytes",
     "overlap", "interrupted", "stopped_early",
@@ -130,8 +102,8 @@ class Options:
         notes: to be said of the rows, beside what reading them says.
         rows, eval_rows: rows that Python holds, in place of `data.path` and `data.eval_path`.
         loaded: a model that is loaded already, in place of `model.source`'s.
-        settled: the method's settings with what was left to this machine decided, for the session alone; None: those of
-            the run.
+        resolved: the method's settings with what was left to this machine decided, for the session alone; None: those
+            of the run.
     """
 
     resume: bool = False
@@ -144,7 +116,7 @@ class Options:
     rows: Given | None = None
     eval_rows: Given | None = None
     loaded: LoadedModel | None = None
-    settled: Any = None
+    resolved: Any = None
 
 
 def train_model(config: RunConfig, placement: Placement, options: Options) -> Trained:
@@ -168,7 +140,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
         return spec.open_session(loaded, method, config.train.seed, placement.device, placement.backend)
 
     if placement.rank:
-        session = open_session(options.settled or config.method)
+        session = open_session(options.resolved or config.method)
         with StopRequest():  # a signal is for rank 0, which ends the running step and saves
             return session.follow()
     # The rows come before the session: a mistake in them is reported before memory is taken.
@@ -178,7 +150,7 @@ def train_model(config: RunConfig, placement: Placement, options: Options) -> Tr
     config = config.model_copy(update={"method": config.method.with_answers(lambda: _answers(rows))})
     if rows.stream is not None:
         rows.stream.answers = frozenset(getattr(config.method, "answers", ()))
-    session = open_session(options.settled or config.method)
+    session = open_session(options.resolved or config.method)
     identity = {"method": config.method.model_dump(mode="json"), "dtype": source.dtype}
     trained = fit(session, rows, config, options, identity, loaded.source, saves_model=True)
     if placement.world > 1:
@@ -369,7 +341,10 @@ def fit(
         folder = settings.out / MODEL
         with atomic_directory(folder) as temporary:
             session.save_model(temporary)
-        ordinary = _save_ordinary(session, evaluated, rows.pad, settings.out / ORDINARY)
+        if (network := session.ordinary_session) is not None:
+            from ondevice.training.ordinary import save_ordinary
+
+            ordinary = save_ordinary(session, network, evaluated, rows.pad, settings.out / ORDINARY)
     session.close()
     if result.raised is not None:
         saved = result.checkpoint or "there was none"
@@ -425,23 +400,3 @@ def _save_best(session: Session, result: RunResult, out: Path, model: Any) -> Pa
         return None
     save_adapter(loadable(adapter, model), out / BEST_ADAPTER)
     return out / BEST_ADAPTER
-
-
-def _save_ordinary(session: Session, dataset: Dataset, pad: int, out: Path) -> Ordinary | None:
-    """Write the weights as the ordinary model they came from, and evaluate both networks on the same rows.
-
-    Raises:
-        TrainingError: the evaluation was abandoned.
-    """
-    ordinary = session.ordinary_session
-    if ordinary is None:
-        return None
-    figures = []
-    for network in (session, ordinary):
-        result = evaluate_dataset(network, dataset, pad, rows=ORDINARY_ROWS)
-        if result is None:
-            raise TrainingError("the evaluation was abandoned")
-        figures.append(result)
-    with atomic_directory(out, marker="config.json") as folder:
-        ordinary.save_model(folder)
-    return Ordinary(out, figures[0].loss, figures[1].loss, figures[0].rows)

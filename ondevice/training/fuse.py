@@ -17,7 +17,8 @@ from ondevice.artifact.manifest import MANIFEST_NAME, read_manifest
 from ondevice.core.config import path_of
 from ondevice.core.errors import ArtifactError, StorageError, VerificationError
 from ondevice.models import LoadedModel, load_model, save_tokenizer
-from ondevice.models.load import DTYPES, quiet_transformers
+from ondevice.models.load import quiet_transformers
+from ondevice.models.open import DTYPES
 from ondevice.models.source import TINY_PREFIX, config_of
 
 if TYPE_CHECKING:
@@ -187,13 +188,7 @@ def fuse(
     if (path_of(source, "the model") / MANIFEST_NAME).is_file():
         exported = read_manifest(Path(source), check_files=False).model
         source, revision = exported.source, exported.revision
-    if adapter.changes_nothing:
-        raise VerificationError(
-            f"the adapter in {adapter_folder} changes nothing: every product B A is zero",
-            expected="at least one A and B that are both not zero",
-            received=f"{len(adapter.linears)} pairs, each with a zero side",
-            hint="train it for at least one step, or use the base model",
-        )
+    adapter.check_changes(adapter_folder)
     dtype = dtype or _stored_dtype(source, revision)
     # The base is rounded as it will be written, then computed in float32: what remains is the adapter.
     _log.info("loading %s", source)

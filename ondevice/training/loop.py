@@ -19,8 +19,8 @@ from ondevice.artifact.files import sha256_file
 from ondevice.core.errors import CheckpointError, OndeviceError, StorageError, TrainingError
 from ondevice.training import events
 from ondevice.training.callbacks import Callback, Callbacks
-from ondevice.training.checkpoint import CheckpointStore, RunLock, check_identity
-from ondevice.training.events import FILE_NAME, EventLog, LogContent, Sink, cut_log, read_log
+from ondevice.training.checkpoint import CheckpointStore, RunLock
+from ondevice.training.events import FILE_NAME, EventLog, LogContent, Sink, read_log
 from ondevice.training.metrics import History, PeakMemory, RunResult
 from ondevice.training.schedule import constant
 
@@ -51,7 +51,7 @@ class StopRequest:
         return bool(self.reason)
 
     def __call__(self) -> bool:
-        """True once the run shall stop; for `should_stop` callbacks."""
+        """Return True once the run shall stop; for `should_stop` callbacks."""
         return bool(self.reason)
 
     def __enter__(self) -> StopRequest:
@@ -112,7 +112,7 @@ class Run:
     score: Callable[[int], float] | None = None
 
     def __post_init__(self) -> None:
-        self.identity = _identity(self.start)
+        self.identity = identity_of(self.start)
         self.store = CheckpointStore(self.out, self.identity, seed=self.start.seed, backend=self.start.backend)
         self.memory = PeakMemory()
         self.history = History()
@@ -137,7 +137,9 @@ class Run:
         warnings: list[str] = []
         content, name = LogContent(), ""
         if resume and not overwrite:
-            content, name = self._restore(path, warnings)
+            from ondevice.training.resume import restore  # it is built on this module
+
+            content, name = restore(self, path, warnings)
         else:
             self.store.clear()
             path.unlink(missing_ok=True)
@@ -157,42 +159,6 @@ class Run:
         for message in warnings:
             self.log.write(events.Warning(message=message, step=self.done))
         return self.done
-
-    def _restore(self, path: Path, warnings: list[str]) -> tuple[LogContent, str]:
-        """Take the newest checkpoint into the session and cut the log back to it."""
-        self.store.remove_leftovers()
-        head = read_log(path).start
-        if head is not None:
-            check_identity(_identity(head), self.identity, f"{path}: the log")
-        loaded = self.store.newest(warnings.append)
-        if loaded is not None and loaded.meta.step > self.steps:
-            raise CheckpointError(
-                f"the run in {self.out} is beyond the steps that are asked for",
-                expected=f"--steps {loaded.meta.step} or more",
-                received=f"--steps {self.steps}",
-                hint="`--steps` counts from the run's beginning; nothing was changed",
-            )
-        if loaded is not None:
-            self.session.load_state(loaded.state)
-            self.done, self.saved = loaded.meta.step, loaded.path
-            if loaded.meta.backend != self.session.backend:
-                warnings.append(
-                    f"the checkpoint is of {loaded.meta.backend}, this is {self.session.backend}: "
-                    "the run goes on, but not with the same bits"
-                )
-        # The steps after the checkpoint are run again: their lines go, so that the log has each step once.
-        content = cut_log(path, self.done)
-        logged = content.steps()
-        if content.damaged or [step.step for step in logged] != list(range(self.done)):
-            warnings.append(f"{path.name} lacks steps before step {self.done}: it cannot be replayed")
-        self.history = History(logged)
-        kept = [entry.event for entry in content.entries]
-        self.changed = _changed(kept, self.start)
-        for event in kept:
-            if isinstance(event, events.Evaluate):
-                self.evaluated.add(event.step)
-                self.without_better = 0 if event.best else self.without_better + 1
-        return content, loaded.path.name if loaded else ""
 
     def train(self, batches: BatchSource, rate_at: Callable[[int], float], first: int) -> RunResult:
         """Run steps `first` to `self.steps - 1`, and return the result of the whole run."""
@@ -238,7 +204,7 @@ class Run:
         )
 
     def _hopeless(self) -> bool:
-        """True if the last evaluations were no better than the best, as often as the run's patience allows."""
+        """Return True if the last evaluations were no better than the best, as often as the run's patience allows."""
         return self.patience is not None and self.without_better >= self.patience
 
     def failed(self, error: Exception) -> None:
@@ -315,7 +281,7 @@ class Run:
         return TrainingError(f"{message}; {kept}", expected=expected, received=received, hint=hint)
 
     def _due(self) -> bool:
-        """True if an evaluation is due after the last step and was not done before a resume."""
+        """Return True if an evaluation is due after the last step and was not done before a resume."""
         if self.evaluate_fn is None or self.done in self.evaluated:
             return False
         return self.done == self.steps or (self.eval_every > 0 and self.done % self.eval_every == 0)
@@ -406,36 +372,9 @@ class Run:
             self.callbacks.call("on_checkpoint", event)
 
 
-def _identity(start: events.Start) -> dict[str, Any]:
+def identity_of(start: events.Start) -> dict[str, Any]:
     """Return the settings that a resume must have in common with the run, as JSON values."""
     return events.plain({"model": start.model_sha256, "seed": start.seed, **start.identity})
-
-
-CHANGEABLE = (
-    "method.learning_rate", "train.steps", "train.epochs", "train.schedule", "train.warmup_steps",
-)  # fmt: skip
-"""Settings that a resumed run may have other values of than the run that it goes on with."""
-
-
-def _changed(logged: list[events.Event], start: events.Start) -> dict[str, Any]:
-    """Return the changeable settings that differ from those the log ends with: {dotted key: [before, now]}."""
-    head = next((event for event in logged if isinstance(event, events.Start)), None)
-    if head is None:
-        return {}
-
-    def settings(config: dict[str, Any]) -> dict[str, Any]:
-        sections = (key.split(".") for key in CHANGEABLE)
-        return {f"{section}.{name}": config.get(section, {}).get(name) for section, name in sections}
-
-    before = settings(head.config)
-    for event in logged:
-        if isinstance(event, events.Resume):
-            before |= {key: values[1] for key, values in event.changed.items()}
-    now = settings(start.config)
-    return {key: [before[key], now[key]] for key in CHANGEABLE if before[key] != now[key]}
-
-
-__all__ = ["BatchSource", "EvaluateFn", "RunResult", "StopRequest", "run_loop"]
 
 
 def run_loop(

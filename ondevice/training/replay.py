@@ -65,7 +65,7 @@ def read_run(path: Path) -> RunLog:
     content = read_log(path)
     if not content.entries and not content.unfinished:
         raise CheckpointError(f"{path}: there is no log", expected=f"a run's folder or its {FILE_NAME}")
-    # A torn last line is a run that was killed while it wrote, and replays up to there; one in between is damage.
+    # A partial last line is a run that was killed while it wrote, and replays up to there; one in between is damage.
     if content.damaged:
         raise CheckpointError(
             f"{path}: line {content.damaged[0]} is damaged",

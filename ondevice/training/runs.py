@@ -22,7 +22,7 @@ FIGURES = ("steps", "first_loss", "final_loss", "best_loss", "best_accuracy", "s
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run's log says.
+    """The content of a run's log.
 
     Attributes:
         path: the run's folder.

@@ -17,7 +17,6 @@ from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.registry import method
 from ondevice.models import (
     find_cached,
-    forward_hidden,
     load_model,
     load_tokenizer,
     read_dims,
@@ -282,7 +281,7 @@ def test_generate(folder: Path) -> None:
     assert sampled[0] == sampled[1] != sampled[2]
     ids = torch.tensor([list(b"abc")])
     for _ in range(12):
-        logits = forward_hidden(loaded.family, ids) @ loaded.family.head_weight.T
+        logits = loaded.family.hidden(ids) @ loaded.family.head_weight.T
         ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
     assert greedy == loaded.tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
     with pytest.raises(ConfigError, match="empty"):

@@ -16,7 +16,7 @@ from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.core.registry import method_config, open_session, target
 from ondevice.exporters.base import ExportJob
-from ondevice.models import LoadedModel, forward_hidden, load_model, read_dims, save_tiny, tiny_model
+from ondevice.models import LoadedModel, load_model, read_dims, save_tiny, tiny_model
 from ondevice.models.gpt2 import Gpt2
 from ondevice.models.registry import family_for_gguf
 from ondevice.models.traits import check_length
@@ -31,7 +31,7 @@ def ids_of(length: int) -> torch.Tensor:
 
 
 def logits(loaded: LoadedModel, ids: torch.Tensor) -> torch.Tensor:
-    return forward_hidden(loaded.family, ids) @ loaded.family.head_weight.T
+    return loaded.family.hidden(ids) @ loaded.family.head_weight.T
 
 
 def change(folder: Path, **fields: object) -> Path:

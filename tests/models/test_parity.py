@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ondevice.core.errors import ModelError
-from ondevice.models import LoadedModel, families, forward_hidden, load_model, save_tiny, tiny_model
+from ondevice.models import LoadedModel, families, load_model, save_tiny, tiny_model
 from ondevice.nn.lora import LoRALinear
 
 SIZES = {
@@ -40,7 +40,7 @@ ADAPTED = [family for family in families() if family != "gpt2"]
 
 
 def own_logits(loaded: LoadedModel, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    return forward_hidden(loaded.family, ids, mask) @ loaded.family.head_weight.T
+    return loaded.family.hidden(ids, mask) @ loaded.family.head_weight.T
 
 
 def random_ids(loaded: LoadedModel, rows: int = 2, length: int = 19) -> torch.Tensor:

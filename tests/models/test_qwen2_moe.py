@@ -15,7 +15,7 @@ from ondevice.core.errors import ArtifactError, ConfigError, ModelError
 from ondevice.core.registry import method_config, open_session
 from ondevice.core.registry import target as find_target
 from ondevice.exporters.base import ExportJob
-from ondevice.models import LoadedModel, forward_hidden, load_model, read_dims, save_tiny, tiny_model
+from ondevice.models import LoadedModel, load_model, read_dims, save_tiny, tiny_model
 from ondevice.models.moe import MoeDims
 from ondevice.models.qwen2_moe import Qwen2Moe
 from ondevice.models.save import save_weights
@@ -41,7 +41,7 @@ def test_logits_and_gradients_are_transformers_own(form: str) -> None:
     loaded.model.set_experts_implementation("eager")  # its grouped product takes whole 16 bytes only
     model, ids = loaded.model, torch.randint(0, 256, (2, 19), generator=torch.Generator().manual_seed(1))
     model.requires_grad_(True)
-    actual = forward_hidden(loaded.family, ids) @ loaded.family.head_weight.T
+    actual = loaded.family.hidden(ids) @ loaded.family.head_weight.T
     expected = model(ids).logits
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
     into = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
@@ -103,7 +103,7 @@ def test_the_choice_of_experts_can_be_watched() -> None:
     loaded = tiny_model("qwen2_moe", layers=3, mlp_only_layers=[1])
     seen: dict[int, torch.Tensor] = {}
     loaded.family.on_routing = seen.__setitem__  # type: ignore[attr-defined]
-    forward_hidden(loaded.family, torch.arange(10).reshape(2, 5))
+    loaded.family.hidden(torch.arange(10).reshape(2, 5))
     assert sorted(seen) == [0, 2] and all(ids.shape == (10, 2) for ids in seen.values())
 
 

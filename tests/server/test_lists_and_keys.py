@@ -33,10 +33,8 @@ def test_a_list_comes_in_pages(served, tmp_path, monkeypatch) -> None:
             served.client.ask("GET", path, query={"after": "gone"})
         with pytest.raises(RefusedError, match="limit"):
             served.client.ask("GET", path, query={"limit": 0})
-    connection = served.client._connect()
-    answer = served.client._request(connection, "GET", "/v1/datasets", None, {"limit": 2})
-    assert answer.headers["Link"] == f'</v1/datasets?limit=2&after={whole[1]}>; rel="next"'
-    connection.close()
+    with served.client._answer("GET", "/v1/datasets", query={"limit": 2}) as answer:
+        assert answer.headers["Link"] == f'</v1/datasets?limit=2&after={whole[1]}>; rel="next"'
 
 
 def test_a_job_that_is_sent_twice_is_made_once(served) -> None:

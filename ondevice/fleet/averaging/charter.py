@@ -1,4 +1,4 @@
-"""What a fleet of first-order devices agrees on."""
+"""The charter of a fleet of first-order devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ondevice.fleet.charter import CommonCharter
 
 
 class Averaging(StrictConfig):
-    """What a server makes of first-order devices' adapters, by Flower's strategies."""
+    """The rule that averages first-order devices' adapters, one of Flower's strategies."""
 
     strategy: Rule = "fedavg"
     """`fedavg`: the mean weighted by rows. `fedadam`, `fedyogi`, `fedadagrad`: a step of an optimizer along the mean
@@ -51,4 +51,4 @@ class AdapterCharter(CommonCharter):
     """Steps of a device before it answers; its optimizer begins anew in each round."""
 
     averaging: Averaging
-    """What the server makes of answers."""
+    """The rule that combines answers."""

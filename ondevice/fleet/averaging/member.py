@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterAnswer:
-    """What a device says of its local steps.
+    """A device's answer on its local steps.
 
     Attributes:
         arrays: the tensors that it trained, float32 by PEFT's names.

@@ -1,4 +1,4 @@
-"""What a server makes of adapters: FedAvg and FedOpt in numpy, bit for bit what Flower's strategies give.
+"""Rules that average adapters: FedAvg and FedOpt in numpy, bit for bit what Flower's strategies give.
 
 A simulation needs no Flower then. The order of the answers matters in the last bits of a sum of floats, so they are
 always taken in the order of the devices' numbers.
@@ -35,7 +35,7 @@ class Combiner:
 
     @property
     def moments(self) -> tuple[Arrays, Arrays]:
-        """What a server that goes on needs; empty where the rule has none."""
+        """The rule's state, which a resumed server needs; empty where it has none."""
         return self.first, self.second
 
     def combine(self, number: int, before: Arrays, answers: Sequence[tuple[Arrays, int]]) -> Arrays:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ondevice.artifact.manifest import port
 from ondevice.core.program import ProgramModule
-from ondevice.methods.mesp.blocks import BlockFunctions, Embed, _OneBlock
+from ondevice.methods.mesp.block_functions import BlockFunctions
+from ondevice.methods.mesp.blocks import Embed, OneBlock
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import TensorPort
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 PREFILL_TOKENS = 32
 
 
-class BlockCached(_OneBlock):
+class BlockCached(OneBlock):
     """New tokens [T, D] behind `start` tokens that were read -> [T, D], and their keys and values.
 
     Keys are kept [kv_heads, head_dim, context] and values [kv_heads, context, head_dim], rotated already: as the two

@@ -140,7 +140,7 @@ def lora_parameters(
 
 
 def initial_tensors(parameters: tuple[LoraParameters, ...], seed: int) -> dict[str, np.ndarray]:
-    """Make A drawn and B zero, by PEFT's name: the adapter changes nothing."""
+    """Draw every A and make every B zero, by PEFT's names: this adapter changes nothing."""
     tensors: dict[str, np.ndarray] = {}
     for lora in parameters:
         tensors[lora.a_name] = lora.initial_a(seed)
@@ -180,7 +180,7 @@ def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int,
 def check_adapter(
     adapter: Adapter, parameters: tuple[LoraParameters, ...], config: MespConfig
 ) -> dict[str, np.ndarray]:
-    """Give the tensors of an adapter that is exactly of this run's shape.
+    """Return the tensors of an adapter that is exactly of this run's shape.
 
     Raises:
         ArtifactError: another rank or alpha, layers that are missing, or layers that this run does not change.
@@ -228,13 +228,13 @@ class FlatLayout:
         return tuple(entry for entry in self.entries if entry.parameters.layer == layer)
 
     def layer_range(self, layer: int) -> tuple[int, int]:
-        """Return first element and the one after the last."""
+        """Return the first element of a layer, and the one after its last."""
         entries = self.of_layer(layer)
         last = entries[-1]
         return entries[0].a, last.b + _aligned(last.parameters.rank * last.parameters.outputs)
 
     def to_flat(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
-        """Make float32 [size] of PEFT's names and shapes; the inverse of `to_tensors`."""
+        """Lay tensors of PEFT's names and shapes into one vector, float32 [size]; the inverse of `to_tensors`."""
         flat = np.zeros(self.size, np.float32)
         for entry in self.entries:
             a, b = tensors[entry.parameters.a_name], tensors[entry.parameters.b_name]
@@ -243,7 +243,7 @@ class FlatLayout:
         return flat
 
     def to_tensors(self, flat: np.ndarray) -> dict[str, np.ndarray]:
-        """Make PEFT's `<linear>.lora_A.weight` [rank, inputs] and `<linear>.lora_B.weight` [outputs, rank] of it."""
+        """Take a vector apart into A [rank, inputs] and B [outputs, rank] of each layer, by PEFT's names."""
         tensors = {}
         for entry in self.entries:
             lora = entry.parameters

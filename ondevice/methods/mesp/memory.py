@@ -139,7 +139,7 @@ def stage_bytes(dims: ModelDims, config: MespConfig, rows: int, length_tokens: i
 
 
 def _pairs_bytes(dims: ModelDims, config: MespConfig, pairs: list[Linear], chunks: float) -> tuple[int, int]:
-    """What pairs beside a layer's experts take while a chunk of tokens is differentiated, and at its end.
+    """Count bytes of pairs beside a layer's experts while a chunk of tokens is differentiated, and at its end.
 
     B is there in the order of the experts too. Then half of the gradients are, at the end all of them, those of B in
     PEFT's order as well; and the sums of the chunks before, which a whole chunk meets from the second one on.
@@ -231,7 +231,8 @@ def blocks_memory(
 
 
 def block_stages(dims: ModelDims, tokens: int, length_tokens: int) -> tuple[int, int]:
-    """Arenas of one block's forward and backward function, without vectors of the adapter and dense weights."""
+    """Return bytes of the arenas of one block's forward and backward function, without the adapter's vectors and dense
+    weights."""
     width, inner, mask = dims.hidden, dims.intermediate, length_tokens * length_tokens
     queries, keys = dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
     forward = max(tokens * (2 * width + 3 * inner), tokens * (width + 3 * queries + 3 * keys))

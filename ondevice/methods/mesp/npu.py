@@ -20,7 +20,7 @@ from ondevice.artifact.manifest import port
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, NpuPart, ProgramModule
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp import agreement, blocks, program
-from ondevice.methods.mesp.blocks import BlockFunctions
+from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.mesp.torch.kernels import GraphKernels
 from ondevice.methods.mesp.torch.model import Blocks
 from ondevice.methods.mesp.torch.program import updated
@@ -84,7 +84,7 @@ class NpuKernels(GraphKernels):
 
 
 class _Body(nn.Module):
-    """What is compiled of one layer's function: hidden states and A, B of every adapter go in, in the order of
+    """The compiled part of one layer's function: hidden states and A, B of every adapter go in, in the order of
     `BlockFunctions.entries`."""
 
     cos: Tensor

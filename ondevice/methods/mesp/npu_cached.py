@@ -22,7 +22,7 @@ from ondevice.methods.mesp.torch.weights import halves
 
 if TYPE_CHECKING:
     from ondevice.artifact.manifest import TensorPort
-    from ondevice.methods.mesp.blocks import BlockFunctions
+    from ondevice.methods.mesp.block_functions import BlockFunctions
 
 PREFILL = "block_prefill"
 

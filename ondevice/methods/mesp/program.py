@@ -12,7 +12,7 @@ from ondevice.core.program import BuiltProgram, GraphProgram, ProgramModule, Tor
 from ondevice.core.session import OPTIMIZER_STEP
 from ondevice.methods.mesp import blocks
 from ondevice.methods.mesp.agreement import compare, rounding
-from ondevice.methods.mesp.blocks import LINEAR_FORMS
+from ondevice.methods.mesp.block_functions import LINEAR_FORMS
 from ondevice.methods.mesp.lora import IN_BLOCKS, check_family
 from ondevice.methods.mesp.torch.program import MespProgram
 

@@ -51,10 +51,10 @@ class PrgeConfig(AnswerLossConfig):
     """The paper's own settings: `subspace: random`, `optimizer: sgd`, `loss: vocabulary`."""
 
     subspace: Literal["auto", "gradient", "random"] = "auto"
-    """What a step moves. `random`: B behind a random A (the paper's). `gradient`: a diagonal R of A R C, where A and C
-    are singular vectors of an exact gradient of `calibration_rows` rows, as one backward pass a row gives it; a
-    hundredth of the numbers, learned with far fewer steps. `auto` is gradient where a run trains in PyTorch and in
-    exported programs with `factors`, random in other programs."""
+    """The parameters that a step moves. `random`: B behind a random A (the paper's). `gradient`: a diagonal R of A R C,
+    where A and C are singular vectors of an exact gradient of `calibration_rows` rows, as one backward pass a row gives
+    it; a hundredth of the numbers, learned with far fewer steps. `auto` is gradient where a run trains in PyTorch and
+    in exported programs with `factors`, random in other programs."""
 
     refresh_every: int | None = Field(default=100, ge=2)
     """Steps after which a new exact gradient gives a new subspace; null keeps the first one."""
@@ -68,8 +68,8 @@ class PrgeConfig(AnswerLossConfig):
     """Rows of an exact gradient."""
 
     optimizer: Literal["auto", "sgd", "adam"] = "auto"
-    """What is done with the estimate: `sgd` (the paper's), or `adam` with two moments of what is trained. `auto` is
-    adam in a gradient's subspace, else sgd."""
+    """The optimizer that takes the estimate: `sgd` (the paper's), or `adam` with two moments of what is trained. `auto`
+    is adam in a gradient's subspace, else sgd."""
 
     noise: Literal["gaussian", "rademacher"] = "gaussian"
     """Distribution of the directions."""
@@ -90,8 +90,8 @@ class PrgeConfig(AnswerLossConfig):
     other, with 1/q of the activations (eager only)."""
 
     loss: Literal["auto", "answers", "vocabulary"] = "auto"
-    """What the loss is over: all tokens (`vocabulary`, the paper's), or the `answers` of a task whose rows share them,
-    of one token each; `auto` is the answers where there are such."""
+    """The tokens that the loss is over: all (`vocabulary`, the paper's), or the `answers` of a task whose rows share
+    them, of one token each; `auto` is the answers where there are such."""
 
     labelled_tokens: int | None = Field(default=None, ge=1)
     """Most labelled tokens of a row, for an exported program, which has fixed shapes: the head is computed at so many

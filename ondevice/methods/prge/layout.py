@@ -24,7 +24,7 @@ ALIGNMENT = 64
 DIRECTIONS = 4
 """Directions of a gradient's subspace a unit of rank."""
 KEPT_BLOCKS = 3
-"""What earlier subspaces changed is kept to so many times their directions, which is exact for so many of them."""
+"""Changes of earlier subspaces are kept to so many times their directions, which is exact for so many of them."""
 NOISE_TENSOR = 0
 """Stream of the perturbations (the generator's tensor id)."""
 FROZEN_A_TENSOR = 1
@@ -42,7 +42,7 @@ class Entry:
     inputs: int
     outputs: int
     diagonal: bool = False
-    """What is trained is a diagonal R, its `rank` numbers, between fixed A and C, rather than B."""
+    """True where a diagonal R, its `rank` numbers, is trained between fixed A and C, rather than B."""
 
     @property
     def width(self) -> int:

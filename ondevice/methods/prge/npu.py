@@ -19,16 +19,9 @@ from torch import Tensor, nn
 
 from ondevice.artifact.manifest import Constant, port, row_ports, token_ports
 from ondevice.core.program import Agreement, BuiltProgram, GraphProgram, ProgramModule
-from ondevice.methods.prge.program import (
-    ApplyUpdate,
-    build_program,
-    built,
-    ports,
-    state_of,
-)  # fmt: skip
-from ondevice.methods.prge.program import (
-    problems as graph_problems,
-)
+from ondevice.methods.prge.modules import ApplyUpdate
+from ondevice.methods.prge.program import build_program, built, ports, state_of
+from ondevice.methods.prge.program import problems as graph_problems
 from ondevice.methods.prge.renewal import Renewal, calibrate
 
 if TYPE_CHECKING:

@@ -57,7 +57,7 @@ def calibrate(
 
 
 class Renewal:
-    """What gives a program's session new subspaces; without a state `subspace` it does nothing."""
+    """The renewal of a program's subspaces; without a state `subspace` it does nothing."""
 
     def __init__(self, session: ProgramSession) -> None:
         self.session, manifest = session, session.manifest

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ondevice.methods.model_loss import method_token_nll
 from ondevice.methods.prge.layout import NOISE_TENSOR, AdapterLayout, Entry
-from ondevice.models import forward_hidden
 from ondevice.nn.cross_entropy import shift
 from ondevice.nn.graph_loss import labelled_only
 
@@ -199,7 +198,7 @@ class PrgeProgram(nn.Module):
 
     def plain_hidden(self, ids_ET: Tensor) -> Tensor:
         """Return hidden states of the model and of earlier subspaces alone, [rows, tokens, hidden]."""
-        return forward_hidden(self.family, ids_ET, self._mask(ids_ET.shape[1]))
+        return self.family.hidden(ids_ET, self._mask(ids_ET.shape[1]))
 
     def use_explicit_masks(self, lengths_tokens: tuple[int, ...]) -> None:
         """Add the causal mask as a constant of the program, as graphs for other runtimes need it."""

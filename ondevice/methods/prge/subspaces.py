@@ -49,7 +49,7 @@ def calibration_rows(
 
 
 class Subspaces:
-    """What a session with `subspace: gradient` has beside its flat vector.
+    """The subspaces of a session with `subspace: gradient`, beside its flat vector.
 
     Attributes:
         factors: of the subspace that is trained in; empty before the first step.

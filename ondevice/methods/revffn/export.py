@@ -13,7 +13,7 @@ from ondevice.artifact.files import write_tensors
 from ondevice.core.errors import ModelError
 from ondevice.methods.engine_session import as_numpy
 from ondevice.models import families_with
-from ondevice.models.load import save_tokenizer
+from ondevice.models.open import save_tokenizer
 from ondevice.models.save import FILE_NAME
 from ondevice.models.traits import BlockTraits, check_traits
 

@@ -21,5 +21,5 @@ METHOD = MethodSpec(
     precision="compute",
     ranks=True,
     lanes=".planner:lanes",
-    settle=".auto:settle_request",
+    resolve=".auto:resolve_request",
 )

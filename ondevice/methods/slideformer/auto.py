@@ -1,4 +1,4 @@
-"""What `auto` means: how many layers and whether the tables stay on the accelerator, how wide the window is, and how
+"""The values of `auto`: how many layers and whether the tables stay on the accelerator, how wide the window is, and how
 many gradients may wait, by the memory of both sides and the rates of the machine. Of several processes each decides by
 its own memory, as if all shared one host, and all take the least of what any of them chose (`agreed`).
 
@@ -34,7 +34,7 @@ SLACK = 1.25
 HIDDEN = 0.7
 """Of the computation is the backward pass, under which an update hides without more buffers."""
 FITTED_MATRIX = 0.75
-"""What a model's layers reach of the rate of large matrix products."""
+"""The share of the rate of large matrix products that a model's layers reach."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Room:
     host_bytes: int | None
 
 
-def settle(
+def resolve(
     config: SlideformerConfig, dims: ModelDims, work: Work, room: Room, rates: Rates
 ) -> tuple[SlideformerConfig, str]:
     """Return `config` with every `auto` decided, and why in a sentence.
@@ -63,8 +63,8 @@ def settle(
     return chosen, _why(chosen, dims, work, rates, timed[best])
 
 
-def settle_request(request: Any, rates: Rates | None, host_bytes: int | None) -> tuple[SlideformerConfig, str]:
-    """Return what `settle` does of a plan's request; see `MethodSpec.settle`."""
+def resolve_request(request: Any, rates: Rates | None, host_bytes: int | None) -> tuple[SlideformerConfig, str]:
+    """Return what `resolve` does of a plan's request; see `MethodSpec.resolve`."""
     config = request.method
     if not config.is_auto:
         return config, ""
@@ -72,7 +72,7 @@ def settle_request(request: Any, rates: Rates | None, host_bytes: int | None) ->
         return _fixed(config), ""
     room = Room(request.device.usable_bytes, host_bytes)
     work = Work(request.batch_size, request.length_tokens, request.world)
-    return settle(config, request.dims, work, room, rates or assumed(request.device, config))
+    return resolve(config, request.dims, work, room, rates or assumed(request.device, config))
 
 
 def agreed(config: SlideformerConfig, ranks: Ranks) -> SlideformerConfig:
@@ -124,14 +124,14 @@ def _size(option: dict[str, Any]) -> tuple[int, int]:
 
 
 def _fits(config: SlideformerConfig, change: dict[str, Any], dims: ModelDims, work: Work, room: Room) -> bool:
-    settled = _with(config, change)
-    there = sum(MEMORY.step(dims, settled, work.rows, work.length_tokens, 4).values())
-    return there <= SHARE * room.accelerator_bytes and _host_fits(settled, dims, work, room)
+    resolved = _with(config, change)
+    there = sum(MEMORY.step(dims, resolved, work.rows, work.length_tokens, 4).values())
+    return there <= SHARE * room.accelerator_bytes and _host_fits(resolved, dims, work, room)
 
 
-def _host_fits(settled: SlideformerConfig, dims: ModelDims, work: Work, room: Room) -> bool:
+def _host_fits(resolved: SlideformerConfig, dims: ModelDims, work: Work, room: Room) -> bool:
     assert MEMORY.host is not None  # noqa: S101  this method's
-    needed = sum(MEMORY.host(dims, settled, work.rows * work.world, work.length_tokens, 4).values())
+    needed = sum(MEMORY.host(dims, resolved, work.rows * work.world, work.length_tokens, 4).values())
     return room.host_bytes is None or needed <= HOST_SHARE * room.host_bytes
 
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from ondevice.offload.config import EngineConfig
 
 WINDOW, BUFFERS = 3, 4
-"""What a run has whose sizes or machine are not known."""
+"""The values of a run whose sizes or machine are not known."""
 
 
 class SlideformerConfig(EngineConfig):

@@ -34,7 +34,7 @@ Staged = tuple[tuple[Tensor, ...], tuple[Future[None], ...]]
 
 
 class DiskStates:
-    """What is on the disk of each unit that was chosen for it; one thread updates, another one sends weights."""
+    """The states on disk of each unit that was chosen for it; one thread updates, another one sends weights."""
 
     def __init__(
         self, owned: list[Unit], config: SlideformerConfig, folder: Path, device: Device, timeline: Timeline

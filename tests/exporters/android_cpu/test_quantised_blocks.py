@@ -18,7 +18,7 @@ from ondevice.core.config import ExportConfig
 from ondevice.core.errors import ArtifactError, VerificationError
 from ondevice.core.program import LayerConstants
 from ondevice.core.registry import method_config, target
-from ondevice.methods.mesp.blocks import LINEAR_FORMS, BlockFunctions
+from ondevice.methods.mesp.block_functions import LINEAR_FORMS, BlockFunctions
 from ondevice.methods.mesp.program import EXECUTORCH
 from ondevice.models import load_model
 from ondevice.models.tiny import tiny_model

@@ -11,7 +11,7 @@ from ondevice.artifact.manifest import read_manifest
 from ondevice.core.config import ExportConfig, ModelConfig
 from ondevice.core.registry import method_config, target
 from ondevice.exporters.base import ExportJob
-from ondevice.methods.mesp.blocks import BlockFunctions
+from ondevice.methods.mesp.block_functions import BlockFunctions
 from ondevice.methods.prge.program import problems
 from ondevice.models import load_model, save_tiny, tiny_model
 from tests.programs import program

@@ -11,7 +11,8 @@ from torch.nn import functional  # noqa: E402
 
 from ondevice.core.program import LOWEST  # noqa: E402
 from ondevice.core.registry import method_config  # noqa: E402
-from ondevice.methods.mesp.blocks import BlockFunctions, HeadGradient, HeadSums  # noqa: E402
+from ondevice.methods.mesp.block_functions import BlockFunctions  # noqa: E402
+from ondevice.methods.mesp.blocks import HeadGradient, HeadSums  # noqa: E402
 from ondevice.methods.mesp.memory import HEAD_ROWS  # noqa: E402
 from ondevice.models.tiny import tiny_model  # noqa: E402
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ondevice.methods.slideformer.auto import HOST_SHARE, SHARE, Room, settle
+from ondevice.methods.slideformer.auto import HOST_SHARE, SHARE, Room, resolve
 from ondevice.methods.slideformer.config import BUFFERS, WINDOW, SlideformerConfig
 from ondevice.methods.slideformer.memory import MEMORY
 from ondevice.methods.slideformer.planner import Work
@@ -23,19 +23,19 @@ HOST = 120 * 10**9
 
 def chosen(gpu_gb: float, rows: int, host: int | None = HOST, world: int = 1, **settings: Any) -> SlideformerConfig:
     room = Room(int(gpu_gb * 1e9), host)
-    settled, why = settle(SlideformerConfig(**settings), DIMS, Work(rows, 1024, world), room, RATES)
-    assert not settled.is_auto and why
-    return settled
+    resolved, why = resolve(SlideformerConfig(**settings), DIMS, Work(rows, 1024, world), room, RATES)
+    assert not resolved.is_auto and why
+    return resolved
 
 
 @pytest.mark.parametrize("gpu_gb", [24, 48, 80, 200])
 @pytest.mark.parametrize("rows", [1, 8, 32])
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 def test_the_choice_fits_both_memories(gpu_gb: int, rows: int, moments: str) -> None:
-    settled = chosen(gpu_gb, rows, moments=moments)
-    assert sum(MEMORY.step(DIMS, settled, rows, 1024, 4).values()) <= SHARE * gpu_gb * 1e9
+    resolved = chosen(gpu_gb, rows, moments=moments)
+    assert sum(MEMORY.step(DIMS, resolved, rows, 1024, 4).values()) <= SHARE * gpu_gb * 1e9
     assert MEMORY.host is not None
-    assert sum(MEMORY.host(DIMS, settled, rows, 1024, 4).values()) <= HOST_SHARE * HOST
+    assert sum(MEMORY.host(DIMS, resolved, rows, 1024, 4).values()) <= HOST_SHARE * HOST
 
 
 def test_a_small_batch_leaves_more_on_the_accelerator_and_a_large_one_little() -> None:
@@ -46,8 +46,8 @@ def test_a_small_batch_leaves_more_on_the_accelerator_and_a_large_one_little() -
 
 
 def test_numbers_that_are_set_stay() -> None:
-    settled = chosen(80, 8, window=5, resident_layers=3)
-    assert (settled.window, settled.resident_layers) == (5, 3)
+    resolved = chosen(80, 8, window=5, resident_layers=3)
+    assert (resolved.window, resolved.resident_layers) == (5, 3)
     assert chosen(80, 8, gradient_buffers=9, resident_tables=False).gradient_buffers == 9
 
 
@@ -66,5 +66,5 @@ def test_ranks_leave_layers_on_the_accelerator_and_no_tables() -> None:
 
 
 def test_where_nothing_fits_it_is_as_small_as_it_can_be() -> None:
-    settled = chosen(4, 8)
-    assert (settled.window, settled.resident_layers, settled.gradient_buffers) == (WINDOW, 0, BUFFERS)
+    resolved = chosen(4, 8)
+    assert (resolved.window, resolved.resident_layers, resolved.gradient_buffers) == (WINDOW, 0, BUFFERS)

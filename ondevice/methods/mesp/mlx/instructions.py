@@ -1,196 +1,17 @@
 """The order in which a block's stages run, what each takes, and what is dead after it, as instructions: data, not code.
 
 A backend that can run the stages needs nothing else: the Python session, an exported artifact's session and the C++
-host all interpret this list. A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimension), a
-chunk a part of the tokens (queries, or labelled tokens), a part one of the arrays of a packed matrix. Imports no MLX.
+host all interpret this list. Imports no MLX.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
 
-from ondevice.core.errors import ConfigError
-from ondevice.methods.mesp.config import GROUP_SIZE
+from ondevice.methods.mesp.mlx.settings import GATE_UP, NORMS, SHARED, Settings, matrix_parts
 
-if TYPE_CHECKING:
-    from ondevice.methods.mesp.config import MespConfig
-    from ondevice.models import ModelDims
-
-Product = Literal["quantized", "dequantized"]
-ATTENTION = ("q_proj", "k_proj", "v_proj")
-GATE_UP = ("gate_proj", "up_proj")
-NORMS = {
-    "before_attention": "input_norm", "after_attention": "attention_norm", "before_mlp": "mlp_norm",
-    "after_mlp": "output_norm", "q": "q_norm", "k": "k_norm",
-}  # fmt: skip
-"""The norms' names in the instructions, by place (`BlockTraits.norms`)."""
-SHARED = ("shared.gate", "shared.up", "shared.down")
-"""Matrices of the expert for all tokens."""
 KEPT = (".A", ".B")
 """Ends of names that are never freed: the adapter."""
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: angle of pair i at position t is t * scale / wavelength_i.
-
-    Attributes:
-        theta: base of the wavelengths theta^(2i / head_dim).
-        scale: 1 / factor where positions are interpolated (`linear`).
-        wavelengths: one for each pair, where they are not powers of theta (`llama3`, `yarn`, `longrope`).
-        longer: those of sequences of more than `trained_tokens`, where they are others (`longrope`).
-        factor: of what is rotated (`yarn`, `longrope`).
-        local_theta: base in layers with a window, where it is another; they are not scaled.
-    """
-
-    theta: float
-    scale: float = 1.0
-    wavelengths: tuple[float, ...] | None = None
-    local_theta: float | None = None
-    longer: tuple[float, ...] | None = None
-    trained_tokens: int = 0
-    factor: float = 1.0
-
-    def of_layer(self, width: int, rotated: bool, local: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale included, and the factor of
-        each pair; infinity and 1 where nothing is rotated."""
-        pairs = width // 2
-        if not rotated:
-            return (float("inf"),) * pairs, (1.0,) * pairs
-        if local and self.local_theta is not None:
-            return tuple(self.local_theta ** (2 * pair / width) for pair in range(pairs)), (1.0,) * pairs
-        plain = self.wavelengths or tuple(self.theta ** (2 * pair / width) for pair in range(pairs))
-        return tuple(wavelength / self.scale for wavelength in plain), (self.factor,) * pairs
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The sizes of a model and the choices of a run, which the stages and their order depend on.
-
-    Attributes:
-        scale: LoRA's alpha / rank.
-        bits: of packed weights, in groups of `group_size`; None is dense.
-        dtype: of activations; sums over tiles and all of LoRA are float32.
-        product: `quantized` multiplies packed weights as they are; `dequantized` makes some rows dense at a time,
-            which is faster with a good BLAS.
-        mlp_tiles: parts of the MLP's inner dimension that are computed one after the other.
-        query_chunk_tokens: queries whose attention scores exist at once.
-        store_h: keep x A^T of q, k, v and o from a block's recomputation to its backward pass (Table 5).
-        active_experts: of a mixture of experts, those that a token passes through; `normalised`: their weights add up
-            to 1; `shared`: there is an expert for all tokens.
-    """
-
-    dims: ModelDims
-    target_modules: tuple[str, ...]
-    scale: float
-    rope: Rope
-    bits: int | None = None
-    group_size: int = GROUP_SIZE
-    dtype: str = "float32"
-    product: Product = "quantized"
-    mlp_tiles: int = 8
-    query_chunk_tokens: int = 128
-    store_h: bool = False
-    active_experts: int = 0
-    normalised: bool = False
-    shared: bool = False
-
-    @classmethod
-    def of(cls, dims: ModelDims, config: MespConfig, rope: Rope, **values: object) -> Settings:
-        """Return the settings of a run."""
-        return cls(
-            dims=dims,
-            target_modules=dims.resolve_targets(config),
-            scale=config.scale,
-            rope=rope,
-            store_h=config.store_h,
-            **values,  # type: ignore[arg-type]
-        )
-
-    @property
-    def attention_targets(self) -> tuple[str, ...]:
-        """Linear layers that give q, k and v."""
-        return ("qkv_proj",) if self.dims.traits.fused else ATTENTION
-
-    @property
-    def gate_up_targets(self) -> tuple[str, ...]:
-        """Linear layers that give gate and up."""
-        return ("gate_up_proj",) if self.dims.traits.fused else GATE_UP
-
-    def place(self, target: str) -> tuple[str, int]:
-        """Return the linear layer that `target` is some rows of, and the first of them: gate and up may be one."""
-        if self.dims.traits.fused and target in GATE_UP:
-            return "gate_up_proj", GATE_UP.index(target) * self.dims.intermediate
-        return target, 0
-
-    def has(self, target: str) -> bool:
-        """Return True if there is an adapter beside that linear layer."""
-        return self.place(target)[0] in self.target_modules
-
-    def norm(self, place: str) -> bool:
-        """Return True if the block has a norm there."""
-        return any(place == one for one, _ in self.dims.traits.norms)
-
-    @property
-    def rope_by_layer(self) -> bool:
-        """Layers rotate differently, or some do not: then `rope.weight` of a block has its wavelengths."""
-        return self.rope.local_theta is not None or not all(self.dims.traits.rotary)
-
-    @property
-    def rotary_width(self) -> int:
-        """Dimensions of a head that are rotated."""
-        return self.dims.traits.rotary_width or self.dims.head_dim
-
-    @property
-    def branch_apart(self) -> bool:
-        """Something is between the MLP and the sum: a norm, or a factor."""
-        return self.norm("after_mlp") or self.dims.traits.residual_scale != 1.0
-
-    @property
-    def quantum(self) -> int:
-        """Tiles of packed columns begin at multiples of this."""
-        return self.group_size if self.bits else 1
-
-    def mlp_bounds(self) -> list[tuple[int, int]]:
-        """Return FlatEntry of the MLP's inner dimension, all but the last of equal size."""
-        return bounds(self.dims.intermediate, self.mlp_tiles, self.quantum)
-
-    def query_bounds(self, length_tokens: int) -> list[tuple[int, int]]:
-        """Return FlatEntry of queries of a sequence."""
-        size = min(self.query_chunk_tokens, length_tokens)
-        return [(low, min(low + size, length_tokens)) for low in range(0, length_tokens, size)]
-
-    def check(self) -> None:
-        """Refuse matrices that cannot be packed.
-
-        Raises:
-            ConfigError: a width is no multiple of the group size.
-        """
-        if not self.bits:
-            return
-        widths = {target: inputs for target, (inputs, _) in self.dims.linear_shapes.items()}
-        widths |= {linear.target: linear.inputs for linear in self.dims.expert_list}
-        for target, inputs in widths.items():
-            if inputs % self.group_size:
-                raise ConfigError(
-                    f"{target} cannot be kept in {self.bits} bits",
-                    expected=f"inputs a multiple of the group of {self.group_size}",
-                    received=f"{inputs} inputs",
-                    hint="--set method.bits=null keeps the weights as they are",
-                )
-
-
-def bounds(size: int, tiles: int, quantum: int = 1) -> list[tuple[int, int]]:
-    """Split `size` into at most `tiles` ranges that begin at multiples of `quantum`."""
-    step = -(-size // max(1, tiles))
-    step = -(-step // quantum) * quantum
-    return [(low, min(low + step, size)) for low in range(0, size, step)]
-
-
-def matrix_parts(bits: int | None) -> tuple[str, ...]:
-    """Return names of the arrays that a matrix consists of."""
-    return ("weight", "scales", "biases") if bits else ("weight",)
 
 
 @dataclass(frozen=True)
@@ -227,7 +48,7 @@ class Instruction:
 
 
 def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
-    """Compute x -> the next block's x."""
+    """List the instructions of a block's forward pass: x -> the next block's x."""
     if settings.active_experts:
         return with_frees([*_attention(settings, length_tokens, False), *_mixture(settings, length_tokens)], ("x",))
     listed = [*_attention(settings, length_tokens, False), *_mlp(settings)]
@@ -237,7 +58,8 @@ def forward(settings: Settings, length_tokens: int) -> list[Instruction]:
 
 
 def backward(settings: Settings, length_tokens: int) -> list[Instruction]:
-    """Compute x and g, the gradient of the block's output -> g, that of its input; A and B are updated on the way."""
+    """List those of its backward pass: x and g, the gradient of its output -> g, that of its input. A and B are updated
+    on the way."""
     listed = _attention(settings, length_tokens, settings.store_h)
     if settings.active_experts:
         listed += [*_mixture_backward(settings, length_tokens), *_attention_backward(settings, length_tokens)]
@@ -502,24 +324,24 @@ def with_frees(listed: list[Instruction], results: tuple[str, ...]) -> list[Inst
 
 
 def embed(settings: Settings) -> list[Instruction]:
-    """Return gathered rows of the embedding -> x."""
+    """List the instructions of the embedding: its rows of all tokens -> x."""
     return with_frees([Instruction("embed", _rows(settings), _named("x"))], ("x",))
 
 
 def final_norm() -> list[Instruction]:
-    """Compute x -> hn; x stays for the backward pass."""
+    """List those of the norm before the head: x -> hn; x stays for the backward pass."""
     return with_frees([Instruction("final_norm", _same("x", "final_norm.weight"), _named("hn"))], ("hn",))
 
 
 def final_norm_backward() -> list[Instruction]:
-    """Compute x and ghn -> g."""
+    """List those of that norm's backward pass: x and ghn -> g."""
     instruction = Instruction("final_norm_backward", _same("x", "final_norm.weight", "ghn"), _named("g"))
     return with_frees([instruction], ("g",))
 
 
 def loss(settings: Settings, tiles: list[tuple[int, int]], gradient: bool) -> list[Instruction]:
-    """Compute hn of labelled tokens, the head's rows of their labels, each token's weight -> nll, and gh with
-    `gradient`."""
+    """List those of the loss: hn of labelled tokens, the head's rows of their labels, each token's weight -> nll, and
+    gh with `gradient`."""
     listed = [
         Instruction("loss_begin", _same("hn") | _rows(settings), _named("target", "maximum", "total"), evaluate=False)
     ]

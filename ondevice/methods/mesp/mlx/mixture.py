@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from ondevice.methods.mesp.mlx.model import ModelStages
-from ondevice.methods.mesp.mlx.stages import Arrays, _joined
+from ondevice.methods.mesp.mlx.stages import Arrays, joined
 
 
 class MixtureStages(ModelStages):
@@ -33,7 +33,7 @@ class MixtureStages(ModelStages):
 
     def mixture_end(self, a: Arrays) -> Arrays:
         """Join the chunks of x."""
-        return {"x": _joined(a, "x", 1)}
+        return {"x": joined(a, "x", 1)}
 
     def mixture_backward(self, a: Arrays) -> Arrays:
         """Compute a chunk of m, and of g, the gradient of the block's output -> that of m."""
@@ -58,7 +58,7 @@ class MixtureStages(ModelStages):
 
     def mixture_join(self, a: Arrays) -> Arrays:
         """Join the chunks of gm."""
-        return {"gm": _joined(a, "gm", 1)}
+        return {"gm": joined(a, "gm", 1)}
 
     def _routed(self, a: Arrays) -> tuple[Any, Any, Any, Any]:
         """The norm [N, D], p [N, E], the chosen experts [N, K] and their weights, float32."""

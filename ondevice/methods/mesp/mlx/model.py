@@ -10,7 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.methods.mesp.mlx import instructions
-from ondevice.methods.mesp.mlx.instructions import Instruction, Operand, Settings, bounds
+from ondevice.methods.mesp.mlx.instructions import Instruction, Operand
+from ondevice.methods.mesp.mlx.settings import Settings, bounds
 from ondevice.methods.mesp.mlx.stages import Arrays, Stages
 from ondevice.methods.mesp.mlx.weights import Weights, select
 
@@ -62,7 +63,7 @@ class Interpreter:
         """Run `instructions` over one block.
 
         Args:
-            given: the arrays that they begin with; taken over and emptied.
+            inputs: the arrays that they begin with; taken over and emptied.
             adapter: A and B by target: `q_proj.A`.
             update: called with the gradients of each A and B.
 
@@ -106,7 +107,7 @@ class ModelStages(Stages):
     """
 
     def embed(self, a: Arrays) -> Arrays:
-        """Return the embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
+        """Compute the embedding's rows of each token, packed or dense [N, ...] -> x [N, D]."""
         x, scale = self._rows(a, "rows", self.dtype), self.traits.embedding_scale
         return {"x": x if scale == 1.0 else x * scale}
 
@@ -146,7 +147,7 @@ class ModelStages(Stages):
         return {"nll": logsumexp - a["target"], "logsumexp": logsumexp}
 
     def loss_begin_backward(self, a: Arrays) -> Arrays:
-        """Return weight [N], the gradient of each nll -> the label's part of gh, float32 [N, D]."""
+        """Compute weight [N], the gradient of each nll -> the label's part of gh, float32 [N, D]."""
         return {"gh": -a["weight"][:, None] * self._rows(a, "rows", self.dtype).astype(self.sums)}
 
     def loss_tile_backward(self, a: Arrays) -> Arrays:
@@ -161,15 +162,15 @@ class ModelStages(Stages):
         return {"hn": mx.take(a["all"], a["place"], axis=0)}
 
     def scatter_rows(self, a: Arrays) -> Arrays:
-        """Compute gh added to rows `place` of ghn, float32 [B T, D]."""
+        """Add gh to rows `place` of ghn, float32 [B T, D]."""
         return {"ghn": a["ghn"].at[a["place"]].add(a["gh"])}
 
     def sgd(self, a: Arrays) -> Arrays:
-        """Return value kept - rate gradient; `kept` is 1 - learning rate times weight decay."""
+        """Update one matrix: value kept - rate gradient; `kept` is 1 - learning rate times weight decay."""
         return {"value": a["value"] * a["kept"] - a["rate"] * a["gradient"]}
 
     def adamw(self, a: Arrays) -> Arrays:
-        """Update one matrix as `torch.optim.AdamW` does matrix.
+        """Update one matrix as `torch.optim.AdamW` does.
 
         `rate` is learning rate / (1 - beta1^t), `kept` as for `sgd`, `root` sqrt(1 - beta2^t), all float32 [];
         `constants` are beta1, beta2 and eps.
@@ -219,7 +220,7 @@ class Model:
         return self.settings.dims.layers
 
     def embed(self, ids: np.ndarray) -> Any:
-        """Return int64 [B, T] -> x [B, T, D]."""
+        """Embed tokens: int64 [B, T] -> x [B, T, D]."""
         rows = self.weights.embedding_rows(ids.reshape(-1))
         x = self.interpreter.run(instructions.embed(self.settings), rows, self.weights.table, {})["x"]
         return x.reshape(*ids.shape, -1)

@@ -19,10 +19,12 @@ from ondevice.methods.mesp.config import MespConfig
 from ondevice.methods.mesp.lora import IN_MLX, LoraParameters, check_family, initial_tensors, lora_parameters
 from ondevice.methods.mesp.mlx import functions as recorded
 from ondevice.methods.mesp.mlx import instructions
-from ondevice.methods.mesp.mlx.instructions import Instruction, Rope, Settings, matrix_parts
+from ondevice.methods.mesp.mlx.instructions import Instruction
 from ondevice.methods.mesp.mlx.model import Model
 from ondevice.methods.mesp.mlx.session import MlxSession, check_config, settings_of
-from ondevice.methods.mesp.mlx.weights import Source, Weights, write_weights
+from ondevice.methods.mesp.mlx.settings import Rope, Settings, matrix_parts
+from ondevice.methods.mesp.mlx.weight_files import load_weights, open_weights, write_weights
+from ondevice.methods.mesp.mlx.weights import Source
 from ondevice.models import ModelDims, ModelFiles, families
 
 if TYPE_CHECKING:
@@ -155,7 +157,7 @@ class MlxProgramSession(ProgramSession, MlxSession):
             **listed,
         )
         streamed = config.weight_placement == "streamed" if streamed is None else streamed
-        read = Weights.in_files if streamed else Weights.from_files
+        read = open_weights if streamed else load_weights
         weights = read(folder / WEIGHTS, dims.layers, tied=dims.tied, bits=settings.bits)
         model = Model(settings, weights, functions=functions, fixed_chunks=True)
         model.tiles = [(low, high) for low, high in self.program["loss_tiles"]]

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -26,18 +22,17 @@ from ondevice.methods.mesp.lora import (
     initial_tensors,
     lora_parameters,
 )
-from ondevice.methods.mesp.mlx.instructions import Rope, Settings
 from ondevice.methods.mesp.mlx.model import Model
-from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights, write_weights
-from ondevice.models import cache
+from ondevice.methods.mesp.mlx.settings import Settings, read_rope
+from ondevice.methods.mesp.mlx.weight_files import open_weights, streamed_folder
+from ondevice.methods.mesp.mlx.weights import Source, Weights, read_weights
 from ondevice.models.moe import MoeDims
 from ondevice.models.source import read_config
-from ondevice.models.traits import LLAMA
 
 if TYPE_CHECKING:
     from ondevice.methods.mesp.config import MespConfig
     from ondevice.methods.mesp.mlx.model import Functions
-    from ondevice.models import ModelDims, ModelFiles
+    from ondevice.models import ModelFiles
 
 
 class Optimizer:
@@ -302,94 +297,4 @@ def _weights(files: ModelFiles, config: MespConfig, settings: Settings) -> Weigh
         folder = streamed_folder(files, settings, source)
     finally:
         source.close()
-    return Weights.in_files(folder, settings.dims.layers, tied=settings.dims.tied, bits=settings.bits)
-
-
-def streamed_folder(files: ModelFiles, settings: Settings, source: Source) -> Path:
-    """Return the files of streamed weights in the cache, converted once."""
-    packing = f"{settings.bits}-bit-{settings.group_size}" if settings.bits else "dense"
-    key = f"mlx/{files.source.sha256[:16]}-{settings.dtype}-{packing}"
-    if settings.dims.traits != LLAMA:  # they decide what is in the files
-        traits = repr((settings.dims.traits, settings.rope)).encode()
-        key += f"-{hashlib.sha256(traits).hexdigest()[:8]}"
-
-    def build(folder: Path) -> dict[str, Any]:
-        write_weights(source, folder)
-        return {"sha256": files.source.sha256, "settings": json.dumps([settings.dtype, settings.bits])}
-
-    folder = cache.convert_once(key, files.source.source, build)
-    cache.read_record(folder)
-    return folder
-
-
-def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
-    """Read the rotary embedding of a `config.json`: one of the scalings that `ModelDims.rope_type` may be."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = rope.get("full_attention", rope)
-    theta, width = dims.rope_theta, dims.traits.rotary_width or dims.head_dim
-    make = partial(Rope, theta, local_theta=_local_theta(config) if dims.traits.windows else None)
-    if dims.rope_type == "default":
-        return make()
-    if dims.rope_type == "linear":
-        return make(scale=1.0 / float(rope["factor"]))
-    plain = [theta ** (2 * pair / width) for pair in range(width // 2)]
-    if dims.rope_type == "llama3":
-        return make(wavelengths=_llama3(rope, plain))
-    if dims.rope_type == "longrope":
-        # Configurations as they were published have this beside the scaling; transformers 5 writes it among its fields.
-        trained = config.get("original_max_position_embeddings", dims.max_positions)
-        return make(**_longrope({"original_max_position_embeddings": trained, **rope}, plain, dims.max_positions))
-    return make(wavelengths=_yarn(rope, theta, plain), factor=_yarn_factor(rope))
-
-
-def _longrope(rope: dict[str, Any], plain: list[float], longest_tokens: int) -> dict[str, Any]:
-    """Stretch each wave by its own factor, by another in sequences beyond those of training (LongRoPE, arXiv
-    2402.13753; transformers' `_compute_longrope_parameters`)."""
-    trained = int(rope["original_max_position_embeddings"])
-    short, longer = (
-        tuple(float(own) * wave for own, wave in zip(rope[f"{kind}_factor"], plain, strict=True))
-        for kind in ("short", "long")
-    )
-    stretched, factor = float(rope.get("factor") or longest_tokens / trained), rope.get("attention_factor")
-    if factor is None:
-        factor = math.sqrt(1 + math.log(stretched) / math.log(trained)) if stretched > 1 else 1.0
-    return {"wavelengths": short, "longer": longer, "trained_tokens": trained, "factor": float(factor)}
-
-
-def _llama3(rope: dict[str, Any], plain: list[float]) -> tuple[float, ...]:
-    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    trained = float(rope["original_max_position_embeddings"])
-    smooth = [min(1.0, max(0.0, (trained / (2 * math.pi * wave) - low) / (high - low))) for wave in plain]
-    return tuple(1.0 / ((1 - part) / (factor * wave) + part / wave) for part, wave in zip(smooth, plain))
-
-
-def _yarn(rope: dict[str, Any], theta: float, plain: list[float]) -> tuple[float, ...]:
-    """Stretch long waves by the factor, keep short ones, with a ramp between (YaRN, arXiv 2309.00071, section 3.2)."""
-    factor, trained = float(rope["factor"]), float(rope["original_max_position_embeddings"])
-    turns = [float(rope.get(key) or otherwise) for key, otherwise in (("beta_fast", 32), ("beta_slow", 1))]
-    low, high = (len(plain) * math.log(trained / (count * 2 * math.pi)) / math.log(theta) for count in turns)
-    if rope.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * len(plain) - 1)
-    high += 0.001 * (low == high)  # as transformers, so that the ramp is no division by zero
-    ramp = [min(1.0, max(0.0, (pair - low) / (high - low))) for pair in range(len(plain))]
-    return tuple(1.0 / (part / (factor * wave) + (1 - part) / wave) for part, wave in zip(ramp, plain))
-
-
-def _yarn_factor(rope: dict[str, Any]) -> float:
-    """Return the factor of cosine and sine (section 3.4)."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(float(rope["factor"])) + 1.0 if float(rope["factor"]) > 1 else 1.0
-
-    every, whole = rope.get("mscale"), rope.get("mscale_all_dim")
-    return scale(every) / scale(whole) if every and whole else scale(1.0)
-
-
-def _local_theta(config: dict[str, Any]) -> float | None:
-    """The base of the rotary embedding in layers with a window, where a configuration has one for these."""
-    rope = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
-    theta = rope.get("rope_theta", config.get("rope_local_base_freq"))
-    return None if theta is None else float(theta)
+    return open_weights(folder, settings.dims.layers, tied=settings.dims.tied, bits=settings.bits)

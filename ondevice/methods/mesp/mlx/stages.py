@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from ondevice.methods.mesp.mlx.instructions import GATE_UP, NORMS
+from ondevice.methods.mesp.mlx.settings import GATE_UP, NORMS
 
 if TYPE_CHECKING:
-    from ondevice.methods.mesp.mlx.instructions import Settings
+    from ondevice.methods.mesp.mlx.settings import Settings
 
 Arrays = dict[str, Any]
 DENSE_ROWS = 512
@@ -86,7 +86,7 @@ class Stages:
         return mx.dequantize(*parts, **options).astype(dtype)
 
     def has(self, target: str) -> bool:
-        """Ask for an adapter beside that linear layer."""
+        """Return True if there is an adapter beside that linear layer."""
         return self.settings.has(target)
 
     def h(self, x: Any, a: Arrays, target: str) -> Any:
@@ -94,7 +94,7 @@ class Stages:
         return x @ a[f"{target}.A"].astype(x.dtype).T
 
     def linear(self, x: Any, a: Arrays, target: str, h: Any = None) -> Any:
-        """Return a whole linear layer; `h` is x A^T where it is there already."""
+        """Compute a whole linear layer; `h` is x A^T where it is there already."""
         y = self.product(x, a, target)
         if f"{target}.bias" in a:
             y = y + a[f"{target}.bias"].astype(y.dtype)
@@ -128,7 +128,7 @@ class Stages:
         return mx.fast.rms_norm(x, weight, self.dims.norm_eps)
 
     def rms_norm_backward(self, x: Any, weight: Any, g: Any) -> Any:
-        """Return float32, like x."""
+        """Compute the gradient of x, float32."""
         # Means over D numbers and the difference of two that nearly cancel: float32, whatever activations are in.
         x, g = x.astype(self.sums), g.astype(self.sums) * weight.astype(self.sums)
         r = mx.rsqrt(mx.mean(mx.square(x), axis=-1, keepdims=True) + self.dims.norm_eps)
@@ -173,7 +173,7 @@ class Stages:
         return out
 
     def _named_heads(self, target: str, y: Any) -> Arrays:
-        """What a linear layer gives of q, k and v, [B, T, heads h] each."""
+        """Split a linear layer's output into q, k and v, [B, T, heads h] each."""
         if not self.traits.fused:
             return {target[0]: y}
         q, kv = self.dims.heads * self.dims.head_dim, self.dims.kv_heads * self.dims.head_dim
@@ -189,7 +189,7 @@ class Stages:
         return x.reshape(*x.shape[:2], -1)
 
     def rope(self, a: Arrays) -> Arrays:
-        """Return q, k -> rotated."""
+        """Rotate q and k by their positions."""
         return {name: self._rotate(a[name], 1.0, a) for name in ("q", "k")}
 
     def _rotate(self, x: Any, sign: float, a: Arrays) -> Any:
@@ -208,7 +208,7 @@ class Stages:
         return (y * mx.where(mx.arange(x.shape[3]) < width, factor, 1.0)).astype(y.dtype)
 
     def attend(self, a: Arrays) -> Arrays:
-        """Return q [B, H, C, h] of a chunk, k and v [B, K, S, h] up to its end -> o [B, C, H h]."""
+        """Compute q [B, H, C, h] of a chunk, k and v [B, K, S, h] up to its end -> o [B, C, H h]."""
         p = self._probabilities(a["q"], a["k"], a.get("window.weight"))
         return {"o": self._join_heads((p @ a["v"]), a["q"].shape[2])}
 
@@ -241,7 +241,7 @@ class Stages:
 
     def out(self, a: Arrays) -> Arrays:
         """Compute x, all chunks of o -> m = x + o Wo^T."""
-        o, outputs = _joined(a, "o", 1), {}
+        o, outputs = joined(a, "o", 1), {}
         h = self.h(o, a, "o_proj") if self.has("o_proj") else None
         if h is not None and self.settings.store_h:
             outputs["o_proj.h"] = h
@@ -308,12 +308,12 @@ class Stages:
     # MLP, backward: g is the gradient of the block's output, gb that of the MLP's where it is another.
 
     def branch_backward(self, a: Arrays) -> Arrays:
-        """Return g, and y where it is normed -> gb, the gradient of y."""
+        """Compute g, and y where it is normed -> gb, the gradient of y."""
         g = self.scaled(a["g"].astype(self.sums))
         return {"gb": self.normed_backward(a, "after_mlp", a.get("y"), g).astype(self.dtype)}
 
     def down_backward(self, a: Arrays) -> Arrays:
-        """Return gate, up, g -> the gradient of act; the tile's columns of dA, and its part of h (act A^T)."""
+        """Compute gate, up, g -> the gradient of act; the tile's columns of dA, and its part of h (act A^T)."""
         g = a["g"].astype(self.dtype)
         gact, out = self.product_backward(g, a, "down_proj"), {}
         if self.has("down_proj"):
@@ -355,10 +355,10 @@ class Stages:
                 rows = GATE_UP if self.traits.fused else (own,)
                 gh = sum((a[f"{target}.gh"] for target in rows[1:]), a[f"{rows[0]}.gh"])
                 out[f"{own}.dA"] = self.outer(gh, a["mn"])
-                out[f"{own}.dB"] = _concatenated([_joined(a, f"{target}.dB", 0) for target in rows], 0)
+                out[f"{own}.dB"] = _concatenated([joined(a, f"{target}.dB", 0) for target in rows], 0)
                 gn = gn + gh @ a[f"{own}.A"]
         if self.has("down_proj"):
-            out["down_proj.dA"] = _joined(a, "down_proj.dA", 1)
+            out["down_proj.dA"] = joined(a, "down_proj.dA", 1)
             out["down_proj.dB"] = self.outer(self.settings.scale * a.get("gb", a["g"]), a["down_proj.h"])
         gm = a["g"].astype(self.sums) + self.normed_backward(a, "before_mlp", a["m"], gn)
         return {"gm": gm.astype(self.dtype), **out}
@@ -368,14 +368,14 @@ class Stages:
     def out_backward(self, a: Arrays) -> Arrays:
         """Compute gm, all chunks of o -> the gradient of o."""
         out: Arrays = {}
-        o, g = _joined(a, "o", 1), self.scaled(a["gm"])
+        o, g = joined(a, "o", 1), self.scaled(a["gm"])
         if self.settings.norm("after_attention"):
             y = self.linear(o, a, "o_proj", a.get("o_proj.h"))
             g = self.normed_backward(a, "after_attention", y, g).astype(self.dtype)
         return {"go": self.linear_backward(o, g, a, "o_proj", out), **out}
 
     def attend_backward(self, a: Arrays) -> Arrays:
-        """Return a chunk of q and go, keys and values up to its end -> its gq; gk and gv of all tokens so far (A.2).
+        """Compute a chunk of q and go, keys and values up to its end -> its gq; gk and gv of all tokens so far (A.2).
 
         Chunks come last first, so that the first one makes gk and gv of the whole sequence.
         """
@@ -394,9 +394,9 @@ class Stages:
         }
 
     def rope_backward(self, a: Arrays) -> Arrays:
-        """Compute gq of all chunks, gk -> unrotated."""
+        """Rotate gq of all chunks, and gk, back."""
         gk = a["gk"].astype(self.dtype)
-        return {"gq": self._rotate(_joined(a, "gq", 2), -1.0, a), "gk": self._rotate(gk, -1.0, a)}
+        return {"gq": self._rotate(joined(a, "gq", 2), -1.0, a), "gk": self._rotate(gk, -1.0, a)}
 
     def head_norms_backward(self, a: Arrays) -> Arrays:
         """Compute gq and gk before the norms of q and k, which are computed again of n."""
@@ -423,12 +423,12 @@ class Stages:
 
 
 def _row_tiles(weight: Any) -> list[tuple[int, int]]:
-    """FlatEntry of a matrix's rows that are dense at once."""
+    """Return ranges of a matrix's rows that are dense at once."""
     rows = weight.shape[0]
     return [(low, min(low + DENSE_ROWS, rows)) for low in range(0, rows, DENSE_ROWS)]
 
 
-def _joined(a: Arrays, name: str, axis: int) -> Any:
+def joined(a: Arrays, name: str, axis: int) -> Any:
     """Join `name@0`, `name@1` ..., of chunks or tiles, into one."""
     parts = []
     while f"{name}@{len(parts)}" in a:

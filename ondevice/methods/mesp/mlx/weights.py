@@ -1,11 +1,8 @@
-"""A model's frozen arrays by block: in memory, or in files that are read as a pass needs them; and how they are made of
-a model's safetensors files, in the run's dtype, packed into 4 bits where that is asked for.
+"""A model's frozen arrays by block, and how they are made of its safetensors files: in the run's dtype, packed into 4
+bits where that is asked for. `weight_files` has arrays that stay in files.
 
-A folder of streamed weights, and an exported artifact's, holds `block-00000.safetensors` and so on,
-`table.safetensors` (embedding, and head where it is another) and `final.safetensors`. Files are read with plain reads,
-not through a memory map: a file that is cut off, or on a disk that goes away, is an error that names it, where a memory
-map would end the process. What comes next is announced to the system, which reads it beside the computation into its
-own cache; that costs this process no memory.
+Files are read with plain reads, not through a memory map: a file that is cut off, or on a disk that goes away, is an
+error that names it, where a memory map would end the process.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +18,21 @@ import mlx.core as mx
 import numpy as np
 
 from ondevice.core.errors import ModelError
-from ondevice.methods.mesp.mlx.instructions import NORMS, SHARED, Operand, Settings, matrix_parts
+from ondevice.methods.mesp.mlx.instructions import Operand
+from ondevice.methods.mesp.mlx.settings import NORMS, SHARED, Settings, matrix_parts
 
-TABLE, FINAL = "table.safetensors", "final.safetensors"
-PACKED_ROWS = 16384
-"""Rows of the table that are packed at once."""
 _TYPES = {
     "F32": (np.float32, None),
     "F16": (np.float16, None),
     "BF16": (np.uint16, mx.bfloat16),
     "U32": (np.uint32, None),
 }
+PACKED_ROWS = 16384
+"""Rows of the table that are packed at once."""
 EXPERTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 """Parameters with a matrix for each expert, and the matrices that each is put together of."""
 _READ_ADVICE = 44
 """macOS's fcntl F_RDADVISE, which Python does not name."""
-
-
-def block_file(layer: int) -> str:
-    """Return the name of a block's file."""
-    return f"block-{layer:05d}.safetensors"
 
 
 class ResidentBlock:
@@ -66,34 +57,6 @@ class ResidentBlock:
 
     def close(self) -> None:
         self.arrays = {}
-
-
-class StreamedBlock:
-    """Arrays in a file: rows are read as they are asked for, columns from a matrix that stays until it is dropped."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = TensorFile(path)
-        self.loaded: dict[str, Any] = {}
-
-    def get(self, operand: Operand) -> Any:
-        if operand.axis == 0:
-            return self.file.read(operand.name, operand.start, operand.stop)
-        if operand.name not in self.loaded:
-            self.loaded[operand.name] = self.file.read(operand.name)
-        return select(self.loaded[operand.name], operand)
-
-    def rows(self, name: str, numbers: np.ndarray) -> Any:
-        return self.file.rows(name, numbers)
-
-    def drop(self, name: str) -> None:
-        self.loaded.pop(name, None)
-
-    def announce(self) -> None:
-        self.file.announce()
-
-    def close(self) -> None:
-        self.loaded = {}
-        self.file.close()
 
 
 class Renamed:
@@ -128,27 +91,6 @@ class Weights:
         self.blocks, self.table, self.final = blocks, table, final
         self.tied, self.streamed = tied, streamed
         self.parts = matrix_parts(bits)
-
-    @classmethod
-    def in_files(cls, folder: Path, layers: int, *, tied: bool, bits: int | None) -> Weights:
-        """Return streamed from a folder.
-
-        Raises:
-            ModelError: a file is missing or damaged.
-        """
-        blocks = [StreamedBlock(folder / block_file(i)) for i in range(layers)]
-        table, final = StreamedBlock(folder / TABLE), StreamedBlock(folder / FINAL)
-        return cls(blocks, table, final, tied=tied, bits=bits, streamed=True)
-
-    @classmethod
-    def from_files(cls, folder: Path, layers: int, *, tied: bool, bits: int | None) -> Weights:
-        """Read whole into memory from such a folder."""
-        blocks = []
-        for name in [*(block_file(i) for i in range(layers)), TABLE, FINAL]:
-            file = TensorFile(folder / name)
-            blocks.append(ResidentBlock({key: file.read(key) for key in file.entries}))
-            file.close()
-        return cls(blocks[:-2], *blocks[-2:], tied=tied, bits=bits, streamed=False)
 
     @property
     def head(self) -> Any:
@@ -417,7 +359,7 @@ def _join(tiles: list[Any]) -> Any:
 
 
 def read_weights(source: Source) -> Weights:
-    """Return all of a model in memory."""
+    """Read all of a model into memory."""
     settings = source.settings
     table, final = ResidentBlock(source.table()), ResidentBlock(source.final())
     blocks: list[Any] = []
@@ -425,19 +367,3 @@ def read_weights(source: Source) -> Weights:
         blocks.append(ResidentBlock(source.block(layer)))
         mx.clear_cache()
     return Weights(blocks, table, final, tied=settings.dims.tied, bits=settings.bits, streamed=False)
-
-
-def write_weights(source: Source, folder: Path) -> None:
-    """Write the files of streamed weights, into an empty folder."""
-    for name, arrays in files_of(source):
-        mx.save_safetensors(str(folder / name), arrays)
-        del arrays
-        mx.clear_cache()
-
-
-def files_of(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and arrays of each file, one at a time."""
-    yield TABLE, source.table()
-    yield FINAL, source.final()
-    for layer in range(source.settings.dims.layers):
-        yield block_file(layer), source.block(layer)

@@ -19,7 +19,8 @@ from torch.nn.utils import parametrize
 from ondevice.core.errors import ConfigError, ModelError
 from ondevice.methods.mesp.lora import LoraParameters
 from ondevice.methods.model_loss import method_token_nll, row_nll
-from ondevice.models.any_decoder import AnyDecoder, find_blocks
+from ondevice.models.any_decoder import AnyDecoder
+from ondevice.models.any_dims import find_blocks
 from ondevice.nn.cross_entropy import shift
 from ondevice.nn.experts import pair_of
 from ondevice.nn.lora import LoRALinear
@@ -62,7 +63,7 @@ def differentiated_parameters(loaded: LoadedModel, config: MespConfig) -> tuple[
 
 
 class Call:
-    """What a block was called with, by reference; the hidden state is apart.
+    """The arguments of a block's call, by reference; the hidden state is apart.
 
     Attributes:
         stores: by place, what was in dictionaries that blocks hand on to each other (keys and values that later blocks
@@ -197,7 +198,7 @@ class DifferentiatedModel:
         return total
 
     def _forward(self, ids_BT: Tensor) -> tuple[list[Call], Tensor]:
-        """What each block was called with, and the last block's output."""
+        """Return the arguments of each block's call, and the last block's output."""
         calls: list[Call] = []
         outputs: list[Tensor] = []
 

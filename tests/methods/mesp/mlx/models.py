@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ondevice.methods.mesp.mlx.instructions import NORMS, Rope, Settings
 from ondevice.methods.mesp.mlx.model import Model
+from ondevice.methods.mesp.mlx.settings import NORMS, Rope, Settings
 from ondevice.methods.mesp.mlx.weights import ResidentBlock, Weights
 from ondevice.models import ModelDims
 

@@ -1,0 +1,161 @@
+"""`ondevice fleet carry`: a fleet's rounds as files, for devices without a network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ondevice.cli import common
+from ondevice.cli.common import err, print_json, table
+from ondevice.cli.fleet_flower import Artifact, Copy, Folder
+from ondevice.core.errors import ConfigError
+
+carry = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Rounds as files below 2 kB, for devices without a network."
+)
+Number = Annotated[int, typer.Option("--device", min=0, max=2**64 - 1, help="The device's number.")]
+
+
+QR = Annotated[
+    bool, typer.Option("--qr", help="Also write each file as a QR code, FILE.png, and show it in a terminal.")
+]
+
+
+@carry.command("out")
+def carry_out(
+    folder: Folder,
+    device: Number,
+    to: Annotated[Path, typer.Option("--to", help="File to write, such as phone.odfleet.")],
+    last: Annotated[bool, typer.Option("--last", help="Only what the device lacks: no task.")] = False,
+    qr: QR = False,
+    json: common.Json = False,
+) -> None:
+    """Write a round for a device: what it lacks, and its task; its first file also has the charter."""
+    from ondevice.artifact.files import atomic_write
+    from ondevice.fleet.carry import Desk
+    from ondevice.fleet.store import Store
+    from ondevice.training.checkpoint import RunLock
+
+    _check_fleet(folder)
+    with RunLock(folder), Store.open(folder) as store:
+        files = Desk(store).out(device, last)
+    names = [to if place == 0 else to.with_stem(f"{to.stem}-{place + 1}") for place in range(len(files))]
+    for name, data in zip(names, files, strict=True):
+        atomic_write(name, data)
+    values = {"files": [str(name) for name in names], "bytes": [len(data) for data in files]}
+    if qr:
+        values["qr"] = [_picture(name, data) for name, data in zip(names, files, strict=True)]
+    print_json(values) if json else table({str(name): f"{len(data)} bytes" for name, data in zip(names, files)})
+
+
+@carry.command("in")
+def carry_in(
+    folder: Folder,
+    files: Annotated[list[Path] | None, typer.Argument(help="Answers of devices.")] = None,
+    close: Annotated[bool, typer.Option("--close", help="Then end the round.")] = False,
+    json: common.Json = False,
+) -> None:
+    """Take answers from files, and end the round with --close; a refused answer is said, and the others are taken."""
+    from ondevice.core.errors import FleetError
+    from ondevice.fleet.carry import Desk
+    from ondevice.fleet.qr import read
+    from ondevice.fleet.store import Store
+    from ondevice.training.checkpoint import RunLock
+
+    refused: dict[str, str] = {}
+    _check_fleet(folder)
+    with RunLock(folder), Store.open(folder) as store:
+        desk, taken, outcome = Desk(store), [], None
+        for file in files or []:
+            try:
+                taken.append(desk.take(read(file), str(file)).device)
+            except FleetError as error:
+                refused[str(file)] = str(error)
+        if close:
+            outcome = desk.close()
+        digest = desk.rounds.state.digest().hex()
+    for error in refused.values():
+        err.print(f"refused: {error}", markup=False)
+    values = {
+        "taken": taken,
+        "refused": refused,
+        "closed": None if outcome is None else outcome.round,
+        "hash": digest,
+    }
+    print_json(values) if json else table(values)
+    if refused:
+        raise typer.Exit(FleetError.exit_code)
+
+
+@carry.command("answer")
+def carry_answer(
+    files: Annotated[list[Path], typer.Argument(help="The round's files, in order.")],
+    target_dir: Copy,
+    data: Annotated[str | None, typer.Option("--data", "-d", help="This device's rows; they stay here.")] = None,
+    to: Annotated[Path | None, typer.Option("--to", help="File for the answer.")] = None,
+    task: common.Task = None,
+    columns: common.Columns = None,
+    model: common.Model = None,
+    artifact: Artifact = None,
+    batch_size: common.BatchSize = None,
+    qr: QR = False,
+    json: common.Json = False,
+) -> None:
+    """Be the device: apply a round's files, do its task on rows that stay here, and write the answer."""
+    from ondevice.artifact.files import atomic_write
+    from ondevice.data.records import check_source
+    from ondevice.fleet.carry import Parcel, files_of, parcel_of
+    from ondevice.fleet.device import Device, DeviceSettings
+    from ondevice.fleet.qr import read
+
+    if data is not None:
+        check_source(data)
+    end = Device(
+        DeviceSettings(
+            folder=str(target_dir),
+            data=data or "",
+            task=task,
+            columns=common.columns_of(columns),
+            model=model,
+            artifact=None if artifact is None else str(artifact),
+            batch_size=batch_size or 4,
+        )
+    )
+    values: dict[str, Any] = {"answer": None}
+    for file in files:
+        parcel = parcel_of(read(file), str(file))
+        if parcel.charter is not None:
+            end.take({"charter": parcel.charter}, 0)
+        reply = end.take({"events": parcel.events}, 0)
+        values |= {"hash": reply["digest"].hex(), "rounds": reply["place"]}
+        if parcel.task is None or parcel.device is None:
+            continue
+        if data is None or to is None:
+            raise ConfigError("the file has a task", expected="--data with rows, and --to for the answer")
+        answer = end.take({"task": parcel.task}, parcel.device)["answer"]
+        (written,) = files_of(Parcel(device=parcel.device, answer=answer))
+        atomic_write(to, written)
+        values |= {"answer": str(to), "bytes": len(written)}
+        if qr:
+            values["qr"] = _picture(to, written)
+    print_json(values) if json else table(values)
+
+
+def _picture(name: Path, data: bytes) -> str:
+    """Write a file's QR code beside it, and show it where somebody looks; returns its name."""
+    from ondevice.fleet import qr
+
+    picture = name.with_name(name.name + ".png")
+    qr.write(data, picture)
+    if err.is_terminal:
+        err.print(qr.shown(data), markup=False, highlight=False)
+    return str(picture)
+
+
+def _check_fleet(folder: Path) -> None:
+    """Refuse a folder without a fleet before a lock is written into it."""
+    from ondevice.fleet.store import Store
+
+    Store.open(folder).close()

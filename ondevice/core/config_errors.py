@@ -1,0 +1,88 @@
+"""Errors of settings in words: where each key stands, what an old one has become, which known one is near."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from ondevice.core.errors import ConfigError
+from ondevice.core.near import nearest
+
+if TYPE_CHECKING:
+    from ondevice.core.config import StrictConfig
+
+
+def explain(
+    error: ValidationError, model: type[BaseModel], where: str, elsewhere: Callable[[], dict[str, set[str]]] | None,
+    hint: str,
+) -> ConfigError:  # fmt: skip
+    """Return pydantic's error in words that name each key by its place in a run file; see `StrictConfig.parse`."""
+    problems, first = [], error.errors()[0]
+    for item in error.errors():
+        path = ".".join(str(part) for part in item["loc"])
+        if old := _old_key(model, item["loc"], item["input"]):
+            problems.append(f"{where}: {old}")
+        elif item["type"] == "extra_forbidden":
+            # A key that another method has is not misspelt: guessing a near one would send the user the wrong way.
+            keys, key = _all_keys(model), str(item["loc"][-1])
+            for name, owners in (elsewhere() if elsewhere else {}).items():
+                keys.setdefault(name, set()).update(owners)
+            near = nearest(key, sorted(keys))
+            guess = f", did you mean '{near}'?" if near else ""
+            owners = ", ".join(sorted(keys.get(key, ()))) or "other sections"
+            problems.append(f"{where}: unknown key '{path}'" + (f"; it is a key of {owners}" if key in keys else guess))
+        else:
+            problems.append(f"{where}: '{path}': {item['msg']} (received {item['input']!r})")
+    return ConfigError("; ".join(problems), received=repr(first["input"]), hint=hint)
+
+
+def _old_key(model: type[BaseModel], loc: tuple[int | str, ...], value: Any) -> str | None:
+    """Say what became of the key or value at `loc`, a place in pydantic's words; None where nothing is known of it."""
+    place = _section(model, loc[:-1]) if loc else None
+    if place is None:
+        return None
+    section, path = place
+    key = str(loc[-1])
+    if key in section.REMOVED:
+        return f"'{'.'.join([*path, key])}' is no longer a setting: {section.REMOVED[key]}"
+    for old in (f"{key}={value}", key):  # one key may have become two, by its value
+        if old in section.RENAMED:
+            new = section.RENAMED[old]
+            elsewhere = "." in new.partition("=")[0]
+            return f"'{'.'.join([*path, old])}' is now '{new if elsewhere else '.'.join([*path, new])}'"
+    return None
+
+
+def _section(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[StrictConfig], list[str]] | None:
+    """The configuration at `loc`, and its path in a run file."""
+    path: list[str] = []
+    parts = iter(loc)
+    for part in parts:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            return None
+        path.append(str(part))
+        types: list[Any] = [field.annotation, *get_args(field.annotation)]
+        members = [member for member in types if isinstance(member, type) and issubclass(member, BaseModel)]
+        if len(members) > 1:  # pydantic puts the tag of the member that it took behind a union's key
+            tag, key = next(parts, None), str(field.discriminator)
+            members = [member for member in members if member.model_fields[key].default == tag]
+        if len(members) != 1:
+            return None
+        model = members[0]
+    # Asked by an attribute: `StrictConfig` imports this module.
+    return (cast("type[StrictConfig]", model), path) if hasattr(model, "RENAMED") else None
+
+
+def _all_keys(model: type[BaseModel]) -> dict[str, set[str]]:
+    """Every key of `model` and of the sections below it, with the sections and the methods that have it."""
+    schema = model.model_json_schema()
+    keys: dict[str, set[str]] = {}
+    sections = {str(part.get("$ref", "")).rpartition("/")[2]: name for name, part in schema["properties"].items()}
+    for title, definition in (("", schema), *schema.get("$defs", {}).items()):
+        name = definition.get("properties", {}).get("name", {}).get("const") or sections.get(title)
+        for key in definition.get("properties", {}):
+            keys.setdefault(key, set()).update({name} if name else ())
+    return keys

@@ -1,0 +1,265 @@
+"""The sizes of a model and the choices of a run, on which the stages and their order depend. Imports no MLX.
+
+A tile is a part of a matrix's width (the vocabulary, or the MLP's inner dimension), a chunk a part of the tokens
+(queries, or labelled tokens), a part one of the arrays of a packed matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from ondevice.core.errors import ConfigError
+from ondevice.methods.mesp.config import GROUP_SIZE
+
+if TYPE_CHECKING:
+    from ondevice.methods.mesp.config import MespConfig
+    from ondevice.models import ModelDims
+
+Product = Literal["quantized", "dequantized"]
+ATTENTION = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+NORMS = {
+    "before_attention": "input_norm", "after_attention": "attention_norm", "before_mlp": "mlp_norm",
+    "after_mlp": "output_norm", "q": "q_norm", "k": "k_norm",
+}  # fmt: skip
+"""The norms' names in the instructions, by place (`BlockTraits.norms`)."""
+SHARED = ("shared.gate", "shared.up", "shared.down")
+"""Matrices of the expert for all tokens."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding: angle of pair i at position t is t * scale / wavelength_i.
+
+    Attributes:
+        theta: base of the wavelengths theta^(2i / head_dim).
+        scale: 1 / factor where positions are interpolated (`linear`).
+        wavelengths: one for each pair, where they are not powers of theta (`llama3`, `yarn`, `longrope`).
+        longer: those of sequences of more than `trained_tokens`, where they are others (`longrope`).
+        factor: of what is rotated (`yarn`, `longrope`).
+        local_theta: base in layers with a window, where it is another; they are not scaled.
+    """
+
+    theta: float
+    scale: float = 1.0
+    wavelengths: tuple[float, ...] | None = None
+    local_theta: float | None = None
+    longer: tuple[float, ...] | None = None
+    trained_tokens: int = 0
+    factor: float = 1.0
+
+    def of_layer(self, width: int, rotated: bool, local: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return a layer's wavelengths, one for each pair of `width` dimensions, the scale included, and the factor of
+        each pair; infinity and 1 where nothing is rotated."""
+        pairs = width // 2
+        if not rotated:
+            return (float("inf"),) * pairs, (1.0,) * pairs
+        if local and self.local_theta is not None:
+            return tuple(self.local_theta ** (2 * pair / width) for pair in range(pairs)), (1.0,) * pairs
+        plain = self.wavelengths or tuple(self.theta ** (2 * pair / width) for pair in range(pairs))
+        return tuple(wavelength / self.scale for wavelength in plain), (self.factor,) * pairs
+
+
+def read_rope(config: dict[str, Any], dims: ModelDims) -> Rope:
+    """Read the rotary embedding of a `config.json`: one of the scalings that `ModelDims.rope_type` may be."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)
+    theta, width = dims.rope_theta, dims.traits.rotary_width or dims.head_dim
+    make = partial(Rope, theta, local_theta=_local_theta(config) if dims.traits.windows else None)
+    if dims.rope_type == "default":
+        return make()
+    if dims.rope_type == "linear":
+        return make(scale=1.0 / float(rope["factor"]))
+    plain = [theta ** (2 * pair / width) for pair in range(width // 2)]
+    if dims.rope_type == "llama3":
+        return make(wavelengths=_llama3(rope, plain))
+    if dims.rope_type == "longrope":
+        # Configurations as they were published have this beside the scaling; transformers 5 writes it among its fields.
+        trained = config.get("original_max_position_embeddings", dims.max_positions)
+        return make(**_longrope({"original_max_position_embeddings": trained, **rope}, plain, dims.max_positions))
+    return make(wavelengths=_yarn(rope, theta, plain), factor=_yarn_factor(rope))
+
+
+def _longrope(rope: dict[str, Any], plain: list[float], longest_tokens: int) -> dict[str, Any]:
+    """Stretch each wave by its own factor, by another in sequences beyond those of training (LongRoPE, arXiv
+    2402.13753; transformers' `_compute_longrope_parameters`)."""
+    trained = int(rope["original_max_position_embeddings"])
+    short, longer = (
+        tuple(float(own) * wave for own, wave in zip(rope[f"{kind}_factor"], plain, strict=True))
+        for kind in ("short", "long")
+    )
+    stretched, factor = float(rope.get("factor") or longest_tokens / trained), rope.get("attention_factor")
+    if factor is None:
+        factor = math.sqrt(1 + math.log(stretched) / math.log(trained)) if stretched > 1 else 1.0
+    return {"wavelengths": short, "longer": longer, "trained_tokens": trained, "factor": float(factor)}
+
+
+def _llama3(rope: dict[str, Any], plain: list[float]) -> tuple[float, ...]:
+    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    trained = float(rope["original_max_position_embeddings"])
+    smooth = [min(1.0, max(0.0, (trained / (2 * math.pi * wave) - low) / (high - low))) for wave in plain]
+    return tuple(1.0 / ((1 - part) / (factor * wave) + part / wave) for part, wave in zip(smooth, plain))
+
+
+def _yarn(rope: dict[str, Any], theta: float, plain: list[float]) -> tuple[float, ...]:
+    """Stretch long waves by the factor, keep short ones, with a ramp between (YaRN, arXiv 2309.00071, section 3.2)."""
+    factor, trained = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+    turns = [float(rope.get(key) or otherwise) for key, otherwise in (("beta_fast", 32), ("beta_slow", 1))]
+    low, high = (len(plain) * math.log(trained / (count * 2 * math.pi)) / math.log(theta) for count in turns)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * len(plain) - 1)
+    high += 0.001 * (low == high)  # as transformers, so that the ramp is no division by zero
+    ramp = [min(1.0, max(0.0, (pair - low) / (high - low))) for pair in range(len(plain))]
+    return tuple(1.0 / (part / (factor * wave) + (1 - part) / wave) for part, wave in zip(ramp, plain))
+
+
+def _yarn_factor(rope: dict[str, Any]) -> float:
+    """Return the factor of cosine and sine (section 3.4)."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(float(rope["factor"])) + 1.0 if float(rope["factor"]) > 1 else 1.0
+
+    every, whole = rope.get("mscale"), rope.get("mscale_all_dim")
+    return scale(every) / scale(whole) if every and whole else scale(1.0)
+
+
+def _local_theta(config: dict[str, Any]) -> float | None:
+    """The base of the rotary embedding in layers with a window, where a configuration has one for these."""
+    rope = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    theta = rope.get("rope_theta", config.get("rope_local_base_freq"))
+    return None if theta is None else float(theta)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sizes of a model and the choices of a run, which the stages and their order depend on.
+
+    Attributes:
+        scale: LoRA's alpha / rank.
+        bits: of packed weights, in groups of `group_size`; None is dense.
+        dtype: of activations; sums over tiles and all of LoRA are float32.
+        product: `quantized` multiplies packed weights as they are; `dequantized` makes some rows dense at a time,
+            which is faster with a good BLAS.
+        mlp_tiles: parts of the MLP's inner dimension that are computed one after the other.
+        query_chunk_tokens: queries whose attention scores exist at once.
+        store_h: keep x A^T of q, k, v and o from a block's recomputation to its backward pass (Table 5).
+        active_experts: of a mixture of experts, those that a token passes through; `normalised`: their weights add up
+            to 1; `shared`: there is an expert for all tokens.
+    """
+
+    dims: ModelDims
+    target_modules: tuple[str, ...]
+    scale: float
+    rope: Rope
+    bits: int | None = None
+    group_size: int = GROUP_SIZE
+    dtype: str = "float32"
+    product: Product = "quantized"
+    mlp_tiles: int = 8
+    query_chunk_tokens: int = 128
+    store_h: bool = False
+    active_experts: int = 0
+    normalised: bool = False
+    shared: bool = False
+
+    @classmethod
+    def of(cls, dims: ModelDims, config: MespConfig, rope: Rope, **values: object) -> Settings:
+        """Return the settings of a run."""
+        return cls(
+            dims=dims,
+            target_modules=dims.resolve_targets(config),
+            scale=config.scale,
+            rope=rope,
+            store_h=config.store_h,
+            **values,  # type: ignore[arg-type]
+        )
+
+    @property
+    def attention_targets(self) -> tuple[str, ...]:
+        """Linear layers that give q, k and v."""
+        return ("qkv_proj",) if self.dims.traits.fused else ATTENTION
+
+    @property
+    def gate_up_targets(self) -> tuple[str, ...]:
+        """Linear layers that give gate and up."""
+        return ("gate_up_proj",) if self.dims.traits.fused else GATE_UP
+
+    def place(self, target: str) -> tuple[str, int]:
+        """Return the linear layer that `target` is some rows of, and the first of them: gate and up may be one."""
+        if self.dims.traits.fused and target in GATE_UP:
+            return "gate_up_proj", GATE_UP.index(target) * self.dims.intermediate
+        return target, 0
+
+    def has(self, target: str) -> bool:
+        """Return True if there is an adapter beside that linear layer."""
+        return self.place(target)[0] in self.target_modules
+
+    def norm(self, place: str) -> bool:
+        """Return True if the block has a norm there."""
+        return any(place == one for one, _ in self.dims.traits.norms)
+
+    @property
+    def rope_by_layer(self) -> bool:
+        """Layers rotate differently, or some do not: then `rope.weight` of a block has its wavelengths."""
+        return self.rope.local_theta is not None or not all(self.dims.traits.rotary)
+
+    @property
+    def rotary_width(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.dims.traits.rotary_width or self.dims.head_dim
+
+    @property
+    def branch_apart(self) -> bool:
+        """Something is between the MLP and the sum: a norm, or a factor."""
+        return self.norm("after_mlp") or self.dims.traits.residual_scale != 1.0
+
+    @property
+    def quantum(self) -> int:
+        """Tiles of packed columns begin at multiples of this."""
+        return self.group_size if self.bits else 1
+
+    def mlp_bounds(self) -> list[tuple[int, int]]:
+        """Return ranges of the MLP's inner dimension, all but the last of equal size."""
+        return bounds(self.dims.intermediate, self.mlp_tiles, self.quantum)
+
+    def query_bounds(self, length_tokens: int) -> list[tuple[int, int]]:
+        """Return ranges of a sequence's queries."""
+        size = min(self.query_chunk_tokens, length_tokens)
+        return [(low, min(low + size, length_tokens)) for low in range(0, length_tokens, size)]
+
+    def check(self) -> None:
+        """Refuse matrices that cannot be packed.
+
+        Raises:
+            ConfigError: a width is no multiple of the group size.
+        """
+        if not self.bits:
+            return
+        widths = {target: inputs for target, (inputs, _) in self.dims.linear_shapes.items()}
+        widths |= {linear.target: linear.inputs for linear in self.dims.expert_list}
+        for target, inputs in widths.items():
+            if inputs % self.group_size:
+                raise ConfigError(
+                    f"{target} cannot be kept in {self.bits} bits",
+                    expected=f"inputs a multiple of the group of {self.group_size}",
+                    received=f"{inputs} inputs",
+                    hint="--set method.bits=null keeps the weights as they are",
+                )
+
+
+def bounds(size: int, tiles: int, quantum: int = 1) -> list[tuple[int, int]]:
+    """Split `size` into at most `tiles` ranges that begin at multiples of `quantum`."""
+    step = -(-size // max(1, tiles))
+    step = -(-step // quantum) * quantum
+    return [(low, min(low + step, size)) for low in range(0, size, step)]
+
+
+def matrix_parts(bits: int | None) -> tuple[str, ...]:
+    """Return names of the arrays that a matrix consists of."""
+    return ("weight", "scales", "biases") if bits else ("weight",)

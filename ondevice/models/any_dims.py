@@ -1,0 +1,282 @@
+"""The sizes of a decoder whose blocks are not known, from the model built without memory (torch's meta device).
+
+Linear layers are found by their modules, so counts are exact; what the configuration does not say is guessed, and said.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from ondevice.artifact.adapter import EXPERT_PARAMETERS, is_expert_parameter
+from ondevice.core.errors import ModelError
+from ondevice.models.dims import Linear, ModelDims
+
+ATTENTION = (
+    "q_proj", "v_proj", "kv_proj", "q_b_proj", "kv_b_proj", "query_key_value", "qkv_proj", "Wqkv", "c_attn",
+    "linear_x", "linear_y", "query", "value", "key", "receptance", "q", "k", "v", "Wq", "Wv",
+)  # fmt: skip
+"""Names of the projections into attention, or into what stands in its place, beside those that begin with in_proj: the
+default where q_proj and v_proj are not both there."""
+ROUTERS = ("router", "gate", "shared_expert_gate")
+"""Linear layers that send tokens to experts; they are no default for an adapter."""
+CROSS_ATTENTION = ("encoder_attn", "crossattention", "cross_attn")
+"""Modules that attend to an encoder, which a decoder alone does not have."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "num_selected_experts", "moe_k", "moe_topk")
+"""Fields of configurations: how many experts there are (`EXPERTS`), and how many a token passes through."""
+
+
+@dataclass(frozen=True)
+class AnyDims(ModelDims):
+    """Sizes of a decoder whose blocks are not known.
+
+    Attributes:
+        linears: the linear layers of the blocks; those of one block need not be another's.
+        experts_found: parameters with a matrix for each expert.
+        experts_refused: why there are experts, and none found.
+        parameter_count: of the whole model, tied ones once; `block_counts` of each block.
+        matrix_count: of all matrices in the blocks, experts included.
+        guessed: sentences on sizes that the configuration does not say.
+        trait: what a family of this type does not do, in its words; empty where there is no such family.
+    """
+
+    whole: ClassVar[bool] = True
+
+    linears: tuple[Linear, ...] = ()
+    experts_found: tuple[Linear, ...] = ()
+    experts_refused: str = ""
+    parameter_count: int = 0
+    block_counts: tuple[int, ...] = ()
+    matrix_count: int = 0
+    active_count: int = 0
+    guessed: tuple[str, ...] = ()
+    trait: str = ""
+
+    @property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) by the last part of the name, the largest where blocks differ."""
+        shapes: dict[str, tuple[int, int]] = {}
+        for linear in self.linears:
+            name, shape = linear.target.rsplit(".", 1)[-1], (linear.inputs, linear.outputs)
+            shapes[name] = max(shapes.get(name, shape), shape, key=lambda sides: sides[0] * sides[1])
+        return shapes
+
+    def linear_shape(self, target: str) -> tuple[int, int]:
+        """Refuse with ModelError: blocks may have no such layer, or several; ask `adapted`."""
+        raise self.unknown(f"a shape of {target} for every block")
+
+    @property
+    def linear_list(self) -> tuple[Linear, ...]:
+        return self.linears
+
+    @property
+    def expert_list(self) -> tuple[Linear, ...]:
+        return self.experts_found
+
+    def resolve_targets(self, config: Any) -> tuple[str, ...]:
+        """Return what `ModelDims.resolve_targets` does; ModelError says why experts cannot be adapted."""
+        asked = [name for name in getattr(config, "target_modules", ()) if is_expert_parameter(name)]
+        if asked and self.experts_refused:
+            expected = ", ".join(self.linear_shapes)
+            raise ModelError(self.experts_refused, expected=expected, received=asked[0], hint="leave it out")
+        return super().resolve_targets(config)
+
+    @property
+    def default_targets(self) -> tuple[str, ...]:
+        names = list(self.linear_shapes)
+        known = tuple(name for name in names if name in ATTENTION or name.startswith("in_proj"))
+        return known or tuple(name for name in names if name not in ROUTERS)
+
+    @property
+    def block_parameters(self) -> int:
+        return max(self.block_counts, default=0)
+
+    @property
+    def matrices(self) -> int:
+        return self.matrix_count
+
+    @property
+    def active_matrices(self) -> int:
+        return self.active_count
+
+    @property
+    def parameters(self) -> int:
+        return self.parameter_count
+
+    def unknown(self, wanted: str) -> ModelError:
+        """Build the refusal, with the methods that need to know no block."""
+        from ondevice.core.registry import methods
+
+        able = [spec.name for spec in methods() if spec.any_decoder]
+        return ModelError(
+            self.trait or f"the blocks of {self.family} models are not known here",
+            expected=f"blocks that {wanted} knows, or a method that takes every decoder: {', '.join(able)}",
+            received=f"model_type {self.family!r}, {wanted}",
+            hint="choose one of these methods, or add the type: docs/howto/add-a-model.md",
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for a plan."""
+        own = f"{self.family} is computed whole, by transformers: memory of its activations is estimated as Llama's"
+        return (own, *((self.trait,) if self.trait else ()), *self.guessed)
+
+
+@lru_cache(maxsize=16)
+def dims_of_config(config: str, where: str) -> AnyDims:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from ondevice.models.load import quiet_transformers
+
+    values = json.loads(config)
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            kind = CONFIG_MAPPING[values["model_type"]]
+            built = kind.from_dict(_with_floats(values))
+            model = AutoModelForCausalLM.from_config(built)
+    except Exception as error:  # whatever transformers raises about a configuration
+        raise ModelError(
+            f"{where}: transformers cannot build this {values.get('model_type')} model",
+            expected="a configuration that AutoModelForCausalLM builds",
+            received=f"{type(error).__name__}: {str(error).strip()[:300]}",
+            hint="check config.json, or copy it again",
+        ) from None
+    return dims_of_model(model, values)
+
+
+def _with_floats(value: Any) -> Any:
+    """Undo what transformers writes for a number that JSON does not have: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(str(value["__float__"]).replace("Infinity", "inf"))
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
+
+
+def find_blocks(model: Any) -> tuple[str, Any]:
+    """Find the list of blocks: of `num_hidden_layers` modules where there is one, else the largest list.
+
+    Raises:
+        ModelError: the model has no list of modules.
+    """
+    from torch import nn
+
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"no list of blocks was found in a {model.config.model_type} model")
+
+    def size(item: tuple[str, Any]) -> tuple[bool, int]:
+        return len(item[1]) == depth, sum(parameter.numel() for parameter in item[1].parameters())
+
+    return max(lists, key=size)
+
+
+def dims_of_model(model: Any, config: dict[str, Any]) -> AnyDims:
+    """Read the sizes of a built model, whose parameters need no memory."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    text = model.config.get_text_config()
+    _, blocks = find_blocks(model)
+    linears = []
+    for name, module in blocks.named_modules():
+        if isinstance(module, nn.Linear):
+            sides = module.in_features, module.out_features
+        elif isinstance(module, Conv1D):
+            sides = module.nx, module.nf
+        else:
+            continue
+        layer, _, path = name.partition(".")
+        if any(part in CROSS_ATTENTION for part in path.split(".")):
+            continue  # a decoder alone has no encoder to attend to
+        linears.append(Linear(int(layer), path, *sides))
+    experts_found, experts_refused = _find_experts(blocks, str(config.get("model_type", text.model_type)))
+    guessed: list[str] = []
+
+    def size(field: str, names: tuple[str, ...], guess: int) -> int:
+        for name in (field, *names):
+            if value := _number(text, name):
+                return value
+        guessed.append(f"guessed: {field} {guess}, which the configuration of {text.model_type} does not say")
+        return guess
+
+    embedding = model.get_input_embeddings().weight
+    hidden = size("hidden_size", ("n_embd", "d_model"), embedding.shape[1])
+    heads = size("num_attention_heads", ("n_head", "num_heads"), max(1, hidden // 64))
+    widest = max([hidden, *(linear.outputs for linear in linears)])
+    wide = size("intermediate_size", ("n_inner", "ffn_dim", "ffn_hidden_size", "moe_intermediate_size"), widest)
+    expert_numbers = sum(p.numel() for p in blocks.parameters() if p.ndim == 3 and p.shape[1] > 1 and p.shape[2] > 1)
+    matrices = expert_numbers + sum(p.numel() for p in blocks.parameters() if p.ndim == 2)
+    experts = next((n for field in EXPERTS if (n := _number(text, field))), 0)
+    chosen = next((n for field in CHOSEN if (n := _number(text, field))), 1)
+    share = chosen / experts if experts else 1.0
+    if experts and expert_numbers:
+        narrow = _number(text, "moe_intermediate_size") or wide
+        wide = max(chosen * narrow, 1)
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    return AnyDims(
+        family=str(config.get("model_type", text.model_type)),
+        layers=len(blocks),
+        hidden=hidden,
+        intermediate=wide,
+        heads=heads,
+        kv_heads=_number(text, "num_key_value_heads") or heads,
+        head_dim=_number(text, "head_dim") or max(1, hidden // heads),
+        vocab=embedding.shape[0],
+        tied=tied,
+        qkv_bias=False,
+        rope_theta=0.0,
+        norm_eps=0.0,
+        max_positions=size("max_position_embeddings", ("n_positions", "max_seq_len", "context_length"), 2048),
+        rope_type="none",
+        experts=experts if expert_numbers else 0,
+        linears=tuple(linears),
+        experts_found=experts_found,
+        experts_refused=experts_refused,
+        parameter_count=sum(parameter.numel() for parameter in model.parameters()),
+        block_counts=tuple(sum(p.numel() for p in block.parameters()) for block in blocks),
+        matrix_count=matrices,
+        active_count=int(matrices - expert_numbers * (1 - share)),
+        guessed=tuple(guessed),
+    )
+
+
+def _find_experts(blocks: Any, family: str) -> tuple[tuple[Linear, ...], str]:
+    """List the parameters [experts, outputs, inputs] of modules called `experts`; or say why they take no pairs."""
+    linears, refused = [], ""
+    for name, module in blocks.named_modules():
+        held = {key: p for key, p in module.named_parameters(recurse=False) if key in EXPERT_PARAMETERS and p.ndim == 3}
+        if not held or not name.endswith(".experts"):
+            continue
+        first = next(iter(held.values()))
+        turned = "down_proj" not in held or held["down_proj"].shape[1] != first.shape[2]
+        ordered = list(held) == [key for key in EXPERT_PARAMETERS if key in held]
+        if turned or getattr(module, "is_transposed", False) or not ordered:
+            layout = "[experts, inputs, outputs]" if ordered else ", ".join(held)
+            refused = f"the experts of {family} models are stored as {layout}: no pairs go beside them"
+            continue
+        layer, _, path = name.partition(".")
+        for key, p in held.items():
+            linears.append(Linear(int(layer), f"{path}.{key}", p.shape[2], p.shape[1], p.shape[0]))
+    return tuple(linears), refused
+
+
+def _number(config: Any, field: str) -> int:
+    """Return a size of 1 or more, the largest where it differs by layer; 0 where the configuration has none."""
+    values = [config, *(getattr(config, "per_layer_config", None) or ())]
+    numbers = []
+    for part in values:
+        try:
+            value = getattr(part, field, None)
+        except Exception:
+            continue
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            numbers.append(value)
+    return max(numbers, default=0)
