@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "two layers": {"family": "llama", **SMALL, "layers": 2},
     "wide qwen2": {"family": "qwen2", "layers": 1, "hidden": 96, "heads": 3, "kv_heads": 1, "tied": False},
     "gemma3_text": {"family": "gemma3_text", **SMALL, "layers": 3},
+    "two layers of gemma3_text": {"family": "gemma3_text", **SMALL, "layers": 2},
     "granite": {"family": "granite", **SMALL, "layers": 2},
     "smollm3": {"family": "smollm3", **SMALL, "layers": 3},
     "wide": {"family": "llama", "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2},
@@ -37,6 +38,8 @@ METHOD = {
     "method.loss_tiles": 2,
     "method.learning_rate": 0.05,
 }
+ONE_ROW = {"export.batch_size": 1, "export.eval_batch_size": 1}
+"""Of block programs, where no test asks for another number of rows: each has functions of its own."""
 PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "functional": ("tied llama", {"export.batch_size": 2, "export.next_token": True}),
     "stateful": (
@@ -49,10 +52,17 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
             "export.loss": "plain",
         },
     ),
-    "q4": ("two layers", {"export.quantize": "q4", "export.batch_size": 3}),
-    "q4 untied, tiled": (
+    "q4": ("one layer", {"export.quantize": "q4", "export.batch_size": 3}),
+    "q4 untied, tiled, labelled": (
         "qwen2 with bias",
-        {"export.quantize": "q4", "export.loss": "tiled", "export.generator": "aten"},
+        {
+            "export.quantize": "q4",
+            "export.loss": "tiled",
+            "export.generator": "aten",
+            "export.batch_size": 2,
+            "method.labelled_tokens": 2,
+            "method.optimizer": "adam",
+        },
     ),
     "fused loss, one-sided": (
         "two layers",
@@ -66,7 +76,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "subspace, answers": (
-        "two layers",
+        "one layer",
         {
             "export.batch_size": 2,
             "method.answers": [70, 9],
@@ -76,7 +86,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "subspace, stateful": (
-        "two layers",
+        "one layer",
         {
             "export.quantize": "q4",
             "export.form": "stateful",
@@ -85,8 +95,7 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.refresh_every": NULL,
         },
     ),
-    "labelled": ("one layer", {"method.labelled_tokens": 2, "export.batch_size": 2, "method.optimizer": "adam"}),
-    "gemma3_text": ("gemma3_text", {"export.batch_size": 2}),
+    "gemma3_text": ("two layers of gemma3_text", {"export.batch_size": 2}),
     "8da4w": ("one layer", {"export.quantize": "8da4w", "method.loss_tiles": 1}),
 }
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -124,11 +133,12 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.weight_decay": 0.1,
             "method.target_modules": ["q_proj", "down_proj"],
             "method.loss_tiles": 3,
+            **ONE_ROW,
         },
     ),
     "blocks, int8": (
         "two layers",
-        {"export.quantize": "int8", "export.batch_size": 2, "export.next_token": True, "export.context_tokens": 40},
+        {"export.quantize": "int8", "export.next_token": True, "export.context_tokens": 40, **ONE_ROW},
     ),
     "blocks, 8da8w": (
         "two layers",
@@ -136,13 +146,17 @@ BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "blocks, q4": (
         "qwen2 with bias",
-        {"export.quantize": "q4", "method.loss_tiles": 3, "export.context_tokens": 40},
+        {"export.quantize": "q4", "method.loss_tiles": 3, "export.context_tokens": 40, **ONE_ROW},
     ),
-    "blocks of gemma3_text": ("gemma3_text", {"export.check_steps": 1, "method.optimizer": "sgd"}),
-    "blocks of granite": ("granite", {"export.check_steps": 1, "export.batch_size": 2}),
-    "blocks of smollm3": ("smollm3", {"export.check_steps": 1}),
+    "blocks of gemma3_text": ("gemma3_text", {"export.check_steps": 1, "method.optimizer": "sgd", **ONE_ROW}),
+    "blocks of granite": (
+        "granite",
+        {"export.check_steps": 1, "export.batch_size": 2, "export.context_tokens": 400, "export.answers": "packed"},
+    ),
+    "blocks of smollm3": ("smollm3", {"export.check_steps": 1, **ONE_ROW}),
 }
-"""The same as functions of one block; the last of three tiles of 97 rows each begins inside the one before."""
+"""The same as functions of one block; the last of three tiles of 97 rows each begins inside the one before. Granite's
+answers by a program of its own."""
 NPU: dict[str, tuple[str, dict[str, Any]]] = {
     "npu": ("wide", {"export.batch_size": 2}),
     "npu unrolled": (
@@ -171,24 +185,12 @@ NPU_BLOCKS: dict[str, tuple[str, dict[str, Any]]] = {
             "method.loss_tiles": 3,
             "export.next_token": True,
             "export.soc": ["SM8550"],
+            **ONE_ROW,
         },
     ),
 }
 """The same for MeSP, functions of one block."""
-PACKED: dict[str, tuple[str, dict[str, Any]]] = {
-    "blocks, packed answers": (
-        "two layers",
-        {
-            "export.check_steps": 1,
-            "method.optimizer": "sgd",
-            "export.lengths_tokens": [16],
-            "export.context_tokens": 400,
-            "export.answers": "packed",
-        },
-    ),
-}
-"""One that answers by a program of its own."""
-ALL = PACKED | PROGRAMS | NPU | NPU_BLOCKS | EXACT | BLOCKS
+ALL = PROGRAMS | NPU | NPU_BLOCKS | EXACT | BLOCKS
 
 
 def needs_qnn() -> None:
@@ -234,7 +236,7 @@ def config(name: str, **more: Any) -> RunConfig:
     values = {key: str(subspace(source)) if value == "@subspace" else value for key, value in values.items()}
     if name in NPU or name in NPU_BLOCKS:
         values = {"export.target": "android-npu", **values}
-    if name in EXACT or name in BLOCKS or name in PACKED or name in NPU_BLOCKS:
+    if name in EXACT or name in BLOCKS or name in NPU_BLOCKS:
         method = {"method.name": "mesp", "method.rank": 4, "method.loss_tiles": 2, "method.learning_rate": 1e-2}
         base = {"model.source": str(model(source)), "train.seed": SEED, "export.lengths_tokens": [16]}
         return RunConfig.load(None, {**base, **method, **values, **more})

@@ -244,7 +244,7 @@ def test_the_runtime_has_every_kernel_of_a_program_that_answers(libraries: dict[
     pytest.importorskip("executorch")
     from tests.programs import program as exported_program
 
-    described = json.loads((exported_program("blocks, packed answers") / "answers/answers.json").read_text("utf-8"))
+    described = json.loads((exported_program("blocks of granite") / "answers/answers.json").read_text("utf-8"))
     assert "llama::custom_sdpa.out" in described["ops"]
     for abi in MACHINES:
         library = libraries[f"lib/{abi}/libexecutorch.so"]

@@ -24,7 +24,7 @@ from ondevice.exporters.executorch import answers
 from ondevice.exporters.executorch.packed import ANSWERS, PackedWriter
 
 PROMPT = list(b"A prompt of more tokens than are read at once; forty-one, or some more. " * 2)
-NAME = "blocks, packed answers"
+NAME = "blocks of granite"
 
 
 def random_adapter(like: Adapter) -> Adapter:
