@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,21 @@ class CheckedDevice(CpuDevice):
             self.record(lane).wait()
 
 
+@cache
+def _arguments(func: Any) -> tuple[tuple[str, bool], ...] | None:
+    """An operator's arguments, and whether it writes to them; None for a view."""
+    schema = [(one.name, one.alias_info) for one in func._schema.arguments]
+    if any(alias is not None and not alias.is_write for _, alias in schema):
+        return None
+    return tuple((name, alias is not None) for name, alias in schema)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)] if isinstance(value, (tuple, list)) else []
+
+
 class Kernels(TorchDispatchMode):
     """PyTorch's kernels of one thread as accesses."""
 
@@ -93,21 +109,19 @@ class Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, c = kwargs or {}, self.checker
-        schema = func._schema.arguments
-        view = any(one.alias_info is not None and not one.alias_info.is_write for one in schema)
-        if view or getattr(c.local, "quiet", False):
+        arguments = _arguments(func)
+        if arguments is None or getattr(c.local, "quiet", False):
             return func(*args, **kwargs)
         touched: list[tuple[Tensor, bool]] = []
-        for number, argument in enumerate(schema):
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            write = argument.alias_info is not None and argument.alias_info.is_write
-            touched += [(x, write) for x in tree_leaves(value) if isinstance(x, Tensor) and x.numel()]
+        for number, (name, write) in enumerate(arguments):
+            value = args[number] if number < len(args) else kwargs.get(name)
+            touched += [(x, write) for x in _tensors(value) if x.numel()]
         with c.lock:
             self._count(touched, "_local_scalar_dense" in func.__name__)
             out = func(*args, **kwargs)
             c.check_freed()
-            for x in tree_leaves(out) if self.main or self._held() else ():
-                if isinstance(x, Tensor) and not c.is_host(x) and not any(x is y for y, _ in touched):
+            for x in _tensors(out) if self.main or self._held() else ():
+                if not c.is_host(x) and not any(x is y for y, _ in touched):
                     c.allocated(x, self._lane())
         return out
 

@@ -18,7 +18,7 @@ from ondevice.offload.ranks import SINGLE  # noqa: E402
 from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.offload.happens_before import CheckedRanks, checking, leave_out_hold, names  # noqa: E402
 
-PROJECTORS: dict[str, Any] = {"subspace": 24, "nonzeros": 4, "check_every": 2, "threshold": 0.0}
+PROJECTORS: dict[str, Any] = {"subspace": 24, "nonzeros": 4, "check_every": 2, "threshold": 0.0, "learn_steps": 2}
 CONFIGS: list[dict[str, Any]] = [
     {},
     {"gradient_buffers": 2, "compute": "float32", "optimizer": "torch"},
