@@ -53,7 +53,8 @@ def test_it_has_the_caller_s_arguments_and_environment_and_ends_as_it_would_have
 def test_what_libraries_set_when_a_test_imports_them_starts_nothing_anew(warm: Warm) -> None:
     """Each command would import torch again, in the worker whose earlier tests had exported a program."""
     pytest.importorskip("mlx_lm")
-    code = "import json, os, mlx_lm; from torch._inductor.runtime import cache_dir_utils; cache_dir_utils.cache_dir(); print(json.dumps(dict(os.environ)))"
+    inductor = "from torch._inductor.runtime import cache_dir_utils; cache_dir_utils.cache_dir()"
+    code = f"import json, os, mlx_lm; {inductor}; print(json.dumps(dict(os.environ)))"
     environment = json.loads(ended(warm, "-c", code, env=warm.environment)[1].splitlines()[-1])
     assert environment.keys() >= set(BY_IMPORTS)
     assert fits({"words": ["-c"], "environment": environment}, warm.environment)

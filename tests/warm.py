@@ -45,7 +45,7 @@ AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "ONEDN
 QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
 """What `ondevice` sets before it imports a framework, and so its children have."""
 BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
-"""What `torch._inductor`, which an export uses, and `mlx_lm` set when a test imports them, for whatever the worker starts from then on."""
+"""What `torch._inductor` (by an export) and `mlx_lm` set when a test imports them, for all it starts later."""
 LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", *QUIET, *BY_IMPORTS)
 """Beginnings of those that are read later, as what `torchrun` sets for each of its processes."""
 CLONE_NEWNET = 0x40000000

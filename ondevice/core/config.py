@@ -73,7 +73,7 @@ class Documented(BaseModel):
         texts: dict[str, str] = {}
         for kind in reversed(cls.__mro__):
             found = attribute_docstrings(kind.__module__) if issubclass(kind, Documented) else {}
-            for name in kind.__dict__.get("__annotations__", {}):
+            for name in inspect.get_annotations(kind):
                 texts.pop(name, None)  # declared anew: what the base says is not said of this one
                 if text := found.get((kind.__name__, name)):
                     texts[name] = text
