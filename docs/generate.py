@@ -118,10 +118,10 @@ def fleet_settings() -> str:
 
 
 def _keys(section: Any) -> str:
-    rows = []
+    rows, described = [], section.descriptions()
     for name, field in section.model_fields.items():
         default = "needed" if field.is_required() else f"`{_plain(field.get_default(call_default_factory=True))}`"
-        rows.append((f"`{name}`", f"`{_type(field.annotation)}`", default, _cell(field.description)))
+        rows.append((f"`{name}`", f"`{_type(field.annotation)}`", default, _cell(described.get(name))))
     return _table(("Key", "Type", "Default", "Meaning"), rows)
 
 
@@ -192,9 +192,10 @@ def errors() -> str:
 
 def events() -> str:
     """Every event with its fields."""
+    from ondevice.core.config import attribute_docstrings
     from ondevice.training import events as module
 
-    notes, parts = _attribute_notes(Path(inspect.getfile(module))), []
+    notes, parts = attribute_docstrings(module.__name__), []
     for kind, event in module.KINDS.items():
         rows = [
             (f"`{item.name}`", f"`{item.type}`", _cell(notes.get((event.__name__, item.name), "")))
@@ -208,10 +209,11 @@ def events() -> str:
 def manifest() -> str:
     """Every field of an artifact's manifest."""
     from ondevice.artifact import manifest as module
+    from ondevice.core.config import attribute_docstrings
 
     sections = [module.Manifest, module.ModelInfo, module.GeneratorInfo, module.ProgramSpec, module.ProgramMethod]
     sections += [module.TensorPort, module.StateTensor, module.Counter, module.Constant]
-    notes, parts = _attribute_notes(Path(inspect.getfile(module))), []
+    notes, parts = attribute_docstrings(module.__name__), []
     for section in [*sections, module.AdapterEntry]:
         rows = [
             (f"`{name}`", f"`{_short(field.annotation)}`", _cell(notes.get((section.__name__, name), "")))
@@ -285,18 +287,6 @@ def _docstring(text: str) -> str:
             section = "" if line and not line.startswith(" ") else section
             out.append(line)
     return "\n".join(out)
-
-
-def _attribute_notes(source: Path) -> dict[tuple[str, str], str]:
-    """The text below each attribute of each class of a file."""
-    notes = {}
-    for node in ast.parse(source.read_text()).body:
-        if isinstance(node, ast.ClassDef):
-            for item, below in zip(node.body, node.body[1:]):
-                noted = isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr)
-                if noted and isinstance(item.target, ast.Name):
-                    notes[node.name, item.target.id] = ast.literal_eval(below.value)
-    return notes
 
 
 def _cell(text: str | None) -> str:

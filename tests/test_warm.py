@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import HEADER_BYTES, Warm
+from tests.warm import BY_IMPORTS, HEADER_BYTES, Warm, fits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python starts as ever")
 
@@ -45,6 +45,21 @@ def test_it_has_the_caller_s_arguments_and_environment_and_ends_as_it_would_have
     assert code == 1 and errors.endswith("ZeroDivisionError: division by zero\n")
     for number in (signal.SIGKILL, signal.SIGINT):
         assert ended(warm, "-c", f"import os; os.kill(os.getpid(), {number})")[0] == -number
+    assert ended(warm, "-c", "import sys; sys.exit('a reason')") == (1, "", "a reason\n")
+    late = "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()"
+    code = f"import atexit, threading, time; atexit.register(print, 'at exit', end=''); {late}; print('main')"
+    assert ended(warm, "-c", code)[:2] == (0, "main\nthread\nat exit")
+
+
+def test_what_libraries_set_when_a_test_imports_them_starts_nothing_anew(warm: Warm) -> None:
+    """Each command would import torch again, in the worker whose earlier tests had exported a program."""
+    pytest.importorskip("mlx_lm")
+    inductor = "from torch._inductor.runtime import cache_dir_utils; cache_dir_utils.cache_dir()"
+    code = f"import json, os, mlx_lm; {inductor}; print(json.dumps(dict(os.environ)))"
+    environment = json.loads(ended(warm, "-c", code, env=warm.environment)[1].splitlines()[-1])
+    assert environment.keys() >= set(BY_IMPORTS)
+    assert fits({"words": ["-c"], "environment": environment}, warm.environment)
+    assert not fits({"words": ["-c"], "environment": {**environment, "HF_HOME": "/nowhere"}}, warm.environment)
 
 
 def test_it_is_killed_and_asked_as_the_command_is(warm: Warm) -> None:

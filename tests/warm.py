@@ -12,6 +12,7 @@ an import reads.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
@@ -23,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 import types
 from pathlib import Path
@@ -42,7 +44,9 @@ AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "PYTORCH_", "OMP_", "MKL_", "ONEDN
 """Beginnings of the names of variables that an import reads; PYTHONPATH is followed."""
 QUIET = ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY")
 """What `ondevice` sets before it imports a framework, and so its children have."""
-LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", *QUIET)
+BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
+"""What `torch._inductor` (by an export) and `mlx_lm` set when a test imports them, for all it starts later."""
+LATER = ("PYTHONPATH", "TORCHELASTIC_", "TORCH_NCCL_", *QUIET, *BY_IMPORTS)
 """Beginnings of those that are read later, as what `torchrun` sets for each of its processes."""
 CLONE_NEWNET = 0x40000000
 HEADER_BYTES = 8
@@ -261,6 +265,28 @@ def _read_by_imports(environment: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in environment.items() if key.startswith(AT_IMPORT) and not key.startswith(LATER)}
 
 
+def end(error: BaseException | None) -> None:
+    """End as the interpreter would, but leave the memory to the system: to take torch apart costs 0.4 CPU seconds.
+
+    Threads are waited for, what was registered with `atexit` runs, and standard output is written.
+    """
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+        if status and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # nobody reads: the interpreter's own status
+        status = 120
+    os._exit(status & 0xFF)
+
+
 def _main() -> None:
     started_with = dict(os.environ)
     own = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -278,6 +304,9 @@ def _main() -> None:
             traceback.print_exc()
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
+        except BaseException as error:
+            end(error)
+        end(None)
 
 
 if __name__ == "__main__":

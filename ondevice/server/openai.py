@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ondevice.core.config import Documented
 from ondevice.core.errors import ConfigError
 from ondevice.server.schemas import ErrorAnswer
 
@@ -40,10 +41,10 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Question(BaseModel):
+class Question(Documented):
     """The fields of both kinds of request."""
 
-    model_config = ConfigDict(extra="allow", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="allow")
 
     model: str = Field(min_length=1, max_length=200)
     """A model, adapter or artifact of GET /v1/models. An adapter answers over the model that it was trained on."""

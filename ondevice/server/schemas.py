@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ondevice.core.config import Documented
 from ondevice.server.jobs import Limits, Window
 from ondevice.server.queue import State
 
 
-class Answer(BaseModel):
+class Answer(Documented):
     """The base of all answers."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
 
 class RowProblem(Answer):
@@ -262,10 +261,10 @@ class PlanAnswer(Answer):
     `meaning` says of each part what it is."""
 
 
-class JobPatch(BaseModel):
+class JobPatch(Documented):
     """The body of PATCH /v1/jobs/ID; what is not named stays."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
 
     priority: int | None = Field(default=None, ge=-1000, le=1000)
     window: Window | None = None
@@ -310,10 +309,10 @@ class Message(BaseModel):
     content: str = Field(min_length=1, max_length=100_000)
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Documented):
     """The body of POST /v1/generate."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
 
     model: str | None = Field(default=None, min_length=1, max_length=200)
     """A model of GET /v1/models, or a hub id. A question is for a model or an artifact."""
@@ -337,10 +336,10 @@ class GenerateAnswer(Answer):
     adapter: str | None
 
 
-class ThumbRequest(BaseModel):
+class ThumbRequest(Documented):
     """The body of POST /v1/thumbs."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid")
 
     prompt: str | list[Message] = Field(min_length=1, max_length=100_000)
     """The prompt: a text that was continued, or a conversation up to its last question."""

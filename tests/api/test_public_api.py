@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+
+from tests.warm import Warm
 
 ORDERS = {
     "first": "import ondevice",
@@ -38,9 +39,9 @@ print(json.dumps(answers))
 """
 
 
-def test_a_function_with_the_name_of_a_package_can_be_called(tmp_path) -> None:
+def test_a_function_with_the_name_of_a_package_can_be_called(warm: Warm, tmp_path) -> None:
     programs = json.dumps({order: f"{imports}\n{CHECK}" for order, imports in ORDERS.items()})
-    command = [sys.executable, "-c", EACH, programs]
+    command = [str(warm.python), "-c", EACH, programs]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     expected = ["no data is given", "run_loop", "step", "tiny:llama"]

@@ -11,6 +11,7 @@ import pytest
 from ondevice.models.tiny import save_tiny
 from tests.cli.command import classes, tiny, write_rows
 from tests.cli.test_interrupt import start
+from tests.warm import Warm
 
 
 @pytest.fixture
@@ -114,11 +115,11 @@ def test_the_accuracy_of_other_rows_has_its_interval(folder, ondevice) -> None:
     assert "95%) of 12" in ondevice("eval", "tiny:llama", "--data", data).out
 
 
-def test_ctrl_c_keeps_the_answers(folder) -> None:
+def test_ctrl_c_keeps_the_answers(folder, warm: Warm) -> None:
     data = write_rows(folder / "many.jsonl", [{"question": f"{i}?", "answer": f"{i}"} for i in range(50_000)])
     out = folder / "out"
     process = start("eval", "tiny:llama", "--task", "gsm8k", "--data", data, "--max-new-tokens", 4, "--out", out,
-                    "--json", cwd=folder)  # fmt: skip
+                    "--json", cwd=folder, python=warm.python)  # fmt: skip
     try:
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline and process.poll() is None:

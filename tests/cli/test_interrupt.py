@@ -18,13 +18,14 @@ from ondevice.training.events import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_training import bits
 
-COMMAND = [sys.executable, "-c", "from ondevice.cli.app import run; run()"]
+CODE = "from ondevice.cli.app import run; run()"
 
 
-def start(*arguments: object, cwd: Path) -> subprocess.Popen[str]:
+def start(*arguments: object, cwd: Path, python: Path | str = sys.executable) -> subprocess.Popen[str]:
+    """Start `ondevice ARGUMENTS`; with `python` of `tests.warm` where it is not killed, and its id is not looked at."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
-        [*COMMAND, *map(str, arguments)], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE,
+        [str(python), "-c", CODE, *map(str, arguments)], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )  # fmt: skip
 

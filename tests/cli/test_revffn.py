@@ -62,11 +62,11 @@ def test_ablations_are_flags(ondevice, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("more", [("--dtype=float32",), ("--dtype=bfloat16", "--set", "method.optimizer=adafactor")])
-def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(more, ondevice, tmp_path) -> None:
+def test_ctrl_c_saves_and_a_resume_ends_with_the_same_bits(more, ondevice, warm: Warm, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
     dtype = ("--set", f"model.dtype={more[0].removeprefix('--dtype=')}")
     options = train(data, *dtype, *more[1:], "--set", "method.micro_batch_size=1")
-    process = start(*options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path)
+    process = start(*options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path, python=warm.python)
     try:
         wait_for_steps(process, out, 3)
         process.send_signal(signal.SIGINT)

@@ -14,6 +14,7 @@ from ondevice.offload.device import CpuDevice
 from ondevice.training.events import read_log
 from tests.cli.command import classes, tiny
 from tests.cli.test_interrupt import start, wait_for_steps
+from tests.warm import Warm
 
 
 def train(data, *more: object) -> list[object]:
@@ -109,10 +110,10 @@ def test_the_plan_shows_the_choice_and_why(ondevice) -> None:
     assert here["method"]["resident_layers"] == 0 and here["method"]["window"] == 3
 
 
-def test_ctrl_c_saves_and_the_run_goes_on(ondevice, tmp_path) -> None:
+def test_ctrl_c_saves_and_the_run_goes_on(ondevice, warm: Warm, tmp_path) -> None:
     data, out, straight = classes(tmp_path / "rows.jsonl"), tmp_path / "run", tmp_path / "straight"
     options = train(data, "--set", "train.checkpoint_every=2")
-    process = start(*options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path)
+    process = start(*options, "--steps", 100_000, "--out", out, "--json", cwd=tmp_path, python=warm.python)
     try:
         wait_for_steps(process, out, 3)
         process.send_signal(signal.SIGINT)

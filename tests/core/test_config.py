@@ -56,3 +56,29 @@ def test_an_old_key_is_answered_with_the_new_one(values, words) -> None:
 def test_a_section_that_is_parsed_alone_names_its_keys_alone() -> None:
     with pytest.raises(ConfigError, match="manifest: 'targets' is now 'target_modules'"):
         First.parse({"targets": ["q"]}, "manifest")
+
+
+class Described(StrictConfig):
+    """A base's description is not said of what is declared anew."""
+
+    kept: int = 1
+    """Kept by
+    both."""
+    anew: int = 1
+    """The base's."""
+    own: int = Field(default=1, description="said by hand")
+    """Below it."""
+
+
+class More(Described):
+    anew: int = 2
+    more: Second = Second()
+    """A section."""
+
+
+def test_docstrings_below_the_fields_describe_them() -> None:
+    told = {"kept": "Kept by\nboth.", "own": "said by hand", "more": "A section."}
+    assert More.descriptions() == told
+    properties = More.model_json_schema()["properties"]
+    assert {name: part["description"] for name, part in properties.items() if "description" in part} == told
+    assert Described.model_json_schema()["properties"]["anew"]["description"] == "The base's."

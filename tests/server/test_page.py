@@ -141,11 +141,11 @@ def test_a_conversation_with_both_models(daemon: DaemonProcess, tmp_path: Path) 
 
 
 @needs_browser
-def test_signing_in_with_a_token(tmp_path: Path) -> None:
+def test_signing_in_with_a_token(tmp_path: Path, warm: Warm) -> None:
     store = Store(tmp_path / "store")
     token = create_token(store)
     store.close()
-    with DaemonProcess(tmp_path / "store", token=token) as daemon:
+    with DaemonProcess(tmp_path / "store", token=token, python=warm.python) as daemon:
         play("signin", ONDEVICE_URL=daemon.address, TOKEN=token)
 
 
@@ -163,7 +163,7 @@ def test_what_was_filled_in_and_sent_stays(tmp_path: Path, warm: Warm) -> None:
 
 
 @needs_browser
-def test_lists_of_many_jobs_are_read_wide_and_narrow(tmp_path: Path) -> None:
+def test_lists_of_many_jobs_are_read_wide_and_narrow(tmp_path: Path, warm: Warm) -> None:
     """Long names beside long reasons keep their width, on a phone a list stays short; Try begins with the adapter."""
     import numpy as np
 
@@ -188,7 +188,7 @@ def test_lists_of_many_jobs_are_read_wide_and_narrow(tmp_path: Path) -> None:
     pair = {f"model.layers.0.self_attn.q_proj.lora_{side}.weight": np.ones(shape, "f4")
             for side, shape in {"A": (4, 64), "B": (64, 4)}.items()}  # fmt: skip
     save_adapter(Adapter(pair, 4, 8.0, ("q_proj",), "tiny:llama"), tmp_path / "mine")
-    with DaemonProcess(tmp_path / "store") as daemon:
+    with DaemonProcess(tmp_path / "store", python=warm.python) as daemon:
         adapter = daemon.client.upload("adapter", tmp_path / "mine")["id"]
         play("lists", ONDEVICE_URL=daemon.address, NAME=name, ADAPTER=adapter)
 

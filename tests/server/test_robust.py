@@ -22,9 +22,9 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path) -> None:
     assert report["kills"] >= 1 and report["attempts"] > 1
 
 
-def test_a_stopped_daemon_saves_and_goes_on(tmp_path) -> None:
+def test_a_stopped_daemon_saves_and_goes_on(tmp_path, warm) -> None:
     store, data = tmp_path / "store", rows(tmp_path / "rows.jsonl")
-    with DaemonProcess(store) as daemon:
+    with DaemonProcess(store, python=warm.python) as daemon:
         client = daemon.client
         dataset = client.upload("dataset", data)["id"]
         job = client.create_job(model="tiny:llama", dataset=dataset, config=settings(steps=1_000_000))["id"]
@@ -34,7 +34,7 @@ def test_a_stopped_daemon_saves_and_goes_on(tmp_path) -> None:
     run = store / "jobs" / job / "run"
     last = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
     assert last["event"] == "interrupt" and (run / f"checkpoint-{last['step']:08d}").is_dir()
-    with DaemonProcess(store) as daemon:
+    with DaemonProcess(store, python=warm.python) as daemon:
         client = daemon.client
         wait_for(lambda: client.job(job)["attempt"] == 2, "it goes on")
         assert client.cancel(job)["state"] in ("cancelling", "cancelled")
