@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,28 @@ def main() -> None:
     out = Path(sys.argv[1]).resolve()
     out.mkdir(parents=True, exist_ok=True)
     write_data(out)
+    with ProcessPoolExecutor(2) as pool:  # lowering is work for one core
+        programs, *others = (pool.submit(part, out) for part in (exported, npu, fleet, forms))
+        programs.result()  # its tokenizer is one of those that follow
+        for done in (pool.submit(write_tokens, out), *others):
+            done.result()
+    print(f"fixtures: {out}")
+
+
+def exported(out: Path) -> None:
+    """The programs that most tests run, their answers, and their adapters as mlx-lm keeps them."""
     export(out)
-    write_answers(out, ARTIFACT, "run", "answers.json")
-    write_answers(out, BLOCKS, "blocks run", "blocks answers.json")
-    for run in ("run", "blocks run"):
+    for artifact, run, answers in ((ARTIFACT, "run", "answers.json"), (BLOCKS, "blocks run", "blocks answers.json")):
+        write_answers(out, artifact, run, answers)
         write_mlx_lm(out, run)
-    forms(out)
-    npu(out)
-    fleet(out)
+
+
+def write_tokens(out: Path) -> None:
+    """Tokenizers, what they make of texts and of rows, and numbers."""
     small_tokenizers.write(out / "tokenizers", ROOT)
     write_texts(out)
     write_encoded(out)
     write_numbers(out)
-    print(f"fixtures: {out}")
 
 
 def cli(*arguments: str) -> None:
