@@ -57,8 +57,8 @@ def shortcuts() -> Iterator[None]:
     - Of PyTorch's composite operators only those of the program are told how to decompose; there are some 550.
     - A graph is checked where its edge program is finished, not after each of the passes before.
     - Code of a graph is written when the graph is called: passes interpret it.
-    - A pass that edits a graph traces it again in the end; where it has edited nothing, that is left out. So are passes that
-      replace views in a graph that has none, and symbolic numbers: shapes are fixed here.
+    - A pass that edits a graph traces it again in the end; where it has edited nothing, that is left out. So are
+      passes that replace views in a graph that has none, and symbolic numbers: shapes are fixed here.
     - The garbage collector looks less often, and not at what was there before.
     """
     transform, materialize = xnnpack_passes._transform, export_utils._materialize_cpp_cia_ops
