@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import Warm
+from tests.warm import HEADER_BYTES, Warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere Python starts as ever")
 
@@ -53,7 +55,7 @@ def test_it_is_killed_and_asked_as_the_command_is(warm: Warm) -> None:
             forked = Path("/proc", process.stdout.readline().strip())
             process.send_signal(number)
             assert process.stdout.read() == "" and process.wait() == -number  # its end of the pipe is closed
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while running(forked):  # its files are closed before it has ended
             assert time.monotonic() < until
             time.sleep(0.05)
@@ -63,3 +65,39 @@ def test_what_an_import_reads_is_read_again(warm: Warm) -> None:
     code = "import sys; from huggingface_hub.constants import HF_HOME; print(HF_HOME, 'torch' in sys.modules)"
     assert ended(warm, "-c", code, env={**os.environ, "HF_HOME": "/nowhere"})[1] == "/nowhere False\n"
     assert ended(warm, "-P", "-c", "print(5)")[1] == "5\n"
+
+
+def test_commands_that_end_at_any_moment_harm_no_other_and_its_end_is_quiet(tmp_path: Path, capfd) -> None:
+    warm = Warm(tmp_path, preloaded=())
+    for sent in (b"", b"\x07", (99).to_bytes(HEADER_BYTES, "little") + b"{"):  # killed while it asks
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(str(tmp_path / "socket"))
+            link.sendall(sent)
+    # Memory, because a process with some takes a moment to die.
+    code = "import os, time; held = b'x' * (64 << 20); print(os.getpid(), flush=True); time.sleep(60)"
+    commands = [subprocess.Popen([str(warm.python), "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    forked = [int(process.stdout.readline()) for process in commands if process.stdout]
+    assert not {process.pid for process in commands} & set(forked)  # it forks as before
+    warm.close()
+    assert not [number for number in forked if running(Path("/proc", str(number)))]
+    assert [process.communicate() and process.returncode for process in commands] == [-signal.SIGKILL] * 3
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_signal_that_comes_at_once_is_not_lost(tmp_path: Path) -> None:
+    """The command passes it on before the fork has its handlers."""
+    warm = Warm(tmp_path, preloaded=())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with socket.socket(socket.AF_UNIX) as link, open(os.devnull, "r+b") as nothing:
+            link.connect(str(tmp_path / "socket"))
+            task = {"words": ["-c", "import time; time.sleep(60)"], "environment": dict(os.environ)}
+            text = json.dumps({**task, "folder": "/", "group": os.getpgrp(), "command": os.getpid()}).encode()
+            network = os.open("/proc/self/ns/net", os.O_RDONLY)
+            socket.send_fds(link, [len(text).to_bytes(HEADER_BYTES, "little")], [nothing.fileno()] * 3 + [network])
+            os.close(network)
+            link.sendall(text)
+            assert link.recv(4) == b"warm"
+            link.sendall(bytes([number]))
+            link.settimeout(30)
+            assert int(link.recv(16)) == -number
+    warm.close()

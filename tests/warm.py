@@ -48,6 +48,7 @@ CLONE_NEWNET = 0x40000000
 HEADER_BYTES = 8
 CLIENT = """import json, os, signal, socket, sys
 words = sys.argv[1:]
+numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 try:
     link = socket.socket(socket.AF_UNIX)
     link.connect({address!r})
@@ -55,14 +56,19 @@ except OSError:
     os.execv({python!r}, [{python!r}, *words])
 own = dict(words=words, environment=dict(os.environ), folder=os.getcwd(), group=os.getpgrp(), command=os.getpid())
 text = json.dumps(own).encode()
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT):
+signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # one that comes now waits until there is who gets it
+for number in numbers:
     signal.signal(number, lambda number, frame: link.send(bytes([number])))
 network = os.open("/proc/self/ns/net", os.O_RDONLY)
 socket.send_fds(link, [len(text).to_bytes({header}, "little")], [0, 1, 2, network])
 link.sendall(text)
-answer = link.recv(16)
-if answer == b"cold":
+if (start := link.recv(4)) == b"cold":
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+if start == b"cold":
     os.execv({python!r}, [{python!r}, *words])
+answer = link.recv(16)
 status = int(answer) if answer else -signal.SIGKILL
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if -status not in (signal.SIGKILL, signal.SIGSTOP) else None
@@ -72,9 +78,13 @@ os._exit(status)
 
 
 class Warm:
-    """The process that forks, started at the first use; `python` and `ondevice` are in `folder`."""
+    """The process that forks, started at the first use; `python` and `ondevice` are in `folder`.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        preloaded: modules that it imports first.
+    """
+
+    def __init__(self, folder: Path, preloaded: tuple[str, ...] = PRELOADED) -> None:
         self.folder = folder
         self.python, self.ondevice = folder / "python", folder / "ondevice"
         address, client = str(folder / "socket"), folder / "client.py"
@@ -88,7 +98,7 @@ class Warm:
         self.process: subprocess.Popen[bytes] | None = None
         if sys.platform != "linux":  # elsewhere the commands start Python as ever
             return
-        command = [sys.executable, __file__, address]
+        command = [sys.executable, __file__, address, *preloaded]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == b"ready\n", "the process that forks did not start"
@@ -108,7 +118,8 @@ def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
     for end in (woken, waker):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    # Ctrl-C is for the tests. Not ignored: a fork that is sent one keeps it until it has its handler.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     signal.set_wakeup_fd(waker.fileno())
     selector = selectors.DefaultSelector()
     for source in (listener, woken, sys.stdin):
@@ -118,8 +129,11 @@ def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
     while True:
         for key, _ in selector.select():
             if key.fileobj is sys.stdin:
+                signal.set_wakeup_fd(-1)  # `waker` is closed with this function, and forks that end would write to it
                 for process in links:
                     os.kill(process, signal.SIGKILL)
+                for process in links:
+                    os.waitpid(process, 0)
                 return None
             if key.fileobj is woken:
                 woken.recv(4096)
@@ -127,12 +141,16 @@ def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
             elif key.fileobj is listener:
                 link, _ = listener.accept()
                 head, files, _, _ = socket.recv_fds(link, HEADER_BYTES, 4)
-                text = b""
-                while len(text) < int.from_bytes(head, "little"):
-                    text += link.recv(1 << 16)
+                text, size = b"", int.from_bytes(head, "little")
+                while len(text) < size and (part := link.recv(size - len(text))):
+                    text += part
+                if len(head) < HEADER_BYTES or len(text) < size:  # it was killed while it asked
+                    for file in (*files, link.detach()):
+                        os.close(file)
+                    continue
                 task = json.loads(text)
                 if not fits(task, started_with):
-                    link.sendall(b"cold")
+                    _tell(link, b"cold")
                     for file in (*files, link.detach()):
                         os.close(file)
                     continue
@@ -144,6 +162,7 @@ def serve(address: str, started_with: dict[str, str]) -> dict[str, Any] | None:
                     return {**task, "files": files}
                 for file in files:
                     os.close(file)
+                _tell(link, b"warm")
                 links[process] = link
                 selector.register(link, selectors.EVENT_READ, process)
             elif key.data in links:
@@ -167,11 +186,15 @@ def _reap(links: dict[int, socket.socket], selector: selectors.BaseSelector) -> 
             selector.unregister(link)
         except KeyError:
             pass
-        try:
-            link.sendall(str(os.waitstatus_to_exitcode(status)).encode())
-        except OSError:  # nobody waits for it any more
-            pass
+        _tell(link, str(os.waitstatus_to_exitcode(status)).encode())
         link.close()
+
+
+def _tell(link: socket.socket, what: bytes) -> None:
+    try:
+        link.sendall(what)
+    except OSError:  # nobody waits for it any more
+        pass
 
 
 def fits(task: dict[str, Any], started_with: dict[str, str]) -> bool:
@@ -183,8 +206,7 @@ def fits(task: dict[str, Any], started_with: dict[str, str]) -> bool:
 
 def become(task: dict[str, Any], paths: list[str]) -> None:
     """Make this fork the process that was asked for, and run it."""
-    for number in (signal.SIGCHLD, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGCHLD else signal.default_int_handler)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     *files, network = task["files"]
     for target, file in enumerate(files):
         os.dup2(file, target)
@@ -205,6 +227,7 @@ def become(task: dict[str, Any], paths: list[str]) -> None:
     first = os.getcwd() if words[0] == "-m" else "" if words[0] == "-c" else str(Path(words[0]).resolve().parent)
     sys.path[:] = [*([] if safe_path else [first]), *more, *paths]
     sys.path_importer_cache.clear()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -244,7 +267,7 @@ def _main() -> None:
     paths = [path for path in sys.path if path not in own]
     sys.path[:] = paths
     os.environ |= {QUIET[0]: "1", QUIET[1]: "error"}
-    for name in PRELOADED:
+    for name in sys.argv[2:]:
         __import__(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot fork safely"
     gc.freeze()
