@@ -30,6 +30,7 @@ from ondevice.server.store import MissingError, Store, new_id
 _log = logging.getLogger(__name__)
 STAGE_S = 3600.0
 """Longest silence of a conversion: a large model is read or written in one stage."""
+STOP_S = 10.0
 KEPT_S = 24 * 3600.0
 WAITING, RUNNING, DONE, FAILED = "waiting", "running", "done", "failed"
 
@@ -72,6 +73,8 @@ class Conversions:
         self.helper = Helper("conversion", timeout_s=STAGE_S)
         self._wake, self._closing = threading.Event(), threading.Event()
         self._present: str | None = None
+        self._turning = threading.Lock()
+        """Held while `_present` changes, and by who ends the present one: it must not end the next."""
         self._thread = threading.Thread(target=self._run, name="conversions", daemon=True)
 
     def start(self) -> None:
@@ -88,9 +91,10 @@ class Conversions:
         """End the present conversion, with what it has written."""
         self._closing.set()
         self._wake.set()
-        self.helper.interrupt()
-        if self._thread.is_alive():
-            self._thread.join(10)
+        deadline = time.monotonic() + STOP_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self.helper.interrupt()  # again: it may be about to start its process
+            self._thread.join(0.1)
         self.helper.close()
 
     def create(self, request: ConversionRequest) -> dict[str, Any]:
@@ -139,9 +143,11 @@ class Conversions:
         self.get(name)
         with self.store.transaction() as db:
             db.execute("DELETE FROM conversions WHERE id = ?", (name,))
-        if self._present == name:
-            self.helper.interrupt()  # its thread takes the folder away
-        else:
+        with self._turning:
+            running = self._present == name
+            if running:
+                self.helper.interrupt()  # its thread takes the folder away
+        if not running:
             self.store.discard("exits", name)
 
     def tidy(self, now_s: float) -> None:
@@ -149,10 +155,11 @@ class Conversions:
         with self.store.transaction() as db:
             query = "DELETE FROM conversions WHERE state IN (?, ?) AND created_s < ?"
             db.execute(query, (DONE, FAILED, now_s - KEPT_S))
+        folders = [*(self.store.root / "exits").iterdir()]  # first: one that is made now has its row already
         known = {
             row["id"] for row in self.store.rows("SELECT id FROM conversions WHERE state IN (?, ?)", DONE, RUNNING)
         }
-        for folder in (self.store.root / "exits").iterdir():
+        for folder in folders:
             if folder.name not in known and folder.name != self._present:
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -163,14 +170,16 @@ class Conversions:
                 self._wake.wait()
                 self._wake.clear()
                 continue
-            self._present = row["id"]
+            with self._turning:
+                self._present = row["id"]
             try:
                 self._convert(dict(row))
             except Exception as error:
                 _log.exception("conversion %s failed", row["id"])
                 self._fail(row["id"], TrainingError(f"the conversion failed: {type(error).__name__}: {error}"))
             finally:
-                self._present = None
+                with self._turning:
+                    self._present = None
                 self.helper.end_if_idle(0.0)  # its model is of no use to the next one
 
     def _convert(self, row: dict[str, Any]) -> None:
@@ -189,7 +198,11 @@ class Conversions:
             )  # fmt: skip
             while True:
                 try:
-                    self._set(name, stage=next(parts)["stage"])
+                    if not self._set(name, stage=next(parts)["stage"]):  # forgotten, maybe before it had a process
+                        self.helper.interrupt()
+                        parts.close()
+                        self.store.discard("exits", name)
+                        return
                 except StopIteration as end:
                     report = end.value
                     break

@@ -46,6 +46,7 @@ AFTER: dict[Outcome, dict[str, State]] = {
     "crashed": {"running": "queued", "pausing": "paused", "cancelling": "cancelled"},
     "refused": {"running": "failed", "pausing": "failed", "cancelling": "cancelled"},
 }
+_JOBS = "SELECT jobs.*, COALESCE((SELECT MAX(id) FROM events WHERE job = jobs.id), 0) AS last_event FROM jobs"
 RETRIES = 3
 KEY_S = 24 * 3600.0
 """How long a request's key is remembered."""
@@ -66,6 +67,7 @@ class Job:
         crashes: in a row, without a new checkpoint between them.
         attempt: how many workers were started.
         followed, offset: the attempt whose events are read, and up to which byte of the run's log.
+        last_event: id of the newest event of its stream, read with the row: who goes on behind it misses nothing.
     """
 
     number: int
@@ -86,6 +88,7 @@ class Job:
     attempt: int
     followed: int
     offset: int
+    last_event: int
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Job:
@@ -140,7 +143,7 @@ class Queue:
             ConfigError: the key has made a job of something else.
         """
         row = self.store.row("SELECT * FROM keys WHERE key = ?", key)
-        job = None if row is None else self.store.row("SELECT * FROM jobs WHERE id = ?", row["job"])
+        job = None if row is None else self.store.row(f"{_JOBS} WHERE id = ?", row["job"])
         if row is None or job is None:
             return None
         if row["digest"] != digest:
@@ -154,7 +157,7 @@ class Queue:
         Raises:
             MissingError: there is none of this id.
         """
-        row = self.store.row("SELECT * FROM jobs WHERE id = ?", job)
+        row = self.store.row(f"{_JOBS} WHERE id = ?", job)
         if row is None:
             raise MissingError(f"there is no job {job}", hint="GET /v1/jobs lists them")
         return Job.of(row)
@@ -168,7 +171,7 @@ class Queue:
             "ORDER BY state IN ('cancelled', 'failed', 'done'), state NOT IN ('running', 'pausing', 'cancelling'), "
             "CASE WHEN state IN ('cancelled', 'failed', 'done') THEN -number ELSE -priority END, number"
         )
-        return [Job.of(row) for row in self.store.rows(f"SELECT * FROM jobs {where} {order}", *states)]
+        return [Job.of(row) for row in self.store.rows(f"{_JOBS} {where} {order}", *states)]
 
     def next(self) -> Job | None:
         """Choose the job to run now, if any: the highest priority, then the oldest, of those that may start."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from ondevice.artifact.adapter import load_adapter
 from ondevice.server.adapters import copy_adapter, insert_adapter
 from ondevice.server.client import RefusedError
-from ondevice.server.conversions import KEPT_S, Conversions
+from ondevice.server.conversions import KEPT_S, ConversionRequest, Conversions
 from ondevice.server.convert import convert
 from tests.server.running import wait_for
 
@@ -24,6 +25,7 @@ MODEL = "tiny:llama"
 def test_a_conversion_is_what_the_command_line_writes(served, tmp_path, warm) -> None:
     """One file and a zip of a folder; the store keeps it until it is forgotten."""
     client, adapter, store = served.client, served.job["id"], served.daemon.store
+    others = {row["id"] for row in client.conversions()}
     begun = client.convert(adapter, "gguf-lora")
     assert begun["state"] in ("waiting", "running") and begun["model"] == MODEL
     done = client.wait_for_conversion(begun["id"])
@@ -44,7 +46,8 @@ def test_a_conversion_is_what_the_command_line_writes(served, tmp_path, warm) ->
     written, trained = load_adapter(tmp_path / "peft"), load_adapter(store / "adapters" / adapter)
     assert all((written.tensors[name] == value).all() for name, value in trained.tensors.items())
     client.delete_conversion(done["id"])
-    assert not client.conversions() and not list((store / "exits").iterdir())
+    assert {row["id"] for row in client.conversions()} == others  # the command has forgotten its own
+    assert {folder.name for folder in (store / "exits").iterdir()} <= others
 
 
 def test_each_stage_is_in_the_row_while_it_lasts(served, store, monkeypatch) -> None:
@@ -89,14 +92,46 @@ def test_what_fails_or_is_ended_says_why_and_leaves_nothing(served, tmp_path) ->
     assert not (store / "exits" / other["id"]).exists()  # at once, before the daemon tidies up
     with pytest.raises(RefusedError, match="is failed"):
         client.download_conversion(other["id"], tmp_path / "none")
-    running = client.convert(adapter, "safetensors")
-    wait_for(lambda: client.conversions()[0]["state"] == "running", "the conversion's start")
-    began = time.monotonic()
-    client.delete_conversion(running["id"])
-    assert client.health()["status"] == "ok" and time.monotonic() - began < 5
-    wait_for(lambda: not (store / "exits" / running["id"]).exists(), "its folder's end")
-    assert [row["id"] for row in client.conversions()] == [other["id"]]
+    begun = client.convert(adapter, "safetensors")["id"]
+    wait_for(lambda: client.ask("GET", f"/v1/conversions/{begun}")["state"] != "waiting", "the conversion's start")
+    client.delete_conversion(begun)
+    assert client.health()["status"] == "ok"
+    wait_for(lambda: not (store / "exits" / begun).exists(), "its folder's end")
+    listed = {row["id"] for row in client.conversions()}
+    assert begun not in listed and other["id"] in listed
     client.delete_conversion(other["id"])
+
+
+def test_one_that_is_forgotten_before_its_process_is_there_ends_all_the_same(served, store, monkeypatch) -> None:
+    copy_adapter(store, served.daemon.store / "adapters" / served.job["id"], "job-1")
+    insert_adapter(store, "job-1", "first", None)
+    asked, go_on, stages = threading.Event(), threading.Event(), []
+
+    def running_job() -> None:  # asked for when the row says that it runs, and before the process is started
+        asked.set()
+        assert go_on.wait(120)
+
+    conversions = Conversions(store, running_job)
+    stream = conversions.helper.stream
+
+    def noted(*words: str, **arguments: Any) -> Iterator[Any]:
+        parts = stream(*words, **arguments)
+        while True:
+            stages.append(part := next(parts))
+            yield part
+
+    monkeypatch.setattr(conversions.helper, "stream", noted)
+    conversions.start()
+    try:
+        name = conversions.create(ConversionRequest(adapter="job-1", to="gguf-lora", model=MODEL))["id"]
+        assert asked.wait(120)
+        conversions.remove(name)
+        assert store.path("exits", name).is_dir()
+        go_on.set()
+        wait_for(lambda: not store.path("exits", name).exists(), "its folder's end")
+        assert len(stages) == 1 and not conversions.list()  # of three
+    finally:
+        conversions.stop()
 
 
 def test_a_daemon_that_ended_leaves_no_folder(store, tmp_path) -> None:

@@ -36,15 +36,17 @@ export async function jobView(main, { id, signal }) {
     h("summary", {}, "The last steps and all evaluations as a table"),
     rows,
   );
-  const reload = async () => {
-    job = await get(path, signal);
+  /** Answers may overtake each other: an older one does not count. */
+  const take = (next) => {
+    if (next.last_event < job.last_event) return;
+    job = next;
     show();
   };
+  const reload = async () => take(await get(path, signal));
   const buttons = jobButtons(job, place, (next) => {
     if (!next) location.hash = "#/jobs";
     else {
-      job = next;
-      show();
+      take(next);
       if (!events.source) events.open();
     }
   });

@@ -16,6 +16,7 @@ const WORDS = { true: "Thumbs up", false: "Thumbs down" };
 export function thumbButtons(row, whose, changed) {
   const place = problemPlace();
   let kept = null;
+  let before = Promise.resolve(); // one click after the other: the last one decides, however late an answer comes
   const buttons = [true, false].map((liked) => {
     const button = h(
       "button",
@@ -32,7 +33,9 @@ export function thumbButtons(row, whose, changed) {
       announce(kept ? `${WORDS[liked]} is kept` : "The thumb is taken back");
       await changed();
     };
-    button.addEventListener("click", () => attempt(button, place, toggle));
+    button.addEventListener("click", () => {
+      before = before.then(() => attempt(button, place, toggle));
+    });
     return button;
   });
   return h("div", { class: "buttons" }, buttons, place.element);
