@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the serve extra is not installed")
 
-from ondevice.server.client import Client
+from ondevice.server.client import Client, RefusedError
 from tests.server.running import DaemonProcess, rows, settings
 from tests.warm import Warm
 
@@ -34,6 +34,21 @@ def served(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> Iterator[Ser
         dataset = client.upload("dataset", rows(folder / "rows.jsonl"))["id"]
         job = client.create_job(model="tiny:llama", dataset=dataset, config=settings(), name="first")
         yield Served(daemon, client, dataset, client.wait(job["id"], 120))
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that fails leaves its job behind; the jobs of the next would wait for it for ever."""
+    if "served" not in request.fixturenames:
+        yield
+        return
+    client = request.getfixturevalue("served").client
+    yield
+    for job in client.jobs("queued", "running", "pausing", "paused"):
+        try:
+            client.cancel(job["id"])
+        except RefusedError:  # it has just ended
+            continue
 
 
 @pytest.fixture

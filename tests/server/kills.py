@@ -49,7 +49,7 @@ def trouble(folder: Path, kills: int, seed: int, steps: int, log: Any = lambda t
         )["id"]
         while sum(counts.values()) < kills and not _ended(client, job):
             victim = chance.choice(("daemon", "worker", "worker", "power"))
-            _random_moment(client, job, chance)
+            _random_moment(client, job, chance, steps, kills)
             if victim == "worker":
                 for process in workers(store):
                     try:
@@ -59,7 +59,7 @@ def trouble(folder: Path, kills: int, seed: int, steps: int, log: Any = lambda t
                     counts["worker"] += 1
             else:
                 daemon.kill()
-                wait_for(lambda place=store: not workers(place), "the worker dies with the daemon", 30)
+                wait_for(lambda place=store: not workers(place), "the worker dies with the daemon")
                 if victim == "power":
                     copies += 1
                     shutil.copytree(store, folder / f"copy-{copies}", symlinks=True)
@@ -102,14 +102,21 @@ def check_stream(events: list[dict[str, Any]], steps: int) -> None:
     assert following == steps and events[-1]["event"] == "job" and events[-1]["state"] == "done"
 
 
-def _random_moment(client: Client, job: str, chance: random.Random) -> None:
-    """A moment of the daemon's or the worker's start, or one while it trains."""
-    if chance.random() < 0.3:
-        time.sleep(chance.random() * 4)
-        return
+def _random_moment(client: Client, job: str, chance: random.Random, steps: int, kills: int) -> None:
+    """A moment of the daemon's or the worker's start, or one while it trains; never so late that the steps that are
+    left are too few for the other kills, however fast the machine is."""
+
+    def passed(step: float) -> bool:
+        return client.job(job)["progress"].get("step", 0) >= step or _ended(client, job)
+
     begun = client.job(job)["progress"].get("step", 0)
-    wait_for(lambda: client.job(job)["progress"].get("step", 0) != begun or _ended(client, job), "a step")
-    time.sleep(chance.random() * chance.choice((0.3, 3.0)))
+    span = (steps - begun) / (2 * kills)
+    if chance.random() < 0.3:
+        end_s = time.monotonic() + chance.random() * 4
+        wait_for(lambda: time.monotonic() > end_s or passed(begun + span), "a moment")
+    else:
+        goal = begun + 1 + chance.random() * chance.choice((0.1, 1.0)) * span
+        wait_for(lambda: passed(goal), "a step")
 
 
 def _ended(client: Client, job: str) -> bool:

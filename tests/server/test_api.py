@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_no_request_makes_the_server_stumble(name: str, served) -> None:
 
 def check(case: Any, served: Any) -> None:
     """Send a request, and hold the answer against the document."""
-    if hash(repr(case.body)) % 2 or hash(repr(case.query)) % 2:
+    if any(zlib.crc32(repr(part).encode()) % 2 for part in (case.body, case.query)):  # `hash` is another in each run
         known = {"job": served.job["id"], "dataset": served.dataset, "adapter": served.job["id"]}
         case.path_parameters = {key: known.get(key, value) for key, value in (case.path_parameters or {}).items()}
         if case.operation.path == "/v1/jobs" and isinstance(case.body, dict):
@@ -67,7 +68,7 @@ def check(case: Any, served: Any) -> None:
         case.path_parameters = {key: "not-there" for key in case.path_parameters or {}}
     if case.operation.path.endswith("/events"):
         case.query = {**(case.query or {}), "follow": "false"}
-    response = case.call(base_url=served.daemon.address, timeout=60)
+    response = case.call(base_url=served.daemon.address, timeout=120)
     case.validate_response(response, checks=CHECKS)
     if response.status_code >= 400 and case.method != "HEAD":
         told = response.json()
@@ -127,7 +128,7 @@ def test_a_job_that_does_not_fit_its_limit_fails_with_the_plan(served) -> None:
     job = served.client.create_job(
         model="tiny:llama", dataset=served.dataset, config=settings(), limits={"memory_bytes": 500 << 20}
     )
-    ended = served.client.wait(job["id"], 60)
+    ended = served.client.wait(job["id"], 120)
     assert ended["state"] == "failed" and ended["attempt"] == 1
     assert ended["error"]["error"] == "DoesNotFitError" and "runtime" in ended["error"]["message"]
     served.client.delete_job(job["id"])
@@ -138,12 +139,12 @@ def test_time_is_a_limit_too_and_the_state_is_kept(served) -> None:
     job = client.create_job(
         model="tiny:llama", dataset=served.dataset, config=settings(steps=1_000_000), limits={"time_s": 1}
     )["id"]
-    ended = client.wait(job, 60)
+    ended = client.wait(job, 120)
     assert ended["state"] == "failed" and "limits.time_s" in ended["error"]["try"]
     client.change_job(job, limits={"time_s": 3600}, priority=7)
     assert client.resume(job)["priority"] == 7
     client.cancel(job)
-    assert client.wait(job, 60)["state"] == "cancelled"
+    assert client.wait(job, 120)["state"] == "cancelled"
     client.delete_job(job)
 
 
@@ -209,7 +210,8 @@ def test_an_error_about_half_a_surrogate_pair_is_valid_json() -> None:
 
 def test_a_running_job_cannot_be_deleted_nor_its_data(served) -> None:
     client = served.client
-    job = client.create_job(model="tiny:llama", dataset=served.dataset, config=settings(), priority=-9)["id"]
+    config = settings(steps=1_000_000)  # a short one might be done before it is paused
+    job = client.create_job(model="tiny:llama", dataset=served.dataset, config=config, priority=-9)["id"]
     client.pause(job)
     wait_for(lambda: client.job(job)["state"] == "paused", "it is paused")
     for path in (f"/v1/jobs/{job}", f"/v1/datasets/{served.dataset}"):
@@ -237,6 +239,8 @@ def test_activate_roll_back_and_generate(served, tmp_path) -> None:
     folder = client.download_adapter(first, tmp_path / "adapter")
     second = client.upload("adapter", folder, name="again")["id"]
     link = served.daemon.store / "active"
+    while any(row["active"] for row in client.adapters()):  # what other tests of this daemon have activated
+        client.roll_back()
     assert client.activate(first) == {"active": first} and client.activate(second) == {"active": second}
     assert (link / "adapter_model.safetensors").is_file() and link.resolve().name == second
     with pytest.raises(RefusedError, match="active"):
@@ -262,7 +266,7 @@ def test_a_model_is_uploaded_and_trained(served, tmp_path) -> None:
     with pytest.raises(RefusedError, match="already"):
         client.upload("model", tmp_path / "model", name="my-tiny")
     job = client.create_job(model=model, dataset=served.dataset, config=settings(steps=3))["id"]
-    assert client.wait(job, 90)["state"] == "done"
+    assert client.wait(job, 120)["state"] == "done"
     (tmp_path / "model" / "modeling_x.py").write_text("import os")
     with pytest.raises(RefusedError, match="cannot be uploaded"):
         client.upload("model", tmp_path / "model", name="with-code")

@@ -46,7 +46,7 @@ def test_pause_resume_and_cancel(ondevice, served) -> None:
     assert ondevice("jobs", "pause", job["id"], "--json").json["state"] in ("paused", "pausing")
     served.client.ask("POST", f"/v1/jobs/{job['id']}/cancel")
     assert ondevice("jobs", "cancel", job["id"], "--json").json["state"] in ("cancelled", "cancelling")
-    served.client.wait(job["id"], 60)
+    served.client.wait(job["id"], 120)
     refused = ondevice("jobs", "resume", job["id"])
     assert refused.code == 7 and "cannot resume" in refused.err
     watched = ondevice("jobs", "watch", job["id"], "--quiet")
@@ -59,8 +59,8 @@ def test_a_run_file_becomes_a_job(ondevice, served, tmp_path) -> None:
         f"model: {{source: 'tiny:llama'}}\nmethod: {{name: prge, rank: 2}}\ndata: {{path: '{data}', "
         "max_length_tokens: 32}\ntrain: {steps: 3, out: runs/x, batch_size: 2}\n"
     )
-    job = ondevice("jobs", "create", "--config", path, "--steps", 4, "--json").json
-    assert job["model"] == "tiny:llama" and job["config"]["train"] == {"steps": 4, "batch_size": 2}
+    job = ondevice("jobs", "create", "--config", path, "--steps", 400_000, "--json").json
+    assert job["model"] == "tiny:llama" and job["config"]["train"] == {"steps": 400_000, "batch_size": 2}
     served.client.cancel(job["id"])
 
 

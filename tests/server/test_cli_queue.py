@@ -36,7 +36,7 @@ def test_priority_window_and_limits_are_changed_and_the_rest_stays(ondevice, ser
         assert refused.code == 2 and words in refused.err, refused.err
     assert ondevice("jobs", "delete", job).code == 7
     ondevice("jobs", "cancel", job)
-    served.client.wait(job, 60)
+    served.client.wait(job, 120)
     assert ondevice("jobs", "delete", job, "--json").json == {"deleted": job}
     assert ondevice("jobs", "show", job).code == 2
 
@@ -50,7 +50,7 @@ def test_a_dry_run_or_a_refused_job_leaves_no_upload(ondevice, served, tmp_path)
     assert ondevice("jobs", "create", *TINY, "--data", data, "--eval-data", "no-such").code == 2
     assert {row["id"] for row in served.client.datasets()} == before
     job = ondevice(*create, "--steps", 1, "--json").json
-    served.client.wait(job["id"], 60)
+    served.client.wait(job["id"], 120)
     assert {row["id"] for row in served.client.datasets()} == before | {job["dataset"], job["eval_dataset"]}
     # A file that the daemon has is not sent again, and the flags of training are those of a job.
     flags = ("--queries", 3, "--backend", "torch", "--schedule", "linear", "--rank", 4)
@@ -58,7 +58,7 @@ def test_a_dry_run_or_a_refused_job_leaves_no_upload(ondevice, served, tmp_path)
     assert (again["dataset"], again["eval_dataset"]) == (job["dataset"], job["eval_dataset"])
     assert again["config"]["method"]["queries"] == 3 and again["config"]["method"]["rank"] == 4
     assert again["config"]["train"]["backend"] == "torch" and again["config"]["train"]["schedule"] == "linear"
-    served.client.wait(again["id"], 60)
+    served.client.wait(again["id"], 120)
 
 
 def test_adapters_are_listed_downloaded_sent_used_and_deleted(ondevice, served, tmp_path, monkeypatch) -> None:

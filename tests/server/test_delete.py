@@ -15,14 +15,14 @@ def test_a_model_is_deleted_once_no_job_needs_it(served, tmp_path) -> None:
     # Other tests of this daemon leave uploads that were begun: these are not this test's.
     uploads = set((served.daemon.store / "uploads").iterdir())
     assert client.upload("model", source, name="mine")["id"] == "mine"
-    job = client.create_job(model="mine", dataset=served.dataset, config=settings(steps=999999))["id"]
+    job = client.create_job(model="mine", dataset=served.dataset, config=settings(steps=1_000_000))["id"]
     try:
         with pytest.raises(RefusedError, match=f"job {job} needs the model") as refused:
             client.delete_model("mine")
         assert refused.value.status == 409 and (folder / "config.json").is_file()
     finally:
         client.cancel(job)
-        client.wait(job, 60)
+        client.wait(job, 120)
     client.delete_model("mine")
     assert not folder.exists() and "mine" not in [model["id"] for model in client.models()]
     assert set((served.daemon.store / "uploads").iterdir()) <= uploads

@@ -19,7 +19,7 @@ from ondevice.server.events import KEPT_FRAMES, Hub, follow
 from ondevice.server.queue import Queue
 from ondevice.server.store import Store
 from tests.server.kills import check_stream
-from tests.server.running import settings
+from tests.server.running import settings, wait_for
 
 READERS = 200
 
@@ -56,6 +56,7 @@ def test_200_readers_of_a_job_that_trains(served) -> None:
     client, address = served.client, served.daemon.address
     config = settings(steps=600, checkpoint_every=200)
     job = client.create_job(model="tiny:llama", dataset=served.dataset, config=config, name="is read")["id"]
+    wait_for(lambda: client.job(job)["last_event"] >= 2, "the events behind which some readers begin")
 
     async def leave_early() -> bytes:
         try:
@@ -81,7 +82,7 @@ def test_200_readers_of_a_job_that_trains(served) -> None:
     for number, stream in enumerate(streams):
         after = (number - READERS + 20) % 3 if number >= READERS - 20 else 0
         assert stream == whole[after:], number
-    assert client.metrics()["event_streams"] == 0
+    wait_for(lambda: client.metrics()["event_streams"] == 0, "the daemon sees that those who left are gone")
 
 
 def test_replay_behind_an_id(served) -> None:
@@ -138,7 +139,7 @@ def test_readers_of_the_hub_at_any_pace(store: Store, count: int) -> None:
         assert hub.readers == 0 and not hub.channels
         return received
 
-    received = asyncio.run(asyncio.wait_for(run(), 60))
+    received = asyncio.run(asyncio.wait_for(run(), 120))
     for after, ids in zip((0, 0, 0, 7, 7), received):
         assert ids == list(range(after + 1, count + 3))
 
@@ -166,7 +167,7 @@ def test_readers_outlive_a_disk_that_fails_for_a_while(store: Store, monkeypatch
             return ended(*given)
 
         monkeypatch.setattr(served, "_has_ended", stumbling)
-        await asyncio.wait_for(read(), 20)
+        await asyncio.wait_for(read(), 120)
         assert not stumbles
         return collected
 

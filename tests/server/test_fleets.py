@@ -31,7 +31,7 @@ def ondevice(capsys: Any) -> CommandLine:
     return CommandLine(capsys)
 
 
-def until(test: Callable[[], Any], seconds: float = 90.0) -> Any:
+def until(test: Callable[[], Any], seconds: float = 120.0) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := test():
@@ -92,7 +92,7 @@ def test_a_device_ends_with_the_daemon_that_was_killed(tmp_path: Path) -> None:
         except FileNotFoundError:
             return True
 
-    until(gone, 30)
+    until(gone)
     parent.stdout.close()
 
 

@@ -14,7 +14,7 @@ from ondevice.planning.devices import find_device
 from ondevice.server import generate
 from ondevice.server.app import create_app
 from ondevice.server.client import RefusedError
-from tests.server.running import settings
+from tests.server.running import settings, wait_for
 
 QUESTION = {"max_new_tokens": 4, "temperature": 0.0, "seed": 0}
 
@@ -60,12 +60,13 @@ def test_an_adapter_of_an_artifact_is_tried_over_its_own_weights(served, artifac
     with pytest.raises(RefusedError, match="no artifact"):
         client.generate(None, "a", artifact="none")
     # A running job's plan is asked for, and there is room beside it.
-    long = client.create_job(model="tiny:llama", dataset=served.dataset, config=settings(steps=99999))["id"]
+    long = client.create_job(model="tiny:llama", dataset=served.dataset, config=settings(steps=1_000_000))["id"]
     try:
+        wait_for(lambda: client.job(long)["state"] == "running", "it runs")
         assert client.generate("tiny:llama", "a", max_new_tokens=2)["base"] is not None
     finally:
         client.cancel(long)
-        client.wait(long, 60)
+        client.wait(long, 120)
 
 
 def test_it_is_the_packed_layers_that_answer(artifact, forgotten) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from ondevice.server.client import RefusedError
 from tests.server.kills import check_stream, trouble
 from tests.server.malformed import attack
 from tests.server.running import DaemonProcess, adapter_bits, rows, settings, wait_for, workers
@@ -17,7 +18,7 @@ def test_malformed_uploads_are_refused_with_a_reason(served, tmp_path) -> None:
 
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path) -> None:
     """The whole of it: `python -m tests.server.kills --kills 50`."""
-    report = trouble(tmp_path, kills=2, seed=3, steps=250)
+    report = trouble(tmp_path, kills=2, seed=3, steps=400)
     assert report["kills"] >= 1 and report["attempts"] > 1
 
 
@@ -26,7 +27,7 @@ def test_a_stopped_daemon_saves_and_goes_on(tmp_path) -> None:
     with DaemonProcess(store) as daemon:
         client = daemon.client
         dataset = client.upload("dataset", data)["id"]
-        job = client.create_job(model="tiny:llama", dataset=dataset, config=settings(steps=4000))["id"]
+        job = client.create_job(model="tiny:llama", dataset=dataset, config=settings(steps=1_000_000))["id"]
         wait_for(lambda: client.job(job)["progress"].get("step", 0) > 3, "a step")
         daemon.stop()
     assert not workers(store)
@@ -36,8 +37,8 @@ def test_a_stopped_daemon_saves_and_goes_on(tmp_path) -> None:
     with DaemonProcess(store) as daemon:
         client = daemon.client
         wait_for(lambda: client.job(job)["attempt"] == 2, "it goes on")
-        assert client.cancel(job)["state"] == "cancelling"
-        assert client.wait(job, 60)["state"] == "cancelled"
+        assert client.cancel(job)["state"] in ("cancelling", "cancelled")
+        assert client.wait(job, 120)["state"] == "cancelled"
         events = list(client.events(job, follow=False))
         resumed = [event["step"] for event in events if event["event"] == "resume"]
         assert resumed in ([], [last["step"]])  # it may be cancelled before it has begun
@@ -66,10 +67,13 @@ def test_the_stream_check_sees_what_is_wrong() -> None:
 def test_uninterrupted_and_paused_runs_end_with_the_same_bits(served, tmp_path) -> None:
     client = served.client
     job = client.create_job(model="tiny:llama", dataset=served.dataset, config=settings(), name="paused")["id"]
-    wait_for(lambda: client.job(job)["state"] == "running", "it runs")
-    client.pause(job)
-    wait_for(lambda: client.job(job)["state"] in ("paused", "done"), "it stops")
-    client.resume(job) if client.job(job)["state"] == "paused" else None
+    wait_for(lambda: client.job(job)["state"] in ("running", "done"), "it runs")
+    try:
+        client.pause(job)
+    except RefusedError as error:  # a machine that is so fast has done it already
+        assert error.status == 409
+    if wait_for(lambda: (state := client.job(job)["state"]) in ("paused", "done") and state, "it stops") == "paused":
+        client.resume(job)
     assert client.wait(job, 120)["state"] == "done"
     ours = adapter_bits(client.download_adapter(job, tmp_path / "paused"))
     first = adapter_bits(client.download_adapter(served.job["id"], tmp_path / "first"))

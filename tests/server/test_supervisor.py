@@ -28,7 +28,7 @@ from ondevice.server.store import Store
 from ondevice.server.supervisor import Supervisor
 from tests.server.running import rows, wait_for
 
-WAITS = "trap 'exit 130' TERM; while :; do sleep 0.02; done"
+WAITS = "trap 'exit 130' TERM; touch ready; while :; do sleep 0.02; done"
 
 
 class Turns:
@@ -53,6 +53,10 @@ class Turns:
     def create(self, **spec: Any) -> str:
         return self.queue.create({"model": "tiny:llama", "dataset": "data-1"} | spec).id
 
+    def wait_until_ready(self, job: str) -> None:
+        """Wait for the worker's trap: a signal before it would end the worker in another way."""
+        wait_for((self.store.path("jobs", job) / "ready").exists, "the worker's trap")
+
     def turn(self) -> None:
         """One turn; what it raises is tried again, as in the thread."""
         try:
@@ -66,7 +70,7 @@ class Turns:
             current = self.queue.get(job)
             return current if condition(current) else None
 
-        return wait_for(holds, "turn by turn", 30)
+        return wait_for(holds, "turn by turn")
 
 
 @pytest.fixture
@@ -107,7 +111,7 @@ def test_an_end_that_was_written_is_not_written_twice(turns: Turns, monkeypatch)
     turns.queue.changed = lambda name: None
     turns.turn()
     turns.queue.changed = failing(1, StorageError("after the transaction"), lambda name: None)
-    wait_for(lambda: (turns.turn(), turns.queue.get(job).state == "queued")[1], "it has ended", 30)
+    wait_for(lambda: (turns.turn(), turns.queue.get(job).state == "queued")[1], "it has ended")
     turns.turn()
     assert turns.supervisor.running is None and turns.queue.get(job).state == "queued"
 
@@ -144,15 +148,16 @@ def test_an_active_job_without_a_worker_has_crashed(turns: Turns) -> None:
 
 
 def test_what_is_asked_holds_where_events_cannot_be_read(turns: Turns, monkeypatch) -> None:
-    turns.worker("trap '' TERM; while :; do sleep 0.02; done")
+    turns.worker("trap '' TERM; touch ready; while :; do sleep 0.02; done")
     job = turns.create()
     turns.turn()
+    turns.wait_until_ready(job)
     running = turns.supervisor.running
     assert running is not None
     monkeypatch.setattr(module, "follow", failing(10**6, StorageError("full"), follow))
     monkeypatch.setattr(module, "CANCEL_GRACE_S", 0.1)
     turns.queue.ask(job, "cancel")
-    wait_for(lambda: (turns.turn(), running.process.poll() is not None)[1], "it is killed", 30)
+    wait_for(lambda: (turns.turn(), running.process.poll() is not None)[1], "it is killed")
     monkeypatch.setattr(module, "follow", follow)
     assert turns.until(lambda actual: actual.state == "cancelled", job).error is None
 
@@ -172,7 +177,7 @@ def test_a_window_that_closes_stops_the_job_until_it_opens(turns: Turns) -> None
     turns.turn()
     turns.turn()
     assert turns.queue.get(job).state == "running"
-    time.sleep(0.2)  # the script has its trap
+    turns.wait_until_ready(job)
     turns.now = at(23)
     current = turns.until(lambda current: current.state == "queued", job)
     assert current.reason == "its window has closed" and current.crashes == 0
@@ -196,7 +201,7 @@ def test_a_job_that_ends_although_its_time_is_over_is_done(turns: Turns, monkeyp
     monkeypatch.setattr(module, "register_outcome", lambda store, job, folder: lambda row: kept.append(row.id))
     job = turns.create()
     turns.turn()
-    wait_for((turns.store.path("jobs", job) / "ready").exists, "it runs", 30)
+    turns.wait_until_ready(job)
     turns.queue.change(job, spec=turns.queue.get(job).spec | {"limits": {"time_s": 0.01}})
     current = turns.until(lambda current: current.state in ("done", "failed"), job)
     assert current.state == "done" and current.error is None and kept == [job]
@@ -278,4 +283,4 @@ def test_a_job_that_starts_has_the_memory_of_the_model_that_was_asked(turns: Tur
     assert process.poll() is None
     turns.worker(WAITS)
     turns.until(lambda job: job.state == "running", turns.create())
-    assert process.wait(10) == -signal.SIGKILL and model._process is None
+    assert process.wait(120) == -signal.SIGKILL and model._process is None
