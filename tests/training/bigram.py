@@ -2,13 +2,13 @@
 
 Small enough for hundreds of steps a second, and real: the loss is the negative log likelihood of the next
 token, the step is P-RGE's estimator, the update regenerates the noise. Run as a program it trains in a folder
-until it is done, interrupted or killed.
+until it is done, interrupted or killed; behind one step it waits until its standard input ends.
 """
 
 from __future__ import annotations
 
+import select
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +20,10 @@ from ondevice.data import Batch
 from ondevice.runtime_ops import generator
 from ondevice.training import events
 from ondevice.training.events import read_log
-from ondevice.training.loop import run_loop
+from ondevice.training.loop import StopRequest, run_loop
 from ondevice.training.schedule import WarmupDecay
 
+STOPPING = "stopping"
 VOCABULARY = 12
 QUERIES = 4
 SCALE = np.float32(1e-2)
@@ -146,14 +147,22 @@ def scalars(out: Path) -> list[tuple]:
     return [(e.step, e.loss, e.losses, e.projected_gradients, e.learning_rate) for e in logged(out, events.Step)]
 
 
-def main(out: str, steps: str, pause_s: str, *flags: str) -> int:
-    def slow(event: events.Event) -> None:
-        if isinstance(event, events.Step):
-            print(event.step, flush=True)
-            time.sleep(float(pause_s))
+def main(out: str, steps: str, last: str, *flags: str) -> int:
+    stop, told = StopRequest(), False
+
+    def held(event: events.Event) -> None:
+        nonlocal told
+        if not isinstance(event, events.Step):
+            return
+        print(event.step, flush=True)
+        while event.step == int(last) and not (select.select([sys.stdin], [], [], 0.02)[0] and not sys.stdin.read(1)):
+            if stop and not told:
+                told = True
+                print(STOPPING, flush=True)
 
     try:
-        result = train(Path(out), int(steps), resume="resume" in flags, checkpoint_every=10, sinks=[slow])
+        options = {"resume": "resume" in flags, "checkpoint_every": 10, "stop": stop}
+        result = train(Path(out), int(steps), sinks=[held], **options)
     except OndeviceError as error:
         print(error, file=sys.stderr)
         return error.exit_code

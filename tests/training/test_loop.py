@@ -66,7 +66,7 @@ def test_another_thread_can_stop_it(tmp_path) -> None:
     options = {"eval_every": 5, "evaluate_fn": lambda _: pytest.fail("evaluated when asked to stop")}
     worker = threading.Thread(target=lambda: results.append(train(tmp_path, 60, sinks=[at_five], stop=stop, **options)))
     worker.start()
-    worker.join(20)
+    worker.join(120)
     assert results[0].interrupted and results[0].signal == "page" and results[0].steps == 5
 
 

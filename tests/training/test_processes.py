@@ -5,21 +5,22 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ondevice.core.errors import BusyError
 from ondevice.training import events
-from tests.training.bigram import BigramSession, logged, scalars, train
+from tests.training.bigram import STOPPING, BigramSession, logged, scalars, train
 
 ROOT = Path(__file__).parents[2]
 
 
-def start_process(out: Path, steps: int, pause_s: float, *flags: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "tests.training.bigram", str(out), str(steps), str(pause_s), *flags]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start_process(out: Path, steps: int, last: int, *flags: str) -> subprocess.Popen:
+    """One that waits behind step `last` until its standard input ends, as `communicate` lets it."""
+    command = [sys.executable, "-m", "tests.training.bigram", str(out), str(steps), str(last), *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def wait_for_step(process: subprocess.Popen, step: int) -> None:
@@ -32,28 +33,28 @@ def wait_for_step(process: subprocess.Popen, step: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_exits_with_130_and_the_resume_has_the_same_bits(tmp_path, whole, number) -> None:
-    process = start_process(tmp_path, 60, 0.25)  # so long that a busy machine does not let it finish first
+    process = start_process(tmp_path, 60, 4)
     wait_for_step(process, 4)
     process.send_signal(number)
-    errors = process.communicate(timeout=60)[1]
+    assert process.stdout is not None and process.stdout.readline() == f"{STOPPING}\n"
+    errors = process.communicate(timeout=120)[1]
     assert process.returncode == 130, errors
     last = logged(tmp_path)[-1]
     assert isinstance(last, events.Interrupt) and last.signal == signal.Signals(number).name
-    assert 5 <= last.step < 60 and (tmp_path / f"checkpoint-{last.step:08d}").is_dir()
+    assert last.step == 5 and (tmp_path / f"checkpoint-{last.step:08d}").is_dir()
     session = BigramSession()
     train(tmp_path, 60, session, resume=True)
     assert session.logits.tobytes() == whole[1].logits.tobytes() and scalars(tmp_path) == scalars(whole[0])
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path) -> None:
-    process = start_process(tmp_path, 60, 30)
+    process = start_process(tmp_path, 60, 0)
     wait_for_step(process, 0)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    began = time.monotonic()
+    assert process.stdout is not None and process.stdout.readline() == f"{STOPPING}\n"  # two at once would be one
     process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=20)[1]
-    assert time.monotonic() - began < 10 and process.returncode != 0 and "KeyboardInterrupt" in errors
+    assert process.wait(120) != 0  # its step would go on for ever
+    assert "KeyboardInterrupt" in process.communicate()[1]
     session = BigramSession()
     train(tmp_path, 5, session, resume=True)  # the folder is free, and the log is whole
     assert [event.step for event in logged(tmp_path, events.Step)] == [0, 1, 2, 3, 4]
@@ -61,7 +62,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path) -> None:
 
 def test_killed_at_any_moment_it_goes_on_with_the_same_bits(tmp_path, whole) -> None:
     for step in (3, 14, 33):
-        process = start_process(tmp_path, 60, 0.003, "resume")
+        process = start_process(tmp_path, 60, step, "resume")
         wait_for_step(process, step)
         process.kill()
         process.communicate()
@@ -75,7 +76,7 @@ def test_killed_at_any_moment_it_goes_on_with_the_same_bits(tmp_path, whole) -> 
 
 
 def test_two_runs_in_one_folder(tmp_path) -> None:
-    process = start_process(tmp_path, 60, 0.5)
+    process = start_process(tmp_path, 60, 0)
     try:
         wait_for_step(process, 0)
         size = (tmp_path / "events.jsonl").stat().st_size

@@ -28,6 +28,7 @@ import org.robolectric.shadows.ShadowDialog
 import java.io.ByteArrayInputStream
 import java.io.File
 import java.io.FileOutputStream
+import java.util.concurrent.CountDownLatch
 import java.util.zip.ZipEntry
 import java.util.zip.ZipOutputStream
 
@@ -52,6 +53,7 @@ abstract class AppTest {
     /** A run that a failed test left behind must not go on into the next. */
     @After
     fun endRun() {
+        gates.forEach { it.goOn() }
         val trainer = app.runs.live?.trainer ?: return
         trainer.stop()
         trainer.resume()
@@ -170,6 +172,24 @@ abstract class AppTest {
         file.parentFile!!.mkdirs()
         FileOutputStream(file).use { picture.compress(Bitmap.CompressFormat.PNG, 100, it) }
     }
+
+    /** The program as it is, which waits before its step number [step] (from 0) until `goOn`: a run then stands where the test wants it. */
+    protected class Gate(private val step: Int) : Program by Shared {
+        private val released = CountDownLatch(1)
+        private var steps = 0
+
+        fun goOn() = released.countDown()
+
+        override fun execute(method: String, inputs: List<Tensor>, layer: Int): List<Tensor> {
+            if (method.startsWith("train_step") && steps++ == step) released.await()
+            return Shared.execute(method, inputs, layer)
+        }
+    }
+
+    /** One gate for the runs that begin from now on. */
+    protected fun gate(step: Int): Gate = Gate(step).also { gate -> app.openProgram = { gate }; gates.add(gate) }
+
+    private val gates = ArrayList<Gate>()
 
     /** One Python for all tests: the program keeps nothing between two calls. */
     private object Shared : Program {

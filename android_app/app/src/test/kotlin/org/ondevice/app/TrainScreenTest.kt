@@ -43,6 +43,7 @@ class TrainScreenTest : AppTest() {
         shot("train-setup")
         find<EditText>(R.id.steps).setText("600")
         find<EditText>(R.id.rate).setText("0.02")
+        val gate = gate(20)
         click(R.id.start)
         until("the service to be asked") { shadowOf(app).peekNextStartedService() != null }
         assertEquals(TrainService::class.java.name, shadowOf(app).nextStartedService.component!!.className)
@@ -51,6 +52,7 @@ class TrainScreenTest : AppTest() {
         until("some steps") { (live?.stepsDone ?: 0) >= 12 }
         assertTrue(texts(), "of 600" in texts() && "steps/s" in texts())
         shot("train-running")
+        gate.goOn()
         until("the end", 240) { live!!.isOver }
         assertTrue(texts(), "Done: 600 steps." in texts() && "before" in texts())
         val state = live!!.state as TrainerState.Finished
@@ -198,9 +200,11 @@ class TrainScreenTest : AppTest() {
     @Test
     fun attemptsAreCountedAndShown() {
         prepared()
+        val gate = gate(1)
         begin(60, id = "run-dies")
         until("a step") { live!!.stepsDone >= 1 }
-        assertEquals(1, app.wanted.read()!!.attempts)
+        assertEquals(1, app.wanted.read()!!.attempts) // nothing is saved yet
+        gate.goOn()
         until("something saved") { File(app.store.runFolder("run-dies"), "checkpoint-00000025").isDirectory && app.wanted.read()?.attempts == 0 }
         service(TrainService.STOP)
         until("the end", 240) { live!!.isOver }
@@ -276,13 +280,16 @@ class TrainScreenTest : AppTest() {
     @Test
     fun aKilledProcessGoesOnFromItsCheckpoint() {
         prepared()
+        val gate = gate(30)
         begin(60, id = "run-a")
-        until("a checkpoint") { File(app.store.runFolder("run-a"), "checkpoint-00000025").isDirectory }
+        until("the step behind a checkpoint") { live!!.stepsDone == 30 }
+        assertTrue(File(app.store.runFolder("run-a"), "checkpoint-00000025").isDirectory)
         // A kill ends the thread without a word: what it wrote stays, and the wanted run stays wanted.
         val plan = app.wanted.read()!!
         val folder = app.store.runFolder("run-a")
         val copy = File(app.cacheDir, "killed").also { folder.copyRecursively(it) }
         service(TrainService.STOP)
+        gate.goOn()
         until("the end of the first process") { live!!.isOver }
         org.ondevice.core.Storage.deleteTree(folder)
         copy.copyRecursively(folder)
@@ -304,6 +311,7 @@ class TrainScreenTest : AppTest() {
     @Test
     fun aCheckpointThatCannotBeWrittenIsSaidInWords() {
         prepared()
+        val gate = gate(2)
         begin(4000, id = "run-full")
         until("some steps") { live!!.stepsDone >= 2 }
         // A file stands where the run's folder was: the next write fails as it does on a full disk.
@@ -311,6 +319,7 @@ class TrainScreenTest : AppTest() {
         org.ondevice.core.Storage.deleteTree(folder)
         folder.writeText("in the way")
         service(TrainService.STOP)
+        gate.goOn()
         until("the error") { live!!.isOver }
         assertEquals(org.ondevice.core.ErrorKind.STORAGE, (live!!.state as TrainerState.Failed).error.kind)
         assertTrue(texts(), "Cannot write" in texts() && "free some storage" in texts())

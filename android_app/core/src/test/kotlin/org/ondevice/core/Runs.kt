@@ -66,7 +66,10 @@ object Runs {
     }
 }
 
-/** A JVM of its own that trains, to be killed or to run out of space: arguments are the folder, the steps and the program. */
+/**
+ * A JVM of its own that trains, to be killed or to run out of space: arguments are the folder, the steps, the program and
+ * the step after which it waits to be killed, or -1.
+ */
 object ChildMain {
     @JvmStatic
     fun main(arguments: Array<String>) {
@@ -74,6 +77,7 @@ object ChildMain {
             override fun onEvent(event: Event) {
                 print(event.toLine().toString(Charsets.UTF_8))
                 System.out.flush()
+                if (event is Event.Step && event.step == arguments[3].toInt()) Thread.sleep(Long.MAX_VALUE)
             }
         }
         try {
@@ -85,11 +89,11 @@ object ChildMain {
     }
 
     /** Start it in a shell, behind [before] (a command and `;`, such as a limit). */
-    fun start(folder: File, steps: Int, exported: Exported = Exported.ZEROTH_ORDER, before: String = ""): Process {
+    fun start(folder: File, steps: Int, exported: Exported = Exported.ZEROTH_ORDER, before: String = "", last: Int = -1): Process {
         val java = File(System.getProperty("java.home"), "bin/java").path
         val properties = listOf("ondevice.fixtures", "ondevice.artifact", "ondevice.root", "ondevice.python").map { "-D$it=${System.getProperty(it)}" }
         val command = listOf(java, "-Xshare:auto", "-XX:-UsePerfData") + properties +
-            listOf("-cp", System.getProperty("surefire.test.class.path") ?: System.getProperty("java.class.path"), ChildMain::class.java.name, folder.path, "$steps", exported.name)
+            listOf("-cp", System.getProperty("surefire.test.class.path") ?: System.getProperty("java.class.path"), ChildMain::class.java.name, folder.path, "$steps", exported.name, "$last")
         val quoted = command.joinToString(" ") { "'" + it.replace("'", "'\\''") + "'" }
         return ProcessBuilder("bash", "-c", "$before exec $quoted").redirectError(ProcessBuilder.Redirect.PIPE).start()
     }

@@ -42,7 +42,7 @@ class TokenizerTest {
         val ids = texts.sumOf { tokenizer.encode(it).size }
         val seconds = (System.nanoTime() - started) / 1e9
         println("tokenizer: ${texts.size} texts, $ids ids in ${"%.2f".format(seconds)} s")
-        assertTrue(seconds < 10, "$seconds s")
+        assertTrue(seconds < 100, "$seconds s") // a busy machine takes a few; what grows with the square of something, an hour
     }
 
     @Test

