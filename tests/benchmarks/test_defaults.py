@@ -25,9 +25,9 @@ def test_every_method_has_a_first_seed_before_one_has_a_second() -> None:
 def test_what_runs_when_the_time_is_over_is_ended() -> None:
     before, began = set(active_children()), time.monotonic()
     args = SimpleNamespace(**ARGS, budget_s=0.3)
-    assert list(run(jobs_of(args), args)) == [] and time.monotonic() - began < 5
+    assert list(run(jobs_of(args), args)) == [] and time.monotonic() - began < 60
     for process in set(active_children()) - before:
-        deadline = time.monotonic() + 5  # another thread waits for it too, and only one of two hears that it ended
+        deadline = time.monotonic() + 60  # another thread waits for it too, and only one of two hears that it ended
         while process.is_alive() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not process.is_alive()

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -336,15 +337,27 @@ def test_close_gives_up_on_a_drive_that_hangs(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_slow_drive_is_not_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.pwritev
+    """In the time that `close` waits for all transfers one ends, and so each time: it waits again."""
+    real, permits = os.pwritev, threading.Semaphore(0)
 
     def slow(*arguments: Any) -> int:
-        threading.Event().wait(0.15)
+        assert permits.acquire(timeout=WAIT_S)
         return real(*arguments)
 
     monkeypatch.setattr(drive.os, "pwritev", slow)
-    with TierFile(tmp_path, "tier.bin", SMALL, timeout_s=0.6, workers=1) as tier:
-        futures = [tier.write(record % 3, filled(10_000, record)) for record in range(6)]  # 1.8 s of work
+    tier = TierFile(tmp_path, "tier.bin", SMALL, workers=1)
+    futures = [tier.write(record % 3, filled(10_000, record)) for record in range(6)]
+    wait_for, waits = tier._changed.wait_for, []
+
+    def in_the_time(idle: Callable[[], bool], timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        permits.release(2)  # a payload and its trailer
+        wait_for(lambda: sum(map(len, tier._lines)) <= len(futures) - len(waits), WAIT_S)
+        return idle()
+
+    monkeypatch.setattr(tier._changed, "wait_for", in_the_time)
+    tier.close()
+    assert len(waits) == len(futures)
     assert all(future.exception() is None for future in futures)
 
 

@@ -18,7 +18,7 @@ from tests.methods.slideformer.reference import batches, run  # noqa: E402
 from tests.methods.slideformer.test_memory import live  # noqa: E402
 
 ROWS, LENGTH = 4, 16
-SMALL = {"subspace": 48, "nonzeros": 4, "threshold": 10.0, "threads": 1, "timeout_s": 20.0}
+SMALL = {"subspace": 48, "nonzeros": 4, "threshold": 10.0, "threads": 1, "timeout_s": 120.0}
 SIZES = {"layers": 6, "hidden": 128, "intermediate": 384, "vocab": 512}
 STEP = ("bias check", "kept inputs", "activations", "logits")
 """Parts that are there during a step alone."""

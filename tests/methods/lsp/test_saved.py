@@ -48,7 +48,7 @@ def opened() -> Iterator[Callable[..., LspEngine]]:
     def make(config: dict[str, Any], tied: bool = True) -> LspEngine:
         if config.get("weight_dtype") in ("nf4", "int8"):
             pytest.importorskip("bitsandbytes")
-        settings = {**SMALL, "threshold": 0.0, "timeout_s": 20.0, "threads": 1, **config}
+        settings = {**SMALL, "threshold": 0.0, "timeout_s": 120.0, "threads": 1, **config}
         collected.append(LspEngine(tiny_model(tied=tied).family, LspConfig(**settings), "cpu", seed=3))
         return collected[-1]
 

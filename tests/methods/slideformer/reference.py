@@ -28,8 +28,8 @@ LEARNING_RATE = 1e-2
 
 
 def open_engine(config: dict[str, Any], family: str = "llama", **sizes: Any) -> SlideformerEngine:
-    """An engine over a tiny model; its threads wait a few seconds at most."""
-    settings = {"timeout_s": 20.0, "threads": 1, **config}
+    """An engine over a tiny model; its threads wait so long that only a hang is given up, on a busy machine too."""
+    settings = {"timeout_s": 120.0, "threads": 1, **config}
     return SlideformerEngine(tiny_model(family, **sizes).family, SlideformerConfig(**settings), "cpu")
 
 

@@ -28,7 +28,8 @@ from ondevice.offload.host import HostStore  # noqa: E402
 from ondevice.runtime_ops import layer_adam  # noqa: E402
 from tests.methods.slideformer.reference import batches, open_engine, run  # noqa: E402
 
-SOON_S = 5.0
+SOON_S = 60.0
+"""Half of what an engine of these tests waits for what hangs."""
 LAYERS = 4
 
 
@@ -53,14 +54,14 @@ def broken_update(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     return breaks
 
 
-def raises_soon(engine: Any, kind: type[OndeviceError], steps: int = 2, within_s: float = SOON_S) -> OndeviceError:
+def raises_soon(engine: Any, kind: type[OndeviceError], steps: int = 2) -> OndeviceError:
     """Return the error that one of the next steps raises, and every one after it."""
     started = time.monotonic()
     with pytest.raises(OndeviceError) as caught:
         for step, batch in enumerate(batches(steps)):
             engine.step(*batch, step, 1e-3)
         engine.flush()
-    assert time.monotonic() - started < within_s
+    assert time.monotonic() - started < SOON_S
     assert type(caught.value) is kind
     with pytest.raises(OndeviceError):  # it stays broken, and says so at once
         engine.step(*batches(1)[0], steps, 1e-3)
@@ -117,12 +118,21 @@ def test_a_transfer_that_fails_names_its_layer(monkeypatch: pytest.MonkeyPatch) 
 def test_an_update_that_hangs_is_given_up(index: int, broken_update: Any) -> None:
     """The next step waits `timeout_s`, for that unit or for one behind it, and then names what hangs. Should that go on
     after all, the engine closes."""
-    released = threading.Event()
-    hangs = {"optimizer": broken_update(index, released.wait), "timeout_s": 0.3}
-    engine = open_engine(hangs, layers=LAYERS)
+    reached, released = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        reached.set()
+        released.wait()
+
+    engine = open_engine({"optimizer": broken_update(index, hang)}, layers=LAYERS)
     try:
+        engine.step(*batches(1)[0], 0, 1e-3)
+        at_once = index <= LAYERS  # the embedding's update is of the next step
+        assert not at_once or reached.wait(SOON_S)
+        # From here on: before, what does not hang may be slow.
+        engine.watch.timeout_s = limit_s = 0.3 if at_once else 1.0
         error = raises_soon(engine, TrainingError)
-        assert "did not end within 0.3 s" in error.message
+        assert f"did not end within {limit_s:g} s" in error.message
         assert f"update of {engine.units.all[index].name} running for" in str(error.received)
         assert not engine.updates.close(timeout_s=0.1)
     finally:
@@ -138,10 +148,11 @@ from ondevice.methods.slideformer import updater
 from tests.methods.slideformer.reference import batches, open_engine
 
 updater.layer_adam = updater.torch_adam = lambda *_, **__: threading.Event().wait()
-engine = open_engine({"timeout_s": 0.3}, layers=2)
+engine = open_engine({}, layers=2)
 try:
     for step, batch in enumerate(batches(2)):
         engine.step(*batch, step, 1e-3)
+        engine.watch.timeout_s = 0.3
 except TrainingError as error:
     print(error)
 """
@@ -245,7 +256,7 @@ def test_no_label_is_a_data_error_and_does_no_harm(engine: Any) -> None:
 def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while (left := [t for t in threading.enumerate() if t not in before and "ondevice" in t.name]) and (
         time.monotonic() < deadline
     ):
