@@ -126,7 +126,7 @@ def test_ctrl_c_keeps_the_answers(folder) -> None:
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate(timeout=60)
+        printed, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130 and "Traceback" not in errors, errors

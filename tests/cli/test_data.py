@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -156,10 +155,9 @@ def test_a_missing_file_is_told_before_a_framework_is_loaded(verb, tmp_path) -> 
         f"try:\n    run({words!r})\nexcept SystemExit as ended:\n    code = ended.code\n"
         "print(code, [name for name in ('torch', 'transformers', 'mlx') if name in sys.modules])"
     )
-    began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == f"{DATA} []", done.stderr
-    assert "no such data file: none.jsonl" in done.stderr and time.perf_counter() - began < 10
+    assert "no such data file: none.jsonl" in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["train", "eval", "chat"])

@@ -116,7 +116,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(ondevice, tmp_path) -> None:
     try:
         wait_for_steps(process, out, 3)
         process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate(timeout=60)
+        printed, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130, errors
